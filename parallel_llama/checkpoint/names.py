@@ -1,0 +1,85 @@
+"""What each layout calls a weight: the one table of Meta, HF and GGUF names.
+
+Meta's names are the model's own. A name that two rows match, or none, is an error, so that no
+weight is ever taken for another in silence.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from parallel_llama.config import ModelArgs
+
+Layout = Literal["meta", "hf", "gguf"]
+
+
+@dataclass(frozen=True)
+class Names:
+    """One row: the name of a weight in each layout; `*` stands for the same part in all three."""
+
+    meta: str
+    hf: str
+    gguf: str
+
+    def pattern(self, layout: Layout) -> str:
+        patterns: dict[Layout, str] = {"meta": self.meta, "hf": self.hf, "gguf": self.gguf}
+        return patterns[layout]
+
+
+NAMES = (
+    Names("tok_embeddings.weight", "model.embed_tokens.weight", "token_embd.weight"),
+    Names("norm.weight", "model.norm.weight", "output_norm.weight"),
+    Names("output.weight", "lm_head.weight", "output.weight"),
+    *(
+        Names(f"layers.*.{meta}", f"model.layers.*.{hf}", f"blk.*.{gguf}")
+        for meta, hf, gguf in (
+            ("attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
+            ("attention.wq.*", "self_attn.q_proj.*", "attn_q.*"),
+            ("attention.wk.*", "self_attn.k_proj.*", "attn_k.*"),
+            ("attention.wv.*", "self_attn.v_proj.*", "attn_v.*"),
+            ("attention.wo.*", "self_attn.o_proj.*", "attn_output.*"),
+            ("ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
+            ("feed_forward.w1.*", "mlp.gate_proj.*", "ffn_gate.*"),
+            ("feed_forward.w2.*", "mlp.down_proj.*", "ffn_down.*"),
+            ("feed_forward.w3.*", "mlp.up_proj.*", "ffn_up.*"),
+        )
+    ),
+)
+
+# Rotary tables that some files carry; the model computes its own from the configuration.
+SKIPPED: dict[Layout, tuple[str, ...]] = {
+    "meta": ("rope.freqs", "layers.*.attention.inner_attention.rope.freqs"),
+    "hf": ("model.rotary_emb.inv_freq", "model.layers.*.self_attn.rotary_emb.inv_freq"),
+    "gguf": ("rope_freqs.weight",),
+}
+
+
+def renamed(name: str, source: Layout, target: Layout) -> str:
+    """The name in layout `target` of the weight that layout `source` calls `name`.
+
+    >>> renamed("layers.3.attention.wq.bias", "meta", "hf")
+    'model.layers.3.self_attn.q_proj.bias'
+
+    Raises: KeyError unless exactly one row of the table matches.
+    """
+    hits = [
+        (row, match)
+        for row in NAMES
+        if (match := _compiled(row.pattern(source)).fullmatch(name)) is not None
+    ]
+    if len(hits) != 1:
+        raise KeyError(f"{name}: {len(hits)} rows of the name table match, need exactly 1")
+    row, match = hits[0]
+    parts = iter(match.groups())
+    return re.sub(r"\*", lambda _: next(parts), row.pattern(target))
+
+
+def is_skipped(name: str, layout: Layout, args: ModelArgs) -> bool:
+    """Whether a file may hold this tensor although the model has no use for it."""
+    if args.tied_embeddings and name == renamed("output.weight", "meta", layout):
+        return True  # some writers store the embeddings a second time
+    return any(_compiled(pattern).fullmatch(name) for pattern in SKIPPED[layout])
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))

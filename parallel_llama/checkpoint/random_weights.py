@@ -1,0 +1,58 @@
+"""Random weights for a model's shape: the same values for every number of ranks.
+
+Values are drawn in fixed chunks of rows (or columns, where the model is cut by columns), each with
+its own key, so that a rank draws little more than its own share and never a whole tensor.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import sliced_shape
+from parallel_llama.config import ModelArgs
+from parallel_llama.plan import Param
+
+CHUNK = 64  # rows or columns under one key; part of what a seed means
+
+STD = 0.02  # of matrices and biases: activations keep their size over many layers
+NORM_STD = 0.1  # of norms, around 1
+
+
+class RandomCheckpoint:
+    """Weights drawn from a seed, as if they were read."""
+
+    def __init__(self, args: ModelArgs, seed: int) -> None:
+        self.args, self.seed = args, seed
+        self._dtype: torch.dtype = getattr(torch, args.dtype)
+
+    def check(self, args: ModelArgs) -> None:
+        """Nothing to compare: it holds whatever the model asks for."""
+
+    def read(self, param: Param, rows: range) -> Tensor:
+        out = torch.empty(sliced_shape(param, rows), dtype=self._dtype)
+        for number in range(rows.start // CHUNK, -(-rows.stop // CHUNK)):
+            start = number * CHUNK
+            chunk = range(start, min(start + CHUNK, param.shape[param.dim]))
+            wanted = range(max(rows.start, chunk.start), min(rows.stop, chunk.stop))
+            if wanted:
+                drawn = self._drawn(param, number, chunk)
+                target = out.narrow(param.dim, wanted.start - rows.start, len(wanted))
+                target.copy_(drawn.narrow(param.dim, wanted.start - chunk.start, len(wanted)))
+        return out
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _drawn(self, param: Param, number: int, chunk: range) -> Tensor:
+        key = hashlib.blake2b(f"{self.seed} {param.name} {number}".encode(), digest_size=8)
+        generator = torch.Generator().manual_seed(int.from_bytes(key.digest(), "little") >> 1)
+        values = torch.randn(sliced_shape(param, chunk), generator=generator, dtype=torch.float32)
+        if param.name.endswith("norm.weight"):
+            return values.mul_(NORM_STD).add_(1)
+        return values.mul_(STD)
+
+
+def random_checkpoint(args: ModelArgs, seed: int) -> RandomCheckpoint:
+    """Random weights in the shape of a model, stored in `args.dtype`."""
+    return RandomCheckpoint(args, seed)

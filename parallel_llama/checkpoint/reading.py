@@ -1,0 +1,143 @@
+"""From a checkpoint to one rank's tensors.
+
+Every weight passes through here once: cut to the rank's share, converted, and looked at for NaN
+and Inf. Beside its share a rank holds one bounded piece at a time.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import sliced_shape
+from parallel_llama.checkpoint.gguf_file import GGUFFile
+from parallel_llama.checkpoint.hf_folder import HFFolder
+from parallel_llama.checkpoint.meta_folder import MetaFolder
+from parallel_llama.config import ModelArgs
+from parallel_llama.errors import CheckpointError
+from parallel_llama.model_files import ModelFiles
+from parallel_llama.plan import Param, Share, parameters
+
+# Values read at once; a share of more is read in pieces and copied together. At most 256 MB (in
+# float64), and more than most ranks hold of one weight.
+PIECE_VALUES = 1 << 25
+
+# Pieces begin where quantised blocks do (of 256 values at most), so none is decoded twice.
+PIECE_ALIGNMENT = 256
+
+
+class Checkpoint(Protocol):
+    """A model's weights under Meta's names, wherever they lie."""
+
+    def check(self, args: ModelArgs) -> None:
+        """Compare names, shapes and dtypes with the model, without reading tensor data.
+
+        Raises: CheckpointError that lists every kind of difference.
+        """
+
+    def read(self, param: Param, rows: range) -> Tensor:
+        """`rows` along `param.dim`, all other dimensions whole; needs a checkpoint that passed.
+
+        Returns: a contiguous CPU tensor in the stored dtype (float32 where it was quantised), wq
+        and wk in half-split rotary order.
+
+        Raises: CheckpointError if the files changed or disagree.
+        """
+
+    def close(self) -> None:
+        """Give the files back; nothing can be read afterwards."""
+
+
+def open_checkpoint(files: ModelFiles, args: ModelArgs) -> Checkpoint:
+    """The checkpoint in a model's files; reads headers only.
+
+    Raises: CheckpointError if a file is damaged, or there are no weights.
+    """
+    try:
+        if files.kind == "hf":
+            return HFFolder(files, args)
+        if files.kind == "meta":
+            return MetaFolder(files, args)
+        if files.kind == "gguf":
+            return GGUFFile(files, args)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    raise CheckpointError(
+        f"{files.path}: a configuration without weights; give a folder or a file that has them, or "
+        "ask for random weights"
+    )
+
+
+def load(
+    checkpoint: Checkpoint,
+    args: ModelArgs,
+    share: Share,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> Iterator[tuple[str, Tensor]]:
+    """One rank's part of every weight, in the order of the forward pass.
+
+    `on_bytes` is told of every piece; the sum is the rank's share in bytes of `dtype`.
+
+    Raises: CheckpointError if the checkpoint does not fit the model, or a weight is NaN or Inf or
+    too large for `dtype`.
+    """
+    checkpoint.check(args)
+    for param in parameters(args):
+        yield param.name, _converted(checkpoint, param, share, dtype, device, on_bytes)
+
+
+def _converted(
+    checkpoint: Checkpoint,
+    param: Param,
+    share: Share,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_bytes: Callable[[int], None],
+) -> Tensor:
+    rows = param.local_range(share)
+    pieces = pieces_of(param, rows)
+    if len(pieces) == 1:  # the usual case: what was read is the result, without a copy
+        tensor = _finite(param, checkpoint.read(param, rows), dtype)
+        on_bytes(tensor.nbytes)
+        return tensor.to(device)
+    whole = torch.empty(sliced_shape(param, rows), dtype=dtype, device=device)
+    for piece in pieces:
+        tensor = _finite(param, checkpoint.read(param, piece), dtype)
+        whole.narrow(param.dim, piece.start - rows.start, len(piece)).copy_(tensor)
+        on_bytes(tensor.nbytes)
+    return whole
+
+
+def pieces_of(param: Param, rows: range) -> list[range]:
+    """Cut a range of rows so that no piece has many more than PIECE_VALUES values."""
+    per_row = math.prod(param.shape) // max(1, param.shape[param.dim])
+    step = max(1, PIECE_VALUES // max(1, per_row) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+    starts = range(rows.start // step * step, rows.stop, step)
+    pieces = [range(max(rows.start, at), min(rows.stop, at + step)) for at in starts]
+    if len(rows) <= step:
+        return [rows]
+    return pieces
+
+
+def _finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype`, refused if a value is not finite there."""
+    tensor = stored.to(dtype)
+    if tensor.numel() == 0:
+        return tensor
+    # Least and greatest in one pass; NaN comes through either. isfinite would take a copy.
+    if all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor)):
+        return tensor
+    if all(math.isfinite(bound.item()) for bound in torch.aminmax(stored)):
+        raise CheckpointError(
+            f"{param.name}: a value of {stored.abs().max().item():g} does not fit into {dtype}; "
+            "use bfloat16 or float32"
+        )
+    count = int((~torch.isfinite(stored)).sum())
+    raise CheckpointError(
+        f"{param.name}: {count} of {stored.numel()} values read are NaN or Inf; the weights are "
+        "damaged, fetch them again"
+    )

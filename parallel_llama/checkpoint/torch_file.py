@@ -1,0 +1,132 @@
+"""Opening one of torch's .pth files safely: no code runs, and no byte is taken for another.
+
+torch maps the file without checking it, so the zip's own records are compared with the storages
+that the tensors got: a forged archive could otherwise pass bytes of one record, or of no record,
+for a weight.
+"""
+
+import struct
+import zipfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel_llama.errors import CheckpointError
+
+MAX_RECORDS = 100_000
+MAX_PICKLE_BYTES = 100_000_000
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # magic, ..., length of the name, length of the extras
+
+
+def open_torch_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .pth file, mapped and not read.
+
+    Raises: CheckpointError for anything but a zip archive of torch.save that holds one dictionary
+    of names to CPU tensors.
+    """
+    records = _storage_records(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # an unpickler fed with hostile bytes can raise nearly anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path}: cannot be read as plain weights ({reason})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds a {type(state).__name__}, expected names and tensors")
+    for name, tensor in state.items():
+        _require_plain(path, name, tensor)
+    _require_own_records(path, list(state.values()), records)
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _storage_records(path: Path) -> list[tuple[int, int]]:
+    """Offset and size of the records that hold tensor data, checked to lie inside the file."""
+    size = path.stat().st_size
+    if not zipfile.is_zipfile(path):
+        with path.open("rb") as file:
+            magic = file.read(4)
+        if magic == b"PK\x03\x04":
+            raise CheckpointError(
+                f"{path}: truncated or damaged: has {size} bytes and no zip directory at its end; "
+                "fetch it again"
+            )
+        raise CheckpointError(
+            f"{path}: not a zip archive; .pth files from before torch 1.6 cannot be read without "
+            "running code: load it where you trust it and save it anew with torch.save, or use "
+            "safetensors"
+        )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise CheckpointError(f"{path}: damaged zip archive ({error})") from error
+    if len(members) > MAX_RECORDS:
+        raise CheckpointError(f"{path}: has {len(members)} records, at most {MAX_RECORDS} are read")
+    if len({member.filename for member in members}) != len(members):
+        raise CheckpointError(f"{path}: two records have the same name; forged or damaged")
+    places = [(member, _data_offset(path, member)) for member in members]
+    position = 0
+    for member, offset in sorted(places, key=lambda place: place[1]):
+        end = offset + member.file_size
+        if member.header_offset < position or end > size:
+            raise CheckpointError(
+                f"{path}: record {member.filename!r} claims bytes {offset} to {end}, and "
+                f"{position} to {size} are left; truncated or forged"
+            )
+        position = end
+    return [
+        (offset, member.file_size)
+        for member, offset in places
+        if member.filename.partition("/")[2].startswith("data/") and member.file_size
+    ]
+
+
+def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"{path}: record {member.filename!r} {why}; forged or damaged")
+
+    if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+        raise refuse("is compressed, which torch.save never does")
+    if member.filename.endswith("data.pkl") and member.file_size > MAX_PICKLE_BYTES:
+        raise refuse(f"has {member.file_size} bytes, at most {MAX_PICKLE_BYTES} are read")
+    with path.open("rb") as file:
+        file.seek(member.header_offset)
+        header = file.read(_LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size:
+        raise refuse("begins behind the end of the file")
+    magic, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+    if magic != b"PK\x03\x04":
+        raise refuse("does not begin where the archive says")
+    return member.header_offset + _LOCAL_HEADER.size + int(name_length) + int(extra_length)
+
+
+def _require_plain(path: Path, name: object, tensor: object) -> None:
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        raise CheckpointError(
+            f"{path}: entry {name!r} is a {type(tensor).__name__}, expected a tensor; only flat "
+            "dictionaries of weights are read"
+        )
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        raise CheckpointError(f"{path}: tensor {name!r} is not a plain dense tensor")
+
+
+def _require_own_records(path: Path, tensors: list[Tensor], records: list[tuple[int, int]]) -> None:
+    """Check that the tensors' storages are the archive's records, one to one and byte for byte.
+
+    The map's address is not known, so places are compared relative to the first of each.
+    """
+    storages = {
+        (storage.data_ptr(), storage.nbytes())
+        for storage in (tensor.untyped_storage() for tensor in tensors)
+        if storage.nbytes()
+    }
+    if _relative(list(storages)) != _relative(records):
+        raise CheckpointError(
+            f"{path}: its tensors do not lie in the records of the archive; forged or damaged"
+        )
+
+
+def _relative(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    ordered = sorted(places)
+    return [(offset - ordered[0][0], size) for offset, size in ordered]

@@ -1,0 +1,324 @@
+"""Flags: what may be given, what it means, and how a command line becomes checked values.
+
+A verb's table of `Flag`s is the one home of its names, defaults, limits and help. The text of a
+flag is never parsed as Python, repeats stay in order, and a value may begin with a dash. Nothing
+here starts work or knows what a verb does.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.errors import UsageError
+from parallel_llama.fields import did_you_mean
+from parallel_llama.parallel.launch import MAX_RANKS
+
+LARGEST = 2**63 - 1
+
+Parse = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of a verb.
+
+    `parse` turns its text into a value that JSON can carry, and raises ValueError saying what is
+    allowed; a flag without one is a switch, given as --name or --noname. A repeatable flag's value
+    is the list of all that were given.
+    """
+
+    name: str
+    help: str
+    parse: Parse | None = None
+    metavar: str = ""
+    default: Any = None
+    default_text: str = ""
+    repeatable: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def initial(self) -> Any:
+        if self.repeatable:
+            return []
+        return False if self.parse is None else self.default
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command: its flags in the order of its help, and the function that prepares its job."""
+
+    name: str
+    help: str
+    usage: str
+    flags: tuple[Flag, ...]
+    example: str
+    prepare: Callable[..., Any]
+
+
+class HelpRequested(Exception):
+    """The command line asks for help, not for work."""
+
+
+def parse_flags(verb: Verb, argv: Sequence[str]) -> dict[str, Any]:
+    """The value of every flag of a verb, given or default, by its name with underscores.
+
+    Raises: UsageError for an unknown, repeated or incomplete flag, a value that is not allowed, or
+    an argument that is no flag; HelpRequested for -h or --help where a flag may stand.
+    """
+    values = {flag.key: flag.initial for flag in verb.flags}
+    seen: set[str] = set()
+    for flag, text in _pairs(verb, argv):
+        if flag.key in seen and not flag.repeatable:
+            raise UsageError(f"--{flag.name} is given twice; give it once")
+        seen.add(flag.key)
+        value = _value(flag, text)
+        if flag.repeatable:
+            values[flag.key].append(value)
+        else:
+            values[flag.key] = value
+    return values
+
+
+def _pairs(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag, str]]:
+    """Each flag of the command line with its text; a switch's text is 'true' or 'false'."""
+    words = iter(argv)
+    for word in words:
+        if word in ("-h", "--help"):
+            raise HelpRequested(verb.name)
+        if not word.startswith("-"):
+            raise UsageError(f"{verb.name}: unexpected argument {shown(word)}; {_where(verb)}")
+        name, equals, text = word.partition("=")
+        flag, negated = _find(verb, name)
+        if flag.parse is None:
+            if equals:
+                raise UsageError(f"--{flag.name} is a switch and takes no value; write {name}")
+            yield flag, "false" if negated else "true"
+        elif equals:
+            yield flag, text
+        else:
+            following = next(words, None)
+            if following is None:
+                raise UsageError(f"--{flag.name} needs a value: --{flag.name} {flag.metavar}")
+            yield flag, following
+
+
+def _find(verb: Verb, word: str) -> tuple[Flag, bool]:
+    flags = {f"--{flag.name}": flag for flag in verb.flags}
+    negations = {
+        f"--{prefix}{flag.name}": flag
+        for flag in verb.flags
+        if flag.parse is None
+        for prefix in ("no", "no-")
+    }
+    name = word.replace("_", "-")
+    if name in flags:
+        return flags[name], False
+    if name in negations:
+        return negations[name], True
+    raise UsageError(
+        f"{verb.name}: unknown flag {shown(word)}{did_you_mean(name, flags)} "
+        f"(parallel-llama {verb.name} --help lists all)"
+    )
+
+
+def _where(verb: Verb) -> str:
+    if any(flag.name == "prompt" for flag in verb.flags):
+        return "a prompt goes after --prompt, in quotes"
+    return f"parallel-llama {verb.name} --help lists the flags"
+
+
+def _value(flag: Flag, text: str) -> Any:
+    if flag.parse is None:
+        return text == "true"
+    try:
+        return flag.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--{flag.name} {shown(text)}: {error}") from None
+
+
+def shown(text: str, limit: int = 60) -> str:
+    """A person's text in a message: quoted, without control characters, cut where it is long."""
+    return ascii(text) if len(text) <= limit else ascii(text[:limit]) + "..."
+
+
+def plain_text(text: str) -> str:
+    """Any text that is UTF-8, the empty one included."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8 text; give it in a file instead") from None
+    return text
+
+
+def filled_text(text: str) -> str:
+    """Text that is not empty."""
+    if not text:
+        raise ValueError("empty; give at least one character")
+    return plain_text(text)
+
+
+def whole(low: int, high: int = LARGEST) -> Parse:
+    """Parser of a decimal integer in [low, high]."""
+    allowed = f"a whole number from {low}" + (f" to {high}" if high < LARGEST else "")
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]{1,19}", text) or not low <= int(text) <= high:
+            raise ValueError(f"not {allowed}")
+        return int(text)
+
+    return parse
+
+
+def number(low: float, high: float = math.inf, above: bool = False) -> Parse:
+    """Parser of a finite number in [low, high], or (low, high] where it must lie above."""
+    allowed = f"a number above {low:g}" if above else f"a number from {low:g}"
+    if high < math.inf:
+        allowed += f", at most {high:g}" if above else f" to {high:g}"
+
+    def parse(text: str) -> float:
+        if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text):
+            raise ValueError(f"not {allowed}")
+        value = float(text)
+        if not math.isfinite(value) or value < low or value > high or (above and value == low):
+            raise ValueError(f"not {allowed}")
+        return value
+
+    return parse
+
+
+def one_of(*choices: str) -> Parse:
+    """Parser of one of a few words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"not one of {', '.join(choices)}{did_you_mean(text, choices)}")
+        return text
+
+    return parse
+
+
+def numbers(text: str) -> list[float]:
+    """Positive numbers between commas."""
+    parse = number(0, above=True)
+    try:
+        return [parse(piece.strip()) for piece in text.split(",")]
+    except ValueError:
+        raise ValueError("not numbers above 0 between commas, such as 80,80,40") from None
+
+
+def count_or_range(text: str) -> list[int]:
+    """One count N as [N], or A-B as [A, B]."""
+    match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text)
+    bounds = [int(group) for group in match.groups() if group] if match else []
+    if not bounds or not 1 <= bounds[0] <= bounds[-1] <= MAX_RANKS:
+        raise ValueError(f"not a number of ranks from 1 to {MAX_RANKS}, or a range such as 1-16")
+    return bounds
+
+
+def input_file(text: str) -> str:
+    """The path of a file that is there."""
+    if not Path(filled_text(text)).is_file():
+        raise ValueError("no such file")
+    return text
+
+
+MODEL = Flag(
+    "model",
+    "a HF folder, a Meta folder, a .gguf file, or the name of a model",
+    filled_text,
+    "PATH_OR_NAME",
+    "smollm2",
+)
+NPROC = Flag(
+    "nproc",
+    "ranks to start on this machine; under torchrun, their number is torchrun's",
+    whole(1, MAX_RANKS),
+    "N",
+    default_text="1",
+)
+DTYPE = Flag(
+    "dtype",
+    "float32, bfloat16, float16 or float64",
+    one_of("float32", "bfloat16", "float16", "float64"),
+    "DTYPE",
+    default_text="bfloat16 on CUDA, float32 on the CPU",
+)
+DEVICE = Flag(
+    "device", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"), "DEVICE", default="auto"
+)
+MAX_SEQ_LEN = Flag(
+    "max-seq-len",
+    "tokens that a sequence may have, prompt and answer together",
+    whole(1),
+    "N",
+    default_text="the model's context",
+)
+RANDOM_WEIGHTS = Flag(
+    "random-weights",
+    "random weights instead of a checkpoint, for a model that is only a configuration",
+    whole(0),
+    "SEED",
+)
+SEED = Flag(
+    "seed", "of all random draws; the same seed gives the same text", whole(0), "N", default=0
+)
+JSON = Flag("json", "JSON on stdout and nothing else there")
+SAMPLING = (
+    Flag(
+        "temperature", "0 is greedy", number(0, 100), "T",
+        default_text="the model's generation_config, else greedy",
+    ),
+    Flag("top-p", "sample from the smallest set with this probability", number(0, 1, True), "P"),
+    Flag("top-k", "sample from the K likeliest tokens; 0 is all", whole(0), "K"),
+    Flag("min-p", "drop tokens below this share of the likeliest", number(0, 1), "P"),
+)  # fmt: skip
+
+
+def help_text(verb: Verb) -> str:
+    """A verb's help: its usage, flags with their defaults, and one example."""
+    rows = [(_left(flag), _right(flag)) for flag in verb.flags]
+    rows.append(("-h, --help", "this text"))
+    return "\n".join(
+        [
+            f"usage: parallel-llama {verb.name} {verb.usage}",
+            "",
+            verb.help,
+            "",
+            *columns(rows),
+            "",
+            "example:",
+            f"  {verb.example}",
+        ]
+    )
+
+
+def columns(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines with an indented left column, as wide as its widest entry, and a right one."""
+    width = max(len(left) for left, _ in rows)
+    return [f"  {left.ljust(width)}  {right}" for left, right in rows]
+
+
+def _left(flag: Flag) -> str:
+    return f"--{flag.name} {flag.metavar}".rstrip()
+
+
+def _right(flag: Flag) -> str:
+    notes = []
+    if flag.repeatable:
+        notes.append("repeatable")
+    default = flag.default_text or ("" if flag.default is None else str(flag.default))
+    if default:
+        notes.append(f"default: {default}")
+    return flag.help + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def warn(message: str) -> None:
+    """One line to the person at the terminal, beside whatever stdout carries."""
+    print(f"parallel-llama: {message}", file=sys.stderr, flush=True)

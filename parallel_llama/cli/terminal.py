@@ -1,0 +1,128 @@
+"""Text for people: colours where a terminal shows them, bars, sizes, tables, and Ctrl-C."""
+
+import os
+import signal
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TextIO
+
+BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
+KIB = 1024
+
+
+def has_colors(stream: TextIO) -> bool:
+    """Whether escape codes are wanted: on a terminal, unless NO_COLOR or TERM=dumb says no."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(text: str, code: str, stream: TextIO) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if has_colors(stream) else text
+
+
+def bar(parts: Sequence[float], width: int, stream: TextIO) -> str:
+    """A bar of `width` places, filled by consecutive shares of it that sum to 1 at the most.
+
+    >>> import io
+    >>> bar([0.5, 0.25], 8, io.StringIO())
+    '####==..'
+    """
+    utf8 = (stream.encoding or "").lower().replace("-", "") == "utf8"
+    fills, empty = ("\u2588\u2593", "\u2591") if utf8 else ("#=", ".")
+    text, total = "", 0.0
+    for share, fill in zip(parts, fills, strict=False):
+        total += share
+        text += fill * (min(width, round(total * width)) - len(text))
+    return text.ljust(width, empty)
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in the unit that a person would choose.
+
+    >>> size(512), size(30 * 1024), size(3.5 * 1024**3)
+    ('512 B', '30.0 KiB', '3.50 GiB')
+    """
+    if n_bytes < KIB:
+        return f"{n_bytes:.0f} B"
+    for unit in ("KiB", "MiB"):
+        n_bytes /= KIB
+        if n_bytes < KIB:
+            return f"{n_bytes:.1f} {unit}"
+    return f"{n_bytes / KIB:.2f} GiB"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> list[str]:
+    """Lines of columns two spaces apart; the last column is left-aligned, the others right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        *left, last = cells
+        return "  ".join([*(c.rjust(w) for c, w in zip(left, widths, strict=False)), last]).rstrip()
+
+    return [painted(line(header), BOLD, stream), *map(line, rows)]
+
+
+def printable(text: str) -> str:
+    """A model's text without the power to steer a terminal: control characters are spelled out.
+
+    >>> printable("a\\tb\\x1b[2J")
+    'a\\tb\\\\x1b[2J'
+    """
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in _UNSAFE else _spelled(char)
+        for char in text
+    )
+
+
+class Loading:
+    """One line on a terminal that says how much of a model is read; silent anywhere else."""
+
+    def __init__(self, what: str, stream: TextIO, shown: bool) -> None:
+        self.what, self.stream = what, stream
+        self.shown = shown and stream.isatty()
+        self.n_bytes = 0
+        self.next_s = 0.0
+
+    def add(self, n_bytes: int) -> None:
+        self.n_bytes += n_bytes
+        now = time.monotonic()
+        if self.shown and now >= self.next_s:
+            self.next_s = now + 0.1
+            self.stream.write(f"\rloading {self.what}: {size(self.n_bytes)} ")
+            self.stream.flush()
+
+    def end(self) -> None:
+        if self.shown:
+            self.stream.write("\r\x1b[K")
+            self.stream.flush()
+
+
+@contextmanager
+def ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C into a yes to the question that this yields; a second one raises."""
+    pressed = False
+
+    def press(signum: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            signal.default_int_handler(signum, frame)
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Cc controls, Cf invisible formatting (such as right-to-left overrides), Cs half surrogates, and
+# the two line separators that some terminals obey.
+_UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+# Joiners make emoji and scripts such as Persian, and move nothing.
+_JOINERS = "\u200c\u200d"
+
+
+def _spelled(char: str) -> str:
+    return char if char in _JOINERS else char.encode("unicode_escape").decode()

@@ -1,0 +1,141 @@
+"""How a model's authors want its tokens drawn: generation_config.json and what stands in for it."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.errors import UsageError
+from parallel_llama.fields import Fields, read_json_object
+from parallel_llama.gguf_header import read_gguf_header
+from parallel_llama.model_files import ModelFiles
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKEN_ID = 2**31 - 1
+
+# Settings of generation_config.json that change the tokens and are not offered, with the values
+# that leave them off.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1, 1.0),
+    "encoder_repetition_penalty": (1, 1.0),
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1, 1.0),
+    "epsilon_cutoff": (0, 0.0),
+    "eta_cutoff": (0, 0.0),
+    "num_beams": (1,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "sequence_bias": ({},),
+    "penalty_alpha": (0, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """How the authors of a model want its tokens drawn; None where their files do not say."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+
+def load_generation_defaults(files: ModelFiles) -> GenerationDefaults:
+    """The sampling defaults and special ids that a model's files state; Meta's state none.
+
+    Raises: UsageError for a value of the wrong type; CheckpointError if a file is damaged.
+    """
+    if files.kind == "hf":
+        return _from_hf(files)
+    if files.kind == "gguf":
+        fields = Fields(read_gguf_header(files.config).fields)
+        return _with_path(files.config, fields, _from_gguf)
+    return GenerationDefaults()
+
+
+def _from_hf(files: ModelFiles) -> GenerationDefaults:
+    """generation_config.json, and config.json for the ids that it does not state."""
+    path = files.path / "generation_config.json"
+    stated = GenerationDefaults()
+    if path.is_file():
+        stated = _with_path(path, Fields(read_json_object(path)), _sampling_from_hf)
+    own = _with_path(files.config, Fields(read_json_object(files.config)), _ids_from_hf)
+    return replace(
+        stated,
+        eos_ids=stated.eos_ids or own.eos_ids,
+        bos_id=own.bos_id if stated.bos_id is None else stated.bos_id,
+    )
+
+
+def _sampling_from_hf(fields: Fields) -> GenerationDefaults:
+    """Without `do_sample: true` it asks for greedy decoding, whatever else it says.
+
+    That is transformers' reading. With it, the filters that the file names are on; transformers
+    adds a top_k of 50 of its own, which no file says.
+    """
+    ignored = [
+        key
+        for key, neutral in _UNSUPPORTED.items()
+        if fields.has(key) and fields.values[key] not in neutral
+    ]
+    if ignored:
+        logger.warning(
+            "generation_config.json asks for %s, which is not supported and left out",
+            ", ".join(ignored),
+        )
+    ids = _ids_from_hf(fields)
+    if not fields.flag("do_sample", False):
+        return replace(ids, temperature=0.0)
+    return replace(
+        ids,
+        temperature=fields.number("temperature", 1.0),
+        top_p=fields.optional_number("top_p"),
+        top_k=fields.optional_integer("top_k"),
+        min_p=fields.optional_number("min_p"),
+    )
+
+
+def _ids_from_hf(fields: Fields) -> GenerationDefaults:
+    return GenerationDefaults(
+        eos_ids=_token_ids(fields, "eos_token_id"),
+        bos_id=next(iter(_token_ids(fields, "bos_token_id")), None),
+    )
+
+
+def _from_gguf(fields: Fields) -> GenerationDefaults:
+    """The ids that end a text, a turn and a message, and the sampling that newer files carry."""
+    ends = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [token for key in ends for token in _token_ids(fields, f"tokenizer.ggml.{key}")]
+    return GenerationDefaults(
+        temperature=fields.optional_number("general.sampling.temp"),
+        top_p=fields.optional_number("general.sampling.top_p"),
+        top_k=fields.optional_integer("general.sampling.top_k"),
+        min_p=fields.optional_number("general.sampling.min_p"),
+        eos_ids=tuple(dict.fromkeys(ids)),
+        bos_id=next(iter(_token_ids(fields, "tokenizer.ggml.bos_token_id")), None),
+    )
+
+
+def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
+    """The ids under a key, one or a list of them, without the -1 that stands for none."""
+    ids = fields.integers(key)
+    for token in ids:
+        if not -1 <= token <= MAX_TOKEN_ID:
+            raise UsageError(f"{key}={token} is not a token id")
+    return tuple(dict.fromkeys(token for token in ids if token >= 0))
+
+
+def _with_path(
+    path: Path, fields: Fields, read: Callable[[Fields], GenerationDefaults]
+) -> GenerationDefaults:
+    try:
+        return read(fields)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error

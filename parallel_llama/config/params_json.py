@@ -1,0 +1,115 @@
+"""Meta's params.json, the form of configs/models as well."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from parallel_llama.config.model_args import ModelArgs, RopeScaling, head_size
+from parallel_llama.errors import UsageError
+from parallel_llama.fields import Fields
+
+# Keys of params.json that size Meta's own program and do not touch the model.
+_PARAMS_IGNORED = {"max_batch_size"}
+_PARAMS_KEYS = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier",
+    "norm_eps", "rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor",
+    "max_seq_len",
+}  # fmt: skip
+_PARAMS_REFUSED = {
+    "quantization_args": "a quantised checkpoint; use the bfloat16 one",
+    "lora_args": "LoRA weights beside a quantised checkpoint; use the bfloat16 one",
+    "moe_args": "a mixture of experts, which is not a Llama 1 to 3 model",
+    "vision_model": "a model of images, and only text is supported",
+    "vision_args": "a model of images, and only text is supported",
+    "vision_chunk_size": "a model of images, and only text is supported",
+}
+
+# (dim, n_layers) of Llama 3.2 1B and 3B. Their params.json does not tell them from Llama 3.1, but
+# they were trained with a factor of 32 (config.json of the same models at HF; with 8 they fail
+# beyond 80k tokens, meta-llama/llama-models issues 166 and 241).
+_LLAMA_3_2 = {(2048, 16), (3072, 28)}
+
+
+def args_from_params(
+    values: Mapping[str, Any], count_vocab: Callable[[], int] | None = None
+) -> ModelArgs:
+    """The arguments that Meta's params.json states.
+
+    Meta's folders of every Llama up to 3.2 store output.weight, so nothing is tied.
+
+    Raises: UsageError as in `load_model_args`, also if the vocabulary is open (-1) and
+    `count_vocab` is not there to close it.
+    """
+    fields = Fields(values)
+    fields.refuse(_PARAMS_REFUSED)
+    fields.require_known(_PARAMS_KEYS | _PARAMS_IGNORED)
+    dim, n_heads = fields.integer("dim"), fields.integer("n_heads")
+    vocab_size = fields.integer("vocab_size", -1)
+    if vocab_size == -1:
+        if count_vocab is None:
+            raise UsageError(
+                "vocab_size=-1 leaves the vocabulary open; write the number of rows of "
+                "tok_embeddings.weight in its place, 32000 for Llama 1 and 2"
+            )
+        vocab_size = count_vocab()
+    return ModelArgs(
+        dim=dim,
+        n_layers=fields.integer("n_layers"),
+        n_heads=n_heads,
+        n_kv_heads=fields.integer("n_kv_heads", n_heads),
+        head_dim=head_size("dim", dim, "n_heads", n_heads),
+        ffn_dim=_meta_ffn_dim(
+            dim, fields.integer("multiple_of", 256), fields.optional_number("ffn_dim_multiplier")
+        ),
+        vocab_size=vocab_size,
+        norm_eps=fields.number("norm_eps", 1e-5),
+        rope_theta=fields.number("rope_theta", 10000.0),
+        rope_scaling=_meta_rope(fields, dim),
+        max_seq_len=fields.integer("max_seq_len", _meta_context(fields)),
+    )
+
+
+def _meta_ffn_dim(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """Meta's formula, with its two roundings down and the last one up.
+
+    >>> _meta_ffn_dim(4096, 256, None), _meta_ffn_dim(4096, 1024, 1.3)
+    (11008, 14336)
+    """
+    if multiple_of < 1:
+        raise UsageError(f"multiple_of={multiple_of}: use 1 or more")
+    hidden = int(2 * 4 * dim / 3)
+    if multiplier is not None:
+        if not 0 < multiplier <= 1000:
+            raise UsageError(f"ffn_dim_multiplier={multiplier}: use a number above 0, up to 1000")
+        hidden = int(multiplier * hidden)
+    return -(-hidden // multiple_of) * multiple_of
+
+
+def _meta_rope(fields: Fields, dim: int) -> RopeScaling | None:
+    """Llama 3.1's scaling; Meta's program has its numbers in its code."""
+    if not fields.flag("use_scaled_rope", False):
+        return None
+    is_llama_3_2 = (dim, fields.integer("n_layers")) in _LLAMA_3_2
+    return RopeScaling(
+        "llama3",
+        factor=fields.number("rope_scaling_factor", 32.0 if is_llama_3_2 else 8.0),
+        original_max_seq_len=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=fields.number("rope_high_freq_factor", 4.0),
+    )
+
+
+def _meta_context(fields: Fields) -> int:
+    """The trained context, which params.json does not state: told from what else differs.
+
+    Llama 1 65B cannot be told from Llama 2; the key max_seq_len says it.
+    """
+    rope_theta = fields.number("rope_theta", 10000.0)
+    if fields.flag("use_scaled_rope", False):
+        return 131072  # Llama 3.1 and later
+    if rope_theta == 500000:
+        return 8192  # Llama 3
+    if rope_theta == 1000000:
+        return 16384  # Code Llama
+    if fields.number("norm_eps", 1e-5) == 1e-6:
+        return 2048  # Llama 1
+    return 4096

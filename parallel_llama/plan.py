@@ -1,0 +1,320 @@
+"""Units and the shard plan: which rank holds which part of every weight.
+
+Every weight is cut along at most one axis, and every axis counts units. A plan gives each rank one
+half-open range of units per axis. This is the only place with head arithmetic: layers, the KV
+cache, the checkpoint reader and the `plan` command ask the plan and compute nothing themselves.
+Pure integers: no torch, no process group.
+
+    heads        0   1   2   3   4   5   6   7   8        9 query heads, groups of 3
+    kv heads     [    0    ] [    1    ] [    2    ]
+    rank 0       [0 ............. 5)                      query heads 0-4, KV heads 0-1
+    rank 1                       [5 ............. 9)      query heads 5-8, KV heads 1-2
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Literal
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.errors import UsageError
+
+Axis = Literal["heads", "kv_heads", "ffn", "vocab"]
+
+# A cut between KV heads is kept while the busiest rank does at most this much of the mean work;
+# beyond it the cut goes between query heads, and a KV head may be held by two ranks.
+MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive query heads of one rank that share its KV heads in equal groups.
+
+    Both ranges count the rank's own heads from 0, so they index its q, k and v directly.
+    """
+
+    heads: range
+    kv_heads: range
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds: global half-open ranges of heads, ffn channels and vocabulary rows."""
+
+    rank: int
+    heads: range
+    kv_heads: range
+    ffn: range
+    vocab: range
+    runs: tuple[Run, ...]
+
+    @property
+    def n_local_heads(self) -> int:
+        return len(self.heads)
+
+    @property
+    def n_local_kv_heads(self) -> int:
+        return len(self.kv_heads)
+
+    def extent(self, axis: Axis) -> range:
+        """This rank's range along an axis, in heads, channels or rows."""
+        extents: dict[Axis, range] = {
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "ffn": self.ffn,
+            "vocab": self.vocab,
+        }
+        return extents[axis]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The shares of all ranks of one tensor-parallel group.
+
+    `balance` is the largest of (share of the query heads) / (share of the weight) over the ranks:
+    1.0 is perfect, 1.25 means that the others wait a fifth of each attention for one rank.
+    """
+
+    shares: tuple[Share, ...]
+    cut: Literal["kv_heads", "heads"]
+    balance: float
+
+    @property
+    def tp_size(self) -> int:
+        return len(self.shares)
+
+
+@dataclass(frozen=True)
+class Param:
+    """One weight of the model under its Meta name: its whole shape and the axis that cuts it.
+
+    `dim` is the dimension that is cut, `unit` the rows (or columns) of one head, channel or
+    vocabulary row along it. A parameter without an axis is replicated.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: Axis | None = None
+    dim: int = 0
+    unit: int = 1
+
+    def local_range(self, share: Share) -> range:
+        """The rows (or columns) along `dim` that a rank holds; all of them where replicated."""
+        if self.axis is None:
+            return range(self.shape[self.dim])
+        extent = share.extent(self.axis)
+        return range(extent.start * self.unit, extent.stop * self.unit)
+
+    def local_shape(self, share: Share) -> tuple[int, ...]:
+        size = len(self.local_range(share))
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+
+def local_kv_heads(heads: range, group_size: int) -> range:
+    """KV heads that a rank must hold to serve its query heads, as global head numbers.
+
+    A KV head whose group straddles two ranks is held by both, so that every local query head finds
+    its KV head on the same rank, for any split.
+
+    >>> local_kv_heads(range(5, 9), 3)
+    range(1, 3)
+
+    Source: grouped-query attention, arXiv 2305.13245.
+    """
+    return range(heads.start // group_size, -(-heads.stop // group_size))
+
+
+def equal_runs(heads: range, group_size: int) -> tuple[Run, ...]:
+    """Split a rank's query heads into at most three runs (head, body, tail) of equal group size.
+
+    Grouped attention needs the same number of query heads on every KV head; 5 query heads over 2
+    KV heads are 3 + 2, so they are two calls.
+
+    >>> [(run.heads, run.kv_heads) for run in equal_runs(range(2, 9), 3)]
+    [(range(0, 1), range(0, 1)), (range(1, 7), range(1, 3))]
+    """
+    first = local_kv_heads(heads, group_size).start
+    head_stop = min(heads.stop, -(-heads.start // group_size) * group_size)
+    body_stop = max(head_stop, heads.stop // group_size * group_size)
+    pieces = (
+        range(heads.start, head_stop),
+        range(head_stop, body_stop),
+        range(body_stop, heads.stop),
+    )
+    return tuple(
+        Run(
+            range(piece.start - heads.start, piece.stop - heads.start),
+            _shifted(local_kv_heads(piece, group_size), -first),
+        )
+        for piece in pieces
+        if piece
+    )
+
+
+def unit_size(size: int, n_heads: int, quant_group: int = 1) -> int:
+    """Channels or rows in one unit of an axis of `size`; a matter of the model alone.
+
+    The quantisation group where there is one, else the largest power of two up to 128 that gives
+    at least 4 n_heads units, else 1.
+
+    >>> unit_size(1536, n_heads=9), unit_size(49152, n_heads=9), unit_size(30, n_heads=9)
+    (32, 128, 1)
+    """
+    if quant_group > 1:
+        return quant_group
+    for unit in (128, 64, 32, 16, 8, 4, 2):
+        if -(-size // unit) >= 4 * n_heads:
+            return unit
+    return 1
+
+
+def apportion(n_units: int, weights: Sequence[Fraction], at_least: int = 0) -> list[int]:
+    """Deal units to ranks in proportion to their weights, by largest remainders.
+
+    Shapes: `weights` sums to anything above zero; the result sums to `n_units`.
+
+    >>> apportion(9, [Fraction(1)] * 2), apportion(8, [Fraction(6), Fraction(1), Fraction(1)])
+    ([5, 4], [6, 1, 1])
+    """
+    total = sum(weights)
+    quotas = [n_units * weight / total for weight in weights]
+    counts = [max(at_least, math.floor(quota)) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda rank: (counts[rank] - quotas[rank], rank))
+    while sum(counts) < n_units:
+        for rank in by_remainder[: n_units - sum(counts)]:
+            counts[rank] += 1
+    while sum(counts) > n_units:  # the minimum raised some: take from the most overpaid
+        givers = [rank for rank in range(len(counts)) if counts[rank] > at_least]
+        counts[max(givers, key=lambda rank: (counts[rank] - quotas[rank], rank))] -= 1
+    return counts
+
+
+def make_plan(
+    args: ModelArgs, tp_size: int, memory: Sequence[float] | None = None, quant_group: int = 1
+) -> ShardPlan:
+    """The plan of a model on `tp_size` ranks, weighted by each rank's memory where that is given.
+
+    Raises: UsageError if tp_size is not 1 to n_heads, or `memory` is not one positive number per
+    rank.
+    """
+    weights = _weights(tp_size, memory)
+    if not 1 <= tp_size <= args.n_heads:
+        raise UsageError(
+            f"n_heads={args.n_heads} and tp_size={tp_size}: a rank needs at least one query head; "
+            f"use 1 to {args.n_heads} ranks"
+        )
+    cut, heads, balance = _cut_heads(args, weights)
+    ffn = _cut_units(args.ffn_dim, unit_size(args.ffn_dim, args.n_heads, quant_group), weights)
+    vocab = _cut_units(args.vocab_size, unit_size(args.vocab_size, args.n_heads), weights)
+    group_size = args.n_heads // args.n_kv_heads
+    shares = tuple(
+        Share(
+            rank,
+            heads[rank],
+            local_kv_heads(heads[rank], group_size),
+            ffn[rank],
+            vocab[rank],
+            equal_runs(heads[rank], group_size),
+        )
+        for rank in range(tp_size)
+    )
+    return ShardPlan(shares, cut, balance)
+
+
+def parameters(args: ModelArgs) -> Iterator[Param]:
+    """Every weight of the model in the order of the forward pass, with the axis that cuts it."""
+    dim, head_dim = args.dim, args.head_dim
+    q_dim, kv_dim = args.n_heads * head_dim, args.n_kv_heads * head_dim
+    yield Param("tok_embeddings.weight", (args.vocab_size, dim), "vocab")
+    for layer in range(args.n_layers):
+        attention, ffn = f"layers.{layer}.attention", f"layers.{layer}.feed_forward"
+        yield Param(f"layers.{layer}.attention_norm.weight", (dim,))
+        yield Param(f"{attention}.wq.weight", (q_dim, dim), "heads", 0, head_dim)
+        yield Param(f"{attention}.wk.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
+        yield Param(f"{attention}.wv.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
+        yield Param(f"{attention}.wo.weight", (dim, q_dim), "heads", 1, head_dim)
+        if args.attention_bias:
+            yield Param(f"{attention}.wq.bias", (q_dim,), "heads", 0, head_dim)
+            yield Param(f"{attention}.wk.bias", (kv_dim,), "kv_heads", 0, head_dim)
+            yield Param(f"{attention}.wv.bias", (kv_dim,), "kv_heads", 0, head_dim)
+            yield Param(f"{attention}.wo.bias", (dim,))
+        yield Param(f"layers.{layer}.ffn_norm.weight", (dim,))
+        yield Param(f"{ffn}.w1.weight", (args.ffn_dim, dim), "ffn")
+        yield Param(f"{ffn}.w3.weight", (args.ffn_dim, dim), "ffn")
+        yield Param(f"{ffn}.w2.weight", (dim, args.ffn_dim), "ffn", 1)
+        if args.mlp_bias:
+            yield Param(f"{ffn}.w1.bias", (args.ffn_dim,), "ffn")
+            yield Param(f"{ffn}.w3.bias", (args.ffn_dim,), "ffn")
+            yield Param(f"{ffn}.w2.bias", (dim,))
+    yield Param("norm.weight", (dim,))
+    if not args.tied_embeddings:
+        yield Param("output.weight", (args.vocab_size, dim), "vocab")
+
+
+def weight_bytes(args: ModelArgs, share: Share, bytes_per_value: float) -> int:
+    """Bytes of weights that a rank holds in a dtype of that width."""
+    values = sum(math.prod(param.local_shape(share)) for param in parameters(args))
+    return round(values * bytes_per_value)
+
+
+def kv_bytes_per_token(args: ModelArgs, share: Share, bytes_per_value: float) -> int:
+    """Bytes of KV cache that a rank needs for one token of one sequence."""
+    return round(2 * args.n_layers * share.n_local_kv_heads * args.head_dim * bytes_per_value)
+
+
+def default_dtype(args: ModelArgs, device: str) -> str:
+    """The dtype that a model runs in where none is asked for; `device` is 'cpu' or 'cuda'.
+
+    On the CPU float32: its matrix products are the only ones that every processor has fast code
+    for. A float64 model keeps its digits on either device.
+    """
+    if args.dtype == "float64":
+        return "float64"
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def _weights(tp_size: int, memory: Sequence[float] | None) -> list[Fraction]:
+    if memory is None:
+        return [Fraction(1)] * tp_size
+    if len(memory) != tp_size:
+        raise UsageError(f"memory names {len(memory)} ranks and there are {tp_size}; give one each")
+    for rank, gib in enumerate(memory):
+        if not (math.isfinite(gib) and gib > 0):
+            raise UsageError(f"memory of rank {rank} is {gib}; give a number of GiB above 0")
+    return [Fraction(gib) for gib in memory]
+
+
+def _cut_heads(
+    args: ModelArgs, weights: list[Fraction]
+) -> tuple[Literal["kv_heads", "heads"], list[range], float]:
+    group_size = args.n_heads // args.n_kv_heads
+    if len(weights) <= args.n_kv_heads:
+        counts = [n * group_size for n in apportion(args.n_kv_heads, weights, at_least=1)]
+        balance = _balance(counts, weights)
+        if balance <= MAX_KV_CUT_IMBALANCE:
+            return "kv_heads", _ranges(counts), float(balance)
+    counts = apportion(args.n_heads, weights, at_least=1)
+    return "heads", _ranges(counts), float(_balance(counts, weights))
+
+
+def _balance(counts: list[int], weights: list[Fraction]) -> Fraction:
+    per_weight = Fraction(sum(counts)) / sum(weights)
+    pairs = zip(counts, weights, strict=True)
+    return max(count / (weight * per_weight) for count, weight in pairs)
+
+
+def _cut_units(size: int, unit: int, weights: list[Fraction]) -> list[range]:
+    """Ranges of channels or rows whose borders lie between units; the last unit may be short."""
+    units = _ranges(apportion(-(-size // unit), weights))
+    return [range(min(r.start * unit, size), min(r.stop * unit, size)) for r in units]
+
+
+def _ranges(counts: list[int]) -> list[range]:
+    starts = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
+
+
+def _shifted(r: range, by: int) -> range:
+    return range(r.start + by, r.stop + by)

@@ -1,0 +1,18 @@
+"""Text to tokens and back: tokenizers, chat templates and streaming decode.
+
+Nothing here knows the model; a tokenizer is told apart from the others by what is in its file.
+"""
+
+from parallel_llama.tokenizer.chat import ChatTemplate
+from parallel_llama.tokenizer.loading import load_chat_template, load_tokenizer
+from parallel_llama.tokenizer.streaming import StreamDecoder
+from parallel_llama.tokenizer.vocabulary import Tokenizer, Vocabulary
+
+__all__ = [
+    "ChatTemplate",
+    "StreamDecoder",
+    "Tokenizer",
+    "Vocabulary",
+    "load_chat_template",
+    "load_tokenizer",
+]

@@ -1,0 +1,48 @@
+"""Tokenizer files read with a bound on their size."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.errors import CheckpointError
+
+MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use hold about 35 MB
+MAX_CONFIG_BYTES = 16 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
+MAX_PIECES = 1 << 20
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The content of a file.
+
+    Raises: CheckpointError if it cannot be read or is larger than `max_bytes`.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the most that is read")
+    return data
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The content of a UTF-8 file, bounded as in `read_bytes`."""
+    try:
+        return read_bytes(path, max_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 text at byte {error.start}") from error
+
+
+def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(read_text(path, max_bytes))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+    return value

@@ -1,0 +1,224 @@
+"""Which tokenizer and which chat template a model's files hold."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.gguf_header import read_gguf_header
+from parallel_llama.tokenizer.bounded_files import (
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_BYTES,
+    read_bytes,
+    read_json_object,
+    read_text,
+)
+from parallel_llama.tokenizer.chat import ChatTemplate, Llama2Chat, Llama3Chat
+from parallel_llama.tokenizer.gguf_vocabulary import GGUFVocabulary, build_gguf_tokenizer
+from parallel_llama.tokenizer.jinja_chat import JinjaChat
+from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
+from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
+from parallel_llama.tokenizer.tokenizer_json import TokenizersTokenizer, parse_tokenizer_json
+from parallel_llama.tokenizer.vocabulary import Tokenizer
+
+# HF's tokenizer.json is what its users run; a tokenizer.model beside it is the older form.
+_FILES = ("tokenizer.json", "tokenizer.model")
+_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model: a folder in HF's or Meta's layout, or a GGUF file.
+
+    What kind it is, the content of the file says and not its name.
+
+    Raises: UsageError if there is none or its kind is not supported, CheckpointError if its file
+    is damaged.
+    """
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder")
+    if path.is_file():
+        return _tokenizer_in(path, _Config())
+    for name in _FILES:
+        if (path / name).is_file():
+            return _tokenizer_in(path / name, _read_config(path))
+    raise UsageError(
+        f"{path}: holds no tokenizer; looked for {' and '.join(_FILES)}. Copy the model's own there"
+    )
+
+
+def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a model whose tokenizer is loaded; None where it has none.
+
+    A Meta folder carries none, so its tokenizer tells: Llama 2's format or Llama 3's.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    if path.is_file():
+        return _gguf_template(path, tokenizer)
+    template, source = _folder_template(path)
+    if template is not None:
+        return JinjaChat(template, tokenizer, _read_config(path).names, source)
+    if (path / "params.json").is_file():
+        return _meta_chat(tokenizer)
+    return None
+
+
+@dataclass(frozen=True)
+class _Config:
+    """What the JSON files beside a tokenizer say about it."""
+
+    names: dict[str, str] = field(default_factory=dict)  # special tokens: bos_token -> "<s>"
+    adds_bos: bool | None = None
+    added: tuple[AddedToken, ...] = ()
+
+
+def _read_config(folder: Path) -> _Config:
+    path = folder / "tokenizer_config.json"
+    config = read_json_object(path)
+    special = read_json_object(folder / "special_tokens_map.json")
+    names = {}
+    for name in _TOKEN_NAMES:
+        text = _token_text(config.get(name)) or _token_text(special.get(name))
+        if text:
+            names[name] = text
+    adds_bos = config.get("add_bos_token")
+    if adds_bos is not None and not isinstance(adds_bos, bool):
+        raise CheckpointError(f"{path}: add_bos_token is {adds_bos!r:.80}, not true or false")
+    return _Config(names, adds_bos, _added_tokens(folder, config))
+
+
+def _token_text(value: Any) -> str | None:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[AddedToken, ...]:
+    """Tokens added to a tokenizer.model, in the two places where HF has written them."""
+    texts = {
+        id: AddedToken(id, text, is_special=True)
+        for text, id in read_json_object(folder / "added_tokens.json").items()
+        if isinstance(id, int)
+    }
+    decoder = config.get("added_tokens_decoder")
+    for key, value in decoder.items() if isinstance(decoder, dict) else ():
+        text = _token_text(value)
+        if text is None or not key.isdecimal():
+            raise CheckpointError(
+                f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has {key!r:.80} with "
+                f"{value!r:.80}; it maps ids to tokens"
+            )
+        texts[int(key)] = AddedToken(int(key), text, bool(value.get("special")))
+    return tuple(texts.values())
+
+
+def _tokenizer_in(path: Path, config: _Config) -> Tokenizer:
+    source = str(path)
+    with path.open("rb") as file:
+        head = file.read(4096)
+    if head.startswith(b"GGUF"):
+        return build_gguf_tokenizer(read_gguf_header(path).fields, source)
+    data = read_bytes(path, MAX_TOKENIZER_BYTES)
+    if not data:
+        raise CheckpointError(f"{source}: the file is empty")
+    if head.lstrip().startswith(b"{"):
+        return _from_json(data, source, config)
+    if _RANK_LINE.match(head):
+        return TiktokenTokenizer(data, source)
+    return _from_spm(data, source, config)
+
+
+def _from_json(data: bytes, source: str, config: _Config) -> TokenizersTokenizer:
+    tokenizer = parse_tokenizer_json(data, source)
+    eos_text = config.names.get("eos_token")
+    eos_id = tokenizer.token_to_id(eos_text) if eos_text else None
+    return TokenizersTokenizer(
+        tokenizer,
+        source,
+        bos_text=config.names.get("bos_token"),
+        adds_bos=config.adds_bos,
+        eos_ids=frozenset() if eos_id is None else frozenset([eos_id]),
+    )
+
+
+def _from_spm(data: bytes, source: str, config: _Config) -> SentencePieceTokenizer:
+    proto = parse_spm(data, source)
+    ids = {piece.piece: id for id, piece in enumerate(proto.pieces)}
+    ids.update((token.text, token.id) for token in config.added)
+    bos_text = config.names.get("bos_token", proto.trainer_spec.bos_piece)
+    eos_text = config.names.get("eos_token", proto.trainer_spec.eos_piece)
+    return SentencePieceTokenizer(
+        proto,
+        source,
+        bos_id=ids.get(bos_text),
+        adds_bos=config.adds_bos is not False,
+        eos_ids=frozenset(ids[text] for text in (eos_text,) if text in ids),
+        added=config.added,
+    )
+
+
+def _gguf_template(path: Path, tokenizer: Tokenizer) -> JinjaChat | None:
+    fields = read_gguf_header(path).fields
+    template = fields.get("tokenizer.chat_template")
+    if template is None:
+        return None
+    vocabulary = GGUFVocabulary(fields, str(path))
+    tokens = vocabulary.tokens()
+    names = {}
+    for name, key in (
+        ("bos_token", "bos"),
+        ("eos_token", "eos"),
+        ("unk_token", "unknown"),
+        ("pad_token", "padding"),
+    ):
+        id = vocabulary.token_id(key, len(tokens))
+        if id is not None:
+            names[name] = tokens[id]
+    return JinjaChat(_checked_template(template, str(path)), tokenizer, names, str(path))
+
+
+def _folder_template(folder: Path) -> tuple[str | None, str]:
+    """The template of a HF folder and the file that it is from."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return _checked_template(read_text(path, MAX_TEMPLATE_BYTES), str(path)), str(path)
+    path = folder / "tokenizer_config.json"
+    template = read_json_object(path).get("chat_template")
+    if isinstance(template, list):
+        template = _default_template(template, str(path))
+    return (None if template is None else _checked_template(template, str(path))), str(path)
+
+
+def _default_template(templates: list[Any], source: str) -> Any:
+    named = {item.get("name"): item.get("template") for item in templates if isinstance(item, dict)}
+    if "default" not in named:
+        raise CheckpointError(
+            f"{source}: chat_template names {', '.join(map(str, named)) or 'nothing':.200} and no "
+            "'default'"
+        )
+    return named["default"]
+
+
+def _checked_template(template: Any, source: str) -> str:
+    if not isinstance(template, str):
+        raise CheckpointError(f"{source}: the chat template is a {type(template).__name__}")
+    if len(template) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(
+            f"{source}: the chat template has {len(template)} characters, at most "
+            f"{MAX_TEMPLATE_BYTES} are read"
+        )
+    return template
+
+
+def _meta_chat(tokenizer: Tokenizer) -> ChatTemplate | None:
+    if isinstance(tokenizer, TiktokenTokenizer):
+        return Llama3Chat(tokenizer)
+    if not isinstance(tokenizer, SentencePieceTokenizer):
+        return None
+    eos_ids = sorted(tokenizer.eos_ids)
+    # Mistral's later tokenizers have the tags as tokens of their own, in a format that is not
+    # Llama 2's and differs between their versions.
+    if tokenizer.bos_id is None or not eos_ids or "[INST]" in tokenizer.vocabulary.special_ids:
+        return None
+    return Llama2Chat(tokenizer, tokenizer.bos_id, eos_ids[0])

@@ -1,0 +1,146 @@
+"""SentencePiece tokenizers: Llama 1 and 2, Mistral, and the `llama` kind inside GGUF files."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from google.protobuf.message import DecodeError
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+from parallel_llama.errors import CheckpointError
+from parallel_llama.tokenizer.bounded_files import MAX_PIECES
+from parallel_llama.tokenizer.special_tokens import SpecialTokens
+from parallel_llama.tokenizer.vocabulary import Vocabulary, require_unicode
+
+SPM_PROTO: Any = sentencepiece_model_pb2  # its classes are made at import, unseen by checkers
+# Kinds of pieces; the token types of GGUF files are the same numbers.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPACE = "\u2581"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class AddedToken(NamedTuple):
+    """A token that other files than the model add to it, or treat as one unit of text."""
+
+    id: int
+    text: str
+    is_special: bool
+
+
+def parse_spm(data: bytes, source: str) -> Any:
+    """The ModelProto in a `tokenizer.model` file.
+
+    Raises: CheckpointError if the bytes are none, or hold text that is not UTF-8.
+    """
+    proto = SPM_PROTO.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except DecodeError as error:
+        raise CheckpointError(f"{source}: not a SentencePiece model: {error}") from error
+    trainer = proto.trainer_spec
+    texts = [trainer.unk_surface, trainer.bos_piece, trainer.eos_piece]
+    texts += [piece.piece for piece in proto.pieces]
+    if not all(isinstance(text, str) for text in texts):  # protobuf gives other text as bytes
+        raise CheckpointError(f"{source}: not a usable SentencePiece model: text is not UTF-8")
+    return proto
+
+
+class SentencePieceTokenizer:
+    """A tokenizer whose pieces SentencePiece finds, and whose special tokens are found here.
+
+    SentencePiece never makes a control piece from text, so the text is cut at special tokens first
+    and each part between them is encoded by itself, as Meta's chat format and llama.cpp do.
+    `added` are tokens that other files add to the model's; they are cut out in the same way.
+
+    Raises: CheckpointError if SentencePiece cannot use the model.
+    """
+
+    def __init__(
+        self,
+        proto: Any,
+        source: str,
+        *,
+        bos_id: int | None,
+        adds_bos: bool,
+        eos_ids: frozenset[int],
+        added: Sequence[AddedToken] = (),
+    ) -> None:
+        _require_supported(proto, source)
+        self._spm = SentencePieceProcessor()
+        try:
+            self._spm.LoadFromSerializedProto(proto.SerializeToString())
+        except (RuntimeError, OSError, ValueError) as error:
+            raise CheckpointError(f"{source}: not a usable SentencePiece model: {error}") from error
+        self.vocabulary = _vocabulary(proto, added, source)
+        self.bos_id = bos_id
+        self.eos_ids = eos_ids
+        self._prefix = [bos_id] if adds_bos and bos_id is not None else []
+        self._specials = SpecialTokens(
+            {**self.vocabulary.special_ids, **{token.text: token.id for token in added}}
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocabulary.pieces)
+
+    def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
+        require_unicode(text)
+        ids = list(self._prefix) if bos else []
+        for part in self._specials.split(text) if special else (text,):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids.extend(self._spm.EncodeAsIds(part))
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self.vocabulary.decode(ids, skip_special=skip_special)
+
+
+def _require_supported(proto: Any, source: str) -> None:
+    if not 0 < len(proto.pieces) <= MAX_PIECES:
+        raise CheckpointError(
+            f"{source}: has {len(proto.pieces)} pieces, allowed 1 to {MAX_PIECES}"
+        )
+    if proto.trainer_spec.treat_whitespace_as_suffix:
+        raise CheckpointError(f"{source}: writes spaces after words, which is not supported")
+    if proto.denormalizer_spec.precompiled_charsmap:
+        raise CheckpointError(f"{source}: rewrites decoded text, which is not supported")
+
+
+def _vocabulary(proto: Any, added: Sequence[AddedToken], source: str) -> Vocabulary:
+    pieces: list[bytes] = []
+    special_ids: dict[str, int] = {}
+    openings: dict[int, bytes] = {}
+    drops_space = proto.normalizer_spec.add_dummy_prefix
+    for id, piece in enumerate(proto.pieces):
+        text, kind = piece.piece, piece.type
+        if kind == CONTROL:
+            special_ids[text] = id
+            pieces.append(text.encode())
+        elif kind == BYTE:
+            pieces.append(_byte(text, source))
+        elif kind == UNKNOWN:
+            pieces.append(proto.trainer_spec.unk_surface.encode())
+        else:
+            spelled = text.replace(SPACE, " ").encode()
+            pieces.append(spelled)
+            if drops_space and text.startswith(SPACE):
+                openings[id] = spelled[1:]
+    for id, text, is_special in sorted(added):
+        if id > len(pieces):
+            raise CheckpointError(
+                f"{source}: added token {text!r} has id {id} and the model ends at {len(pieces)}"
+            )
+        pieces[id : id + 1] = [text.encode()]
+        openings.pop(id, None)
+        if is_special:
+            special_ids[text] = id
+    return Vocabulary(pieces, special_ids, openings)
+
+
+def _byte(text: str, source: str) -> bytes:
+    match = _BYTE_PIECE.fullmatch(text)
+    if match is None:
+        raise CheckpointError(f"{source}: byte piece {text[:40]!r} is not of the form <0x0A>")
+    return bytes([int(match.group(1), 16)])

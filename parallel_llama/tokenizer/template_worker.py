@@ -1,0 +1,176 @@
+"""The process that renders chat templates, started as a script by `template_renderer`.
+
+It imports nothing of this package, so that it starts in a tenth of a second. One JSON object a line
+comes in, one goes out. What a template can do here is bounded by the kernel: memory, writing of
+files, and a timer whose signal ends the process whatever code it is in.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes, runtime
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_OUTPUT_CHARS = 1 << 20
+MAX_EXTRA_BYTES = 192 << 20
+MAX_INT_BITS = 1 << 16
+MAX_FORMAT_WIDTH = 1 << 12
+GRACE_S = 1.0  # beyond the limit that the parent keeps: for a parent that is no longer there
+
+
+class RefusedByTemplate(Exception):
+    """The template called raise_exception."""
+
+
+class BeyondLimit(Exception):
+    """The template asked for more than it may have."""
+
+
+class GenerationTag(Extension):
+    """Accepts {% generation %} blocks, which mark answers for training, as if they were not."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with bounds on the operators that make large values from small ones.
+
+    The limits of the process would stop these too; here they are refused at once, by name.
+    """
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def call_binop(self, context: runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            _require(_bits(left) * abs(right) <= MAX_INT_BITS if _ints(left, right) else True)
+        elif operator == "*" and _ints(left, right):
+            _require(_bits(left) + _bits(right) <= MAX_INT_BITS)
+        elif operator == "*":
+            for sequence, count in ((left, right), (right, left)):
+                if hasattr(sequence, "__len__") and isinstance(count, int):
+                    _require(len(sequence) * count <= MAX_OUTPUT_CHARS)
+        elif isinstance(left, str):
+            _require("*" not in left and _widest(left) <= MAX_FORMAT_WIDTH)
+        return super().call_binop(context, operator, left, right)
+
+
+def _ints(left: Any, right: Any) -> bool:
+    return isinstance(left, int) and isinstance(right, int)
+
+
+def _bits(value: int) -> int:
+    return int(value).bit_length()
+
+
+def _widest(text: str) -> int:
+    """The largest number written in a format string."""
+    digits = "".join(character if character in "0123456789" else " " for character in text)
+    return max((int(number[:9]) for number in digits.split()), default=0)
+
+
+def _require(is_within: bool) -> None:
+    if not is_within:
+        raise BeyondLimit("an operator would make too large a value")
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise RefusedByTemplate(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    _require(len(form) <= MAX_FORMAT_WIDTH and _widest(form) <= MAX_FORMAT_WIDTH)
+    return datetime.now().strftime(form)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """HF's filter: plain JSON, without the escapes for HTML of jinja's own."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _environment() -> Sandbox:
+    environment = Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationTag, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
+    pieces: list[str] = []
+    room = MAX_OUTPUT_CHARS
+    for piece in template.generate(context):
+        room -= len(piece)
+        if room < 0:
+            raise BeyondLimit(f"it writes more than {MAX_OUTPUT_CHARS} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, str]:
+    """The rendered text under `text`, or the kind of failure and its message."""
+    try:
+        template = _environment().from_string(request["template"])
+        return {"text": _render(template, request["context"])}
+    except RefusedByTemplate as error:
+        return {"failure": "refused", "message": str(error)[:1000]}
+    except jinja2.TemplateSyntaxError as error:
+        return {"failure": "syntax", "message": f"line {error.lineno}: {error}"[:1000]}
+    except (BeyondLimit, SecurityError, OverflowError, RecursionError) as error:
+        return {"failure": "limit", "message": str(error)[:1000]}
+    except MemoryError:
+        return {"failure": "limit", "message": f"it needs more than {MAX_EXTRA_BYTES} bytes"}
+    except Exception as error:
+        return {"failure": "error", "message": f"{type(error).__name__}: {error}"[:1000]}
+
+
+def _limit_process() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    try:
+        n_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        bound = n_pages * resource.getpagesize() + MAX_EXTRA_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+    except (OSError, ValueError):
+        pass  # not Linux: time is bounded there, memory is not
+
+
+def main() -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    _limit_process()
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + GRACE_S)
+        reply = json.dumps(answer(request))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(reply, flush=True)
+
+
+if __name__ == "__main__":
+    main()

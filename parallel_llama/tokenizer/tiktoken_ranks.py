@@ -1,0 +1,125 @@
+"""Llama 3's own tokenizer file: base64 tokens with their ranks, one a line."""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Sequence
+
+import tiktoken
+
+from parallel_llama.errors import CheckpointError
+from parallel_llama.tokenizer.special_tokens import SpecialTokens
+from parallel_llama.tokenizer.vocabulary import Vocabulary, require_unicode
+
+N_RANKS = 128_000
+N_SPECIAL = 256
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NAMED = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    "<|image|>",
+)
+# The splitting pattern backtracks over a run of spaces or of anything else in time that grows with
+# its square, so that longer runs are cut; Meta's tokenizer cuts at the same place.
+MAX_RUN = 25_000
+_RUN = re.compile(rf"\s{{1,{MAX_RUN}}}|\S{{1,{MAX_RUN}}}")
+MAX_CHUNK = 400_000  # characters for one call of tiktoken, beyond which its pattern may give up
+
+
+def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
+    """The tokens of the file with their ranks, which are 0, 1, 2 and so on in Llama 3's.
+
+    Raises: CheckpointError if a line is damaged or the file is not Llama 3's.
+    """
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise CheckpointError(
+                f"{source}: line {number} is not a base64 token and its rank: {line[:40]!r}"
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise CheckpointError(f"{source}: the ranks are not 0 to {len(ranks) - 1}, each once")
+    if len(ranks) != N_RANKS:
+        raise CheckpointError(
+            f"{source}: has {len(ranks)} ranks and Llama 3 has {N_RANKS}; the splitting pattern of "
+            "another model is not in this file, use its tokenizer.json"
+        )
+    return ranks
+
+
+class TiktokenTokenizer:
+    """Llama 3's tokenizer, with its special tokens at the ids that follow the ranks.
+
+    Source: llama3/tokenizer.py in Meta's llama-models.
+    """
+
+    def __init__(self, data: bytes, source: str) -> None:
+        ranks = parse_ranks(data, source)
+        reserved = (f"<|reserved_special_token_{n}|>" for n in range(2, N_SPECIAL))
+        names = (*_NAMED, *reserved)[:N_SPECIAL]
+        special_ids = {name: N_RANKS + index for index, name in enumerate(names)}
+        try:
+            self._encoding = tiktoken.Encoding(
+                "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_ids
+            )
+        except ValueError as error:
+            raise CheckpointError(f"{source}: tiktoken cannot use the ranks: {error}") from error
+        pieces = [*sorted(ranks, key=ranks.__getitem__), *(name.encode() for name in names)]
+        self.vocabulary = Vocabulary(pieces, special_ids)
+        self._specials = SpecialTokens(special_ids)
+        self.bos_id: int = special_ids["<|begin_of_text|>"]
+        self.eos_ids = frozenset(
+            special_ids[name] for name in ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocabulary.pieces)
+
+    def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
+        require_unicode(text)
+        ids = [self.bos_id] if bos else []
+        for part in self._specials.split(text) if special else (text,):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                for chunk in chunks(part):
+                    ids.extend(self._encoding.encode_ordinary(chunk))
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return self.vocabulary.decode(ids, skip_special=skip_special)
+
+
+def chunks(text: str) -> Iterator[str]:
+    """Cut a text where a run of spaces, or of anything but spaces, gets too long."""
+    for start in range(0, len(text), MAX_CHUNK):
+        chunk = text[start : start + MAX_CHUNK]
+        cut = 0
+        for run in _RUN.finditer(chunk):
+            if run.start() > cut and _is_cut(chunk, run.start()):
+                yield chunk[cut : run.start()]
+                cut = run.start()
+        yield chunk[cut:]
+
+
+def _is_cut(text: str, position: int) -> bool:
+    """Whether a run was cut here for its length: the characters on both sides are of one kind."""
+    return text[position - 1].isspace() == text[position].isspace()

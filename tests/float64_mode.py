@@ -1,0 +1,50 @@
+"""Run somebody else's model in float64 although it asks for float32 here and there."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """Build and run a model with float64 in place of every float32; restored afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64Mode():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Float64Mode(TorchFunctionMode):
+    """Answers every request for float32 with float64, and refuses a result that is narrower.
+
+    What it changes: `x.float()` becomes `x.double()`, and a torch.float32 among the arguments of
+    any torch function (`dtype=`, `.to(...)`) becomes torch.float64.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        result = func(*map(_widened, args), **{k: _widened(v) for k, v in (kwargs or {}).items()})
+        if isinstance(result, Tensor):
+            assert result.dtype not in _NARROW, f"{func} gave {result.dtype}"
+        return result
+
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

@@ -1,0 +1,100 @@
+"""What every rank does in the parity tests; light to import, for ranks that are processes."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.config import load_model_args
+from parallel_llama.model_files import find_model
+from parallel_llama.parallel import Communicator
+from parallel_llama.plan import make_plan
+from parallel_llama.runner import Piece, Runner
+
+
+def load_runner(comm: Communicator, folder: Path, n_slots: int) -> Runner:
+    """This rank's share of a tiny model in float64."""
+    files = find_model(str(folder))
+    args = load_model_args(files)
+    return Runner.load(
+        args,
+        open_checkpoint(files, args),
+        make_plan(args, comm.size),
+        comm,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        n_slots=n_slots,
+    )
+
+
+def logits_in_pieces(runner: Runner, tokens: Sequence[int], cuts: Sequence[int] = ()) -> Tensor:
+    """Logits of all positions of one sequence, its tokens fed in pieces that end at the cuts."""
+    span = runner.cache.allocate(len(tokens))
+    hidden = [
+        runner.forward([Piece(span, tokens[start:stop], start)])
+        for start, stop in pairwise([0, *cuts, len(tokens)])
+    ]
+    runner.cache.free(span)
+    return runner.full_logits(torch.cat(hidden))
+
+
+def logits_of_models(
+    comm: Communicator, models: Sequence[tuple[Path, Sequence[int]]]
+) -> list[Tensor]:
+    """Logits of one sequence, all at once, for each of several models."""
+    return [
+        logits_in_pieces(load_runner(comm, folder, len(tokens)), tokens)
+        for folder, tokens in models
+    ]
+
+
+def logits_by_cuts(
+    comm: Communicator, folder: Path, tokens: Sequence[int], all_cuts: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """The same sequence once for each way of cutting it into pieces."""
+    runner = load_runner(comm, folder, len(tokens))
+    return [logits_in_pieces(runner, tokens, cuts) for cuts in all_cuts]
+
+
+def logits_alone_and_together(
+    comm: Communicator, folder: Path, prompts: Sequence[Sequence[int]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Each sequence by itself, and all of them in shared forwards at different points.
+
+    Sequence i joins at forward i with the first half of its tokens, goes on with up to 3 and then
+    with one per forward, so that most forwards mix prefills with others' decode steps. One span is
+    given back first, so that not all lie in the order in which they came.
+    """
+    runner = load_runner(comm, folder, sum(map(len, prompts)))
+    alone = [logits_in_pieces(runner, prompt) for prompt in prompts]
+    first, *others = [runner.cache.allocate(len(prompt)) for prompt in prompts]
+    runner.cache.free(first)
+    spans = [runner.cache.allocate(len(first)), *others]
+    together: list[list[Tensor]] = [[] for _ in prompts]
+    waiting = [_batched(prompt) for prompt in prompts]
+    n_forwards = 0
+    while any(waiting):
+        present = [i for i in range(min(n_forwards + 1, len(prompts))) if waiting[i]]
+        turn = n_forwards % len(present)
+        present = present[turn:] + present[:turn]  # neighbours and rows change with each forward
+        pieces = []
+        for i in present:
+            start, tokens = waiting[i].pop(0)
+            pieces.append(Piece(spans[i], tokens, start))
+        hidden = runner.forward(pieces)
+        rows = hidden.split_with_sizes([len(piece.tokens) for piece in pieces])
+        for i, part in zip(present, rows, strict=True):
+            together[i].append(part)
+        n_forwards += 1
+    return alone, [runner.full_logits(torch.cat(parts)) for parts in together]
+
+
+def _batched(prompt: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+    """(start, tokens): half of the prompt, up to 3 more, then one by one."""
+    half = max(1, len(prompt) // 2)
+    more = min(half + 3, len(prompt))
+    cuts = sorted({0, half, *range(more, len(prompt) + 1)})
+    return [(start, prompt[start:stop]) for start, stop in pairwise(cuts)]

@@ -1,0 +1,149 @@
+"""What commands write: completions in order, files as they grow, a conversation's turns."""
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel_llama.cli.chat import Conversation
+from parallel_llama.cli.generate import Results
+from parallel_llama.cli.main import main
+from parallel_llama.errors import UsageError
+from parallel_llama.request import Completion, SamplingParams
+
+
+@dataclass
+class Step:
+    index: int
+    text: str = ""
+    completion: Completion | None = None
+
+
+def done(index: int, text: str = "text") -> Step:
+    return Step(index, "", Completion(index, text, (1, 2), "stop", 3))
+
+
+def test_json_lines_come_in_input_order_and_the_file_as_they_finish(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    with Results(["a", "b", "c"], True, str(file)) as results:
+        for index in (2, 0, 1):
+            results.take(done(index))
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["index"] for line in shown] == [0, 1, 2]
+    assert shown[0].keys() == {"index", "text", "tokens", "finish_reason", "n_prompt_tokens"}
+    written = [json.loads(line)["index"] for line in file.read_text().splitlines()]
+    assert written == [2, 0, 1]
+
+
+def test_a_finished_completion_is_shown_while_later_ones_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = Results(["a", "b"], True, None)
+    results.take(done(0))
+    assert json.loads(capsys.readouterr().out)["index"] == 0
+
+
+def test_one_prompt_streams_and_is_not_repeated_at_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = Results(["a"], False, None)
+    results.take(Step(0, "Par"))
+    assert capsys.readouterr().out == "Par"
+    results.take(Step(0, "is", done(0, "Paris").completion))
+    assert capsys.readouterr().out == "is\n"
+
+
+def test_several_prompts_are_titled(capsys: pytest.CaptureFixture[str]) -> None:
+    results = Results(["a\x1b", [1, 2]], False, None)
+    results.take(done(1, "two"))
+    results.take(done(0, "one"))
+    out = capsys.readouterr().out
+    assert out == "[0] 'a\\x1b'\none\n\n[1] 2 token ids\ntwo\n\n"
+
+
+@dataclass
+class Statistics:
+    n_new_tokens: int = 1
+    tokens_per_s: float = 1.0
+
+
+@dataclass
+class EchoModel:
+    """Answers with the number of messages it was shown, and refuses one that says 'refuse'."""
+
+    tp_size: int = 1
+    statistics: Statistics = field(default_factory=Statistics)
+    seen: list[list[dict[str, str]]] = field(default_factory=list)
+
+    @property
+    def intake(self) -> "EchoModel":
+        return self
+
+    def requests(self, prompts: Sequence[list[dict[str, str]]], _: Any) -> list[dict[str, str]]:
+        (messages,) = prompts
+        if messages[-1]["content"] == "refuse":
+            raise UsageError("the conversation is too long")
+        return messages
+
+    def run(self, messages: list[dict[str, str]], interrupted: Any) -> Iterator[Step]:
+        assert not interrupted()
+        self.seen.append(messages)
+        yield Step(0, "answer ")
+        yield Step(0, f"to {len(messages)}\x1b[2J")
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, typed: str, model: EchoModel, system: str | None) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    assert Conversation(model, SamplingParams(), system).run("echo") == 0
+
+
+def test_a_conversation_keeps_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EchoModel()
+    talk(monkeypatch, "one\n\ntwo\\\nlines\n/clear\nthree\n/quit\nfour\n", model, "Be brief")
+    system = {"role": "system", "content": "Be brief"}
+    first = [system, {"role": "user", "content": "one"}]
+    answer = {"role": "assistant", "content": "answer to 2\x1b[2J"}
+    assert model.seen == [
+        first,
+        [*first, answer, {"role": "user", "content": "two\nlines"}],
+        [system, {"role": "user", "content": "three"}],
+    ]
+
+
+def test_what_the_model_says_is_shown_without_escape_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(monkeypatch, "one\n", EchoModel(), None)
+    assert capsys.readouterr().out == "answer to 1\\x1b[2J\n"
+
+
+def test_a_refused_turn_is_forgotten_and_the_conversation_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = EchoModel()
+    talk(monkeypatch, "1\nrefuse\n2\n/system New\n3\n", model, None)
+    assert [len(messages) for messages in model.seen] == [1, 3, 2]
+    assert "too long; /clear begins a new conversation" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_no_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = EchoModel()
+    talk(monkeypatch, "/claer\n/system\n/help\n", model, None)
+    err = capsys.readouterr().err
+    assert "not a command: '/claer'; did you mean '/clear'?" in err
+    assert "write /system TEXT" in err
+    assert "Ctrl-D" in err
+    assert model.seen == []
+
+
+def test_a_model_without_a_tokenizer_cannot_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--model", "llama-3.2-1b", "--random-weights", "1"]) == 2
+    assert "tokenizer" in capsys.readouterr().err

@@ -1,0 +1,223 @@
+"""The GGUF reader: whole files, each way of being broken, and thousands of random damages."""
+
+import contextlib
+import os
+import struct
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gguf_builder import (
+    ARRAY,
+    BOOL,
+    F16,
+    FLOAT32,
+    GGUF,
+    Q8_0,
+    STRING,
+    TINY_FIELDS,
+    UINT8,
+    UINT32,
+    Tensor,
+    mutations,
+    string,
+)
+
+from parallel_llama.errors import CheckpointError
+from parallel_llama.gguf_header import MAX_ARRAY_VALUES, read_gguf_header
+
+HUGE = 2**64 - 1
+SHORT = GGUF(tensors=[]).to_bytes()
+
+
+def extra(raw: bytes) -> GGUF:
+    """A file with one field more, given as raw bytes."""
+    return GGUF(raw_fields=raw, n_fields=len(TINY_FIELDS) + 1)
+
+
+def one(tensor: Tensor) -> GGUF:
+    return GGUF(tensors=[tensor])
+
+
+def array(kind: int, count: int, data: bytes = b"") -> bytes:
+    return string("x.array") + struct.pack("<IIQ", ARRAY, kind, count) + data
+
+
+BROKEN: dict[str, tuple[GGUF | bytes, str]] = {
+    "no bytes": (b"", "magic"),
+    "less than a magic number": (b"GG", "magic"),
+    "another format": (GGUF(magic=b"GGML"), "not a GGUF"),
+    "a zip file": (b"PK\x03\x04" + bytes(100), "not a GGUF"),
+    "ends after the magic number": (b"GGUF", "version"),
+    "ends after the version": (b"GGUF" + struct.pack("<I", 3), "tensor count"),
+    "ends after the tensor count": (b"GGUF" + struct.pack("<IQ", 3, 1), "field count"),
+    "version 1": (GGUF(version=1), "version 1"),
+    "version 4": (GGUF(version=4), "version 4"),
+    "big-endian": (GGUF(version=3 << 24), "version 50331648"),
+    "too many tensors": (GGUF(n_tensors=HUGE), "tensors"),
+    "too many fields": (GGUF(n_fields=HUGE), "fields"),
+    "more fields than there are": (GGUF(n_fields=60_000, tensors=[]), "truncated or damaged"),
+    "more tensors than there are": (GGUF(n_tensors=4), ""),
+    "a name longer than the file": (extra(struct.pack("<Q", 4000)), "truncated or damaged"),
+    "a name of 16 exbibytes": (extra(struct.pack("<Q", HUGE)), "at most 4096"),
+    "a name that is not text": (extra(string(b"\xff\xfe") + struct.pack("<IB", 0, 1)), "UTF-8"),
+    "a field twice": (
+        extra(string("llama.block_count") + struct.pack("<II", UINT32, 1)),
+        "twice",
+    ),
+    "an unknown value type": (extra(string("x") + struct.pack("<I", 13)), "type 13"),
+    "a string longer than the file": (
+        extra(string("x") + struct.pack("<IQ", STRING, 1 << 40)),
+        "at most",
+    ),
+    "a string of 16 exbibytes": (extra(string("x") + struct.pack("<IQ", STRING, HUGE)), "x"),
+    "a string that is not text": (
+        extra(string("x") + struct.pack("<I", STRING) + string(b"\xc3\x28")),
+        "UTF-8",
+    ),
+    "a scalar cut off": (SHORT[:-40], ""),
+    "an array longer than the file": (extra(array(FLOAT32, 1 << 20)), "truncated or damaged"),
+    "an array of 2**64 - 1 numbers": (extra(array(FLOAT32, HUGE)), "at most"),
+    "an array of 2**64 - 1 bools": (extra(array(BOOL, HUGE)), "at most"),
+    "an array of 2**64 - 1 strings": (extra(array(STRING, HUGE)), "at most"),
+    "an array of strings longer than the file": (extra(array(STRING, 1 << 20)), "truncated"),
+    "an array of arrays": (extra(array(ARRAY, 1, bytes(64))), "unsupported type 9"),
+    "an array of an unknown type": (extra(array(99, 1, bytes(64))), "unsupported type 99"),
+    "a tensor without dimensions": (one(Tensor("t", ())), "0 dimensions"),
+    "a tensor of 5 dimensions": (one(Tensor("t", (1, 1, 1, 1, 1))), "5 dimensions"),
+    "an empty tensor": (one(Tensor("t", (0, 4))), "empty shape"),
+    "a tensor type that cannot be read": (one(Tensor("t", (4,), kind=40)), "ggml type 40"),
+    "a removed tensor type": (one(Tensor("t", (32,), kind=4)), "ggml type 4"),
+    "a row that is no whole number of blocks": (one(Tensor("t", (4, 33), Q8_0)), "blocks of 32"),
+    "a tensor twice": (GGUF(tensors=[Tensor("t", (4,)), Tensor("t", (4,))]), "twice"),
+    "overlapping tensors": (
+        GGUF(tensors=[Tensor("long", (64,)), Tensor("inside", (4,), offset=32)]),
+        "overlap",
+    ),
+    "a tensor beyond the end": (one(Tensor("t", (4,), offset=1 << 20)), "truncated or damaged"),
+    "an offset of 2**64 - 1": (one(Tensor("t", (4,), offset=HUGE)), "truncated or damaged"),
+    "sizes whose product overflows 64 bits": (
+        one(Tensor("t", (1 << 40, 1 << 40), offset=0)),
+        "truncated or damaged",
+    ),
+    "an alignment of 0": (GGUF(fields={"general.alignment": 0}), "alignment"),
+    "an alignment of 3": (GGUF(fields={"general.alignment": 3}), "alignment"),
+    "an alignment that is text": (GGUF(fields={"general.alignment": "32"}), "alignment"),
+}
+
+
+def write(path: Path, content: GGUF | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.to_bytes())
+    return path
+
+
+class MemoryFile:
+    """A file without a disk, where thousands of versions are written one over the other."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("gguf")
+        self.path = Path(f"/proc/self/fd/{self._file}")
+
+    def write(self, data: bytes) -> None:
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, data, 0)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@pytest.fixture
+def memory_file() -> Iterator[MemoryFile]:
+    with contextlib.closing(MemoryFile()) as file:
+        yield file
+
+
+def test_a_whole_file_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", GGUF())
+    header = read_gguf_header(path)
+    assert header.fields["llama.attention.head_count"] == 2
+    assert header.fields["tokenizer.ggml.tokens"] == ["<s>", "</s>", "a", "b", "c"]
+    assert header.fields["tokenizer.ggml.scores"] == [0.0, 0.0, -1.0, -2.0, -3.0]
+    assert header.fields["tokenizer.ggml.add_bos_token"] is True
+    norm = header.tensors["blk.0.attn_norm.weight"]
+    assert (norm.shape, norm.type_name, norm.n_bytes) == ((8,), "F32", 32)
+    assert header.tensors["token_embd.weight"].shape == (5, 8)
+    assert norm.offset - header.tensors["token_embd.weight"].offset == 160
+
+
+def test_data_starts_at_the_alignment_that_the_file_states(tmp_path: Path) -> None:
+    fields = {**TINY_FIELDS, "general.alignment": 256}
+    data = struct.pack("<2e", 1.5, -2.0)
+    content = GGUF(fields=fields, tensors=[Tensor("t", (2,), F16, data=data)], alignment=256)
+    path = write(tmp_path / "m.gguf", content)
+    place = read_gguf_header(path).tensors["t"]
+    assert place.offset % 256 == 0
+    assert path.read_bytes()[place.offset :][:4] == data
+
+
+def test_version_2_and_arrays_of_nothing_are_read(tmp_path: Path) -> None:
+    content = GGUF(version=2, fields={**TINY_FIELDS, "x.empty": []})
+    assert read_gguf_header(write(tmp_path / "m.gguf", content)).fields["x.empty"] == []
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_refused_with_its_reason(tmp_path: Path, name: str) -> None:
+    content, reason = BROKEN[name]
+    with pytest.raises(CheckpointError) as caught:
+        read_gguf_header(write(tmp_path / "m.gguf", content))
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.gguf", tmp_path):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_gguf_header(path)
+
+
+def test_every_truncation_is_refused(memory_file: MemoryFile) -> None:
+    """The last 32 bytes are padding of the last tensor at most."""
+    whole = GGUF().to_bytes()
+    for length in range(len(whole)):
+        memory_file.write(whole[:length])
+        with pytest.raises(CheckpointError):
+            read_gguf_header(memory_file.path)
+
+
+def test_random_damage_is_refused_or_read_in_bounded_time(memory_file: MemoryFile) -> None:
+    """Any other exception fails: damage must never look like a bug of the program."""
+    refused = 0
+    started = time.perf_counter()
+    for data in mutations(GGUF().to_bytes(), 4000):
+        memory_file.write(data)
+        try:
+            read_gguf_header(memory_file.path)
+        except CheckpointError:
+            refused += 1
+    assert time.perf_counter() - started < 30
+    assert 2000 < refused < 4000  # most damage shows; a changed number cannot
+
+
+def test_random_damage_takes_no_memory(memory_file: MemoryFile) -> None:
+    tracemalloc.start()
+    for data in mutations(GGUF().to_bytes(), 300):
+        memory_file.write(data)
+        with contextlib.suppress(CheckpointError):
+            read_gguf_header(memory_file.path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 << 20, "the file has 2 kB"
+
+
+def test_a_huge_sparse_file_costs_no_time_or_memory(tmp_path: Path) -> None:
+    """The counts are checked against the header's limit and not only against the file's size."""
+    path = write(tmp_path / "m.gguf", extra(array(UINT8, MAX_ARRAY_VALUES + 1)))
+    os.truncate(path, 1 << 40)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="values in arrays"):
+        read_gguf_header(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20

@@ -1,0 +1,299 @@
+"""Rules of the source that a reader could break without any other test noticing.
+
+Each rule is a function from a module's syntax tree to what is wrong with it, and each is shown on
+a small bad source that it can fail.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "parallel_llama"
+
+# A module imports from lower floors only; modules of one floor do not import each other.
+FLOORS = [
+    {"errors"},
+    {"fields", "gguf_header"},
+    {"model_files"},
+    {"config"},
+    {"plan"},
+    {"request"},
+    {"tokenizer", "parallel", "checkpoint"},
+    {"intake"},
+    {"rope", "layers", "cache", "sampling"},
+    {"attention"},
+    {"model"},
+    {"runner"},
+    {"engine"},
+    {"llm"},
+    {"cli"},
+    {"__main__"},
+]
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+TORCH_FREE = {
+    "errors",
+    "fields",
+    "gguf_header",
+    "config",
+    "model_files",
+    "plan",
+    "request",
+    "tokenizer",
+    "intake",
+}
+MATH = {"rope", "attention", "layers", "model"}
+
+# Installed by whoever wants them; imported where they are used, so that all else works without.
+OPTIONAL: set[str] = set()
+
+OBJECT_COLLECTIVES = re.compile(r"(broadcast|all_gather|gather|scatter|send|recv)_object(_list)?$")
+WILDCARDS = {"0.0.0.0", "::", "tcp://*"}
+
+
+def room(module: str) -> str:
+    """The floor's name of a dotted module, 'checkpoint' for parallel_llama.checkpoint.names."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """Every module that is imported anywhere in a tree; `from a import b` gives a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used"
+            assert node.module is not None
+            yield node.module, node
+            yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
+
+
+def dotted(node: ast.AST) -> str:
+    """'torch.load' for the expression torch.load; '' for anything but names and attributes."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    return ((dotted(n.func), n) for n in ast.walk(tree) if isinstance(n, ast.Call))
+
+
+def imports_only_from_lower_floors(module: str, tree: ast.AST) -> Iterator[str]:
+    own = room(module)
+    for name, node in imports(tree):
+        if not name.startswith("parallel_llama.") or own == "__init__":
+            continue
+        other = room(name)
+        if other not in FLOOR:
+            yield f"line {node.lineno}: {other} stands on no floor"
+        elif other != own and FLOOR[other] >= FLOOR[own]:
+            yield f"line {node.lineno}: {own} imports {other}, which is not below it"
+
+
+def imports_nothing_inside_functions(module: str, tree: ast.AST) -> Iterator[str]:
+    if room(module) in ("cli", "__init__"):
+        return
+    for outer in ast.walk(tree):
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            for name, node in imports(outer):
+                if name.split(".")[0] not in OPTIONAL:
+                    yield f"line {node.lineno}: {name} is imported inside a function"
+
+
+def has_no_type_checking_imports(_module: str, tree: ast.AST) -> Iterator[str]:
+    for name, node in imports(tree):
+        if name == "typing.TYPE_CHECKING":
+            yield f"line {node.lineno}: imports TYPE_CHECKING"
+    for use in ast.walk(tree):
+        if isinstance(use, ast.Attribute) and use.attr == "TYPE_CHECKING":
+            yield f"line {use.lineno}: TYPE_CHECKING"
+
+
+def keeps_torch_out_of_low_floors(module: str, tree: ast.AST) -> Iterator[str]:
+    if room(module) in TORCH_FREE:
+        for name, node in imports(tree):
+            if name.split(".")[0] in ("torch", "fairscale", "transformers"):
+                yield f"line {node.lineno}: imports {name}"
+
+
+def keeps_process_groups_in_parallel(module: str, tree: ast.AST) -> Iterator[str]:
+    if room(module) == "parallel":
+        return
+    for name, node in imports(tree):
+        if name.startswith(("torch.distributed", "fairscale")):
+            yield f"line {node.lineno}: imports {name}"
+    for use in ast.walk(tree):
+        if isinstance(use, ast.Attribute) and dotted(use) == "torch.distributed":
+            yield f"line {use.lineno}: uses torch.distributed"
+
+
+def loads_torch_files_safely(module: str, tree: ast.AST) -> Iterator[str]:
+    for name, node in calls(tree):
+        if name in ("torch.load", "load") and (name == "torch.load" or _from_torch(tree)):
+            safe = any(
+                keyword.arg == "weights_only"
+                and isinstance(keyword.value, ast.Constant)
+                and keyword.value.value is True
+                for keyword in node.keywords
+            )
+            if room(module) != "checkpoint" or not safe:
+                yield f"line {node.lineno}: torch.load outside checkpoint or not weights_only"
+
+
+def _from_torch(tree: ast.AST) -> bool:
+    return any(name == "torch.load" for name, _ in imports(tree))
+
+
+def runs_no_foreign_code(_module: str, tree: ast.AST) -> Iterator[str]:
+    banned = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+    for name, node in imports(tree):
+        if name.split(".")[0] in banned:
+            yield f"line {node.lineno}: imports {name}"
+    for name, call in calls(tree):
+        if name in ("eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec"):
+            yield f"line {call.lineno}: calls {name}"
+        if OBJECT_COLLECTIVES.search(name):
+            yield f"line {call.lineno}: {name} pickles"
+
+
+def keeps_the_dtype_in_the_mathematics(module: str, tree: ast.AST) -> Iterator[str]:
+    """A bare .float() would cut a float64 model down to float32 without a word."""
+    if room(module) in MATH:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == "float":
+                yield f"line {node.lineno}: .float()"
+
+
+def listens_on_no_wildcard(_module: str, tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in WILDCARDS:
+            yield f"line {node.lineno}: the address {node.value!r}"
+        if isinstance(node, ast.Call) and dotted(node.func).endswith(".bind"):
+            address = node.args[0] if node.args else None
+            host = address.elts[0] if isinstance(address, ast.Tuple) else None
+            if isinstance(host, ast.Constant) and host.value in ("", "*"):
+                yield f"line {node.lineno}: binds every interface"
+
+
+Rule = Callable[[str, ast.AST], Iterator[str]]
+
+# Each rule with sources that break it: (module that it stands in, source).
+BROKEN: list[tuple[Rule, str, str]] = [
+    (imports_only_from_lower_floors, "plan", "import parallel_llama.request"),
+    (imports_only_from_lower_floors, "config", "from parallel_llama import plan"),
+    (imports_only_from_lower_floors, "checkpoint.names", "from parallel_llama.tokenizer import x"),
+    (imports_only_from_lower_floors, "model", "def f():\n    from parallel_llama.llm import LLM"),
+    (imports_only_from_lower_floors, "model", "import parallel_llama.helpers"),
+    (imports_nothing_inside_functions, "model", "def f():\n    import json"),
+    (imports_nothing_inside_functions, "parallel.x", "class A:\n  def f(self):\n    import torch"),
+    (has_no_type_checking_imports, "model", "from typing import TYPE_CHECKING as T\nif T: pass"),
+    (has_no_type_checking_imports, "model", "import typing\nif typing.TYPE_CHECKING: pass"),
+    (keeps_torch_out_of_low_floors, "plan", "import torch"),
+    (keeps_torch_out_of_low_floors, "tokenizer.spm", "from torch import Tensor"),
+    (keeps_process_groups_in_parallel, "layers", "import torch.distributed as dist"),
+    (keeps_process_groups_in_parallel, "layers", "from torch import distributed"),
+    (keeps_process_groups_in_parallel, "layers", "import torch\ntorch.distributed.barrier()"),
+    (keeps_process_groups_in_parallel, "layers", "from fairscale.nn import model_parallel"),
+    (loads_torch_files_safely, "checkpoint.meta", "import torch\ntorch.load('x')"),
+    (loads_torch_files_safely, "checkpoint.meta", "torch.load('x', weights_only=False)"),
+    (loads_torch_files_safely, "checkpoint.meta", "from torch import load\nload('x')"),
+    (loads_torch_files_safely, "llm", "torch.load('x', weights_only=True)"),
+    (runs_no_foreign_code, "llm", "import pickle"),
+    (runs_no_foreign_code, "llm", "from pickle import loads"),
+    (runs_no_foreign_code, "llm", "eval('1')"),
+    (runs_no_foreign_code, "llm", "exec('1')"),
+    (runs_no_foreign_code, "llm", "import marshal"),
+    (runs_no_foreign_code, "parallel.x", "dist.broadcast_object_list([1])"),
+    (runs_no_foreign_code, "parallel.x", "dist.all_gather_object([], 1)"),
+    (keeps_the_dtype_in_the_mathematics, "layers", "def f(x):\n    return x.float()"),
+    (keeps_the_dtype_in_the_mathematics, "rope", "def f(x):\n    return (x + x).float()"),
+    (listens_on_no_wildcard, "parallel.x", "sock.bind(('0.0.0.0', 0))"),
+    (listens_on_no_wildcard, "parallel.x", "sock.bind(('', 0))"),
+    (listens_on_no_wildcard, "parallel.x", "HOST = '::'"),
+]
+RULES = sorted({rule for rule, _, _ in BROKEN}, key=lambda rule: rule.__name__)
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        yield ".".join(["parallel_llama", *(p for p in parts if p != "__init__")]), path
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_module_keeps_the_rule(rule: Rule) -> None:
+    problems = [
+        f"{path.relative_to(ROOT)}, {problem}"
+        for module, path in modules()
+        for problem in rule(module, ast.parse(path.read_text()))
+    ]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(("rule", "module", "source"), BROKEN)
+def test_the_rule_can_fail(rule: Rule, module: str, source: str) -> None:
+    assert list(rule(f"parallel_llama.{module}", ast.parse(source)))
+
+
+def test_every_module_stands_on_a_floor() -> None:
+    rooms = {room(module) for module, _ in modules()} - {"__init__"}
+    assert rooms <= FLOOR.keys(), f"without a floor: {rooms - FLOOR.keys()}"
+
+
+def test_the_low_floors_load_without_torch() -> None:
+    """Also through what they import: a library that brings torch along delays every command."""
+    names = [name for name, _ in modules() if room(name) in TORCH_FREE]
+    code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr or "torch was loaded"
+
+
+def readme_tree() -> list[str]:
+    """The paths of README's file tree: each line's first word, under its folder."""
+    block = re.search(r"```\n(parallel_llama/\n.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block is not None, "README has no file tree"
+    folders: list[str] = []
+    paths = []
+    for line in block[1].splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        if not line.strip() or depth > len(folders):
+            continue  # a description that goes on
+        name = line.split()[0]
+        paths.append("/".join([*(folder.rstrip("/") for folder in folders[:depth]), name]))
+        folders = [*folders[:depth], name] if name.endswith("/") else folders[:depth]
+    return paths
+
+
+def test_every_path_in_the_readme_tree_exists() -> None:
+    paths = readme_tree()
+    assert len(paths) > 20
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing, f"README names {missing}"
+
+
+def test_every_module_is_in_the_readme_tree() -> None:
+    """A folder that the tree names without its files stands for all of them."""
+    listed = set(readme_tree())
+    rooms = {path.relative_to(ROOT).parts[:2] for _, path in modules()} - {
+        ("parallel_llama", "__init__.py")
+    }
+    absent = {
+        "/".join(parts) for parts in rooms if not {"/".join(parts), "/".join(parts) + "/"} & listed
+    }
+    assert not absent
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_every_link_in_the_documents_leads_somewhere(document: str) -> None:
+    text = (ROOT / document).read_text()
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+    assert not [target for target in targets if not (ROOT / target).exists()]

@@ -1,0 +1,203 @@
+"""The plan covers every axis exactly once, keeps heads with their KV heads, and stays balanced."""
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.errors import UsageError
+from parallel_llama.plan import (
+    apportion,
+    equal_runs,
+    kv_bytes_per_token,
+    local_kv_heads,
+    make_plan,
+    parameters,
+    unit_size,
+    weight_bytes,
+)
+
+HEADS = [(9, 3), (10, 2), (12, 4), (40, 10), (7, 1), (6, 6), (32, 8), (64, 8), (71, 1), (52, 52)]
+
+
+def shape(n_heads: int, n_kv_heads: int, ffn_dim: int = 1536, vocab_size: int = 49152) -> ModelArgs:
+    return ModelArgs(
+        dim=n_heads * 8,
+        n_layers=2,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=8,
+        ffn_dim=ffn_dim,
+        vocab_size=vocab_size,
+    )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelArgs:
+    n_kv_heads = draw(st.integers(1, 12))
+    return shape(
+        n_kv_heads * draw(st.integers(1, 9)),
+        n_kv_heads,
+        draw(st.integers(1, 3000)),
+        draw(st.integers(1, 3000)),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[ModelArgs, int, list[float] | None]:
+    args = draw(shapes())
+    tp_size = draw(st.integers(1, args.n_heads))
+    memory = st.lists(st.floats(0.5, 200), min_size=tp_size, max_size=tp_size)
+    return args, tp_size, draw(st.none() | memory)
+
+
+@given(plans())
+def test_every_head_channel_and_row_has_exactly_one_owner(case):
+    args, tp_size, memory = case
+    shares = make_plan(args, tp_size, memory).shares
+    for axis, size in (
+        ("heads", args.n_heads),
+        ("ffn", args.ffn_dim),
+        ("vocab", args.vocab_size),
+    ):
+        owned = [index for share in shares for index in share.extent(axis)]
+        assert owned == list(range(size))
+    assert all(share.n_local_heads >= 1 for share in shares)
+
+
+@given(plans())
+def test_every_local_query_head_finds_its_own_kv_head_in_its_run(case):
+    args, tp_size, memory = case
+    group_size = args.n_heads // args.n_kv_heads
+    for share in make_plan(args, tp_size, memory).shares:
+        assert 1 <= len(share.runs) <= 3
+        assert [i for run in share.runs for i in run.heads] == list(range(share.n_local_heads))
+        for run in share.runs:
+            per_kv_head, rest = divmod(len(run.heads), len(run.kv_heads))
+            assert rest == 0
+            for place, local in enumerate(run.heads):
+                kv_head = share.kv_heads[run.kv_heads[place // per_kv_head]]
+                assert kv_head == share.heads[local] // group_size
+
+
+@given(plans())
+def test_ranges_are_cut_between_units(case):
+    args, tp_size, memory = case
+    for size, axis in ((args.ffn_dim, "ffn"), (args.vocab_size, "vocab")):
+        unit = unit_size(size, args.n_heads)
+        for share in make_plan(args, tp_size, memory).shares:
+            extent = share.extent(axis)
+            assert extent.start % unit == 0 or extent.start == size
+            assert extent.stop % unit == 0 or extent.stop == size
+
+
+@pytest.mark.parametrize("tp_size", [3, 4, 5, 6, 7])
+@pytest.mark.parametrize("n_heads", [32, 64])
+def test_models_with_eight_kv_heads_stay_within_13_percent(n_heads, tp_size):
+    plan = make_plan(shape(n_heads, 8), tp_size)
+    mean = n_heads / tp_size
+    assert max(share.n_local_heads for share in plan.shares) / mean <= 1.13
+    assert plan.balance == pytest.approx(max(s.n_local_heads for s in plan.shares) / mean)
+
+
+def test_the_cut_goes_between_kv_heads_while_that_balances():
+    assert make_plan(shape(32, 8), 3).cut == "kv_heads"  # 3 + 3 + 2 KV heads: 1.125
+    assert make_plan(shape(32, 8), 5).cut == "heads"  # 2 of 8 KV heads would be 1.25
+    assert make_plan(shape(9, 3), 2).cut == "heads"
+    assert make_plan(shape(9, 3), 3).cut == "kv_heads"
+
+
+def test_more_ranks_than_kv_heads_hold_boundary_heads_twice_in_group_order():
+    plan = make_plan(shape(64, 8), 16)
+    assert [share.kv_heads.start for share in plan.shares] == [r // 2 for r in range(16)]
+    assert all(share.n_local_kv_heads == 1 for share in plan.shares)
+
+
+def test_memory_weights_share_out_in_proportion():
+    plan = make_plan(shape(64, 8, ffn_dim=28672), 3, [80, 80, 40])
+    assert [share.n_local_heads for share in plan.shares] == [26, 25, 13]
+    assert plan.balance == pytest.approx(26 / 64 / 0.4)
+    first, second, third = (weight_bytes(shape(64, 8, 28672), s, 2) for s in plan.shares)
+    assert third < 0.55 * first and abs(first - second) < 0.03 * first
+
+
+@pytest.mark.parametrize("tp_size", [0, -1, 10])
+def test_a_size_without_a_query_head_for_each_rank_is_refused_with_the_remedy(tp_size):
+    with pytest.raises(UsageError, match=rf"tp_size={tp_size}.*use 1 to 9 ranks"):
+        make_plan(shape(9, 3), tp_size)
+
+
+@pytest.mark.parametrize("memory", [[80.0], [80, 0], [80, -1], [80, math.nan], [80, math.inf]])
+def test_memory_that_is_not_one_positive_number_per_rank_is_refused(memory):
+    with pytest.raises(UsageError, match="memory"):
+        make_plan(shape(9, 3), 2, memory)
+
+
+def test_a_tiny_model_may_leave_a_rank_without_ffn_or_vocabulary():
+    plan = make_plan(shape(9, 3, ffn_dim=2, vocab_size=5), 9)
+    assert sum(len(share.vocab) == 0 for share in plan.shares) == 4
+    assert sum(len(share.ffn) == 0 for share in plan.shares) == 7
+
+
+@pytest.mark.parametrize(
+    ("size", "n_heads", "unit"),
+    [(1536, 9, 32), (49152, 9, 128), (14336, 32, 64), (28672, 64, 64), (211, 9, 4), (35, 9, 1)],
+)
+def test_the_unit_is_the_largest_power_of_two_that_leaves_four_per_head(size, n_heads, unit):
+    assert unit_size(size, n_heads) == unit
+    assert unit == 128 or -(-size // (2 * unit)) < 4 * n_heads
+    assert unit == 1 or -(-size // unit) >= 4 * n_heads
+
+
+def test_a_quantisation_group_is_the_unit():
+    assert unit_size(29568, 64, quant_group=128) == 128
+    plan = make_plan(shape(64, 8, ffn_dim=29568), 2, quant_group=128)
+    assert [len(share.ffn) // 128 for share in plan.shares] == [116, 115]
+
+
+@given(st.integers(0, 500), st.lists(st.integers(1, 50), min_size=1, max_size=12))
+def test_apportioned_counts_are_within_one_of_their_quota(n_units, weights):
+    counts = apportion(n_units, [Fraction(w) for w in weights])
+    assert sum(counts) == n_units
+    for count, weight in zip(counts, weights, strict=True):
+        assert abs(count - n_units * weight / sum(weights)) < 1
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.integers(1, 40))
+def test_runs_split_at_group_borders_alone(group_size, start, length):
+    heads = range(start, start + length)
+    for run in equal_runs(heads, group_size):
+        per_kv_head = len(run.heads) // len(run.kv_heads)
+        assert per_kv_head * len(run.kv_heads) == len(run.heads)
+    assert len(local_kv_heads(heads, group_size)) <= length // group_size + 2
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), HEADS)
+def test_shares_add_up_to_the_model_and_its_doubled_kv_heads(n_heads, n_kv_heads):
+    args = shape(n_heads, n_kv_heads)
+    whole = weight_bytes(args, make_plan(args, 1).shares[0], 1)
+    for tp_size in {1, 2, 3, 5, n_heads} & set(range(1, n_heads + 1)):
+        shares = make_plan(args, tp_size).shares
+        doubled = sum(share.n_local_kv_heads for share in shares) - n_kv_heads
+        replicated = (2 * args.n_layers + 1) * args.dim * (tp_size - 1)  # the norms
+        extra = doubled * 2 * args.n_layers * args.head_dim * args.dim + replicated
+        assert sum(weight_bytes(args, share, 1) for share in shares) == whole + extra
+
+
+def test_kv_bytes_follow_the_local_kv_heads():
+    share = make_plan(shape(9, 3), 2).shares[0]
+    assert kv_bytes_per_token(shape(9, 3), share, 2) == 2 * 2 * 2 * 8 * 2
+
+
+def test_parameters_carry_metas_names_and_the_axis_that_cuts_them():
+    cuts = {param.name: (param.axis, param.dim) for param in parameters(shape(9, 3))}
+    assert cuts["tok_embeddings.weight"] == ("vocab", 0)
+    assert cuts["layers.1.attention.wq.weight"] == ("heads", 0)
+    assert cuts["layers.1.attention.wv.weight"] == ("kv_heads", 0)
+    assert cuts["layers.1.attention.wo.weight"] == ("heads", 1)
+    assert cuts["layers.1.feed_forward.w2.weight"] == ("ffn", 1)
+    assert cuts["layers.1.ffn_norm.weight"] == (None, 0)
+    assert cuts["output.weight"] == ("vocab", 0)

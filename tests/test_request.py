@@ -1,0 +1,317 @@
+"""Sampling parameters, requests on the wire, the context limit and stop strings."""
+
+import json
+import math
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel_llama.errors import UsageError
+from parallel_llama.request import (
+    MAX_MESSAGE_BYTES,
+    Completion,
+    Request,
+    SamplingParams,
+    StopText,
+    TokenLogprob,
+    check_fits,
+    decode_requests,
+    encode_requests,
+    resolve_seed,
+    resolve_stop_ids,
+)
+
+BAD_PARAMS = [
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 1.5),
+    ("max_tokens", True),
+    ("max_tokens", "8"),
+    ("max_tokens", None),
+    ("max_tokens", 2**40),
+    ("temperature", -0.1),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", 10**400),
+    ("temperature", True),
+    ("temperature", "1"),
+    ("temperature", None),
+    ("top_p", 0),
+    ("top_p", 1.0001),
+    ("top_p", -1),
+    ("top_p", math.nan),
+    ("top_k", -1),
+    ("top_k", 5.0),
+    ("top_k", False),
+    ("min_p", -0.5),
+    ("min_p", 2),
+    ("min_p", math.nan),
+    ("seed", 2**63),
+    ("seed", -(2**63) - 1),
+    ("seed", 1.0),
+    ("seed", True),
+    ("stop", "###"),
+    ("stop", [""]),
+    ("stop", [3]),
+    ("stop", None),
+    ("stop", ["x"] * 65),
+    ("stop", ["x" * 5000]),
+    ("stop_token_ids", 2),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", ["2"]),
+    ("stop_token_ids", range(5)),
+    ("ignore_eos", 1),
+    ("ignore_eos", "false"),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("logprobs", True),
+    ("logprobs", 2.0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_PARAMS)
+def test_a_bad_sampling_parameter_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert len(str(caught.value)) < 200
+
+
+def test_good_parameters_are_stored_in_the_declared_types() -> None:
+    given: dict[str, Any] = {"stop": ["a", "b"], "stop_token_ids": [3, 3, 4]}
+    params = SamplingParams(temperature=1, top_p=1, **given)
+    assert type(params.temperature) is float
+    assert params.stop == ("a", "b")
+    assert params.stop_token_ids == frozenset({3, 4})
+    hash(params)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -0.0, 1e-9])
+def test_a_temperature_of_nothing_is_greedy_whatever_the_filters(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_k=5, top_p=0.5)
+    assert params.is_greedy
+    assert not params.is_filtered
+
+
+@pytest.mark.parametrize(
+    ("filters", "filtered"),
+    [({}, False), ({"top_k": 1}, True), ({"top_p": 0.99}, True), ({"min_p": 0.01}, True)],
+)
+def test_only_a_filter_makes_a_draw_filtered(filters: dict[str, Any], filtered: bool) -> None:
+    assert SamplingParams(temperature=0.7, **filters).is_filtered is filtered
+
+
+def test_a_request_that_fills_the_context_exactly_fits() -> None:
+    check_fits(100, SamplingParams(max_tokens=28), 128)
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "max_tokens", "words"),
+    [
+        (100, 29, ["100", "29", "128", "lower max_tokens to 28"]),
+        (128, 1, ["128 tokens", "shorten the prompt to at most 127"]),
+        (5000, 128, ["5000", "shorten the prompt to at most 127"]),
+        (0, 1, ["empty"]),
+    ],
+)
+def test_a_request_that_does_not_fit_is_refused_with_the_numbers(
+    n_prompt: int, max_tokens: int, words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_fits(n_prompt, SamplingParams(max_tokens=max_tokens), 128)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_seed_is_the_requests_own_or_follows_from_the_run_and_the_line() -> None:
+    own = SamplingParams(seed=7)
+    free = SamplingParams()
+    assert resolve_seed(own, 1, 0) == resolve_seed(own, 2, 9) == 7
+    seeds = [resolve_seed(free, run, line) for run in range(30) for line in range(30)]
+    assert len(set(seeds)) == 900
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # Pinned: a saved run must give the same draws after an upgrade.
+    assert resolve_seed(free, 0, 0) == 6930534593788656518
+
+
+def test_eos_ends_a_request_unless_it_is_ignored() -> None:
+    assert resolve_stop_ids(SamplingParams(stop_token_ids=frozenset({9})), [1, 2]) == {1, 2, 9}
+    assert resolve_stop_ids(
+        SamplingParams(stop_token_ids=frozenset({9}), ignore_eos=True), [1, 2]
+    ) == {9}
+
+
+def test_the_json_line_has_the_keys_of_the_contract_and_logprobs_only_if_asked() -> None:
+    plain = Completion(3, "hi", (5, 2), "stop", 4)
+    assert plain.to_json() == {
+        "index": 3,
+        "text": "hi",
+        "tokens": [5, 2],
+        "finish_reason": "stop",
+        "n_prompt_tokens": 4,
+    }
+    logprobs = (TokenLogprob(5, -0.5, ((6, -1.5),)), TokenLogprob(2, -0.25, ()))
+    line = Completion(3, "hi", (5, 2), "stop", 4, logprobs).to_json()
+    assert json.loads(json.dumps(line))["logprobs"] == [
+        {"token": 5, "logprob": -0.5, "top": [[6, -1.5]]},
+        {"token": 2, "logprob": -0.25, "top": []},
+    ]
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 10**6),
+    temperature=st.floats(0, 100),
+    top_p=st.floats(1e-6, 1),
+    top_k=st.integers(0, 1000),
+    min_p=st.floats(0, 1),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=4),
+    stop_token_ids=st.frozensets(st.integers(0, 2**31 - 1), max_size=4),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | st.integers(0, 20),
+)
+REQUESTS = st.builds(
+    Request,
+    index=st.integers(0, 2**40),
+    prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20).map(tuple),
+    params=PARAMS,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    stop_ids=st.frozensets(st.integers(0, 2**31 - 1), max_size=4),
+)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.lists(REQUESTS, max_size=4))
+def test_requests_survive_the_wire_with_values_and_types(requests: list[Request]) -> None:
+    again = decode_requests(encode_requests(requests))
+    assert again == requests
+    assert all(type(r.params.stop) is tuple and type(r.prompt) is tuple for r in again)
+
+
+def _tampered(**changes: object) -> bytes:
+    request = Request(0, (1, 2), SamplingParams(), 0, frozenset())
+    fields = msgspec.to_builtins(request)
+    for path, value in changes.items():
+        target = fields["params"] if path in fields["params"] else fields
+        target[path] = value
+    return msgspec.msgpack.encode([fields])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xc1",
+        b"\x91",
+        msgspec.msgpack.encode({"index": 0}),
+        _tampered(temperature=math.nan),
+        _tampered(top_k=-1),
+        _tampered(max_tokens=True),
+        _tampered(prompt=[]),
+        _tampered(prompt=[-1]),
+        _tampered(prompt=[2**31]),
+        _tampered(prompt=[1.5]),
+        _tampered(index=-1),
+        _tampered(stop=[""]),
+        encode_requests([Request(0, (1,), SamplingParams(), 0, frozenset())])[:-1],
+        encode_requests([Request(0, (1,), SamplingParams(), 0, frozenset())]) + b"\x00",
+    ],
+)
+def test_a_damaged_message_is_refused_on_arrival(message: bytes) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        decode_requests(message)
+
+
+def test_the_tampering_itself_leaves_a_message_readable() -> None:
+    """Guards the test above: without a bad value its messages decode."""
+    assert decode_requests(_tampered(temperature=0.5))[0].params.temperature == 0.5
+
+
+def test_an_oversized_message_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        decode_requests(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def _whole(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The definition: of all occurrences the one that ends first, the longest of those."""
+    ends = [
+        (start + len(stop), start)
+        for stop in stops
+        for start in range(len(text))
+        if text.startswith(stop, start)
+    ]
+    if not ends:
+        return text, False
+    _, start = min(ends)
+    return text[:start], True
+
+
+def _streamed(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+    stream = StopText(stops)
+    shown = [stream.push(piece) for piece in pieces]
+    shown.append(stream.flush())
+    assert stream.flush() == ""
+    return "".join(shown), stream.found
+
+
+SHORT_STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
+
+
+@settings(max_examples=500, derandomize=True, deadline=None)
+@given(SHORT_STOPS, st.lists(st.text("abc", max_size=6), max_size=8))
+def test_any_split_of_the_text_gives_what_a_search_of_the_whole_gives(
+    stops: list[str], pieces: list[str]
+) -> None:
+    """Two letters, so that overlaps, suffixes and stop strings inside stop strings abound."""
+    assert _streamed(pieces, stops) == _whole("".join(pieces), stops)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(SHORT_STOPS, st.text("abc", max_size=20))
+def test_exactly_the_longest_beginning_of_a_stop_string_is_held_back(
+    stops: list[str], text: str
+) -> None:
+    """Held back too little shows half a stop string; too much stutters."""
+    stream = StopText(stops)
+    shown = ""
+    for n_read, char in enumerate(text, 1):
+        shown += stream.push(char)
+        if stream.found:
+            return
+        read = text[:n_read]
+        longest = max(
+            (n for stop in stops for n in range(len(stop)) if read.endswith(stop[:n])), default=0
+        )
+        assert shown == read[: n_read - longest]
+
+
+def test_nothing_is_shown_after_a_stop_string() -> None:
+    stream = StopText(["END"])
+    assert stream.push("some E") == "some "
+    assert stream.push("ND and more") == ""
+    assert stream.found
+    assert stream.push("again") == ""
+    assert stream.flush() == ""
+
+
+def test_a_stop_string_inside_another_is_found_when_it_is_complete() -> None:
+    stream = StopText(["abcd", "bc"])
+    assert stream.push("xabc") == "xa"
+    assert stream.found
+
+
+def test_many_long_stop_strings_do_not_slow_a_long_stream() -> None:
+    """Searching held + piece again for each piece took minutes here; one pass takes a moment."""
+    stops = ["a" * n + "b" for n in range(40, 103)]
+    stream = StopText(stops)
+    start = time.process_time()
+    shown = "".join(stream.push("a") for _ in range(200_000))
+    assert time.process_time() - start < 5
+    assert len(shown) == 200_000 - 102
+    assert stream.push("b") == ""
+    assert stream.found

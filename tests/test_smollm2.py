@@ -1,0 +1,89 @@
+"""The embedded chat model, end to end: real weights, real tokenizer, real processes.
+
+SmolLM2 has 9 query heads and 3 KV heads, so most of these world sizes divide nothing.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from parallel_llama.model_files import find_model
+
+ROOT = Path(__file__).parent.parent
+N_SCORED = 1000
+
+
+def parallel_llama(*arguments: str, launcher: tuple[str, ...] = ()) -> list[dict]:
+    """The JSON lines of one command, run as a person would."""
+    command = [sys.executable, *launcher, "-m", "parallel_llama", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+CAPITAL = (
+    "generate",
+    "--model=smollm2",
+    "--chat",
+    "--prompt=What is the capital of France?",
+    "--temperature=0",
+    "--max-tokens=24",
+    "--dtype=float32",
+)
+
+
+@pytest.fixture(scope="module")
+def answer() -> dict:
+    (line,) = parallel_llama(*CAPITAL, "--nproc=1")
+    assert "Paris" in line["text"]
+    assert line["finish_reason"] in ("stop", "length")
+    return line
+
+
+@pytest.mark.parametrize("nproc", [2, 3, 4, 5, 7, 9])
+def test_the_answer_is_the_same_on_any_number_of_ranks(answer, nproc):
+    assert parallel_llama(*CAPITAL, f"--nproc={nproc}") == [answer]
+
+
+def test_the_answer_is_the_same_under_torchrun(answer):
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone")
+    assert parallel_llama(*CAPITAL, launcher=launcher) == [answer]
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], torch.Tensor]:
+    """The first tokens of this project's own prose, and their log-probabilities in transformers."""
+    from parallel_llama.tokenizer import load_tokenizer
+
+    path = find_model("smollm2").path
+    prose = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
+    tokens = load_tokenizer(path).encode(prose)[:N_SCORED]
+    assert len(tokens) == N_SCORED
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    file = tmp_path_factory.mktemp("scored") / "tokens.json"
+    file.write_text(json.dumps(tokens))
+    return file, tokens, expected
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 5])
+def test_log_probabilities_are_those_of_transformers(scored, nproc):
+    file, tokens, expected = scored
+    (line,) = parallel_llama(
+        "score", f"--tokens-file={file}", "--dtype=float32", f"--nproc={nproc}"
+    )
+    assert line["tokens"] == tokens and line["tp_size"] == nproc
+    assert line["logprobs"][0] is None
+    ours = torch.tensor(line["logprobs"][1:])
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-4)
+    assert line["perplexity"] == pytest.approx(math.exp(-float(expected.mean())), rel=1e-4)
