@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel_llama.cache import KVCache
 from parallel_llama.config import ModelArgs
-from parallel_llama.layers import ColumnParallelLinear, RowParallelLinear
+from parallel_llama.layers import ColumnParallelLinear, RowParallelLinear, end_to_end
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import Run, Share
 from parallel_llama.rope import apply_rotary
@@ -54,6 +54,8 @@ class Batch:
 class Attention(nn.Module):
     """One attention block: wq, wk, wv by columns, wo by rows.
 
+    `pack` lays wq, wk and wv end to end once they are filled; `forward` needs it done.
+
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of wo.
     """
@@ -70,7 +72,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.layer, self.runs = layer, share.runs
-        self.head_dim = args.head_dim
+        self.head_dim, self.n_local_heads = args.head_dim, share.n_local_heads
         q_rows = range(share.n_local_heads * args.head_dim)
         kv_rows = range(share.n_local_kv_heads * args.head_dim)
         bias = args.attention_bias
@@ -78,12 +80,16 @@ class Attention(nn.Module):
         self.wk = ColumnParallelLinear(args.dim, kv_rows, bias=bias, dtype=dtype, device=device)
         self.wv = ColumnParallelLinear(args.dim, kv_rows, bias=bias, dtype=dtype, device=device)
         self.wo = RowParallelLinear(q_rows, args.dim, comm, bias=bias, dtype=dtype, device=device)
+        self.n_turned = share.n_local_heads + share.n_local_kv_heads
+
+    def pack(self) -> None:
+        self.wqkv = end_to_end(self.wq, self.wk, self.wv)
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [T, H, D] local
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [T, K, D] local
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # [T, K, D] local
-        q, k = apply_rotary(q, batch.rotary), apply_rotary(k, batch.rotary)
+        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 K, D] local
+        qk = apply_rotary(qkv[:, : self.n_turned], batch.rotary)
+        q, k = qk[:, : self.n_local_heads], qk[:, self.n_local_heads :]  # [T, H, D], [T, K, D]
+        v = qkv[:, self.n_turned :]  # [T, K, D] local
         cache.write(self.layer, batch.slots, k, v)
         o = attend(q, cache.k[self.layer], cache.v[self.layer], batch.windows, self.runs)
         return self.wo(o.flatten(1))  # type: ignore[no-any-return]

@@ -40,6 +40,29 @@ class ColumnParallelLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+def end_to_end(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
+    """One layer that gives the outputs of several, side by side, in one product.
+
+    The layers become views of its weight, so nothing is held twice afterwards.
+    """
+    first = layers[0].weight
+    whole = ColumnParallelLinear(
+        first.shape[1],
+        range(sum(len(layer.weight) for layer in layers)),
+        bias=layers[0].bias is not None,
+        dtype=first.dtype,
+        device=first.device,
+    )
+    for name, packed in whole.named_parameters():
+        start = 0
+        for layer in layers:
+            part = packed[start : start + len(layer.weight)]
+            part.copy_(getattr(layer, name))
+            setattr(layer, name, nn.Parameter(part, requires_grad=False))
+            start += len(part)
+    return whole
+
+
 class RowParallelLinear(nn.Module):
     """Y = X A + b with the rank's own rows of A: input local, output summed over the ranks.
 

@@ -19,6 +19,7 @@ from parallel_llama.layers import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
+    end_to_end,
 )
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import Share
@@ -26,6 +27,8 @@ from parallel_llama.plan import Share
 
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x), w1 and w3 by columns, w2 by rows.
+
+    `pack` lays w1 and w3 end to end once they are filled; `forward` needs it done.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of w2.
@@ -49,8 +52,12 @@ class FeedForward(nn.Module):
             share.ffn, args.dim, comm, bias=bias, dtype=dtype, device=device
         )
 
+    def pack(self) -> None:
+        self.w13 = end_to_end(self.w1, self.w3)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+        gate, up = self.w13(x).chunk(2, dim=-1)  # [T, channels] local, twice
+        return self.w2(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class TransformerBlock(nn.Module):
@@ -148,8 +155,15 @@ class Transformer(nn.Module):
             )
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
 
-    def require_complete(self) -> None:
-        """Raises: ValueError if a parameter was never filled."""
+    def complete(self) -> None:
+        """Pack the blocks, once every parameter is filled; `forward` works from here on.
+
+        Raises: ValueError if a parameter was never filled.
+        """
         missing = [name for name, value in self.named_parameters() if value.is_meta]
         if missing:
             raise ValueError(f"{len(missing)} parameters were never filled: {missing[:10]}")
+        for block in self.layers:
+            assert isinstance(block, TransformerBlock)
+            block.attention.pack()
+            block.feed_forward.pack()

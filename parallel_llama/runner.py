@@ -61,7 +61,7 @@ class Runner:
         model = Transformer(args, share, comm, dtype=dtype, device=torch.device("meta"))
         for name, value in load(checkpoint, args, share, dtype, device, on_bytes):
             model.assign(name, value)
-        model.require_complete()
+        model.complete()
         runner = cls(args, plan, comm, model)
         runner.reserve(n_slots)
         return runner

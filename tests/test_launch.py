@@ -326,11 +326,14 @@ def test_the_environment_says_rank_and_size(monkeypatch):
     assert world() == (0, 1)
 
 
-def test_joining_without_an_address_is_refused(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+@pytest.mark.parametrize(("host", "port"), [("", "29500"), ("127.0.0.1", "0"), ("127.0.0.1", "x")])
+def test_joining_without_an_address_is_refused(monkeypatch, host, port):
+    """Ranks that were told port 0, as by `torchrun --master-port 0`, waited for 5 minutes."""
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(UsageError, match="MASTER_ADDR=''"):
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(UsageError, match=f"MASTER_ADDR='{host}', MASTER_PORT='{port}'"):
         parallel.join()
 
 
