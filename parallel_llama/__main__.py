@@ -1,12 +1,23 @@
 """`python -m parallel_llama` and the console script `parallel-llama`."""
 
+import signal
 import sys
 
+# Until tokens flow a Ctrl-C has nothing to save, and it must be heard inside torch's C++ too: the
+# process just ends, as the system has it. `generate` and `chat` put their own handlers in place.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from parallel_llama.cli.main import main
+from parallel_llama.parallel.launch import hear_ctrl_c
 
 
 def entry() -> None:
-    sys.exit(main(sys.argv[1:]))
+    hear_ctrl_c()
+    code = main(sys.argv[1:])
+    # All is said: a Ctrl-C from here on would only end Python's own cleaning up with a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

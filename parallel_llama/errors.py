@@ -1,7 +1,8 @@
 """The errors that a person can cause or has to hear of, and nothing else.
 
-The command line turns `UsageError` into exit code 2 and the others, met while running, into exit
-code 1; every message names the value, the limit and the remedy.
+The command line turns what is found before any weight is read, `UsageError` and `CheckpointError`,
+into exit code 2, and the others, which only the work itself meets, into exit code 1. Every message
+names the value, the limit and the remedy.
 """
 
 
@@ -10,7 +11,15 @@ class UsageError(ValueError):
 
 
 class CheckpointError(ValueError):
-    """A model's files are missing, damaged or disagree with each other."""
+    """A model's files are missing, damaged or disagree with each other; their headers show it."""
+
+
+class DamagedWeights(CheckpointError):
+    """The weights themselves are damaged, or end early: only reading them showed it."""
+
+
+class WriteError(OSError):
+    """What is being written cannot be: the disk is full, or fails."""
 
 
 class NumericalError(ArithmeticError):

@@ -17,13 +17,16 @@ from parallel_llama.checkpoint import (
     meta_vocab_size,
     open_checkpoint,
     random_checkpoint,
+    require_whole,
 )
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.engine import Generation, Progress
 from parallel_llama.errors import UsageError
 from parallel_llama.intake import Intake, Prompt
+from parallel_llama.machine import Machine, measure
 from parallel_llama.model_files import ModelFiles, find_model
 from parallel_llama.parallel import broadcast_bytes, join
+from parallel_llama.parallel.launch import world
 from parallel_llama.plan import default_dtype, make_plan, weight_bytes
 from parallel_llama.request import (
     Completion,
@@ -67,10 +70,12 @@ class LLM:
 
     `model` is what `--model` takes: a folder, a .gguf file, or a name. `dtype` is one of float32,
     bfloat16, float16, float64; None takes the device's default. `random_weights` fills a named
-    shape with random numbers from that seed. `intake` is the model's text side where the caller
-    has made it already.
+    shape with random numbers from that seed. `verify` compares every file with the folder's
+    manifest before any is read, the files dealt to the ranks. `intake` is the model's text side
+    where the caller has made it already.
 
-    Raises: UsageError for what cannot be done, CheckpointError for damaged files.
+    Raises: UsageError for what cannot be done, CheckpointError for files that cannot be used
+    (before any weight is read), DamagedWeights for what only reading them shows.
     Collective: the constructor and every method that runs the model, under torchrun.
     """
 
@@ -83,10 +88,15 @@ class LLM:
         max_seq_len: int | None = None,
         seed: int = 0,
         random_weights: int | None = None,
+        verify: bool = False,
         intake: Intake | None = None,
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> None:
         started = time.monotonic()
+        if verify:
+            rank, size = world()
+            where = model if intake is None else str(intake.files.path)
+            require_whole(where, part=slice(rank, None, size))
         if intake is None:
             files = find_model(model)
             args = load_model_args(files, meta_vocab_size)
@@ -174,6 +184,8 @@ class LLM:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Natural-log probabilities of every token after the first, given those before it.
 
+        Returns: on ranks above 0 nothing.
+
         Collective: like `generate`.
         """
         if self.rank:
@@ -186,6 +198,29 @@ class LLM:
                 raise UsageError(f"sequence {index}: {error}") from error
         self._tell(b"s" + msgspec.msgpack.encode(sequences))
         return self._score(sequences)
+
+    def machine(self) -> Machine:
+        """How fast the ranks read their memory, and how much of it they have held; for rank 0.
+
+        Collective: like `stream`.
+        """
+        self._tell(b"m")
+        return measure(self.comm, self.runner.device)
+
+    @property
+    def weight_bytes_per_step(self) -> int:
+        """Bytes of weights that all ranks together read to decode one step of any batch.
+
+        An embedding that is not the head too is looked up, not read.
+        """
+        looked_up = 0
+        if not self.args.tied_embeddings:
+            looked_up = self.args.vocab_size * self.args.dim * self.runner.dtype.itemsize
+        return sum(self.statistics.weight_bytes) - looked_up
+
+    @property
+    def dtype(self) -> str:
+        return str(self.runner.dtype).removeprefix("torch.")
 
     def follow(self) -> None:
         """Serve rank 0's calls until it closes; for ranks above 0."""
@@ -247,6 +282,9 @@ class LLM:
         verb, body = message[:1], message[1:]
         if verb == b"c":
             return _CLOSED
+        if verb == b"m":
+            measure(self.comm, self.runner.device)
+            return []
         if verb == b"s":
             self._score(msgspec.msgpack.decode(body, type=list[list[int]]))
             return []

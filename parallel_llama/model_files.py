@@ -18,11 +18,13 @@ from parallel_llama.errors import UsageError
 from parallel_llama.fields import did_you_mean, read_json_object
 
 MAX_INDEX_BYTES = 100_000_000
+MAX_NATIVE_FILES = 99_999
 SMOLLM2 = "smollm2"
 
-_CONFIG, _PARAMS = "config.json", "params.json"
+_CONFIG, _PARAMS, _NATIVE = "config.json", "params.json", "native.json"
 _SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
+_NATIVE_PART = re.compile(r"weights-(\d{5})-of-(\d{5})\.safetensors")
 _GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 logger = logging.getLogger(__name__)
@@ -33,11 +35,12 @@ class ModelFiles:
     """The files of one model.
 
     kind `config` is a shape without weights (configs/models), for `plan` and random weights.
-    `path` is the folder or the file; `config` is its config.json, params.json, GGUF file or shape;
+    `path` is the folder or the file; `config` is its config.json, params.json, native.json, GGUF
+    file or shape;
     `weights` are in order, and empty for a shape; `index` is HF's index where there is one.
     """
 
-    kind: Literal["hf", "meta", "gguf", "config"]
+    kind: Literal["hf", "meta", "gguf", "native", "config"]
     path: Path
     config: Path
     weights: tuple[Path, ...]
@@ -144,6 +147,8 @@ def _in_folder(folder: Path) -> ModelFiles:
     """The model of a folder; HF's files where it holds both layouts, as other programs do."""
     has_config, has_params = (folder / _CONFIG).is_file(), (folder / _PARAMS).is_file()
     names = _names(folder)
+    if (folder / _NATIVE).is_file():
+        return _native_folder(folder, names)
     if not has_config and not has_params:
         ggufs = [name for name in names if name.lower().endswith(".gguf")]
         hint = f"; give the file in it: {folder / ggufs[0]}" if ggufs else ""
@@ -207,23 +212,32 @@ def _hf_folder(folder: Path, names: list[str]) -> ModelFiles:
 
 
 def _require_inside(folder: Path, files: list[str]) -> None:
-    """Refuse names that lead out of the folder: an index is data, not a reason to read elsewhere.
-
-    A snapshot in the cache of the HF hub is a folder of links into the `blobs` beside it.
-    """
-    homes = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":
-        homes.append(folder.resolve().parent.parent / "blobs")
+    """Refuse names that lead out of the folder: an index is data, no reason to read elsewhere."""
     for file in files:
-        relative = Path(file)
         if not file.endswith(".safetensors") or "\0" in file:
             raise UsageError(f"{folder / _INDEX}: names {file[:200]!r}, not a .safetensors file")
-        inside = not relative.is_absolute() and ".." not in relative.parts
-        if not inside or not any(_resolved(folder / file).is_relative_to(home) for home in homes):
+        if not lies_within(folder, file):
             raise UsageError(
                 f"{folder / _INDEX}: names {file[:200]!r}, which lies outside the folder; put the "
                 "file itself into the folder"
             )
+
+
+def lies_within(folder: Path, file: str) -> bool:
+    """Whether a name leads to a place inside the folder, links followed.
+
+    A snapshot in the cache of the HF hub is a folder of links into the `blobs` beside it.
+
+    Raises: UsageError for links that go round in circles.
+    """
+    relative, home = Path(file), folder.resolve()
+    if relative.is_absolute() or ".." in relative.parts:
+        return False
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    place = _resolved(folder / file)
+    return any(place.is_relative_to(home) for home in homes)
 
 
 def _resolved(path: Path) -> Path:
@@ -246,6 +260,27 @@ def _meta_folder(folder: Path, names: list[str]) -> ModelFiles:
         )
     weights = tuple(folder / by_number[number] for number in sorted(by_number))
     return ModelFiles("meta", folder, folder / _PARAMS, weights)
+
+
+def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
+    parts = [match for match in map(_NATIVE_PART.fullmatch, names) if match]
+    totals = sorted({match[2] for match in parts})
+    if len(totals) > 1:
+        raise UsageError(
+            f"{folder}: holds weights of {_listed(totals)} files each; remove those that do not "
+            "belong to this model"
+        )
+    n_files = int(totals[0]) if totals else 1
+    held = {int(match[1]) for match in parts}
+    missing = [
+        f"weights-{number:05}-of-{n_files:05}.safetensors"
+        for number in range(1, min(n_files, MAX_NATIVE_FILES) + 1)
+        if number not in held
+    ]
+    if missing or len(parts) != n_files:
+        raise UsageError(f"{folder}: its weights are not whole, missing {_listed(missing)}")
+    weights = tuple(folder / match[0] for match in parts)
+    return ModelFiles("native", folder, folder / _NATIVE, weights)
 
 
 def _listed(names: Iterable[str]) -> str:

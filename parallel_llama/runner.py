@@ -55,7 +55,8 @@ class Runner:
     ) -> "Runner":
         """Read this rank's share of a checkpoint, tensor by tensor.
 
-        Raises: CheckpointError if the files do not hold exactly this model.
+        Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights if a
+        weight is not what it should be.
         """
         share = plan.shares[comm.rank]
         model = Transformer(args, share, comm, dtype=dtype, device=torch.device("meta"))

@@ -7,9 +7,10 @@ import sys
 import time
 
 from parallel_llama.parallel.failures import report_crash, report_error
-from parallel_llama.parallel.launch import world
+from parallel_llama.parallel.launch import hear_ctrl_c, world
 
 RANK = int(os.environ.get("RANK", "0"))
+hear_ctrl_c()
 
 
 def say(**what: object) -> None:

@@ -75,7 +75,7 @@ FILES = {
 WRONG: list[tuple[list[str], str]] = [
     ([], "usage: parallel-llama COMMAND"),
     (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
-    (["reshard"], "unknown command 'reshard'"),
+    (["serve"], "unknown command 'serve'"),
     (["--prompt", "x"], "unknown command '--prompt'"),
     (["generate"], "give the prompt with --prompt TEXT"),
     (["generate", "hello"], "unexpected argument 'hello'; a prompt goes after --prompt"),

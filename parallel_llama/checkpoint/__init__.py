@@ -6,5 +6,13 @@ The only place with HF and GGUF names and the only one that opens torch's own fi
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.random_weights import random_checkpoint
 from parallel_llama.checkpoint.reading import Checkpoint, load, open_checkpoint
+from parallel_llama.checkpoint.whole_files import require_whole
 
-__all__ = ["Checkpoint", "load", "meta_vocab_size", "open_checkpoint", "random_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "load",
+    "meta_vocab_size",
+    "open_checkpoint",
+    "random_checkpoint",
+    "require_whole",
+]

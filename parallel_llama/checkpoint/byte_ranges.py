@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel_llama.errors import CheckpointError
+from parallel_llama.errors import DamagedWeights
 from parallel_llama.plan import Param
 
 
@@ -60,7 +60,7 @@ class ByteRanges:
 
         Returns: uint8 [len(rows), len(columns)], contiguous.
 
-        Raises: CheckpointError if the file ends before.
+        Raises: DamagedWeights if the file ends before, or cannot be read there.
         """
         out = torch.empty((len(rows), len(columns)), dtype=torch.uint8)
         if out.numel() == 0:
@@ -82,9 +82,9 @@ class ByteRanges:
             try:
                 count = os.preadv(self._fd, [buffer[done:]], offset + done)
             except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
+                raise DamagedWeights(f"{self.path}: cannot be read: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(
+                raise DamagedWeights(
                     f"{self.path}: ends at byte {offset + done} inside a tensor; "
                     "the file changed while it was read"
                 )

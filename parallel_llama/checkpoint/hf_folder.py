@@ -35,7 +35,7 @@ class HFFolder:
     def __init__(self, files: ModelFiles, args: ModelArgs) -> None:
         self.path, self.args = files.path, args
         headers = {path: read_safetensors_header(path) for path in files.weights}
-        self._tensors = _merged(files.path, headers)
+        self._tensors = merged(files.path, headers)
         if files.index is not None:
             _require_index(files.index, headers, args)
         self._files = {path: ByteRanges(path) for path in files.weights}
@@ -65,9 +65,13 @@ class HFFolder:
             file.close()
 
 
-def _merged(
+def merged(
     where: Path, headers: dict[Path, dict[str, SafeTensor]]
 ) -> dict[str, tuple[Path, SafeTensor]]:
+    """Every tensor of some files, with the file that holds it.
+
+    Raises: CheckpointError if two files hold the same one.
+    """
     tensors: dict[str, tuple[Path, SafeTensor]] = {}
     for path, header in headers.items():
         for name, tensor in header.items():

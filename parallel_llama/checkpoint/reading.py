@@ -15,8 +15,9 @@ from parallel_llama.checkpoint.byte_ranges import sliced_shape
 from parallel_llama.checkpoint.gguf_file import GGUFFile
 from parallel_llama.checkpoint.hf_folder import HFFolder
 from parallel_llama.checkpoint.meta_folder import MetaFolder
+from parallel_llama.checkpoint.native_folder import NativeFolder
 from parallel_llama.config import ModelArgs
-from parallel_llama.errors import CheckpointError
+from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.model_files import ModelFiles
 from parallel_llama.plan import Param, Share, parameters
 
@@ -24,7 +25,8 @@ from parallel_llama.plan import Param, Share, parameters
 # float64), and more than most ranks hold of one weight.
 PIECE_VALUES = 1 << 25
 
-# Pieces begin where quantised blocks do (of 256 values at most), so none is decoded twice.
+# Pieces begin where quantised blocks do (of 256 values at most) and where heads do, so nothing is
+# decoded or read twice.
 PIECE_ALIGNMENT = 256
 
 
@@ -43,7 +45,7 @@ class Checkpoint(Protocol):
         Returns: a contiguous CPU tensor in the stored dtype (float32 where it was quantised), wq
         and wk in half-split rotary order.
 
-        Raises: CheckpointError if the files changed or disagree.
+        Raises: DamagedWeights if the files changed or disagree.
         """
 
     def close(self) -> None:
@@ -60,6 +62,8 @@ def open_checkpoint(files: ModelFiles, args: ModelArgs) -> Checkpoint:
             return HFFolder(files, args)
         if files.kind == "meta":
             return MetaFolder(files, args)
+        if files.kind == "native":
+            return NativeFolder(files, args)
         if files.kind == "gguf":
             return GGUFFile(files, args)
     except OSError as error:
@@ -82,8 +86,8 @@ def load(
 
     `on_bytes` is told of every piece; the sum is the rank's share in bytes of `dtype`.
 
-    Raises: CheckpointError if the checkpoint does not fit the model, or a weight is NaN or Inf or
-    too large for `dtype`.
+    Raises: CheckpointError if the checkpoint does not fit the model; DamagedWeights if a weight is
+    NaN or Inf or too large for `dtype`.
     """
     checkpoint.check(args)
     for param in parameters(args):
@@ -115,7 +119,8 @@ def _converted(
 def pieces_of(param: Param, rows: range) -> list[range]:
     """Cut a range of rows so that no piece has many more than PIECE_VALUES values."""
     per_row = math.prod(param.shape) // max(1, param.shape[param.dim])
-    step = max(1, PIECE_VALUES // max(1, per_row) // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+    alignment = math.lcm(PIECE_ALIGNMENT, param.unit)
+    step = max(1, PIECE_VALUES // max(1, per_row) // alignment) * alignment
     starts = range(rows.start // step * step, rows.stop, step)
     pieces = [range(max(rows.start, at), min(rows.stop, at + step)) for at in starts]
     if len(rows) <= step:
@@ -132,12 +137,12 @@ def _finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
     if all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor)):
         return tensor
     if all(math.isfinite(bound.item()) for bound in torch.aminmax(stored)):
-        raise CheckpointError(
+        raise DamagedWeights(
             f"{param.name}: a value of {stored.abs().max().item():g} does not fit into {dtype}; "
             "use bfloat16 or float32"
         )
     count = int((~torch.isfinite(stored)).sum())
-    raise CheckpointError(
+    raise DamagedWeights(
         f"{param.name}: {count} of {stored.numel()} values read are NaN or Inf; the weights are "
         "damaged, fetch them again"
     )

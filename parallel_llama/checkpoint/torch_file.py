@@ -26,7 +26,7 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
     Raises: CheckpointError for anything but a zip archive of torch.save that holds one dictionary
     of names to CPU tensors.
     """
-    records = _storage_records(path)
+    records = storage_records(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # an unpickler fed with hostile bytes can raise nearly anything
@@ -40,10 +40,10 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
-def _storage_records(path: Path) -> list[tuple[int, int]]:
+def storage_records(path: Path) -> list[tuple[int, int]]:
     """Offset and size of the records that hold tensor data, checked to lie inside the file."""
     size = path.stat().st_size
-    if not zipfile.is_zipfile(path):
+    if not _is_zip(path):
         with path.open("rb") as file:
             magic = file.read(4)
         if magic == b"PK\x03\x04":
@@ -80,6 +80,13 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
         for member, offset in places
         if member.filename.partition("/")[2].startswith("data/") and member.file_size
     ]
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # a directory that contradicts itself: opening it says how
+        return True
 
 
 def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:

@@ -52,7 +52,10 @@ class Flag:
 
 @dataclass(frozen=True)
 class Verb:
-    """A command: its flags in the order of its help, and the function that prepares its job."""
+    """A command: its flags in the order of its help, and the function that prepares its job.
+
+    `positionals` are given by their place and not by name, all of them.
+    """
 
     name: str
     help: str
@@ -60,6 +63,7 @@ class Verb:
     flags: tuple[Flag, ...]
     example: str
     prepare: Callable[..., Any]
+    positionals: tuple[Flag, ...] = ()
 
 
 class HelpRequested(Exception):
@@ -78,21 +82,28 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> dict[str, Any]:
         if flag.key in seen and not flag.repeatable:
             raise UsageError(f"--{flag.name} is given twice; give it once")
         seen.add(flag.key)
-        value = _value(flag, text)
+        value = _value(verb, flag, text)
         if flag.repeatable:
             values[flag.key].append(value)
         else:
             values[flag.key] = value
+    for flag in verb.positionals:
+        if flag.key not in seen:
+            raise UsageError(f"{verb.name} needs {flag.name.upper()}: {verb.name} {verb.usage}")
     return values
 
 
 def _pairs(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag, str]]:
     """Each flag of the command line with its text; a switch's text is 'true' or 'false'."""
     words = iter(argv)
+    places = iter(verb.positionals)
     for word in words:
         if word in ("-h", "--help"):
             raise HelpRequested(verb.name)
         if not word.startswith("-"):
+            if (positional := next(places, None)) is not None:
+                yield positional, word
+                continue
             raise UsageError(f"{verb.name}: unexpected argument {shown(word)}; {_where(verb)}")
         name, equals, text = word.partition("=")
         flag, negated = _find(verb, name)
@@ -134,13 +145,14 @@ def _where(verb: Verb) -> str:
     return f"parallel-llama {verb.name} --help lists the flags"
 
 
-def _value(flag: Flag, text: str) -> Any:
+def _value(verb: Verb, flag: Flag, text: str) -> Any:
     if flag.parse is None:
         return text == "true"
     try:
         return flag.parse(text)
     except ValueError as error:
-        raise UsageError(f"--{flag.name} {shown(text)}: {error}") from None
+        name = f"--{flag.name}" if flag in verb.flags else flag.name.upper()
+        raise UsageError(f"{name} {shown(text)}: {error}") from None
 
 
 def shown(text: str, limit: int = 60) -> str:
@@ -269,6 +281,7 @@ RANDOM_WEIGHTS = Flag(
 SEED = Flag(
     "seed", "of all random draws; the same seed gives the same text", whole(0), "N", default=0
 )
+VERIFY = Flag("verify", "check every file of the model against its manifest before it is read")
 JSON = Flag("json", "JSON on stdout and nothing else there")
 SAMPLING = (
     Flag(
@@ -283,7 +296,8 @@ SAMPLING = (
 
 def help_text(verb: Verb) -> str:
     """A verb's help: its usage, flags with their defaults, and one example."""
-    rows = [(_left(flag), _right(flag)) for flag in verb.flags]
+    rows = [(flag.name.upper(), flag.help) for flag in verb.positionals]
+    rows += [(_left(flag), _right(flag)) for flag in verb.flags]
     rows.append(("-h, --help", "this text"))
     return "\n".join(
         [

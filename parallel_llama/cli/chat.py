@@ -1,5 +1,6 @@
 """`chat`: a conversation in the terminal."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -14,6 +15,7 @@ from parallel_llama.cli.arguments import (
     RANDOM_WEIGHTS,
     SAMPLING,
     SEED,
+    VERIFY,
     Flag,
     Verb,
     plain_text,
@@ -26,7 +28,7 @@ from parallel_llama.cli.prompts import Message
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import ctrl_c, printable
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.fields import did_you_mean
 
 COMMANDS = {
@@ -52,13 +54,19 @@ def prepare(
     device: str,
     max_seq_len: int | None,
     random_weights: int | None,
+    verify: bool,
 ) -> Job:
     """Check sampling, model and plan, and return the job that chats."""
     sampling = given_sampling(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
     )
     intake, n_ranks = check_model(
-        model, nproc, max_seq_len=max_seq_len, random_weights=random_weights, seed=seed
+        model,
+        nproc,
+        max_seq_len=max_seq_len,
+        random_weights=random_weights,
+        seed=seed,
+        verify=verify,
     )
     if leads() and intake.chat_template is None:
         raise UsageError(f"{model} has no chat template, so it is no chat model; use generate")
@@ -67,7 +75,7 @@ def prepare(
     def work(llm: Any) -> int:
         return Conversation(llm, params, system).run(model)
 
-    options = {"dtype": dtype, "device": device, "random_weights": random_weights}
+    options = {"dtype": dtype, "device": device, "random_weights": random_weights, "verify": verify}
     return Job(lambda: lead(work, model, intake=intake, **options), n_ranks, interactive=True)
 
 
@@ -84,7 +92,8 @@ class Conversation:
         self.turns: list[Message] = []
 
     def run(self, model: str) -> int:
-        """Talk until the input ends."""
+        """Talk until the input ends; Ctrl-C gives up a line, not the program."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._say(f"{model} on {self.llm.tp_size} rank{'s' * (self.llm.tp_size > 1)}. {HINT}")
         for text in self._lines():
             if text.startswith("/"):
@@ -146,7 +155,7 @@ class Conversation:
                 for piece in self._stream([*self._first(), *self.turns, turn], interrupted):
                     pieces.append(piece)
                     self.console.print(printable(piece), end="", style="cyan", soft_wrap=True)
-        except UsageError as error:
+        except (UsageError, CheckpointError) as error:
             self._say(f"{error}; /clear begins a new conversation")
             return
         except KeyboardInterrupt:  # pressed twice: the answer is given up at once
@@ -191,6 +200,7 @@ VERB = Verb(
         DEVICE,
         MAX_SEQ_LEN,
         RANDOM_WEIGHTS,
+        VERIFY,
     ),
     "parallel-llama chat --nproc 2",
     prepare,

@@ -1,6 +1,7 @@
 """`generate`: prompts in, completions out."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -17,6 +18,7 @@ from parallel_llama.cli.arguments import (
     RANDOM_WEIGHTS,
     SAMPLING,
     SEED,
+    VERIFY,
     Flag,
     Verb,
     filled_text,
@@ -58,6 +60,7 @@ def prepare(
     device: str,
     max_seq_len: int | None,
     random_weights: int | None,
+    verify: bool,
 ) -> Job:
     """Check prompts, sampling, model and plan, and return the job that generates."""
     gathered = gather(prompt, prompts, chat, system)
@@ -72,7 +75,12 @@ def prepare(
     )
     _check_output(output)
     intake, n_ranks = check_model(
-        model, nproc, max_seq_len=max_seq_len, random_weights=random_weights, seed=seed
+        model,
+        nproc,
+        max_seq_len=max_seq_len,
+        random_weights=random_weights,
+        seed=seed,
+        verify=verify,
     )
     # Tokenised here, so that a prompt that is too long is refused before anything is loaded.
     requests = intake.requests(gathered, intake.sampling_params(**sampling)) if leads() else []
@@ -80,7 +88,7 @@ def prepare(
     def work(llm: Any) -> int:
         return _generate(llm, requests, Results(gathered, json, output))
 
-    options = {"dtype": dtype, "device": device, "random_weights": random_weights}
+    options = {"dtype": dtype, "device": device, "random_weights": random_weights, "verify": verify}
     return Job(lambda: lead(work, model, intake=intake, **options), n_ranks)
 
 
@@ -179,6 +187,8 @@ def _check_output(output: str | None) -> None:
         raise UsageError(f"--output {output}: a folder; give the name of a file in it")
     if not path.parent.is_dir():
         raise UsageError(f"--output {output}: there is no folder {path.parent}; make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--output {output}: it cannot be written; name a file that can")
 
 
 def _title(prompt: Prompt) -> str:
@@ -215,6 +225,7 @@ VERB = Verb(
         DEVICE,
         MAX_SEQ_LEN,
         RANDOM_WEIGHTS,
+        VERIFY,
     ),
     "parallel-llama generate --chat --prompt 'What is the capital of France?' --nproc 2",
     prepare,

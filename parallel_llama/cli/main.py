@@ -8,17 +8,24 @@ from importlib.metadata import PackageNotFoundError, version
 
 import fire
 
-from parallel_llama.cli import arguments, chat, generate, plan, score
+from parallel_llama.cli import arguments, bench, chat, generate, plan, reshard, score, verify
 from parallel_llama.cli.arguments import HelpRequested, Verb, parse_flags
 from parallel_llama.cli.ranks import Job, execute
-from parallel_llama.errors import CheckpointError, NumericalError, UsageError
+from parallel_llama.errors import (
+    CheckpointError,
+    DamagedWeights,
+    NumericalError,
+    UsageError,
+    WriteError,
+)
 from parallel_llama.fields import did_you_mean
 from parallel_llama.parallel.failures import RankError, report_crash, report_error
 
 DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 VERBS: dict[str, Verb] = {
-    verb.name: verb for verb in (generate.VERB, chat.VERB, score.VERB, plan.VERB)
+    module.VERB.name: module.VERB
+    for module in (generate, chat, score, bench, plan, reshard, verify)
 }
 
 
@@ -26,12 +33,12 @@ def main(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; what is wrong with it is said on stderr."""
     try:
         return _run(list(argv))
-    except UsageError as error:
-        report_error(str(error))
-        return WRONG_USE
-    except (CheckpointError, NumericalError, RankError) as error:
+    except (DamagedWeights, NumericalError, WriteError, RankError) as error:
         report_error(str(error))
         return FAILED
+    except (UsageError, CheckpointError) as error:
+        report_error(str(error))
+        return WRONG_USE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

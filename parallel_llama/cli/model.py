@@ -22,12 +22,18 @@ def check_model(
     max_seq_len: int | None,
     random_weights: int | None,
     seed: int = 0,
+    verify: bool = False,
 ) -> tuple[Intake, int]:
     """The text side of a model that is to run, and the number of ranks that its plan allows.
+
+    With `verify`, what is read here is compared with the model's manifest first; the weights are
+    when they are read.
 
     Raises: UsageError if it is not there, has no weights, or cannot be cut into `nproc` shares;
     CheckpointError if its files are damaged.
     """
+    if verify:
+        _verify_metadata(model, random_weights)
     files = find_model(model)
     if random_weights is None:
         files.require_weights()
@@ -35,6 +41,15 @@ def check_model(
     n_ranks = rank_count(nproc)
     make_plan(args, n_ranks)
     return Intake(files, args, max_seq_len=max_seq_len, seed=seed), n_ranks
+
+
+def _verify_metadata(model: str, random_weights: int | None) -> None:
+    # Costs the start torch, and is asked for.
+    from parallel_llama.checkpoint import require_whole
+
+    if random_weights is not None:
+        raise UsageError("--verify with --random-weights: there are no files to verify; drop one")
+    require_whole(model, weights=False)
 
 
 def _count_vocab(files: ModelFiles) -> int:

@@ -14,6 +14,7 @@ from parallel_llama.cli.arguments import (
     MODEL,
     NPROC,
     RANDOM_WEIGHTS,
+    VERIFY,
     Flag,
     Verb,
     input_file,
@@ -37,6 +38,7 @@ def prepare(
     device: str,
     max_seq_len: int | None,
     random_weights: int | None,
+    verify: bool,
 ) -> Job:
     """Check the input, model and plan, and return the job that scores."""
     if (text_file is None) == (tokens_file is None):
@@ -46,7 +48,7 @@ def prepare(
         raise UsageError(f"{text_file}: the file is empty; there is nothing to score")
     sequences = _read_sequences(tokens_file) if tokens_file is not None else []
     intake, n_ranks = check_model(
-        model, nproc, max_seq_len=max_seq_len, random_weights=random_weights
+        model, nproc, max_seq_len=max_seq_len, random_weights=random_weights, verify=verify
     )
     if leads():
         sequences = sequences or [intake.tokenizer.encode(text)]
@@ -55,7 +57,7 @@ def prepare(
     def work(llm: Any) -> int:
         return _score(llm, sequences, json)
 
-    options = {"dtype": dtype, "device": device, "random_weights": random_weights}
+    options = {"dtype": dtype, "device": device, "random_weights": random_weights, "verify": verify}
     return Job(lambda: lead(work, model, intake=intake, **options), n_ranks)
 
 
@@ -124,6 +126,7 @@ VERB = Verb(
         DEVICE,
         MAX_SEQ_LEN,
         RANDOM_WEIGHTS,
+        VERIFY,
     ),
     "parallel-llama score --text-file README.md",
     prepare,

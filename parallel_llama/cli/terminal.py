@@ -79,8 +79,8 @@ def printable(text: str) -> str:
 class Loading:
     """One line on a terminal that says how much of a model is read; silent anywhere else."""
 
-    def __init__(self, what: str, stream: TextIO, shown: bool) -> None:
-        self.what, self.stream = what, stream
+    def __init__(self, what: str, stream: TextIO, shown: bool, doing: str = "loading") -> None:
+        self.what, self.stream, self.doing = what, stream, doing
         self.shown = shown and stream.isatty()
         self.n_bytes = 0
         self.next_s = 0.0
@@ -90,7 +90,7 @@ class Loading:
         now = time.monotonic()
         if self.shown and now >= self.next_s:
             self.next_s = now + 0.1
-            self.stream.write(f"\rloading {self.what}: {size(self.n_bytes)} ")
+            self.stream.write(f"\r{self.doing} {self.what}: {size(self.n_bytes)} ")
             self.stream.flush()
 
     def end(self) -> None:

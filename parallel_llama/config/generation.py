@@ -48,11 +48,13 @@ class GenerationDefaults:
 
 
 def load_generation_defaults(files: ModelFiles) -> GenerationDefaults:
-    """The sampling defaults and special ids that a model's files state; Meta's state none.
+    """The sampling defaults and special ids that a model's files state.
+
+    Meta's own state none, and a generation_config.json beside them counts.
 
     Raises: UsageError for a value of the wrong type; CheckpointError if a file is damaged.
     """
-    if files.kind == "hf":
+    if files.kind in ("hf", "native", "meta"):
         return _from_hf(files)
     if files.kind == "gguf":
         fields = Fields(read_gguf_header(files.config).fields)

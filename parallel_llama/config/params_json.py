@@ -1,6 +1,7 @@
 """Meta's params.json, the form of configs/models as well."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from parallel_llama.config.model_args import ModelArgs, RopeScaling, head_size
@@ -22,6 +23,8 @@ _PARAMS_REFUSED = {
     "vision_args": "a model of images, and only text is supported",
     "vision_chunk_size": "a model of images, and only text is supported",
 }
+
+MAX_FFN_DIM_MULTIPLIER = 1000
 
 # (dim, n_layers) of Llama 3.2 1B and 3B. Their params.json does not tell them from Llama 3.1, but
 # they were trained with a factor of 32 (config.json of the same models at HF; with 8 they fail
@@ -57,7 +60,7 @@ def args_from_params(
         n_heads=n_heads,
         n_kv_heads=fields.integer("n_kv_heads", n_heads),
         head_dim=head_size("dim", dim, "n_heads", n_heads),
-        ffn_dim=_meta_ffn_dim(
+        ffn_dim=meta_ffn_dim(
             dim, fields.integer("multiple_of", 256), fields.optional_number("ffn_dim_multiplier")
         ),
         vocab_size=vocab_size,
@@ -68,34 +71,40 @@ def args_from_params(
     )
 
 
-def _meta_ffn_dim(dim: int, multiple_of: int, multiplier: float | None) -> int:
+def meta_ffn_dim(dim: int, multiple_of: int, multiplier: float | None) -> int:
     """Meta's formula, with its two roundings down and the last one up.
 
-    >>> _meta_ffn_dim(4096, 256, None), _meta_ffn_dim(4096, 1024, 1.3)
+    >>> meta_ffn_dim(4096, 256, None), meta_ffn_dim(4096, 1024, 1.3)
     (11008, 14336)
     """
     if multiple_of < 1:
         raise UsageError(f"multiple_of={multiple_of}: use 1 or more")
     hidden = int(2 * 4 * dim / 3)
     if multiplier is not None:
-        if not 0 < multiplier <= 1000:
-            raise UsageError(f"ffn_dim_multiplier={multiplier}: use a number above 0, up to 1000")
+        if not 0 < multiplier <= MAX_FFN_DIM_MULTIPLIER:
+            raise UsageError(
+                f"ffn_dim_multiplier={multiplier}: use a number above 0, up to "
+                f"{MAX_FFN_DIM_MULTIPLIER}"
+            )
         hidden = int(multiplier * hidden)
     return -(-hidden // multiple_of) * multiple_of
 
 
 def _meta_rope(fields: Fields, dim: int) -> RopeScaling | None:
-    """Llama 3.1's scaling; Meta's program has its numbers in its code."""
     if not fields.flag("use_scaled_rope", False):
         return None
-    is_llama_3_2 = (dim, fields.integer("n_layers")) in _LLAMA_3_2
-    return RopeScaling(
-        "llama3",
-        factor=fields.number("rope_scaling_factor", 32.0 if is_llama_3_2 else 8.0),
-        original_max_seq_len=8192,
-        low_freq_factor=1.0,
-        high_freq_factor=fields.number("rope_high_freq_factor", 4.0),
+    own = meta_rope_scaling(dim, fields.integer("n_layers"))
+    return replace(
+        own,
+        factor=fields.number("rope_scaling_factor", own.factor),
+        high_freq_factor=fields.number("rope_high_freq_factor", own.high_freq_factor),
     )
+
+
+def meta_rope_scaling(dim: int, n_layers: int) -> RopeScaling:
+    """What use_scaled_rope alone means; Meta's program has its numbers in its code."""
+    factor = 32.0 if (dim, n_layers) in _LLAMA_3_2 else 8.0
+    return RopeScaling("llama3", factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def _meta_context(fields: Fields) -> int:

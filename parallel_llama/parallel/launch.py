@@ -123,6 +123,11 @@ def run_ranks(
             _end(ranks, asked.deadline(interactive))
 
 
+def hear_ctrl_c() -> None:
+    """Let a Ctrl-C through that was pressed while rank 0 was starting; its program calls this."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _environment(nproc: int, threads: int, port: int) -> dict[str, str]:
     """What all ranks find in their environment."""
     return {
@@ -178,6 +183,8 @@ def _before_exec(ignores_ctrl_c: bool) -> Callable[[], None]:
     def prepare() -> None:
         if ignores_ctrl_c:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+        else:  # held back while Python starts, which would answer with a traceback
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:  # it died before the line above

@@ -96,6 +96,10 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.vocabulary.decode(ids, skip_special=skip_special)
 
+    def to_model(self) -> bytes:
+        """The content of a tokenizer.model; what other files added is not in it."""
+        return bytes(self._spm.serialized_model_proto())
+
 
 def _require_supported(proto: Any, source: str) -> None:
     if not 0 < len(proto.pieces) <= MAX_PIECES:

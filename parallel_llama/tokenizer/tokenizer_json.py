@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import tokenizers
+from tokenizers import processors
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.tokenizer.bounded_files import MAX_PIECES
@@ -86,6 +87,17 @@ class TokenizersTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self.vocabulary.decode(ids, skip_special=skip_special)
+
+    def to_json(self) -> str:
+        """The content of a tokenizer.json, whose post-processor puts the prefix in front."""
+        whole = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        if self._prefix:
+            tokens = [(whole.id_to_token(id), id) for id in self._prefix]
+            texts = [text for text, _ in tokens]
+            whole.post_processor = processors.TemplateProcessing(
+                single=[*texts, "$A"], pair=[*texts, "$A", *texts, "$B"], special_tokens=tokens
+            )
+        return str(whole.to_str(pretty=True))
 
 
 def _prefix_of(tokenizer: tokenizers.Tokenizer, source: str) -> list[int]:

@@ -1,0 +1,74 @@
+"""Norms of which the files of a Meta folder hold different copies.
+
+Ranks that trained apart by a rounding left them in Meta's own 70B files. A model has one of each,
+the first file's; the others are kept in a small file beside the weights, so that nothing of the
+source is lost and the same number of files gets its own copies back.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from parallel_llama.checkpoint.meta_folder import differing_norms
+from parallel_llama.errors import CheckpointError
+from parallel_llama.model_files import ModelFiles
+
+NORM_VARIANTS = "norm_variants.safetensors"
+MAX_BYTES = 1 << 30
+
+logger = logging.getLogger(__name__)
+
+
+def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
+    """The copies of each norm that differ, by Meta's name, one for each file of the source.
+
+    A folder that was made from one whose copies differ still carries them. Warns if there are any.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    variants = differing_norms(files) if files.kind == "meta" else {}
+    if not variants and files.kind in ("meta", "hf", "native"):
+        variants = _kept(files)
+    if variants:
+        name, gap = max(((name, _gap(v)) for name, v in variants.items()), key=lambda item: item[1])
+        logger.warning(
+            "%s: %d replicated norms differ between its %d files, most of all %s, by up to %g; the "
+            "first file's are taken",
+            files.path,
+            len(variants),
+            len(variants[name]),
+            name,
+            gap,
+        )
+    return variants
+
+
+def as_bytes(variants: Mapping[str, Sequence[Tensor]]) -> bytes:
+    """The content of the file that keeps them: [n_files, dim] under each name."""
+    data: bytes = save({name: torch.stack(list(copies)) for name, copies in variants.items()})
+    return data
+
+
+def _kept(files: ModelFiles) -> dict[str, list[Tensor]]:
+    path = files.path / NORM_VARIANTS
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MAX_BYTES:
+        raise CheckpointError(f"{path}: larger than {MAX_BYTES} bytes, the most that is read")
+    try:
+        stacks: dict[str, Tensor] = load(path.read_bytes())
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
+        raise CheckpointError(f"{path}: damaged ({error}); fetch it again") from error
+    if any(s.dim() != 2 for s in stacks.values()) or len({len(s) for s in stacks.values()}) != 1:
+        raise CheckpointError(f"{path}: damaged; fetch it again")
+    return {name: list(stack) for name, stack in stacks.items()}
+
+
+def _gap(copies: Sequence[Tensor]) -> float:
+    """The largest difference from the first copy."""
+    first = copies[0].double()
+    return max(float((copy.double() - first).abs().max()) for copy in copies)

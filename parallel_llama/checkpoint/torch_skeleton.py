@@ -1,0 +1,119 @@
+"""A .pth file without its data: every byte but the tensors', and where the tensors go.
+
+torch itself writes the archive, around tensors that have a shape and no memory, so what loads
+torch.save's files loads these. The checksums of the data are zero until they are filled in. The
+same tensors give the same bytes: the archive holds no time and no random number.
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# A record whose size is not known when it begins is followed by a descriptor: this magic, the
+# checksum, the sizes. The directory at the end repeats the checksum.
+_DESCRIPTOR = b"PK\x07\x08"
+_ENTRY = struct.Struct("<4s12xL8xHHH12x")  # magic, checksum, lengths of name, extras, comment
+_END = struct.Struct("<4s12xL2x")  # magic, offset of the directory
+_END_LOCATOR = struct.Struct("<4s4xQ4x")  # magic, offset of the end record of large archives
+_LARGE_END = struct.Struct("<4s44xQ")  # magic, offset of the directory
+_CHECKSUM_IN_ENTRY = 16
+_IN_LARGE_END = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Record:
+    """The place of one tensor's data, and the places of its CRC-32 (four bytes, little-endian)."""
+
+    offset: int
+    n_bytes: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TorchSkeleton:
+    """A file of `n_bytes`: `pieces` at their offsets, `records` of the data, by tensor name."""
+
+    n_bytes: int
+    pieces: tuple[tuple[int, bytes], ...]
+    records: Mapping[str, Record]
+
+
+def torch_skeleton(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> TorchSkeleton:
+    """The skeleton of the file that holds these tensors, given as shape and dtype by name."""
+    sink = _Sink()
+    # Storages are numbered in the order of the dictionary.
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
+        sizes = {name: tensor.nbytes for name, tensor in state.items()}
+        torch.save(state, cast(IO[bytes], sink))
+    entries = _directory(sink)
+    holes = iter(sink.holes)
+    records = {}
+    for number, (name, n_bytes) in enumerate(sizes.items()):
+        if n_bytes == 0:
+            records[name] = Record(0, 0, ())
+            continue
+        hole = next(holes)
+        assert len(hole) == n_bytes, "torch skips the data of each tensor in turn"
+        assert sink.pieces[hole.stop].startswith(_DESCRIPTOR)
+        checksums = (hole.stop + len(_DESCRIPTOR), entries[f"data/{number}"] + _CHECKSUM_IN_ENTRY)
+        records[name] = Record(hole.start, n_bytes, checksums)
+    assert next(holes, None) is None
+    pieces = tuple((offset, bytes(piece)) for offset, piece in sink.pieces.items())
+    return TorchSkeleton(sink.n_bytes, pieces, records)
+
+
+class _Sink:
+    """A file for torch to write to, which keeps what is written and the gaps that are left."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self.pieces: dict[int, bytearray] = {}
+        self.holes: list[range] = []
+        self._begin()
+
+    def write(self, data: bytes) -> int:
+        self._piece += data
+        self.n_bytes += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int) -> int:
+        assert whence == 1 and offset >= 0, "torch only ever skips ahead"
+        if offset:
+            self.holes.append(range(self.n_bytes, self.n_bytes + offset))
+            self.n_bytes += offset
+            self._begin()
+        return self.n_bytes
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def _begin(self) -> None:
+        self._piece = self.pieces.setdefault(self.n_bytes, bytearray())
+
+
+def _directory(sink: _Sink) -> dict[str, int]:
+    """The offset of each record's entry in the archive's directory, by the record's name.
+
+    The directory is written last, so it lies whole in the last piece.
+    """
+    start, tail = list(sink.pieces.items())[-1]
+    magic, offset = _END.unpack_from(tail, len(tail) - _END.size)
+    assert magic == b"PK\x05\x06"
+    if offset == _IN_LARGE_END:
+        magic, end = _END_LOCATOR.unpack_from(tail, len(tail) - _END.size - _END_LOCATOR.size)
+        assert magic == b"PK\x06\x07"
+        magic, offset = _LARGE_END.unpack_from(tail, end - start)
+        assert magic == b"PK\x06\x06"
+    entries = {}
+    at = offset - start
+    while tail[at : at + 4] == b"PK\x01\x02":
+        _, _, name_length, extra_length, comment_length = _ENTRY.unpack_from(tail, at)
+        name = tail[at + _ENTRY.size : at + _ENTRY.size + name_length].decode()
+        entries[name.partition("/")[2]] = start + at
+        at += _ENTRY.size + name_length + extra_length + comment_length
+    return entries

@@ -1,0 +1,231 @@
+"""Is what lies on the disk the model that was written? Its files, structure and tensors.
+
+Whatever is wrong with a file becomes a line of the report, never an exception; nothing is written.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from parallel_llama.checkpoint.canonical import canonical_entry
+from parallel_llama.checkpoint.checklist import CHECKLISTS, md5_of, read_checklist
+from parallel_llama.checkpoint.damage import Damage
+from parallel_llama.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
+from parallel_llama.checkpoint.meta_folder import meta_vocab_size
+from parallel_llama.checkpoint.reading import Checkpoint, open_checkpoint
+from parallel_llama.checkpoint.report import Report
+from parallel_llama.checkpoint.whole_files import damaged_files, note_strangers, present_files
+from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.config.hf_writing import llama3_from_factors
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.fields import read_json_object
+from parallel_llama.model_files import MAX_INDEX_BYTES, find_model, lies_within
+from parallel_llama.plan import parameters
+
+METADATA = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "native.json",
+    "params.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+# Given by the layout more than by the model: a tied head is compared as the tensor that it is, and
+# every tensor's own dtype counts.
+UNCOMPARED = ("tied_embeddings", "dtype")
+
+OnBytes = Callable[[int], None]
+
+
+@dataclass
+class Opened:
+    """A model whose structure is as it should be."""
+
+    path: Path
+    kind: str
+    args: ModelArgs
+    checkpoint: Checkpoint
+
+
+def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _: None) -> Report:
+    """Check the files of a model, and compare its tensors with those of another one.
+
+    `on_bytes` is told of all that is read, files and tensors alike.
+
+    Raises: UsageError if there is no such file or folder.
+    """
+    path, other = _place(model), None if against is None else _place(against)
+    report = Report()
+    inner = Report()  # structure and tensors; where a file is damaged, these are consequences
+    tensors: dict[str, TensorEntry] = {}
+    manifest = _manifest(path, report)
+    damaged = _check_files(path, manifest, report, on_bytes)
+    is_whole = report.ok and not damaged
+    mine = _opened(path, inner)
+    if mine is not None:
+        report.tensors = len(list(parameters(mine.args)))
+        if manifest is not None or other is not None:
+            tensors = _entries(mine, inner, on_bytes)
+    if manifest is not None:
+        report.hashed += len(tensors)
+        wrong = [name for name, entry in manifest.tensors.items() if tensors.get(name) != entry]
+        args, seen = (None, []) if mine is None else (mine.args, wrong)
+        known = Damage(path, manifest, args, seen, inner.problems)
+        for name in damaged:
+            report.problems += known.lines(name, is_only_one=len(damaged) == 1)
+        if is_whole and mine is not None:
+            report.problems += [f"{name}: is not what {MANIFEST} says" for name in wrong]
+    if is_whole or manifest is None:
+        report.problems += [line for line in inner.problems if line not in report.problems]
+    if other is not None and mine is not None:
+        with report.noting(other):
+            _compare(mine, tensors, other, report, on_bytes)
+    if mine is not None:
+        mine.checkpoint.close()
+    return report
+
+
+def _place(model: str) -> Path:
+    """The folder or file that is meant: a path, or the name of a model that has weights."""
+    path = Path(model)
+    if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
+        return path
+    files = find_model(model)
+    files.require_weights()
+    return files.path
+
+
+def _manifest(path: Path, report: Report) -> Manifest | None:
+    with report.noting(path / MANIFEST):
+        return read_manifest(path) if path.is_dir() else None
+    return None
+
+
+def _check_files(
+    path: Path, manifest: Manifest | None, report: Report, on_bytes: OnBytes
+) -> list[str]:
+    """The names of damaged files; everything else that is wrong with files is reported."""
+    present: dict[str, int] = {}
+    with report.noting(path):
+        present = present_files(path)
+    report.files, report.bytes = len(present), sum(present.values())
+    damaged: list[str] = []
+    if manifest is not None:
+        damaged = damaged_files(path, manifest, manifest.files, report, on_bytes)
+        note_strangers(manifest, present, report)
+    for name in METADATA:
+        if name in present and path.is_dir() and name not in damaged:
+            with report.noting(path / name):
+                read_json_object(path / name, MAX_INDEX_BYTES)
+    for name in CHECKLISTS:
+        if name in present:
+            with report.noting(path / name):
+                _check_list(path, name, report, on_bytes)
+    return damaged
+
+
+def _check_list(folder: Path, checklist: str, report: Report, on_bytes: OnBytes) -> None:
+    for name, expected in read_checklist(folder / checklist).items():
+        with report.noting(folder / name):
+            path = folder / name
+            if not lies_within(folder, name) or not path.is_file():
+                raise CheckpointError(f"{path}: missing; {checklist} lists it")
+            if md5_of(path, on_bytes) != expected:
+                raise CheckpointError(f"{path}: damaged, its MD5 sum is not that of {checklist}")
+            report.hashed += 1
+
+
+def _opened(path: Path, report: Report) -> Opened | None:
+    with report.noting(path):
+        files = find_model(str(path))
+        args = load_model_args(files, meta_vocab_size)
+        checkpoint = open_checkpoint(files, args)
+        checkpoint.check(args)
+        return Opened(path, files.kind, args, checkpoint)
+    return None
+
+
+def _entries(model: Opened, report: Report, on_bytes: OnBytes) -> dict[str, TensorEntry]:
+    """Every tensor that can be read, in canonical form."""
+    entries = {}
+    for param in parameters(model.args):
+        with report.noting(f"{model.path}: {param.name}"):
+            entries[param.name] = canonical_entry(model.checkpoint, param, on_bytes)
+    return entries
+
+
+def _compare(
+    mine: Opened, tensors: dict[str, TensorEntry], other: Path, report: Report, on_bytes: OnBytes
+) -> None:
+    """Report every difference between the arguments and the tensors of two models."""
+    found = Report()
+    manifest = _manifest(other, found)
+    theirs = _opened(other, found)
+    if theirs is not None:
+        their_tensors = _entries(theirs, found, on_bytes)
+        theirs.checkpoint.close()
+        expected = manifest.tensors if manifest is not None else {}
+        found.problems += [
+            f"{other}: {name} is not what its {MANIFEST} says"
+            for name, entry in expected.items()
+            if their_tensors.get(name) != entry
+        ]
+        # params.json has no word for the context: what it does not say is no difference.
+        is_silent = "meta" in (mine.kind, theirs.kind)
+        for name, line in _different_args(mine.args, theirs.args):
+            is_fault = not (is_silent and name == "max_seq_len")
+            (report.problems if is_fault else report.notes).append(line)
+        report.problems += _different_tensors(
+            _with_head(mine.args, tensors), _with_head(theirs.args, their_tensors)
+        )
+        report.hashed += len(their_tensors)
+    report.problems += found.problems
+
+
+def _different_args(mine: ModelArgs, theirs: ModelArgs) -> Iterator[tuple[str, str]]:
+    """The name of every argument that differs, and in what."""
+    mine, theirs = _with_llama3(mine), _with_llama3(theirs)
+    for name in (field.name for field in fields(ModelArgs) if field.name not in UNCOMPARED):
+        a, b = getattr(mine, name), getattr(theirs, name)
+        # GGUF files keep these numbers in float32.
+        close = isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6)
+        if a != b and not close:
+            yield name, f"{name} is {a} here and {b} there"
+
+
+def _with_llama3(args: ModelArgs) -> ModelArgs:
+    """The arguments with the llama3 scaling that a GGUF file's rotary factors stand for."""
+    scaling = args.rope_scaling
+    if scaling is None or scaling.kind != "factors":
+        return args
+    try:
+        return replace(args, rope_scaling=llama3_from_factors(args, scaling.factors))
+    except UsageError:  # factors of another origin are compared as they are
+        return args
+
+
+def _different_tensors(
+    mine: dict[str, TensorEntry], theirs: dict[str, TensorEntry]
+) -> Iterator[str]:
+    yield from (f"{name}: only here" for name in mine if name not in theirs)
+    yield from (f"{name}: only there" for name in theirs if name not in mine)
+    for name, a in mine.items():
+        b = theirs.get(name, a)
+        if a.shape != b.shape:
+            yield f"{name}: its shape is {list(a.shape)} here and {list(b.shape)} there"
+        elif a.dtype != b.dtype:
+            yield f"{name}: its dtype is {a.dtype} here and {b.dtype} there"
+        elif a.blake3 != b.blake3:
+            yield f"{name}: its values differ"
+
+
+def _with_head(args: ModelArgs, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """The tensors with the head under its own name, also where the embeddings serve as it."""
+    embeddings = tensors.get("tok_embeddings.weight")
+    if args.tied_embeddings and embeddings is not None:
+        return {**tensors, "output.weight": embeddings}
+    return tensors

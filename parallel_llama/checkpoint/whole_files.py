@@ -1,0 +1,110 @@
+"""Are the files of a folder those of its manifest: names, sizes, hashes? Nothing is parsed."""
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from parallel_llama.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    hash_file,
+    read_manifest,
+)
+from parallel_llama.checkpoint.report import Report
+from parallel_llama.checkpoint.structure import listed
+from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
+from parallel_llama.model_files import find_model, lies_within
+
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".gguf", ".bin", ".pt")
+# A file of one of these kinds changes what the model is or says; one that nobody listed is wrong.
+OWN_SUFFIXES = (*WEIGHT_SUFFIXES, ".json", ".jinja", ".model")
+
+
+def present_files(path: Path) -> dict[str, int]:
+    """Sizes of the files of a folder, but for its manifest, or of the one file of a model."""
+    folder, paths = (path, list(path.iterdir())) if path.is_dir() else (path.parent, [path])
+    return {
+        file.relative_to(folder).as_posix(): file.stat().st_size
+        for file in sorted(paths)
+        if file.is_file() and file.name != MANIFEST
+    }
+
+
+def damaged_files(
+    folder: Path,
+    manifest: Manifest,
+    names: Collection[str],
+    report: Report,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> list[str]:
+    """Those of some files whose contents are not the manifest's; none of them is in the report.
+
+    Files that are missing, lead out of the folder or have another size are problems of the report.
+    """
+    damaged = []
+    for name in names:
+        with report.noting(folder / name):
+            _require_there(folder, name, manifest.files[name])
+            if hash_file(folder / name, on_bytes) != manifest.files[name].blake3:
+                damaged.append(name)
+            report.hashed += 1
+    return damaged
+
+
+def _require_there(folder: Path, name: str, entry: FileEntry) -> None:
+    path = folder / name
+    if not lies_within(folder, name):
+        raise CheckpointError(f"{path}: leads out of the folder; put the file itself into it")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; {MANIFEST} lists it")
+    size = path.stat().st_size
+    if size != entry.bytes:
+        fault = "truncated" if size < entry.bytes else "too long"
+        raise CheckpointError(f"{path}: {fault}: has {size} bytes, expected {entry.bytes}")
+
+
+def note_strangers(manifest: Manifest, present: Collection[str], report: Report) -> None:
+    """Files that the manifest does not list: problems where a model could be read from them."""
+    for name in sorted(set(present) - set(manifest.files)):
+        line = f"{name}: not in {MANIFEST}"
+        if Path(name).suffix.lower() in OWN_SUFFIXES:
+            report.problems.append(f"{line}; remove it, or write the folder anew")
+        else:
+            report.notes.append(line)
+
+
+def require_whole(
+    model: str,
+    *,
+    weights: bool = True,
+    part: slice = slice(None),
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Check the files of a model before it is used: `part` of them, with or without the weights.
+
+    Raises: UsageError if there is no manifest to check against; DamagedWeights that names what is
+    damaged or missing.
+    """
+    folder = Path(model) if Path(model).is_dir() else find_model(model).path
+    try:
+        manifest = read_manifest(folder) if folder.is_dir() else None
+    except CheckpointError as error:
+        raise DamagedWeights(str(error)) from error
+    if manifest is None:
+        raise UsageError(
+            f"{folder}: has no {MANIFEST} to verify against; write the model with reshard first, "
+            "or leave verify out"
+        )
+    report = Report()
+    chosen = [
+        name
+        for name in manifest.files
+        if weights or Path(name).suffix.lower() not in WEIGHT_SUFFIXES
+    ]
+    damaged = damaged_files(folder, manifest, chosen[part], report, on_bytes)
+    note_strangers(manifest, present_files(folder), report)
+    faults = report.problems + [f"{folder / name}: damaged" for name in damaged]
+    if faults:
+        raise DamagedWeights(
+            f"{listed(faults)}; fetch or write the model again (verify says where the damage is)"
+        )

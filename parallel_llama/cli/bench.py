@@ -1,0 +1,163 @@
+"""`bench`: how fast a model runs here, beside what the memory allows."""
+
+import json as json_format
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from parallel_llama.cli.arguments import (
+    DEVICE,
+    DTYPE,
+    JSON,
+    MAX_SEQ_LEN,
+    MODEL,
+    NPROC,
+    RANDOM_WEIGHTS,
+    Flag,
+    Verb,
+    whole,
+)
+from parallel_llama.cli.model import check_model
+from parallel_llama.cli.ranks import Job, leads
+from parallel_llama.cli.session import lead
+from parallel_llama.cli.terminal import size, table
+from parallel_llama.request import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Run:
+    """One repetition. Units: seconds; `steps_s` are the decode steps, all requests in each."""
+
+    first_token_s: float
+    prefill_s: float
+    steps_s: tuple[float, ...]
+
+
+def prepare(
+    model: str,
+    prompt_tokens: int,
+    max_tokens: int,
+    batch: int,
+    repeat: int,
+    json: bool,
+    nproc: int | None,
+    dtype: str | None,
+    device: str,
+    max_seq_len: int | None,
+    random_weights: int | None,
+) -> Job:
+    """Check the sizes, model and plan, and return the job that measures."""
+    intake, n_ranks = check_model(
+        model, nproc, max_seq_len=max_seq_len, random_weights=random_weights
+    )
+    # Any ids will do: the arithmetic of a token does not depend on which it is.
+    draw = random.Random(0)
+    prompts = [
+        [draw.randrange(intake.args.vocab_size) for _ in range(prompt_tokens)] for _ in range(batch)
+    ]
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    requests = intake.requests(prompts, params) if leads() else []
+
+    def work(llm: Any) -> int:
+        _measure(llm, requests)  # the first run warms caches and threads
+        runs = [_measure(llm, requests) for _ in range(repeat)]
+        figures = _figures(llm, runs, prompt_tokens * batch, batch)
+        print(json_format.dumps(figures) if json else "\n".join(_report(model, figures)))
+        return 0
+
+    options = {"dtype": dtype, "device": device, "random_weights": random_weights}
+    return Job(lambda: lead(work, model, intake=intake, **options), n_ranks)
+
+
+def _measure(llm: Any, requests: Sequence[Request]) -> Run:
+    """Run the batch once, and note when each step's tokens came."""
+    started = time.perf_counter()
+    times: dict[int, list[float]] = {request.index: [] for request in requests}
+    for progress in llm.run(requests):
+        times[progress.index].append(time.perf_counter() - started)
+    firsts = [own[0] for own in times.values()]
+    prefill_s = max(firsts)
+    # Once all are decoding, a step gives each of them one token: the first request keeps time.
+    ticks = [tick for tick in times[0] if tick >= prefill_s]
+    return Run(min(firsts), prefill_s, tuple(b - a for a, b in pairwise(ticks)))
+
+
+def _figures(llm: Any, runs: Sequence[Run], n_prompt_tokens: int, batch: int) -> dict[str, Any]:
+    machine = llm.machine()
+    step_s = [statistics.median(run.steps_s) for run in runs if run.steps_s]
+    n_bytes = llm.weight_bytes_per_step
+    measured: dict[str, list[float]] = {
+        "prefill_tokens_per_s": [n_prompt_tokens / run.prefill_s for run in runs],
+        "decode_tokens_per_s": [batch / each for each in step_s],
+        "decode_ms_per_step": [each * 1e3 for each in step_s],
+        "time_to_first_token_s": [run.first_token_s for run in runs],
+        "read_bandwidth_share": [n_bytes / each / machine.read_bytes_per_s for each in step_s],
+    }
+    figures: dict[str, Any] = {}
+    for name, choose in (("", statistics.median), ("_min", min), ("_max", max)):
+        for key, values in measured.items():
+            figures[key + name] = _rounded(choose, values)
+    return figures | {
+        "start_s": round(llm.statistics.load_s, 3),
+        "weight_bytes_per_step": n_bytes,
+        "read_bytes_per_s": round(machine.read_bytes_per_s),
+        "tp_size": llm.tp_size,
+        "dtype": llm.dtype,
+        "quant": "none",
+        "peak_rss_bytes": machine.peak_rss_bytes,
+    }
+
+
+def _rounded(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
+    """Four significant digits; None where max-tokens 1 leaves no step to time."""
+    return float(f"{choose(values):.4g}") if values else None
+
+
+def _report(model: str, figures: dict[str, Any]) -> list[str]:
+    rows = []
+    for key, label in (
+        ("prefill_tokens_per_s", "prefill, tokens/s"),
+        ("decode_tokens_per_s", "decode, tokens/s"),
+        ("decode_ms_per_step", "decode, ms a step"),
+        ("time_to_first_token_s", "first token, s"),
+        ("read_bandwidth_share", "share of read bandwidth"),
+    ):
+        cells = [figures[key + suffix] for suffix in ("", "_min", "_max")]
+        rows.append([*("-" if cell is None else f"{cell:g}" for cell in cells), label])
+    return [
+        f"{model} on {figures['tp_size']} rank{'s' * (figures['tp_size'] > 1)}, {figures['dtype']}",
+        "",
+        *table(["median", "min", "max", ""], rows, sys.stdout),
+        "",
+        f"a step reads {size(figures['weight_bytes_per_step'])} of weights; the memory gives "
+        f"{size(figures['read_bytes_per_s'])}/s to all ranks at once",
+        f"loaded in {figures['start_s']} s; the largest rank held "
+        f"{size(figures['peak_rss_bytes'])} at its peak",
+    ]
+
+
+VERB = Verb(
+    "bench",
+    "Measures prefill and decode, and the share of the memory's bandwidth that decode reaches.",
+    "[--model PATH_OR_NAME] [flags]",
+    (
+        MODEL,
+        Flag("prompt-tokens", "length of each prompt", whole(1), "N", 512),
+        Flag("max-tokens", "new tokens for each prompt", whole(1, 2**31 - 1), "N", 64),
+        Flag("batch", "prompts at once", whole(1, 4096), "B", 1),
+        Flag("repeat", "runs to take the median of, after one to warm up", whole(1, 1000), "R", 5),
+        JSON,
+        NPROC,
+        DTYPE,
+        DEVICE,
+        MAX_SEQ_LEN,
+        RANDOM_WEIGHTS,
+    ),
+    "parallel-llama bench --nproc 2",
+    prepare,
+)

@@ -1,0 +1,72 @@
+"""`verify`: are a model's files whole, and is it the same as another one?"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.cli.arguments import JSON, Flag, Verb, filled_text, shown
+from parallel_llama.cli.ranks import Job
+from parallel_llama.cli.terminal import BOLD, GREEN, RED, Loading, painted, printable, size
+from parallel_llama.model_files import find_model
+
+MAX_LINES = 100
+
+
+def prepare(dir: str, against: str | None, json: bool) -> Job:
+    """Check that there is something to verify, and return the job that does."""
+    for model in (dir, against):
+        if model is not None and not Path(model).is_dir():
+            find_model(model).require_weights()
+    return Job(lambda: _verify(dir, against, json))
+
+
+def _verify(model: str, against: str | None, as_json: bool) -> int:
+    # torch comes in here: what is above this line starts at once.
+    from parallel_llama.checkpoint.verify import verify
+
+    progress = Loading(model, sys.stderr, shown=True, doing="verifying")
+    report = verify(model, against, progress.add)
+    progress.end()
+    if as_json:
+        keys = ("ok", "files", "tensors", "hashed", "bytes", "problems", "notes")
+        print(json.dumps({key: getattr(report, key) for key in keys}), flush=True)
+    else:
+        print("\n".join(_lines(model, report, against)), flush=True)
+    return 0 if report.ok else 1
+
+
+def _lines(model: str, report: Any, against: str | None) -> list[str]:
+    lines = [f"note: {printable(note)}" for note in report.notes[:MAX_LINES]]
+    bad = painted("bad", RED, sys.stdout)
+    lines += [f"{bad}: {printable(problem)}" for problem in report.problems[:MAX_LINES]]
+    if len(report.problems) > MAX_LINES:
+        lines.append(f"... and {len(report.problems) - MAX_LINES} more; --json lists all")
+    count = len(report.problems)
+    verdict = (
+        painted("whole", GREEN, sys.stdout)
+        if report.ok
+        else painted(f"{count} problem{'s' * (count > 1)}", BOLD, sys.stdout)
+    )
+    if report.ok and against is not None:
+        verdict += f", the same as {shown(against)}"
+    hashed = f"{report.hashed} hashes compared" if report.hashed else "no manifest: structure only"
+    return [
+        *lines,
+        f"{shown(model)}: {verdict} ({report.files} files, {report.tensors} tensors, "
+        f"{size(report.bytes)}, {hashed})",
+    ]
+
+
+VERB = Verb(
+    "verify",
+    "Checks a model's files against its manifest, and names what is damaged.",
+    "DIR [--against DIR2] [--json]",
+    (
+        Flag("against", "a model, of any layout, that must be the same", filled_text, "DIR2"),
+        JSON,
+    ),
+    "parallel-llama verify /path/to/model",
+    prepare,
+    (Flag("dir", "the folder, or .gguf file, to check", filled_text, "DIR"),),
+)

@@ -1,0 +1,45 @@
+"""What a folder that is to be written must be, found before anything is read. No torch."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.errors import UsageError
+from parallel_llama.model_files import ModelFiles
+
+TargetKind = Literal["meta", "hf", "native"]
+
+
+def check_target(source: ModelFiles, target: Path) -> None:
+    """Refuse a target that is there, that nothing can be written to, or that lies in the source.
+
+    Raises: UsageError.
+    """
+    parent = target.parent
+    if target.name in ("", ".."):
+        raise UsageError(f"{target}: not the name of a new folder; give one")
+    if os.path.lexists(target):
+        if target.exists() and target.samefile(source.path):
+            raise UsageError(f"{target}: is the source itself; give the name of a new folder")
+        raise UsageError(f"{target}: is there already; give another name, or remove it first")
+    if not parent.is_dir():
+        raise UsageError(f"{target}: the folder {parent} is not there; create it first")
+    if source.path.is_dir() and parent.resolve().is_relative_to(source.path.resolve()):
+        raise UsageError(f"{target}: lies inside the source {source.path}; give a place outside it")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{target}: the folder {parent} cannot be written to")
+
+
+def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
+    """Refuse a number of files that a layout cannot have.
+
+    Raises: UsageError.
+    """
+    if n_parts < 1:
+        raise UsageError(f"{n_parts} files: at least 1 is needed; use --tp 1 or more")
+    if kind == "meta" and n_parts > args.n_heads:
+        raise UsageError(
+            f"n_heads={args.n_heads} and {n_parts} files for Meta's ranks: each needs at least one "
+            f"query head; use --tp 1 to {args.n_heads}"
+        )
