@@ -3,7 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 from ranks import Pools
+
+# The same examples on every machine and in every run, however slow.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf_config import args_from_hf
 from parallel_llama.config.hf_writing import hf_config, llama3_from_factors
 from parallel_llama.config.meta_config import args_from_meta_config, meta_config
+from parallel_llama.config.model_args import MAX_SIZES
 from parallel_llama.config.params_json import args_from_params, meta_ffn_dim
 from parallel_llama.config.params_writing import beyond_meta, meta_params
 from parallel_llama.errors import UsageError
@@ -168,7 +169,7 @@ def test_factors_of_no_llama_3_scaling_are_refused() -> None:
 @example(dim=1, ratio=1.0)
 @settings(max_examples=300, deadline=None, derandomize=True)
 def test_metas_formula_gives_the_exact_width(dim: int, ratio: float) -> None:
-    ffn_dim = max(1, int(dim * ratio))
+    ffn_dim = min(max(1, int(dim * ratio)), MAX_SIZES["ffn_dim"])
     params = through_json(meta_params(replace(ARGS, dim=dim, ffn_dim=ffn_dim)))
     assert params["multiple_of"] == 1
     assert meta_ffn_dim(dim, 1, params["ffn_dim_multiplier"]) == ffn_dim
