@@ -182,3 +182,26 @@ def test_two_commands_at_once_do_not_meet(model: Path) -> None:
     answers = [command.end(within_s=30)[:2] for command in both]
     assert answers[0] == answers[1] and answers[0][0] == 0
     assert len(answers[0][1].splitlines()) == 1
+
+
+def test_ctrl_c_in_a_reshard_says_how_to_go_on(tmp_path: Path) -> None:
+    """It ended without a word once Ctrl-C was left to the system until tokens flow."""
+    target = tmp_path / "target"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parallel_llama", "reshard", "smollm2", str(target),
+         "--tp=1", "--format=native"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 20
+    while not (tmp_path / ".target.partial" / "journal.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (130, "")
+    assert "--resume" in err and "Traceback" not in err
+    assert not target.exists()

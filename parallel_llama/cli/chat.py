@@ -1,6 +1,5 @@
 """`chat`: a conversation in the terminal."""
 
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -27,7 +26,7 @@ from parallel_llama.cli.model import check_model
 from parallel_llama.cli.prompts import Message
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
-from parallel_llama.cli.terminal import ctrl_c, printable
+from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, printable
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.fields import did_you_mean
 
@@ -93,7 +92,7 @@ class Conversation:
 
     def run(self, model: str) -> int:
         """Talk until the input ends; Ctrl-C gives up a line, not the program."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ctrl_c_raises()
         self._say(f"{model} on {self.llm.tp_size} rank{'s' * (self.llm.tp_size > 1)}. {HINT}")
         for text in self._lines():
             if text.startswith("/"):

@@ -12,7 +12,7 @@ from typing import Any
 from parallel_llama.cli.arguments import JSON, Flag, Verb, filled_text, one_of, warn, whole
 from parallel_llama.cli.model import find_args
 from parallel_llama.cli.ranks import Job
-from parallel_llama.cli.terminal import size
+from parallel_llama.cli.terminal import ctrl_c_raises, size
 from parallel_llama.errors import UsageError
 from parallel_llama.model_files import find_model
 from parallel_llama.target_folder import TargetKind, check_parts, check_target
@@ -82,6 +82,7 @@ def _run(source: Any, target: Path, as_json: bool, options: dict[str, Any]) -> i
 
     _reuse_memory()
     progress = Progress(f"writing {target}")
+    ctrl_c_raises()
     try:
         result = reshard(source, target, **options, on_start=progress.start, on_bytes=progress.add)
     except KeyboardInterrupt:

@@ -1,6 +1,5 @@
 """A loaded model for the length of one command, on every rank that the command runs on."""
 
-import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,8 +24,6 @@ def lead(work: Callable[[Any], int], model: str, **options: Any) -> int:
     llm = LLM(model, **options, on_bytes=loading.add)
     loading.end()
     if llm.rank:
-        # Ctrl-C reaches every process of the terminal; rank 0 alone decides what it means.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         llm.follow()
         llm.close()
         return 0

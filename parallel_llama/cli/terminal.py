@@ -99,6 +99,11 @@ class Loading:
             self.stream.flush()
 
 
+def ctrl_c_raises() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt, for work that has something to say of it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def ctrl_c() -> Iterator[Callable[[], bool]]:
     """Turns the first Ctrl-C into a yes to the question that this yields; a second one raises."""
