@@ -329,7 +329,7 @@ def test_the_environment_says_rank_and_size(monkeypatch):
 @pytest.mark.parametrize(("host", "port"), [("", "29500"), ("127.0.0.1", "0"), ("127.0.0.1", "x")])
 def test_joining_without_an_address_is_refused(monkeypatch, host, port):
     """Ranks that were told port 0, as by `torchrun --master-port 0`, waited for 5 minutes."""
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", host)
     monkeypatch.setenv("MASTER_PORT", port)
