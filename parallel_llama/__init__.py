@@ -3,7 +3,7 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -12,6 +12,10 @@ def __getattr__(name: str) -> Any:
         from parallel_llama.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from parallel_llama.async_llm import AsyncLLM
+
+        return AsyncLLM
     if name in ("SamplingParams", "Completion"):
         from parallel_llama import request
 

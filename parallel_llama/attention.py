@@ -15,26 +15,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_llama.cache import KVCache
+from parallel_llama.cache import KVCache, Past
 from parallel_llama.config import ModelArgs
 from parallel_llama.layers import ColumnParallelLinear, RowParallelLinear, end_to_end
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import Run, Share
-from parallel_llama.rope import apply_rotary
+from parallel_llama.rope import interleaved, rotate_
 
 
 @dataclass(frozen=True)
 class Window:
-    """What the queries of one piece see: its rows of the batch, and its slots of the cache.
+    """What consecutive queries of one sequence see: their rows of the batch, and their past.
 
-    Shapes: `queries` is a slice of the batch's T tokens; `keys` a slice of cache slots, from the
-    sequence's first token to the piece's last; `mask` is [len(queries), len(keys)] bool, True
-    where a query may look, or None where the causal mask is whole (a prompt from its start) or
+    Shapes: `queries` is a slice of the batch's T tokens; `pasts`, one per run of heads, hold the
+    sequence from its first token to the last query's; `mask` is [len(queries), S], 0 where a query
+    may look and -inf elsewhere, or None where the causal mask is whole (a prompt from its start) or
     hides nothing (one token).
     """
 
     queries: slice
-    keys: slice
+    pasts: tuple[Past, ...]
     mask: Tensor | None
 
 
@@ -42,13 +42,15 @@ class Window:
 class Batch:
     """The tokens of one forward pass, sequences end to end.
 
-    Shapes: tokens [T] int64, slots [T] int64, rotary [2, T, 1, head_dim]; all replicated.
+    Shapes: tokens [T] int64, slots [T] int64, rotations [T, 1, head_dim / 2] complex, rows [n]
+    int64 (those whose result is wanted, None for all); all replicated.
     """
 
     tokens: Tensor
     slots: Tensor
-    rotary: Tensor
+    rotations: Tensor
     windows: tuple[Window, ...]
+    rows: Tensor | None
 
 
 class Attention(nn.Module):
@@ -80,46 +82,59 @@ class Attention(nn.Module):
         self.wk = ColumnParallelLinear(args.dim, kv_rows, bias=bias, dtype=dtype, device=device)
         self.wv = ColumnParallelLinear(args.dim, kv_rows, bias=bias, dtype=dtype, device=device)
         self.wo = RowParallelLinear(q_rows, args.dim, comm, bias=bias, dtype=dtype, device=device)
-        self.n_turned = share.n_local_heads + share.n_local_kv_heads
+        self.n_rotated = share.n_local_heads + share.n_local_kv_heads
 
     def pack(self) -> None:
+        for layer in (self.wq, self.wk):
+            for name, value in layer.named_parameters():
+                value = nn.Parameter(interleaved(value, self.head_dim), requires_grad=False)
+                setattr(layer, name, value)
         self.wqkv = end_to_end(self.wq, self.wk, self.wv)
+        self.wo.pack()
 
-    def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        qkv = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # [T, H + 2 K, D] local
-        qk = apply_rotary(qkv[:, : self.n_turned], batch.rotary)
-        q, k = qk[:, : self.n_local_heads], qk[:, self.n_local_heads :]  # [T, H, D], [T, K, D]
-        v = qkv[:, self.n_turned :]  # [T, K, D] local
-        cache.write(self.layer, batch.slots, k, v)
-        o = attend(q, cache.k[self.layer], cache.v[self.layer], batch.windows, self.runs)
-        return self.wo(o.flatten(1))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None) -> Tensor:
+        qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
+        rotate_(qkv[:, : self.n_rotated], batch.rotations)
+        q, kv = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads :]  # [T, H | 2 K, D]
+        cache.write(self.layer, batch.slots, kv)
+        o = attend(q, self.layer, batch.windows, self.runs)  # [T, H * D] local
+        return self.wo(o if rows is None else o[rows])  # type: ignore[no-any-return]
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, windows: Sequence[Window], runs: Sequence[Run]
-) -> Tensor:
-    """Softmax attention of every piece over its own keys, one call per run of equal groups.
+def attend(q: Tensor, layer: int, windows: Sequence[Window], runs: Sequence[Run]) -> Tensor:
+    """Softmax attention of every window over its own keys, one call per run of equal groups.
 
-    torch's grouped attention wants the same number of query heads on every KV head; a rank with 5
-    query heads over 2 KV heads is two runs, 3 + 2. No key or value is repeated or copied.
+    A rank with 5 query heads over 2 KV heads is two runs, 3 + 2.
 
-    Shapes: q [T, H, D] local; k, v [K, n_slots, D] local; the result [T, H, D] local.
+    Shapes: q [T, H, D] local; the result [T, H * D] local.
     """
     pieces = []
     for window in windows:
-        q_piece = q[window.queries].transpose(0, 1)  # [H, T of the piece, D]
-        k_piece, v_piece = k[:, window.keys], v[:, window.keys]  # [K, S, D]
-        whole = window.mask is None and q_piece.shape[1] > 1
-        o = [
-            F.scaled_dot_product_attention(
-                q_piece[None, run.heads.start : run.heads.stop],
-                k_piece[None, run.kv_heads.start : run.kv_heads.stop],
-                v_piece[None, run.kv_heads.start : run.kv_heads.stop],
-                attn_mask=window.mask,
-                is_causal=whole,
-                enable_gqa=True,
-            )[0]
-            for run in runs
-        ]
-        pieces.append((o[0] if len(o) == 1 else torch.cat(o)).transpose(0, 1))
+        o = []
+        for run, past in zip(runs, window.pasts, strict=True):
+            q_run = q[window.queries, run.heads.start : run.heads.stop]  # [T, heads, D]
+            o.append(_grouped(q_run, *past.layer(layer), window.mask))
+        pieces.append(o[0] if len(o) == 1 else torch.cat(o, dim=1))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of equal groups of query heads. Shapes: q [T, K * G, D]; k, v [1, K, S, D].
+
+    No key or value is repeated, as torch's own grouped attention does on the CPU.
+    """
+    n_rows, n_kv_heads = len(q), k.shape[1]
+    if n_rows == 1:
+        # The heads of a group are the rows of one call, so each key is read once.
+        o = F.scaled_dot_product_attention(q.view(1, n_kv_heads, -1, q.shape[2]), k, v)
+        return o.reshape(1, -1)
+    q = q.view(n_rows, n_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [K, G, T, D]
+    n_group = q.shape[1]
+    o = F.scaled_dot_product_attention(
+        q,
+        k.transpose(0, 1).expand(-1, n_group, -1, -1),
+        v.transpose(0, 1).expand(-1, n_group, -1, -1),
+        attn_mask=mask,
+        is_causal=mask is None,
+    )
+    return o.permute(2, 0, 1, 3).reshape(n_rows, -1)

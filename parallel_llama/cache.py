@@ -1,11 +1,10 @@
-"""The KV cache: keys and values of this rank's KV heads.
+"""The KV cache: keys and values of this rank's KV heads, in blocks.
 
-A slot is one token's place. Each sequence owns one span of consecutive slots for its whole life, so
-attention reads its keys and values in place. The bookkeeping is the same on every rank, since it
-counts tokens and not bytes.
+A slot is one token's place, a block is `block_size` consecutive slots. Who owns which block is kept
+elsewhere, the same on every rank, since it counts tokens and not bytes; here are the tensors.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,65 +13,87 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.plan import Share
 
 
-@dataclass(frozen=True)
-class Span:
-    """The slots [start, stop) of one sequence; its position p lives in slot start + p."""
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-class OutOfSlots(RuntimeError):
-    """No span of that length is free; nothing was allocated."""
-
-
 class KVCache:
-    """Keys and values of all layers for `n_slots` tokens, and who owns which slots.
+    """Keys and values of all layers for `n_blocks` blocks.
 
-    Shapes: `k` and `v` are [n_layers, K, n_slots, D] local.
+    Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, D] local; keys are kept as they are
+    attended to, rotated and in the interleaved order of `rope`.
     """
 
     def __init__(
         self,
         args: ModelArgs,
         share: Share,
-        n_slots: int,
+        n_blocks: int,
+        block_size: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (args.n_layers, share.n_local_kv_heads, n_slots, args.head_dim)
-        self.k = torch.empty(shape, dtype=dtype, device=device)
-        self.v = torch.empty(shape, dtype=dtype, device=device)
-        self.n_slots = n_slots
-        self._used: list[Span] = []  # in the order of their starts
+        self.n_blocks, self.block_size = n_blocks, block_size
+        n_kv = share.n_local_kv_heads
+        shape = (args.n_layers, 2, n_kv, n_blocks * block_size, args.head_dim)
+        self._kv = torch.empty(shape, dtype=dtype, device=device)
+        self.k, self.v = self._kv.unbind(1)
+        # Keys and values side by side, so that one call writes both; one view per layer, made once.
+        self._layers = self._kv.flatten(1, 2).unbind()
 
-    def allocate(self, n_tokens: int) -> Span:
-        """The first free span of `n_tokens` slots.
+    def past(self, kv_heads: range, slots: Sequence[slice]) -> "Past":
+        """What these heads keep in these slots. Shapes: K = len(kv_heads), S slots in all."""
+        return Past(self._kv[:, :, kv_heads.start : kv_heads.stop], slots)
 
-        Raises: OutOfSlots, with the cache unchanged.
+    def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
+        """Store the keys and values of new tokens.
+
+        Shapes: slots [T]; kv [T, 2 K, D] local, the keys of all heads and then the values.
         """
-        start = 0
-        for index, used in enumerate([*self._used, Span(self.n_slots, self.n_slots)]):
-            if used.start - start >= n_tokens:
-                span = Span(start, start + n_tokens)
-                self._used.insert(index, span)
-                return span
-            start = used.stop
-        raise OutOfSlots(f"no {n_tokens} consecutive slots are free among {self.n_slots}")
+        self._layers[layer].index_copy_(1, slots, kv.transpose(0, 1))
 
-    def free(self, span: Span) -> None:
-        """Give a span back. Raises: ValueError if it is not in use."""
-        self._used.remove(span)
 
-    @property
-    def n_used(self) -> int:
-        return sum(len(span) for span in self._used)
+class Past:
+    """Keys and values of some heads of one sequence, in all layers, as views into the cache.
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store the keys and values of new tokens. Shapes: slots [T]; k and v [T, K, D] local."""
-        self.k[layer].index_copy_(1, slots, k.transpose(0, 1))
-        self.v[layer].index_copy_(1, slots, v.transpose(0, 1))
+    The views of all layers are made at once: layer by layer that would take a good part of the
+    time of attention to a short past.
+
+    Shapes: kv [n_layers, 2, K, n_slots, D] local.
+    """
+
+    def __init__(self, kv: Tensor, slots: Sequence[slice]) -> None:
+        flat = kv.flatten(0, 1).unsqueeze(1)  # [n_layers * 2, 1, K, n_slots, D]
+        self._parts = [flat[:, :, :, own].unbind() for own in slots]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, in place where their slots are one slice.
+
+        Shapes: each [1, K, S, D].
+        """
+        k, v = ([part[at] for part in self._parts] for at in (2 * layer, 2 * layer + 1))
+        if len(k) == 1:
+            return k[0], v[0]
+        return torch.cat(k, dim=2), torch.cat(v, dim=2)
+
+
+def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[int]:
+    """Where positions of a sequence with this block table lie.
+
+    >>> slots_of([7, 2], 4, range(2, 6))
+    [30, 31, 8, 9]
+    """
+    return [blocks[p // block_size] * block_size + p % block_size for p in positions]
+
+
+def slices_of(blocks: Sequence[int], block_size: int, n_tokens: int) -> tuple[slice, ...]:
+    """The slots of a sequence's first tokens, consecutive blocks in one slice.
+
+    >>> slices_of([7, 8, 2], 4, 10)
+    (slice(28, 36, None), slice(8, 10, None))
+    """
+    slices: list[slice] = []
+    for first in range(0, n_tokens, block_size):
+        start = blocks[first // block_size] * block_size
+        stop = start + min(block_size, n_tokens - first)
+        if slices and slices[-1].stop == start:
+            start = slices.pop().start
+        slices.append(slice(start, stop))
+    return tuple(slices)

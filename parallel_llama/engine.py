@@ -1,268 +1,585 @@
-"""The generation loop that every rank runs.
+"""The generation loop that every rank runs: many requests share one model and one KV cache.
 
-Each rank holds the same requests and makes the same choices about which tokens to run next. Rank 0
-alone turns tokens into text and decides when a completion ends; its ids and decisions are
-broadcast, so no rank can go another way. It does not know files, flags or terminals.
+Every rank runs the same scheduler over the same requests. Rank 0 alone hears of requests, turns
+tokens into text and decides when a completion ends; its orders, ids and decisions are broadcast, so
+no rank can go another way. It does not know files, flags or terminals.
 
-A step: choose pieces -> forward -> sample -> broadcast -> append, and free what is finished.
+A step: obey orders -> schedule -> forward -> sample -> decide -> commit.
 """
 
+import struct
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
+from torch import Tensor
 
-from parallel_llama.cache import OutOfSlots, Span
-from parallel_llama.plan import kv_bytes_per_token
-from parallel_llama.request import Completion, FinishReason, Request, StopText, TokenLogprob
+from parallel_llama.blocks import BlockPool
+from parallel_llama.capacity import Capacity
+from parallel_llama.config import ModelArgs
+from parallel_llama.drafting import Lookup
+from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.orders import Orders, decode_orders
+from parallel_llama.parallel import broadcast_bytes
+from parallel_llama.request import Completion, FinishReason, Request, TokenLogprob
 from parallel_llama.runner import Piece, Runner
-from parallel_llama.sampling import Draw, Sampled, sample
-from parallel_llama.tokenizer import StreamDecoder, Tokenizer
+from parallel_llama.sampling import (
+    Draw,
+    History,
+    NoTokenLeft,
+    Sampled,
+    sample,
+    score_tokens,
+)
+from parallel_llama.scheduler import Choice, Scheduler, Work
+from parallel_llama.structured import GrammarCompiler, Matcher, MatchError
+from parallel_llama.tokenizer import Tokenizer
+from parallel_llama.transcript import Transcript
 
 # Tokens of one forward pass: enough to make prefill a matter of matrix products and not of weight
-# traffic, few enough that an interruption is heard between two passes.
-MAX_STEP_TOKENS = 512
+# traffic, few enough that those who decode do not wait long and an interruption is heard.
+STEP_TOKENS = 512
+BLOCK_SIZE = 16
 
-# The cache holds all requests at once while it stays below this size on the fullest rank.
-MAX_CACHE_BYTES = 2 << 30
+# Guesses at what follows: of one choice, and rows of all that decode; beyond them a step takes
+# longer by more than guesses bring.
+MAX_DRAFTS, _MAX_ROWS = 8, 16
 
-_RUNNING, _STOP, _LENGTH = 0, 1, 2
-_REASONS: dict[int, FinishReason] = {_STOP: "stop", _LENGTH: "length"}
-_GO_ON, _INTERRUPT = 0, 1
+# Prompt positions whose logits exist at once.
+_SCORE_ROWS = 128
+# About how many numbers one message of orders brings, so that nobody waits long for newcomers.
+_MAX_ORDER_SIZE = 1 << 18
+
+_RUNNING, _STOP, _LENGTH, _NO_TOKEN = 0, 1, 2, 3
+_REASONS: dict[int, FinishReason] = {_STOP: "stop", _LENGTH: "length", _NO_TOKEN: "no_token"}
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step gave one request: a token, the text that may be shown now, perhaps its end.
+    """What one step gave one choice of one request: tokens, text to show, perhaps its end.
 
-    `text` is filled on rank 0 alone. An interrupted request ends without a token.
+    `text` and the completion's text are filled on rank 0 alone. A choice that was ended from
+    outside ends without a token.
     """
 
+    ticket: int
     index: int
-    token: int | None
+    choice: int
+    tokens: tuple[int, ...]
     text: str
     completion: Completion | None
+    is_last: bool  # whether the request has no choice left
 
 
 @dataclass
-class _Running:
-    """A request that owns cache slots: what is generated and how much of it the cache holds."""
+class StepTimes:
+    """Where the time of all steps so far went. Units: seconds."""
 
+    n_steps: int = 0
+    orders_s: float = 0.0
+    schedule_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    decide_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request under its ticket, and those of its choices that have not ended."""
+
+    ticket: int
     request: Request
-    span: Span
-    n_cached: int = 0
-    tokens: list[int] = field(default_factory=list)
+    branches: list["_Branch"] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Branch:
+    """What is known of a choice beside its tokens; transcript and matcher on rank 0 alone."""
+
+    job: _Job
+    choice: Choice
+    history: History | None  # for penalties
+    lookup: Lookup
+    matcher: Matcher | None
+    transcript: Transcript | None = None  # from the first token on: those who wait need none
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-
-    def pending(self) -> Sequence[int]:
-        """Tokens whose keys and values are not in the cache yet."""
-        n_prompt = len(self.request.prompt)
-        if self.n_cached < n_prompt:
-            return self.request.prompt[self.n_cached :]
-        return self.tokens[self.n_cached - n_prompt :]
-
-    def append(self, drawn: Sampled) -> None:
-        self.tokens.append(drawn.token)
-        if self.request.params.logprobs is not None:
-            self.logprobs.append(TokenLogprob(drawn.token, drawn.logprob, drawn.top))
-
-    def complete(self, reason: FinishReason) -> Completion:
-        return _completion(self.request, reason, "".join(self.text), self.tokens, self.logprobs)
 
 
-class _Text:
-    """Rank 0's view of a completion: ids to text, and whether a stop string has appeared."""
+class Engine:
+    """Requests on their way to completion, on one rank.
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        self.request = request
-        self.decoder = StreamDecoder(tokenizer, request.prompt)
-        self.stop = StopText(request.params.stop)
+    All ranks build it alike and call `step` equally often; `submit`, `cancel` and `pause` are for
+    rank 0. Requests start in the order in which they come, as many as the cache holds; a long
+    prompt goes in pieces, mixed with the others' decode steps.
 
-    def push(self, token: int) -> tuple[str, bool]:
-        """Text that may be shown now, and whether the completion stops at this token."""
-        if token in self.request.stop_ids:  # an end-of-text id is not a part of the text
-            return self.close(), True
-        piece = self.stop.push(self.decoder.push(token))
-        return piece, self.stop.found
-
-    def close(self) -> str:
-        """What was held back, now that nothing more comes."""
-        tail = self.stop.push(self.decoder.flush())
-        return tail + self.stop.flush()
-
-
-class Generation:
-    """Some requests on their way to completion.
-
-    All ranks build it with the same requests and call `step` until `done`. Requests start in order,
-    as many as the cache holds; a long prompt goes in pieces, mixed with the others' decode steps.
-
-    Collective: every method that runs a step.
+    Collective: the constructor and `step`.
     """
 
     def __init__(
-        self, runner: Runner, requests: Sequence[Request], tokenizer: Tokenizer | None
+        self,
+        runner: Runner,
+        capacity: Capacity,
+        tokenizer: Tokenizer | None = None,
+        grammars: GrammarCompiler | None = None,
+        *,
+        step_tokens: int = STEP_TOKENS,
+        max_drafts: int = MAX_DRAFTS,
     ) -> None:
-        self.runner = runner
-        self.waiting = deque(requests)
-        self.running: list[_Running] = []
-        self.texts = (
-            {request.index: _Text(request, tokenizer) for request in requests}
-            if tokenizer is not None and runner.comm.rank == 0
-            else {}
-        )
-        self._interrupted = False
-        runner.reserve(_cache_slots(runner, requests))
+        self.runner, self.comm, self.capacity = runner, runner.comm, capacity
+        self.step_tokens, self.max_drafts = step_tokens, max_drafts
+        self.paused = True
+        self.times = StepTimes()
+        self._tokenizer, self._grammars = tokenizer, grammars
+        self._jobs: dict[int, _Job] = {}
+        self._branches: dict[Choice, _Branch] = {}
+        # Rank 0's alone: what the others have not heard of, and when requests are late.
+        self._incoming: deque[tuple[int, Request]] = deque()
+        self._outgoing: list[tuple[int, FinishReason]] = []
+        self._matchers: dict[int, list[Matcher]] = {}
+        self._deadlines: dict[int, float] = {}
+        self._n_tickets = 0
+        runner.reserve(capacity.n_blocks, capacity.block_size)
+        self._reset()
 
     @property
-    def done(self) -> bool:
-        return not self.waiting and not self.running
+    def idle(self) -> bool:
+        """Whether no request is here; on rank 0 none has been submitted either."""
+        return not self._jobs and not self._incoming
 
-    def interrupt(self) -> None:
-        """End every request at the next step; heard on rank 0 alone, which tells the others."""
-        self._interrupted = True
+    def check(self, request: Request) -> None:
+        """Raises: UsageError if a request can never fit into the cache."""
+        self.scheduler.check_fits(request)
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> int:
+        """Take in a request, which begins at one of the next steps; its ticket.
+
+        A request that takes longer than `timeout_s` ends with what it has.
+
+        Raises: UsageError if it can never fit into the cache, or its grammar cannot be used.
+        """
+        self.check(request)
+        ticket = self._n_tickets
+        if request.params.grammar is not None:
+            self._matchers[ticket] = self._new_matchers(request)
+        if timeout_s is not None:
+            self._deadlines[ticket] = time.monotonic() + timeout_s
+        self._n_tickets += 1
+        self._incoming.append((ticket, request))
+        return ticket
+
+    def cancel(self, ticket: int, reason: FinishReason = "cancelled") -> None:
+        """End a request at the next step; one that has ended already stays as it is."""
+        self._outgoing.append((ticket, reason))
+
+    def pause(self) -> None:
+        """Let the other ranks leave the loop; requests that are here wait for the next step.
+
+        Collective: like `step`, for which the others take it.
+        """
+        broadcast_bytes(self.comm, Orders(pause=True).encode())
+        self.paused = True
 
     def step(self) -> list[Progress]:
-        """Run one forward pass and give every sequence that is through its prompt one token.
+        """Run one forward pass and give every choice that is through its prompt a token or more.
 
-        Collective: 2 n_layers + 1 all_reduces, one head exchange, one broadcast.
+        Collective: a broadcast of orders; where something runs, 2 n_layers + 1 all_reduces, one
+        head exchange and one broadcast; two broadcasts more for grammars.
+
+        Raises: NumericalError, on all ranks, if a forward pass gave no numbers; every request that
+        was here is gone then.
         """
-        self._admit()
-        pieces, ready = self._choose()
-        hidden = self.runner.forward(pieces)  # [T, dim] replicated
-        last = torch.tensor([row for row, _ in ready], dtype=torch.int64, device=hidden.device)
-        drawn: list[Sampled] = []
-        if ready:
-            drawn = sample(
-                self.runner.logits(hidden[last]),
-                self.runner.share.vocab,
-                [_draw(sequence) for _, sequence in ready],
-                self.runner.comm,
-            )
-        return self._finish_step([sequence for _, sequence in ready], drawn)
+        try:
+            return self._step(_Clock())
+        except BaseException as error:
+            # Other ranks meet a NumericalError alike; after anything else nobody knows where
+            # they are, but for a rank alone that was interrupted.
+            if isinstance(error, NumericalError) or self.comm.size == 1:
+                self._reset()
+            raise
 
-    def _admit(self) -> None:
-        while self.waiting:
-            request = self.waiting[0]
-            try:
-                span = self.runner.cache.allocate(_n_slots(request))
-            except OutOfSlots:
-                return
-            self.running.append(_Running(self.waiting.popleft(), span))
+    def _step(self, clock: "_Clock") -> list[Progress]:
+        orders = self._exchange_orders()
+        self.paused = orders.pause
+        progress = self._obey(orders)
+        self.times.orders_s += clock.lap()
+        works = [] if self.paused else self.scheduler.schedule()
+        self.times.schedule_s += clock.lap()
+        return progress + self._run(works, clock) if works else progress
 
-    def _choose(self) -> tuple[list[Piece], list[tuple[int, _Running]]]:
-        """The pieces of this step, and the sequences (with their last row) that get a token."""
-        pieces, ready, n_tokens = [], [], 0
-        by_need = sorted(self.running, key=lambda sequence: len(sequence.pending()) > 1)
-        for sequence in by_need:  # decode first: one token each
-            pending = sequence.pending()
-            tokens = pending[: MAX_STEP_TOKENS - n_tokens]
-            if not tokens:
-                break
-            pieces.append(Piece(sequence.span, tokens, sequence.n_cached))
-            n_tokens += len(tokens)
-            sequence.n_cached += len(tokens)
-            if len(tokens) == len(pending):
-                ready.append((n_tokens - 1, sequence))
-        return pieces, ready
-
-    def _finish_step(self, ready: list[_Running], drawn: list[Sampled]) -> list[Progress]:
-        """Rank 0's ids and decisions go to all ranks; finished sequences give their slots back."""
-        shown = [""] * len(ready)
-        message = torch.zeros(1 + 2 * len(ready), dtype=torch.int64)
-        if self.runner.comm.rank == 0:
-            message[0] = _INTERRUPT if self._interrupted else _GO_ON
-            for row, (sequence, own) in enumerate(zip(ready, drawn, strict=True)):
-                shown[row], ended = self._decide(sequence, own.token)
-                message[1 + 2 * row], message[2 + 2 * row] = own.token, ended
-        message = self.runner.comm.broadcast(message.to(self.runner.device)).cpu()
-        progress = []
-        for row, (sequence, own) in enumerate(zip(ready, drawn, strict=True)):
-            token, ended = int(message[1 + 2 * row]), int(message[2 + 2 * row])
-            if token != own.token:
-                raise RuntimeError(
-                    f"rank {self.runner.comm.rank} drew token {own.token} for request "
-                    f"{sequence.request.index} and rank 0 drew {token}: the ranks disagree"
-                )
-            sequence.append(own)
-            sequence.text.append(shown[row])
-            completion = None
-            if ended != _RUNNING:
-                completion = self._end(sequence, _REASONS[ended])
-            progress.append(Progress(sequence.request.index, token, shown[row], completion))
-        if int(message[0]) == _INTERRUPT:
-            progress += self._end_all()
+    def _run(self, works: Sequence[Work], clock: "_Clock") -> list[Progress]:
+        drawing, scoring = _rows_to_draw(works), self._rows_to_score(works)
+        hidden = self._forward(works, [*drawing, *(row for _, row, _ in scoring)])
+        logits = self.runner.logits(hidden[: len(drawing)])
+        self.times.forward_s += clock.lap()
+        drawn = self._sample(works, logits)
+        self._score_prompts(scoring, hidden[len(drawing) :])
+        self.times.sample_s += clock.lap()
+        progress = self._decide(works, drawn)
+        self.times.decide_s += clock.lap()
+        self.times.n_steps += 1
         return progress
 
-    def _decide(self, sequence: _Running, token: int) -> tuple[str, int]:
-        """Text to show and how the completion goes on, once this token is appended."""
-        request = sequence.request
-        is_last = len(sequence.tokens) + 1 == request.params.max_tokens
-        text = self.texts.get(request.index)
-        if text is None:
-            stopped, shown = token in request.stop_ids, ""
-        else:
-            shown, stopped = text.push(token)
-            if is_last and not stopped:
-                shown += text.close()
-                stopped = text.stop.found
-        return shown, _STOP if stopped else _LENGTH if is_last else _RUNNING
+    def _reset(self) -> None:
+        """Begin without requests and with an empty cache: what it held may be worth nothing."""
+        self.pool = BlockPool(self.capacity.n_blocks, self.capacity.block_size)
+        self.scheduler = Scheduler(
+            self.pool, step_tokens=self.step_tokens, context=self._context, draft=self._draft
+        )
+        for own in (
+            self._jobs,
+            self._branches,
+            self._incoming,
+            self._outgoing,
+            self._matchers,
+            self._deadlines,
+        ):
+            own.clear()
 
-    def _end(self, sequence: _Running, reason: FinishReason) -> Completion:
-        self.runner.cache.free(sequence.span)
-        self.running.remove(sequence)
-        return sequence.complete(reason)
+    # Orders
 
-    def _end_all(self) -> list[Progress]:
-        """Every request that is left ends as interrupted, with what it has."""
-        ended = []
-        for sequence in list(self.running):
-            text = self.texts.get(sequence.request.index)
-            tail = text.close() if text else ""
-            sequence.text.append(tail)
-            completion = self._end(sequence, "interrupted")
-            ended.append(Progress(sequence.request.index, None, tail, completion))
-        for request in self.waiting:
-            completion = _completion(request, "interrupted", "", [], [])
-            ended.append(Progress(request.index, None, "", completion))
-        self.waiting.clear()
-        return ended
+    def _exchange_orders(self) -> Orders:
+        """Rank 0's orders on every rank."""
+        own = self._new_orders().encode() if self.comm.rank == 0 else None
+        return decode_orders(broadcast_bytes(self.comm, own))
+
+    def _new_orders(self) -> Orders:
+        if self._deadlines:
+            now = time.monotonic()
+            for ticket in [ticket for ticket, when in self._deadlines.items() if when <= now]:
+                del self._deadlines[ticket]
+                self._outgoing.append((ticket, "timeout"))
+        begin: list[tuple[int, Request]] = []
+        size = 0
+        while self._incoming and size < _MAX_ORDER_SIZE:
+            begin.append(self._incoming.popleft())
+            size += _size(begin[-1][1])
+        # A request is ended once the others have heard of it.
+        unheard = {ticket for ticket, _ in self._incoming} if self._outgoing else set()
+        end = tuple(order for order in self._outgoing if order[0] not in unheard)
+        self._outgoing = [order for order in self._outgoing if order[0] in unheard]
+        return Orders(tuple(begin), end)
+
+    def _obey(self, orders: Orders) -> list[Progress]:
+        for ticket, request in orders.begin:
+            self._begin(ticket, request)
+        progress = []
+        for ticket, reason in orders.end:
+            for branch in list(self._jobs[ticket].branches) if ticket in self._jobs else []:
+                tail = branch.transcript.close() if branch.transcript else ""
+                progress.append(self._progress(branch, (), tail, reason))
+        return progress
+
+    def _begin(self, ticket: int, request: Request) -> None:
+        job = self._jobs[ticket] = _Job(ticket, request)
+        matchers = self._matchers.pop(ticket, [])
+        for choice in self.scheduler.add(request):
+            branch = _Branch(
+                job,
+                choice,
+                History(request.prompt) if request.params.has_penalties else None,
+                Lookup(),
+                matcher=matchers[choice.number] if matchers else None,
+            )
+            job.branches.append(branch)
+            self._branches[choice] = branch
+
+    def _new_matchers(self, request: Request) -> list[Matcher]:
+        assert request.params.grammar is not None
+        if self._grammars is None or self._tokenizer is None:
+            raise UsageError("a grammar needs a tokenizer and this model has none")
+        vocabulary = self._tokenizer.vocabulary
+        begins_text = not any(vocabulary.piece(token) for token in request.prompt)
+        first = self._grammars.matcher(request.params.grammar, begins_text=begins_text)
+        return [first, *(first.copy() for _ in range(request.params.n - 1))]
+
+    # The scheduler's questions
+
+    def _context(self, request: Request) -> bytes:
+        """What shapes keys and values beside the tokens before them."""
+        salt = (request.params.cache_salt or "").encode()
+        return struct.pack("<q", _rotary_len(self.runner.args, _total_len(request))) + salt
+
+    def _draft(self, choice: Choice, most: int) -> Sequence[int]:
+        """Guesses at the next tokens: none where a grammar has to see each token first."""
+        if choice.request.params.grammar is not None:
+            return ()
+        most = min(most, self.max_drafts, _MAX_ROWS // len(self.scheduler.running) - 1)
+        return self._branches[choice].lookup.draft(choice.tokens, most) if most > 0 else ()
+
+    # The step
+
+    def _forward(self, works: Sequence[Work], rows: Sequence[int]) -> Tensor:
+        """The wanted rows of the residual stream after the last block, [len(rows), dim] replicated.
+
+        The middle of a prompt wants none, and a forward gives one at least.
+        """
+        pieces = [
+            Piece(work.tokens, work.start, work.choice.blocks, _total_len(work.choice.request))
+            for work in works
+        ]
+        return self.runner.forward(pieces, rows or [0])
+
+    def _rows_to_score(self, works: Sequence[Work]) -> list[tuple[_Job, int, int]]:
+        """Rows whose successor in the prompt is to be scored for the first time.
+
+        Returns: the request, the row, and that successor.
+        """
+        wanted = []
+        first = 0
+        for work in works:
+            job = self._branches[work.choice].job
+            prompt = job.request.prompt
+            if job.request.params.prompt_logprobs is not None and work.choice.number == 0:
+                stop = min(work.start + len(work.tokens), len(prompt) - 1)
+                for at in range(max(work.start, len(job.prompt_logprobs)), stop):
+                    wanted.append((job, first + at - work.start, prompt[at + 1]))
+            first += len(work.tokens)
+        return wanted
+
+    def _score_prompts(self, wanted: Sequence[tuple[_Job, int, int]], hidden: Tensor) -> None:
+        for start in range(0, len(wanted), _SCORE_ROWS):
+            part = wanted[start : start + _SCORE_ROWS]
+            scored = score_tokens(
+                self.runner.logits(hidden[start : start + len(part)]),
+                self.runner.share.vocab,
+                torch.tensor([target for _, _, target in part], device=hidden.device),
+                [job.request.params.prompt_logprobs or 0 for job, _, _ in part],
+                self.comm,
+            )
+            for (job, _, _), one in zip(part, scored, strict=True):
+                job.prompt_logprobs.append(one)
+
+    def _sample(self, works: Sequence[Work], logits: Tensor) -> list[list[Sampled]]:
+        """The draws of each work that draws: one for its last token and one for each draft.
+
+        Fewer where a draw has no token to take.
+        """
+        drawing = [work for work in works if work.draws]
+        if not drawing:
+            return []
+        masks = iter(self._exchange_masks(drawing))
+        draws = [draw for work in drawing for draw in self._draws_of(work, masks)]
+        drawn = iter(self._drawn(logits, draws))
+        return [_until_none(islice(drawn, 1 + work.n_drafts)) for work in drawing]
+
+    def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | None]:
+        """A token for every draw that can have one."""
+        vocab = self.runner.share.vocab
+        try:
+            return list(sample(logits, vocab, draws, self.comm))
+        except NoTokenLeft as error:
+            able = [row for row in range(len(draws)) if row not in error.rows]
+        drawn: list[Sampled | None] = [None] * len(draws)
+        if able:
+            some = sample(logits[able], vocab, [draws[row] for row in able], self.comm)
+            for row, one in zip(able, some, strict=True):
+                drawn[row] = one
+        return drawn
+
+    def _draws_of(self, work: Work, masks: Iterator[bytes]) -> Iterator[Draw]:
+        """A draw for the last known token, and one after each draft as if it had been drawn."""
+        choice, request = work.choice, work.choice.request
+        mask = next(masks) if request.params.grammar is not None else None
+        drafts = work.drafts
+        for n in range(1 + len(drafts)):
+            yield Draw(
+                request.params,
+                request.seed,
+                choice.number,
+                len(choice.tokens) + n,
+                request.index,
+                history=self._branches[choice].history,
+                drafts=drafts[:n],
+                banned=request.banned_ids(choice.n_drawn + n),
+                mask=mask,
+            )
+
+    def _exchange_masks(self, drawing: Sequence[Work]) -> list[bytes]:
+        """For each draw under a grammar which tokens it allows, from rank 0's matchers."""
+        bound = [work.choice for work in drawing if work.choice.request.params.grammar is not None]
+        if not bound:
+            return []
+        own = None
+        if self.comm.rank == 0:
+            own = b"".join(self._mask(choice) for choice in bound)
+        message = broadcast_bytes(self.comm, own)
+        width = len(message) // len(bound)
+        return [message[at : at + width] for at in range(0, len(message), width)]
+
+    def _decide(self, works: Sequence[Work], drawn: Sequence[list[Sampled]]) -> list[Progress]:
+        """Rank 0's ids and decisions go to all ranks; what is finished gives its blocks back."""
+        drawing = [work for work in works if work.draws]
+        shown = [""] * len(drawing)
+        width = 2 + max((len(own) for own in drawn), default=0)
+        message = torch.zeros((len(drawing), width), dtype=torch.int64)
+        if self.comm.rank == 0:
+            for row, (work, own) in enumerate(zip(drawing, drawn, strict=True)):
+                ids, shown[row], end = self._read(work, [one.token for one in own])
+                message[row, : 2 + len(ids)] = torch.tensor([end, len(ids), *ids])
+        message = self.comm.broadcast(message.to(self.runner.device)).cpu()
+        for work in works:
+            if not work.draws:
+                self.scheduler.commit(work, ())
+        progress = []
+        for row, (work, own) in enumerate(zip(drawing, drawn, strict=True)):
+            end, n_kept, *ids = message[row].tolist()
+            kept = own[:n_kept]
+            if [one.token for one in kept] != ids[:n_kept]:
+                raise RuntimeError(
+                    f"rank {self.comm.rank} drew tokens {[one.token for one in kept]} for request "
+                    f"{work.choice.request.index} and rank 0 drew {ids[:n_kept]}: the ranks "
+                    "disagree"
+                )
+            progress.append(self._keep(work, kept, shown[row], _REASONS.get(end)))
+        return progress
+
+    def _read(self, work: Work, drawn: Sequence[int]) -> tuple[list[int], str, int]:
+        """What is kept of the draws, the text to show for it, and whether the completion ends."""
+        branch = self._branches[work.choice]
+        transcript = branch.transcript = branch.transcript or Transcript(
+            work.choice.request, self._tokenizer
+        )
+        ids: list[int] = []
+        text = ""
+        if not drawn:
+            return ids, transcript.close(), _NO_TOKEN
+        for token, draft in zip(drawn, (*work.drafts, None), strict=False):
+            ids.append(token)
+            is_last = work.choice.n_drawn + len(ids) == work.choice.request.params.max_tokens
+            if branch.matcher is not None:
+                try:
+                    branch.matcher.accept(token)
+                except MatchError:  # beyond a limit of the grammar's
+                    return ids[:-1], text + transcript.close(), _NO_TOKEN
+                is_last |= branch.matcher.is_finished
+            piece, stopped = transcript.push(token, is_last)
+            text += piece
+            if stopped or is_last:
+                stopped |= branch.matcher is not None and branch.matcher.is_finished
+                return ids, text, _STOP if stopped else _LENGTH
+            if token != draft:
+                break
+        return ids, text, _RUNNING
+
+    def _keep(
+        self, work: Work, kept: Sequence[Sampled], text: str, reason: FinishReason | None
+    ) -> Progress:
+        branch = self._branches[work.choice]
+        ids = tuple(one.token for one in kept)
+        for one in kept:
+            if branch.history is not None:
+                branch.history.append(one.token)
+            if one.logprobs is not None:
+                branch.logprobs.append(one.logprobs)
+        branch.lookup.judge(work.n_drafts, max(0, len(kept) - 1))
+        self.scheduler.commit(work, ids)
+        return self._progress(branch, ids, text, reason)
+
+    def _progress(
+        self, branch: _Branch, ids: tuple[int, ...], text: str, reason: FinishReason | None
+    ) -> Progress:
+        """What a choice got; with a reason it ends here."""
+        job, choice = branch.job, branch.choice
+        completion = None if reason is None else _completion(branch, reason)
+        if reason is not None:
+            self._end(branch)
+        return Progress(
+            ticket=job.ticket,
+            index=job.request.index,
+            choice=choice.number,
+            tokens=ids,
+            text=text,
+            completion=completion,
+            is_last=not job.branches,
+        )
+
+    def _end(self, branch: _Branch) -> None:
+        job = branch.job
+        self.scheduler.finish(branch.choice)
+        del self._branches[branch.choice]
+        job.branches.remove(branch)
+        if not job.branches:
+            del self._jobs[job.ticket]
+            self._deadlines.pop(job.ticket, None)
+
+    def _mask(self, choice: Choice) -> bytes:
+        """What a choice's grammar allows next; no token where it can go nowhere."""
+        matcher = self._branches[choice].matcher
+        assert matcher is not None
+        try:
+            return matcher.mask()
+        except MatchError:
+            return bytes(-(-self.runner.args.vocab_size // 8))
 
 
-def _draw(sequence: _Running) -> Draw:
-    request = sequence.request
-    position = len(request.prompt) + len(sequence.tokens)
-    return Draw(request.params, request.seed, 0, position, request.index)
+def _rows_to_draw(works: Sequence[Work]) -> list[int]:
+    """The rows of the batch from which tokens are drawn, in the order of the works."""
+    rows: list[int] = []
+    stop = 0
+    for work in works:
+        stop += len(work.tokens)
+        if work.draws:
+            rows += range(stop - 1 - work.n_drafts, stop)
+    return rows
 
 
-def _n_slots(request: Request) -> int:
+def _until_none(drawn: Iterable[Sampled | None]) -> list[Sampled]:
+    first = []
+    for one in drawn:
+        if one is None:
+            break
+        first.append(one)
+    return first
+
+
+class _Clock:
+    """Seconds between one lap and the next."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        before, self._last = self._last, time.perf_counter()
+        return self._last - before
+
+
+def _size(request: Request) -> int:
+    """About how many numbers a message needs for a request."""
+    params = request.params
+    n_chars = sum(map(len, params.stop)) + (len(params.grammar.text) if params.grammar else 0)
+    n_ids = len(request.stop_ids) + len(params.stop_token_ids) + 2 * len(params.logit_bias)
+    return 64 + len(request.prompt) + n_ids + n_chars
+
+
+def _total_len(request: Request) -> int:
     return len(request.prompt) + request.params.max_tokens
 
 
-def _cache_slots(runner: Runner, requests: Sequence[Request]) -> int:
-    """Slots for all requests, or as many as the size limit allows, but enough for the longest."""
-    needs = [_n_slots(request) for request in requests]
-    widest = max(
-        kv_bytes_per_token(runner.args, share, runner.dtype.itemsize)
-        for share in runner.plan.shares
-    )
-    return max(max(needs, default=0), min(sum(needs), MAX_CACHE_BYTES // widest))
+def _rotary_len(args: ModelArgs, total_len: int) -> int:
+    """What a dynamic rotary base depends on; 0 for bases that are the same for all requests."""
+    scaling = args.rope_scaling
+    if scaling is None or scaling.kind != "dynamic":
+        return 0
+    return max(total_len, scaling.original_max_seq_len or args.max_seq_len)
 
 
-def _completion(
-    request: Request,
-    reason: FinishReason,
-    text: str,
-    tokens: Sequence[int],
-    logprobs: Sequence[TokenLogprob],
-) -> Completion:
+def _completion(branch: _Branch, reason: FinishReason) -> Completion:
+    job, choice = branch.job, branch.choice
+    params = job.request.params
     return Completion(
-        index=request.index,
-        text=text,
-        tokens=tuple(tokens),
+        index=job.request.index,
+        text=branch.transcript.text if branch.transcript else "",
+        tokens=tuple(choice.tokens[choice.n_prompt :]),
         finish_reason=reason,
-        n_prompt_tokens=len(request.prompt),
-        logprobs=tuple(logprobs) if request.params.logprobs is not None else None,
+        n_prompt_tokens=choice.n_prompt,
+        logprobs=tuple(branch.logprobs) if params.logprobs is not None else None,
+        choice=choice.number,
+        n_choices=params.n,
+        prompt_logprobs=(
+            (None, *job.prompt_logprobs) if params.prompt_logprobs is not None else None
+        ),
     )

@@ -16,12 +16,14 @@ from parallel_llama.config import (
 from parallel_llama.errors import UsageError
 from parallel_llama.model_files import ModelFiles
 from parallel_llama.request import (
+    Grammar,
     Request,
     SamplingParams,
     check_fits,
     resolve_seed,
     resolve_stop_ids,
 )
+from parallel_llama.structured import GrammarCompiler
 from parallel_llama.tokenizer import ChatTemplate, Tokenizer, load_chat_template, load_tokenizer
 
 Message = dict[str, str]
@@ -66,6 +68,11 @@ class Intake:
         return load_chat_template(self.files.path, self.tokenizer)
 
     @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What turns a request's grammar into masks over this model's vocabulary."""
+        return GrammarCompiler(self.tokenizer, self.args.vocab_size, self._eos_ids)
+
+    @cached_property
     def defaults(self) -> GenerationDefaults:
         return load_generation_defaults(self.files)
 
@@ -96,10 +103,37 @@ class Intake:
         requests = []
         for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             try:
-                requests.append(self._request(index, prompt, own))
+                requests.append(self.request(index, prompt, own))
             except UsageError as error:
                 raise UsageError(f"prompt {index}: {error}") from error
         return requests
+
+    def request(self, index: int, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """The request for one prompt; `index` is its number, and the seed's where it has none.
+
+        Raises: UsageError for a prompt or settings that this model cannot take.
+        """
+        params = params or self.sampling_params()
+        tokens = self._tokens(prompt)
+        check_fits(len(tokens), params, self.max_seq_len)
+        self.check_sequence(tokens)
+        if params.stop and not self.has_tokenizer:
+            raise UsageError("stop strings need a tokenizer and this model has none")
+        if params.grammar is not None:
+            self._check_grammar(params.grammar)
+        largest = max((token for token, _ in params.logit_bias), default=0)
+        if largest >= self.args.vocab_size:
+            raise UsageError(
+                f"logit_bias: token id {largest} is outside the vocabulary, "
+                f"0 to {self.args.vocab_size - 1}"
+            )
+        seed = resolve_seed(params, self.seed, index)
+        return Request(index, tokens, params, seed, resolve_stop_ids(params, self._eos_ids))
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        if not self.has_tokenizer:
+            raise UsageError("a grammar needs a tokenizer and this model has none")
+        self.grammars.matcher(grammar)  # kept, so that the engine finds it compiled
 
     def check_sequence(self, tokens: Sequence[int]) -> None:
         """Check token ids that are to be scored.
@@ -120,15 +154,6 @@ class Intake:
                 raise UsageError(
                     f"token id {token} is outside the vocabulary, 0 to {self.args.vocab_size - 1}"
                 )
-
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
-        tokens = self._tokens(prompt)
-        check_fits(len(tokens), params, self.max_seq_len)
-        self.check_sequence(tokens)
-        if params.stop and not self.has_tokenizer:
-            raise UsageError("stop strings need a tokenizer and this model has none")
-        seed = resolve_seed(params, self.seed, index)
-        return Request(index, tokens, params, seed, resolve_stop_ids(params, self._eos_ids))
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -53,6 +53,7 @@ def end_to_end(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
         dtype=first.dtype,
         device=first.device,
     )
+    whole.weight = _by_input(whole.weight)
     for name, packed in whole.named_parameters():
         start = 0
         for layer in layers:
@@ -84,6 +85,10 @@ class RowParallelLinear(nn.Module):
         self.comm = comm
         self.weight = _parameter((out_features, len(columns)), dtype, device)
         self.bias = _parameter((out_features,), dtype, device) if bias else None
+
+    def pack(self) -> None:
+        """Lay the weight out as products want it, once it is filled."""
+        self.weight = _by_input(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight)  # [T, out_features] partial
@@ -135,8 +140,22 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        # Not F.rms_norm: on the CPU it takes ten times as long for many rows.
+        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        # One call for eps + norm^2 / dim: at one row each call takes as long as what it computes.
+        mean = torch.full_like(norm, self.eps).addcmul_(norm, norm, value=1 / x.shape[-1])
+        inverse_rms = mean.rsqrt_()
+        y = (wide * inverse_rms).to(x.dtype)
+        return y.mul_(self.weight)
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def _by_input(weight: Tensor) -> nn.Parameter:
+    """The same [out, in] weight with the outputs of one input side by side in memory.
+
+    A product of one row with it is a stream of memory, and a tenth faster than in torch's order.
+    """
+    return nn.Parameter(weight.t().contiguous().t(), requires_grad=False)

@@ -54,10 +54,11 @@ class FeedForward(nn.Module):
 
     def pack(self) -> None:
         self.w13 = end_to_end(self.w1, self.w3)
+        self.w2.pack()
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.w13(x).chunk(2, dim=-1)  # [T, channels] local, twice
-        return self.w2(F.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.w2(F.silu(gate, inplace=True).mul_(up))  # type: ignore[no-any-return]
 
 
 class TransformerBlock(nn.Module):
@@ -79,9 +80,13 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(args.dim, args.norm_eps, dtype=dtype, device=device)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, batch: Batch, cache: KVCache) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), batch, cache)
-        return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
+    def forward(
+        self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None = None
+    ) -> Tensor:
+        """Changes x. With `rows` the result is that of these rows alone, [n, dim]."""
+        o = self.attention(self.attention_norm(x), batch, cache, rows)
+        x = o.add_(x if rows is None else x[rows])
+        return x.add_(self.feed_forward(self.ffn_norm(x)))
 
 
 class Transformer(nn.Module):
@@ -117,13 +122,15 @@ class Transformer(nn.Module):
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Run the batch's tokens through all blocks and store their keys and values.
 
-        Returns: the residual stream after the last block, [T, dim] replicated.
+        Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] of the
+        batch's rows: all tokens pass the last block's keys and values, these alone the rest.
         Collective: 2 n_layers + 1 all_reduces.
         """
         x = self.tok_embeddings(batch.tokens)  # [T, dim] replicated
-        for block in self.layers:
+        *others, last = self.layers
+        for block in others:
             x = block(x, batch, cache)
-        return x  # type: ignore[no-any-return]
+        return last(x, batch, cache, batch.rows)  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores of this rank's vocabulary rows, in at least float32.

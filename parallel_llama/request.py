@@ -8,15 +8,14 @@ later has to check it again.
 import hashlib
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import msgspec
+from typing import Any, Literal, get_args
 
 from parallel_llama.errors import UsageError
 
-FinishReason = Literal["stop", "length", "interrupted"]
+FinishReason = Literal["stop", "length", "interrupted", "cancelled", "timeout", "no_token"]
+GrammarKind = Literal["json_schema", "regex", "lark"]
 
 # Below this the division by the temperature only costs digits: the draw is greedy already.
 MIN_TEMPERATURE = 1e-6
@@ -24,18 +23,53 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096  # of all stop strings of one request together
 MAX_STOP_IDS = 4096
+MAX_CHOICES = 128
+MAX_BIASES = 4096
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, to either side
+# Beyond these a float32 logit could become infinite, and no penalty that is meant comes close.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_SALT_BYTES = 256
+MAX_GRAMMAR_BYTES = 64 << 10
 MAX_TOKEN_ID = 2**31 - 1
-MAX_MESSAGE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a completion must look like, as its author wrote it; checked for its size alone.
+
+    Raises: UsageError for an unknown kind, and for a text that is empty or too long.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        kinds = get_args(GrammarKind)
+        if self.kind not in kinds:
+            raise UsageError(f"grammar kind {_shown(self.kind)} is unknown; use {', '.join(kinds)}")
+        _check_text("the grammar", self.text, MAX_GRAMMAR_BYTES)
+        if not self.text:
+            raise UsageError("the grammar is empty; leave it out, or write one")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are drawn and when it ends; checked when it is made.
 
-    The filters apply in this order: temperature, top_k, top_p, min_p (min_p is relative to the
-    likeliest token). A temperature below MIN_TEMPERATURE is greedy and ignores the filters.
-    `logprobs` asks for that many alternatives beside the chosen token. `stop` and
-    `stop_token_ids` may be given as any list.
+    What changes the logits comes in this order: logit_bias; min_tokens and grammar, which forbid
+    tokens; repetition_penalty; presence_penalty and frequency_penalty; temperature; and then the
+    filters top_k, top_p and min_p (relative to the likeliest token). A temperature below
+    MIN_TEMPERATURE is greedy: it takes the largest logit and ignores the filters.
+
+    `n` completions are drawn, each a choice of its own. Before `min_tokens` tokens neither an eos
+    or stop id can be drawn nor a stop string ends the completion. `repetition_penalty` divides the
+    positive and multiplies the negative logits of every token of prompt and completion;
+    `presence_penalty` is subtracted once, and `frequency_penalty` once per occurrence, from those
+    of the completion. `logprobs` and `prompt_logprobs` ask for that many alternatives beside the
+    chosen token, and beside each token of the prompt. Requests with different `cache_salt` share
+    nothing through the prefix cache. `stop` and `stop_token_ids` may be given as any list, and
+    `logit_bias` as any mapping of token ids to biases.
 
     Raises: UsageError for a value of the wrong type or out of range.
     """
@@ -50,20 +84,52 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0  # 1: off
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), by token id
+    grammar: Grammar | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID)
+        if self.min_tokens > self.max_tokens:
+            raise UsageError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
+                "lower it or raise max_tokens"
+            )
+        _check_int("n", self.n, 1, MAX_CHOICES)
         _check_int("top_k", self.top_k, 0, MAX_TOKEN_ID, "; 0 turns it off")
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.cache_salt is not None:
+            _check_text("cache_salt", self.cache_salt, MAX_SALT_BYTES)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise UsageError(
+                f"grammar={_shown(self.grammar)} is no Grammar; give its kind and text"
+            )
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos={self.ignore_eos!r} is neither true nor false")
         numbers = {
             "temperature": _checked_float("temperature", self.temperature, 0.0, math.inf),
             "top_p": _checked_float("top_p", self.top_p, 0.0, 1.0),
             "min_p": _checked_float("min_p", self.min_p, 0.0, 1.0),
+            "repetition_penalty": _checked_float(
+                "repetition_penalty",
+                self.repetition_penalty,
+                MIN_REPETITION_PENALTY,
+                MAX_REPETITION_PENALTY,
+                "; 1 turns it off",
+            ),
+            "presence_penalty": _checked_penalty("presence_penalty", self.presence_penalty),
+            "frequency_penalty": _checked_penalty("frequency_penalty", self.frequency_penalty),
         }
         if numbers["top_p"] == 0:
             raise UsageError("top_p=0 keeps no token; use temperature 0 for greedy decoding")
@@ -72,6 +138,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_ids(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _checked_biases(self.logit_bias))
 
     @property
     def is_greedy(self) -> bool:
@@ -81,6 +148,15 @@ class SamplingParams:
     def is_filtered(self) -> bool:
         """Whether any filter can take a token away before the draw."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a draw depends on which tokens came before it, beside the model's own logits."""
+        return self.repetition_penalty != 1 or self.penalizes_completion
+
+    @property
+    def penalizes_completion(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True)
@@ -104,13 +180,18 @@ class Request:
                     f"request {self.index}: prompt token id {token} is not in 0..{MAX_TOKEN_ID}"
                 )
 
+    def banned_ids(self, n_drawn: int) -> frozenset[int]:
+        """The ids that cannot be drawn as the next token of a completion of `n_drawn` tokens."""
+        return self.stop_ids if n_drawn < self.params.min_tokens else frozenset()
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
     """A chosen token's log-probability and its likeliest alternatives, likeliest first.
 
-    Natural logarithms of the model's own distribution, before temperature and filters. `top`
-    holds (token, logprob) pairs and never the chosen token itself.
+    Natural logarithms of the model's own distribution, log_softmax of its logits before biases,
+    penalties, masks, temperature and filters. `top` holds (token, logprob) pairs, never the chosen
+    token itself and no token of probability 0.
     """
 
     token: int
@@ -120,10 +201,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Completion:
-    """What one request produced.
+    """One choice of what a request produced.
 
     `tokens` holds every id that was drawn, the eos or stop id or the one that completed a stop
     string included; `text` ends before them. So `tokens` may decode to more than `text`.
+    `prompt_logprobs` has an entry per token of the prompt; the first, which nothing predicts, is
+    None.
     """
 
     index: int
@@ -132,9 +215,15 @@ class Completion:
     finish_reason: FinishReason
     n_prompt_tokens: int
     logprobs: tuple[TokenLogprob, ...] | None = None
+    choice: int = 0  # which of the request's n_choices
+    n_choices: int = 1
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The line of `generate --json`; `logprobs` is there only where it was asked for."""
+        """The line of `generate --json`.
+
+        `choice` is there only beside others, log-probabilities only where they were asked for.
+        """
         line: dict[str, Any] = {
             "index": self.index,
             "text": self.text,
@@ -142,10 +231,13 @@ class Completion:
             "finish_reason": self.finish_reason,
             "n_prompt_tokens": self.n_prompt_tokens,
         }
+        if self.n_choices > 1:
+            line["choice"] = self.choice
         if self.logprobs is not None:
-            line["logprobs"] = [
-                {"token": each.token, "logprob": each.logprob, "top": [list(t) for t in each.top]}
-                for each in self.logprobs
+            line["logprobs"] = [_logprob_json(each) for each in self.logprobs]
+        if self.prompt_logprobs is not None:
+            line["prompt_logprobs"] = [
+                each and _logprob_json(each) for each in self.prompt_logprobs
             ]
         return line
 
@@ -269,39 +361,7 @@ class StopText:
         return self._next[state].get(char, 0)
 
 
-def encode_requests(requests: Sequence[Request]) -> bytes:
-    """The bytes in which rank 0 sends requests to all ranks.
-
-    Raises: UsageError where they are more than one message may hold.
-    """
-    message = _ENCODER.encode(requests)
-    if len(message) > MAX_MESSAGE_BYTES:
-        raise UsageError(
-            f"{len(requests)} requests take {len(message)} bytes and one message holds "
-            f"{MAX_MESSAGE_BYTES}; send fewer or shorter prompts at a time"
-        )
-    return message
-
-
-def decode_requests(message: bytes) -> list[Request]:
-    """Requests from their bytes, with every type and range checked.
-
-    Raises: ValueError for a message that is too long, is not whole or holds anything else.
-    """
-    if len(message) > MAX_MESSAGE_BYTES:
-        raise ValueError(
-            f"a message of {len(message)} bytes claims to hold requests, at most "
-            f"{MAX_MESSAGE_BYTES} are read"
-        )
-    try:
-        return _DECODER.decode(message)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"a message of requests cannot be read: {error}") from error
-
-
 _EMPTY_PROMPT = "the prompt is empty; give at least one token"
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(list[Request])
 
 
 def _check_int(name: str, value: object, low: int, high: int, hint: str = "") -> None:
@@ -312,7 +372,7 @@ def _check_int(name: str, value: object, low: int, high: int, hint: str = "") ->
         raise UsageError(f"{name}={value} is out of range; use {low} to {high}{hint}")
 
 
-def _checked_float(name: str, value: object, low: float, high: float) -> float:
+def _checked_float(name: str, value: object, low: float, high: float, hint: str = "") -> float:
     if type(value) not in (int, float):
         raise UsageError(f"{name}={_shown(value)} is not a number")
     try:
@@ -321,8 +381,23 @@ def _checked_float(name: str, value: object, low: float, high: float) -> float:
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
         allowed = f"{low:g} to {high:g}" if math.isfinite(high) else f"a finite number from {low:g}"
-        raise UsageError(f"{name}={_shown(value)} is out of range; use {allowed}")
+        raise UsageError(f"{name}={_shown(value)} is out of range; use {allowed}{hint}")
     return number
+
+
+def _checked_penalty(name: str, value: object) -> float:
+    return _checked_float(name, value, -MAX_PENALTY, MAX_PENALTY, "; 0 turns it off")
+
+
+def _check_text(name: str, value: object, max_bytes: int) -> None:
+    if not isinstance(value, str):
+        raise UsageError(f"{name}={_shown(value)} is no text")
+    try:
+        n_bytes = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} holds half a surrogate pair, which is no character") from error
+    if n_bytes > max_bytes:
+        raise UsageError(f"{name} has {n_bytes} bytes; use at most {max_bytes}")
 
 
 def _checked_stop(value: object) -> tuple[str, ...]:
@@ -348,6 +423,30 @@ def _checked_ids(value: object) -> frozenset[int]:
     for token in value:
         _check_int("stop_token_ids", token, 0, MAX_TOKEN_ID)
     return frozenset(value)
+
+
+def _checked_biases(value: object) -> tuple[tuple[int, float], ...]:
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value):
+        pairs = list(value)
+    else:
+        raise UsageError(f"logit_bias={_shown(value)} does not map token ids to biases")
+    if len(pairs) > MAX_BIASES:
+        raise UsageError(f"logit_bias holds {len(pairs)} tokens; use at most {MAX_BIASES}")
+    for token, _ in pairs:
+        _check_int("logit_bias token id", token, 0, MAX_TOKEN_ID)
+    biases = {
+        token: _checked_float(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+        for token, bias in pairs
+    }
+    if len(biases) < len(pairs):
+        raise UsageError("logit_bias holds a token id more than once; add its biases up")
+    return tuple(sorted(biases.items()))
+
+
+def _logprob_json(each: TokenLogprob) -> dict[str, Any]:
+    return {"token": each.token, "logprob": each.logprob, "top": [list(t) for t in each.top]}
 
 
 def _shown(value: object) -> str:

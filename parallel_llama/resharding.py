@@ -19,6 +19,7 @@ from parallel_llama.checkpoint.meta_layout import MetaLayout
 from parallel_llama.checkpoint.native_layout import NativeLayout
 from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes, norm_variants
 from parallel_llama.checkpoint.reshard import Reshard, Result, stored_dtypes
+from parallel_llama.checkpoint.reused_memory import ReusedMemory
 from parallel_llama.config import (
     GenerationDefaults,
     ModelArgs,
@@ -55,13 +56,14 @@ def reshard(
     n_parts: int,
     dtype: str | None = None,
     resume: bool = False,
-    on_start: Callable[[int], None] = lambda _: None,
+    on_start: Callable[[int, int], None] = lambda _total, _done: None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Write a model's files anew in another layout, as `n_parts` files.
 
-    The values stay what they are unless a `dtype` is asked for. `on_start` is told the bytes of all
-    weights when everything is checked, `on_bytes` of every piece that is written.
+    The values stay what they are unless a `dtype` is asked for. When everything is checked,
+    `on_start` is told the bytes of all weights and how many of them an earlier run has written;
+    `on_bytes` is told of every piece that this one writes.
 
     Raises: UsageError for what cannot be done and CheckpointError for a damaged source, both before
     anything is written; DamagedWeights or WriteError if reading or writing fails.
@@ -70,7 +72,7 @@ def reshard(
     check_target(source, target)
     args = load_model_args(source, meta_vocab_size)
     check_parts(layout, args, n_parts)
-    with closing(open_checkpoint(source, args)) as checkpoint:
+    with closing(open_checkpoint(source, args, ReusedMemory().empty)) as checkpoint:
         checkpoint.check(args)
         dtypes = stored_dtypes(checkpoint, args)
         if dtype is not None:
@@ -94,8 +96,7 @@ def reshard(
             source, args, checkpoint, written, target,
             dtypes=dtypes, beside=beside, resume=resume,
         )  # fmt: skip
-        on_start(run.n_bytes)
-        return run.run(on_bytes)
+        return run.run(on_start, on_bytes)
 
 
 def companions(

@@ -1,8 +1,10 @@
 """Rotary position embeddings and the ways they are stretched to longer contexts.
 
-Heads are in half-split order (HF's): pair i of a head is its values i and i + head_dim / 2. The
-checkpoint readers bring Meta's and GGUF's interleaved order into this one. Frequencies and angles
-are computed in float64 and rounded once, so the tables do not depend on the runtime dtype.
+Checkpoints are read in half-split order (HF's): pair i of a head is its values i and
+i + head_dim / 2. The rows of wq and wk are then laid in interleaved order (Meta's), pair i being
+2 i and 2 i + 1, so that rotating a pair is one product of complex numbers; q k^T is the same in
+both. Frequencies and angles are computed in float64 and rounded once, so the tables do not depend
+on the runtime dtype.
 
 Source: RoFormer, arXiv 2104.09864, section 3.2.2.
 """
@@ -13,6 +15,9 @@ import torch
 from torch import Tensor
 
 from parallel_llama.config import ModelArgs, RopeScaling
+
+# Tables that are kept: one, but for dynamic scaling, where each length of a sequence has its own.
+_MAX_TABLES = 64
 
 
 def frequencies(args: ModelArgs, total_len: int) -> tuple[Tensor, float]:
@@ -39,27 +44,67 @@ def frequencies(args: ModelArgs, total_len: int) -> tuple[Tensor, float]:
     return _yarn(freqs, args, scaling), _yarn_attention_factor(scaling)
 
 
-def rotary_tables(args: ModelArgs, positions: Tensor, total_len: int) -> Tensor:
-    """cos and sin of every position's angles in float64, spread over both halves of a head.
+class RotaryTables:
+    """The rotations of every position, computed when a position is first asked for and kept.
 
-    The sine of a first half is negative, so that `apply_rotary` is two products and a sum.
+    `dtype` is that of the model; the tables have at least float32.
+    """
 
-    Shapes: `positions` [T]; the result [2, T, 1, head_dim].
+    def __init__(self, args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.promote_types(dtype, torch.float32)
+        self._args, self._dtype, self._device = args, wide.to_complex(), device
+        self._tables: dict[int, Tensor] = {}
+
+    def rows(self, positions: range, total_len: int) -> Tensor:
+        """Rotations of consecutive positions in a sequence that may grow to `total_len`.
+
+        Shapes: [T, 1, head_dim / 2] complex.
+        """
+        key = total_len if _depends_on_length(self._args) else 0
+        table = self._tables.get(key)
+        if table is None or len(table) < positions.stop:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            # Twice what is asked for, so that a growing sequence rarely asks again.
+            table = rotations(self._args, range(2 * positions.stop), total_len)
+            table = table.to(device=self._device, dtype=self._dtype)
+            self._tables[key] = table
+        return table[positions.start : positions.stop]
+
+
+def rotations(args: ModelArgs, positions: range, total_len: int) -> Tensor:
+    """exp(i angle) of every position and pair, times the factor of the scaling.
+
+    Shapes: [T, 1, head_dim / 2] complex128.
     """
     freqs, scale = frequencies(args, total_len)
-    angles = positions.to(torch.float64)[:, None, None] * freqs.to(positions.device)
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+    at = torch.arange(positions.start, positions.stop, dtype=torch.float64)
+    angles = at[:, None, None] * freqs
+    return torch.polar(torch.full_like(angles, scale), angles)
 
 
-def apply_rotary(x: Tensor, tables: Tensor) -> Tensor:
-    """Rotate every head of x by the angle of its token's position.
+def rotate_(x: Tensor, rotations: Tensor) -> None:
+    """Rotate every head of x, in interleaved order, by its token's angles, in place.
 
-    Shapes: x [T, H, D]; `tables` [2, T, 1, D] in at least float32; the result like x.
+    Shapes: x [T, H, D]; `rotations` [T, 1, D / 2] complex, of at least float32.
     """
-    wide = x.to(tables.dtype)
-    other_half = wide.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(wide * tables[0], other_half, tables[1]).to(x.dtype)
+    wide = x.to(rotations.dtype.to_real())
+    torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2)).mul_(rotations)
+    if wide is not x:
+        x.copy_(wide)
+
+
+def interleaved(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of wq or wk, or of their biases, from half-split into interleaved order.
+
+    Shapes: [n_heads * head_dim, ...], and so is the result.
+    """
+    halves = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])  # [n_heads, half, pair, ...]
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+def _depends_on_length(args: ModelArgs) -> bool:
+    return args.rope_scaling is not None and args.rope_scaling.kind == "dynamic"
 
 
 def _dynamic_base(args: ModelArgs, scaling: RopeScaling, total_len: int) -> float:

@@ -11,23 +11,36 @@ import torch
 from torch import Tensor
 
 from parallel_llama.attention import Batch, Window
-from parallel_llama.cache import KVCache, Span
+from parallel_llama.cache import KVCache, slices_of, slots_of
 from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.config import ModelArgs
 from parallel_llama.model import Transformer
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import ShardPlan
-from parallel_llama.rope import rotary_tables
+from parallel_llama.rope import RotaryTables
 from parallel_llama.sampling import gather_logits
+
+# Queries that attention takes at once: so many that a call is worth it, so few that a long prompt's
+# first ones need not pass over its last keys.
+_MAX_QUERIES = 256
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens of one sequence, the first of them at position `start`."""
+    """Consecutive tokens of one sequence, the first of them at position `start`.
 
-    span: Span
+    `blocks` is the sequence's block table as far as the piece's last token, or longer; `total_len`
+    is the most tokens that the sequence may come to.
+    """
+
     tokens: Sequence[int]
     start: int
+    blocks: Sequence[int]
+    total_len: int
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + len(self.tokens))
 
 
 class Runner:
@@ -38,7 +51,8 @@ class Runner:
         self.share = plan.shares[comm.rank]
         weight = model.norm.weight
         self.dtype, self.device = weight.dtype, weight.device
-        self.reserve(0)
+        self.rotary = RotaryTables(args, dtype=self.dtype, device=self.device)
+        self.reserve(0, 1)
 
     @classmethod
     def load(
@@ -50,7 +64,6 @@ class Runner:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        n_slots: int = 0,
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> "Runner":
         """Read this rank's share of a checkpoint, tensor by tensor.
@@ -63,22 +76,23 @@ class Runner:
         for name, value in load(checkpoint, args, share, dtype, device, on_bytes):
             model.assign(name, value)
         model.complete()
-        runner = cls(args, plan, comm, model)
-        runner.reserve(n_slots)
-        return runner
+        return cls(args, plan, comm, model)
 
-    def reserve(self, n_slots: int) -> None:
-        """Replace the cache by an empty one for `n_slots` tokens."""
-        self.cache = KVCache(self.args, self.share, n_slots, dtype=self.dtype, device=self.device)
+    def reserve(self, n_blocks: int, block_size: int) -> None:
+        """Replace the cache by an empty one."""
+        self.cache = KVCache(
+            self.args, self.share, n_blocks, block_size, dtype=self.dtype, device=self.device
+        )
 
     @torch.inference_mode()
-    def forward(self, pieces: Sequence[Piece]) -> Tensor:
+    def forward(self, pieces: Sequence[Piece], rows: Sequence[int] | None = None) -> Tensor:
         """Run the pieces through the model, end to end in one batch.
 
-        Returns: the residual stream after the last block, [T, dim] replicated.
+        Returns: the residual stream after the last block, [T, dim] replicated; of `rows` alone, in
+        their order, where they are given, which spares the last block most of its work.
         Collective: 2 n_layers + 1 all_reduces.
         """
-        return self.model(self._batch(pieces), self.cache)  # type: ignore[no-any-return]
+        return self.model(self._batch(pieces, rows), self.cache)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -93,34 +107,48 @@ class Runner:
         vocabs = [share.vocab for share in self.plan.shares]
         return gather_logits(self.logits(hidden), vocabs, self.comm)
 
-    def _batch(self, pieces: Sequence[Piece]) -> Batch:
-        tokens = [token for piece in pieces for token in piece.tokens]
-        slots, rotary, windows, first = [], [], [], 0
-        wide = torch.promote_types(self.dtype, torch.float32)
+    def _batch(self, pieces: Sequence[Piece], rows: Sequence[int] | None) -> Batch:
+        block_size = self.cache.block_size
+        tokens: list[int] = []
+        slots: list[int] = []
+        rotations, windows = [], []
         for piece in pieces:
-            stop = piece.start + len(piece.tokens)
-            assert piece.tokens and stop <= len(piece.span)
-            positions = torch.arange(piece.start, stop, device=self.device)
-            slots.append(positions + piece.span.start)
-            rotary.append(rotary_tables(self.args, positions, len(piece.span)).to(wide))
-            windows.append(
-                Window(
-                    slice(first, first + len(piece.tokens)),
-                    slice(piece.span.start, piece.span.start + stop),
-                    _mask(positions, stop),
-                )
-            )
-            first += len(piece.tokens)
+            positions = piece.positions
+            assert positions and positions.stop <= piece.total_len
+            for first in range(0, len(positions), _MAX_QUERIES):
+                seeing = positions[first : first + _MAX_QUERIES]
+                windows.append(self._window(len(tokens) + first, seeing, piece.blocks))
+            tokens += piece.tokens
+            slots += slots_of(piece.blocks, block_size, positions)
+            rotations.append(self.rotary.rows(positions, piece.total_len))
+        ids = self._int64((tokens, slots))
         return Batch(
-            torch.tensor(tokens, dtype=torch.int64, device=self.device),
-            torch.cat(slots),
-            torch.cat(rotary, dim=1),
-            tuple(windows),
+            tokens=ids[0],
+            slots=ids[1],
+            rotations=rotations[0] if len(rotations) == 1 else torch.cat(rotations),
+            windows=tuple(windows),
+            rows=None if rows is None else self._int64(rows),
         )
 
+    def _window(self, first_row: int, positions: range, blocks: Sequence[int]) -> Window:
+        """What consecutive positions of one sequence see, the first in this row of the batch."""
+        slots = slices_of(blocks, self.cache.block_size, positions.stop)
+        return Window(
+            slice(first_row, first_row + len(positions)),
+            tuple(self.cache.past(run.kv_heads, slots) for run in self.share.runs),
+            self._mask(positions),
+        )
 
-def _mask(positions: Tensor, n_keys: int) -> Tensor | None:
-    """Which keys each position may see, [T, n_keys]; None where torch's own causal mask serves."""
-    if len(positions) in (1, n_keys):
-        return None
-    return positions[:, None] >= torch.arange(n_keys, device=positions.device)
+    def _int64(self, values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _mask(self, positions: range) -> Tensor | None:
+        """What is added to each position's scores; None where torch's own causal mask serves.
+
+        Shapes: [len(positions), positions.stop].
+        """
+        if len(positions) in (1, positions.stop):
+            return None
+        shape = (len(positions), positions.stop)
+        hidden = torch.full(shape, -torch.inf, dtype=self.dtype, device=self.device)
+        return hidden.triu(positions.start + 1)

@@ -72,7 +72,7 @@ def _write_native(source: Path, folder: Path) -> None:
     folder.mkdir()
     layout.create(folder)
     for param, value in whole.items():
-        for name, offset, part in layout.parts(param, value):
+        for name, offset, part in layout.parts(param, [value]):
             with (folder / name).open("r+b") as file:
                 file.seek(offset)
                 file.write(tensor_bytes(part))

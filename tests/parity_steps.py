@@ -14,30 +14,31 @@ from parallel_llama.parallel import Communicator
 from parallel_llama.plan import make_plan
 from parallel_llama.runner import Piece, Runner
 
+BLOCK_SIZE = 4
+
 
 def load_runner(comm: Communicator, folder: Path, n_slots: int) -> Runner:
-    """This rank's share of a tiny model in float64."""
+    """This rank's share of a tiny model in float64, and one block of cache."""
     files = find_model(str(folder))
     args = load_model_args(files)
-    return Runner.load(
+    runner = Runner.load(
         args,
         open_checkpoint(files, args),
         make_plan(args, comm.size),
         comm,
         dtype=torch.float64,
         device=torch.device("cpu"),
-        n_slots=n_slots,
     )
+    runner.reserve(1, n_slots)
+    return runner
 
 
 def logits_in_pieces(runner: Runner, tokens: Sequence[int], cuts: Sequence[int] = ()) -> Tensor:
     """Logits of all positions of one sequence, its tokens fed in pieces that end at the cuts."""
-    span = runner.cache.allocate(len(tokens))
     hidden = [
-        runner.forward([Piece(span, tokens[start:stop], start)])
+        runner.forward([Piece(tokens[start:stop], start, [0], len(tokens))])
         for start, stop in pairwise([0, *cuts, len(tokens)])
     ]
-    runner.cache.free(span)
     return runner.full_logits(torch.cat(hidden))
 
 
@@ -65,14 +66,13 @@ def logits_alone_and_together(
     """Each sequence by itself, and all of them in shared forwards at different points.
 
     Sequence i joins at forward i with the first half of its tokens, goes on with up to 3 and then
-    with one per forward, so that most forwards mix prefills with others' decode steps. One span is
-    given back first, so that not all lie in the order in which they came.
+    with one per forward, so that most forwards mix prefills with others' decode steps. The
+    blocks of half of the sequences lie in order, those of the others are scattered.
     """
-    runner = load_runner(comm, folder, sum(map(len, prompts)))
+    runner = load_runner(comm, folder, max(map(len, prompts)))
     alone = [logits_in_pieces(runner, prompt) for prompt in prompts]
-    first, *others = [runner.cache.allocate(len(prompt)) for prompt in prompts]
-    runner.cache.free(first)
-    spans = [runner.cache.allocate(len(first)), *others]
+    tables = _block_tables([-(-len(prompt) // BLOCK_SIZE) for prompt in prompts])
+    runner.reserve(sum(map(len, tables)), BLOCK_SIZE)
     together: list[list[Tensor]] = [[] for _ in prompts]
     waiting = [_batched(prompt) for prompt in prompts]
     n_forwards = 0
@@ -83,13 +83,24 @@ def logits_alone_and_together(
         pieces = []
         for i in present:
             start, tokens = waiting[i].pop(0)
-            pieces.append(Piece(spans[i], tokens, start))
+            pieces.append(Piece(tokens, start, tables[i], len(prompts[i])))
         hidden = runner.forward(pieces)
         rows = hidden.split_with_sizes([len(piece.tokens) for piece in pieces])
         for i, part in zip(present, rows, strict=True):
             together[i].append(part)
         n_forwards += 1
     return alone, [runner.full_logits(torch.cat(parts)) for parts in together]
+
+
+def _block_tables(sizes: Sequence[int]) -> list[list[int]]:
+    """Every second table takes consecutive blocks, the others every second of what is left."""
+    blocks = list(range(sum(sizes)))
+    tables: list[list[int]] = []
+    for number, n in enumerate(sizes):
+        step = 1 if number % 2 == 0 or 2 * n > len(blocks) else 2
+        tables.append(blocks[: step * n : step])
+        blocks = [block for block in blocks if block not in tables[-1]]
+    return tables
 
 
 def _batched(prompt: Sequence[int]) -> list[tuple[int, Sequence[int]]]:

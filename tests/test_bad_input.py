@@ -116,7 +116,7 @@ def test_a_wrong_flag_is_named(
 LINES: list[tuple[str, Sequence[str]]] = [
     ('{"prompt": "a"}\n{"prompt": ', ["line 2", "not JSON", "character"]),
     ('{"promt": "a"}', ["line 1", "unknown key 'promt'", "did you mean 'prompt'"]),
-    ('{"tokens": [1, 211]}', ["prompt 0", "token id 211", "0 to 210"]),
+    ('{"tokens": [1, 211]}', ["line 1", "token id 211", "0 to 210"]),
     ('{"tokens": [1, -1]}', ["line 1", "tokens[1] is '-1'"]),
     ('{"tokens": []}', ["line 1", "at least one"]),
     ('{"messages": [{"role": "user"}]}', ["line 1", "messages[0]", "content"]),

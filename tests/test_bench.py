@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_models import TINY_MODELS, write_hf
 
+from parallel_llama import LLM
+from parallel_llama.cli import bench
 from parallel_llama.cli.main import main
 
 KEYS = {
@@ -57,6 +59,26 @@ def test_one_new_token_leaves_no_decode_step_to_time(folder, capsys):
                  "--prompt-tokens=4"]) == 0  # fmt: skip
     figures = json.loads(capsys.readouterr().out)
     assert figures["decode_tokens_per_s"] is None and figures["prefill_tokens_per_s"] > 0
+
+
+def test_no_run_profits_from_guesses_or_from_the_run_before(folder, monkeypatch):
+    """Prompts that repeat themselves invite guesses; the same prompts again are in the cache."""
+    llms = []
+    lengths = set()
+    original = LLM.run
+
+    def run(llm, requests):
+        llms.append(llm)
+        for progress in original(llm, requests):
+            lengths.add(len(progress.tokens))
+            yield progress
+
+    monkeypatch.setattr(LLM, "run", run)
+    monkeypatch.setattr(bench.random.Random, "randrange", lambda *_: 7)
+    assert main(["bench", f"--model={folder}", "--prompt-tokens=40", "--max-tokens=20",
+                 "--repeat=3"]) == 0  # fmt: skip
+    assert lengths == {1} and len(llms) == 4
+    assert llms[0].engine.scheduler.n_prefix_tokens == 0
 
 
 def test_a_batch_beyond_the_context_is_refused(folder, capsys):

@@ -1,83 +1,66 @@
-"""Slots have one owner at a time, and what is refused changes nothing."""
+"""A token's keys and values land in its own slot, and a block table says which that is."""
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from parallel_llama.cache import KVCache, OutOfSlots, Span
+from parallel_llama.cache import KVCache, slices_of, slots_of
 from parallel_llama.config import ModelArgs
 from parallel_llama.plan import make_plan
 
 ARGS = ModelArgs(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, ffn_dim=8, vocab_size=8)
-N_SLOTS = 40
+TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks
 
 
 def make_cache() -> KVCache:
     share = make_plan(ARGS, 1).shares[0]
-    return KVCache(ARGS, share, N_SLOTS, dtype=torch.float32, device=torch.device("cpu"))
-
-
-class Allocation(RuleBasedStateMachine):
-    spans = Bundle("spans")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = make_cache()
-        self.owned: set[Span] = set()
-
-    @rule(target=spans, n_tokens=st.integers(1, N_SLOTS + 1))
-    def allocate(self, n_tokens: int) -> Span:
-        before = self.cache.n_used
-        try:
-            span = self.cache.allocate(n_tokens)
-        except OutOfSlots:
-            assert self.cache.n_used == before
-            assert not self._fits(n_tokens)
-            return Span(0, 0)
-        assert len(span) == n_tokens
-        self.owned.add(span)
-        return span
-
-    @rule(span=consumes(spans))
-    def free(self, span: Span) -> None:
-        if len(span):
-            self.cache.free(span)
-            self.owned.remove(span)
-
-    @invariant()
-    def every_slot_has_at_most_one_owner(self) -> None:
-        slots = [slot for span in self.owned for slot in range(span.start, span.stop)]
-        assert len(slots) == len(set(slots)) == self.cache.n_used
-        assert all(0 <= slot < N_SLOTS for slot in slots)
-
-    def _fits(self, n_tokens: int) -> bool:
-        used = {slot for span in self.owned for slot in range(span.start, span.stop)}
-        return any(
-            not used & set(range(start, start + n_tokens))
-            for start in range(N_SLOTS - n_tokens + 1)
-        )
-
-
-TestAllocation = Allocation.TestCase
-TestAllocation.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-def test_freeing_a_span_twice_is_an_error():
-    cache = make_cache()
-    span = cache.allocate(3)
-    cache.free(span)
-    with pytest.raises(ValueError):
-        cache.free(span)
+    return KVCache(ARGS, share, 10, 4, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_a_write_touches_its_own_slots_and_layer_alone():
     cache = make_cache()
+    assert cache.k.shape == cache.v.shape == (2, 2, 40, 2)
     cache.k.zero_()
     cache.v.zero_()
     k, v = torch.randn(2, 2, 2), torch.randn(2, 2, 2)  # [T, K, D]
-    cache.write(1, torch.tensor([7, 3]), k, v)
+    cache.write(1, torch.tensor([7, 3]), torch.cat((k, v), dim=1))
     assert torch.equal(cache.k[1, :, 7], k[0]) and torch.equal(cache.v[1, :, 3], v[1])
     cache.k[1, :, [3, 7]] = 0
     assert not cache.k.any()
+
+
+@pytest.mark.parametrize("slots", [[slice(5, 14)], [slice(20, 24), slice(2, 6)]])
+def test_a_past_is_the_slots_of_some_heads_in_order_in_every_layer(slots: list[slice]):
+    cache = make_cache()
+    cache.k.normal_()
+    cache.v.normal_()
+    past = cache.past(range(1, 2), slots)
+    for layer in range(2):
+        for own, whole in zip(past.layer(layer), (cache.k, cache.v), strict=True):
+            expected = torch.cat([whole[layer, 1:2, one] for one in slots], dim=1)
+            assert torch.equal(own, expected[None])
+
+
+def test_a_past_sees_what_is_written_later():
+    """A step makes it before any layer has run."""
+    cache = make_cache()
+    cache.k.zero_()
+    past = cache.past(range(2), [slice(0, 4)])
+    cache.write(1, torch.tensor([2]), torch.ones(1, 4, 2))
+    assert past.layer(1)[0].sum() == 4 and past.layer(0)[0].sum() == 0
+
+
+def test_positions_lie_where_the_block_table_says():
+    assert slots_of(TABLE, 4, range(7, 10)) == [35, 8, 9]
+
+
+def test_slices_hold_the_slots_of_all_positions_in_order():
+    for n_tokens in range(1, 21):
+        slices = slices_of(TABLE, 4, n_tokens)
+        slots = [slot for own in slices for slot in range(own.start, own.stop)]
+        assert slots == slots_of(TABLE, 4, range(n_tokens))
+
+
+def test_consecutive_blocks_are_one_slice():
+    assert slices_of(TABLE, 4, 8) == (slice(28, 36),)
+    assert len(slices_of(TABLE, 4, 20)) == 3
+    assert slices_of([3, 3], 4, 8) == (slice(12, 16), slice(12, 16))

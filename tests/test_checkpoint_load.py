@@ -8,7 +8,7 @@ from checkpoint_cost import cost_of_rank, write_random_folder
 from checkpoint_samples import TINY, weights_of, write_hf
 
 from parallel_llama.checkpoint import load, open_checkpoint, random_checkpoint
-from parallel_llama.checkpoint.reading import pieces_of
+from parallel_llama.checkpoint.reading import PIECE_VALUES, pieces_of
 from parallel_llama.config import ModelArgs
 from parallel_llama.errors import CheckpointError
 from parallel_llama.model_files import ModelFiles
@@ -56,12 +56,12 @@ def test_a_share_without_rows_is_an_empty_tensor(tmp_path):
 
 def test_pieces_are_bounded_cover_the_rows_and_begin_at_blocks():
     param = Param("w", (5000, 1 << 17), "ffn")
-    pieces = pieces_of(param, range(300, 4000))
+    pieces = pieces_of(param, range(300, 4000), PIECE_VALUES)
     assert [row for piece in pieces for row in piece] == list(range(300, 4000))
     assert all(
         len(piece) <= 256 and (at == 0 or piece.start % 256 == 0) for at, piece in enumerate(pieces)
     )
-    assert pieces_of(Param("w", (100, 8), "ffn"), range(3, 50)) == [range(3, 50)]
+    assert pieces_of(Param("w", (100, 8), "ffn"), range(3, 50), PIECE_VALUES) == [range(3, 50)]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

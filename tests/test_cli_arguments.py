@@ -140,9 +140,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompts", "notokens.jsonl"], "tokens must be a list of token ids"),
     (["generate", "--prompts", "negative.jsonl"], "tokens[1] is '-1', not a token id"),
     (["generate", "--prompts", "bool.jsonl"], "tokens[1] is 'true', not a token id"),
-    (["generate", "--prompts", "large.jsonl"], "prompt 1: token id 400000 is outside"),
+    (["generate", "--prompts", "large.jsonl"], "large.jsonl, line 2: token id 400000 is outside"),
     (["generate", "--prompts", "huge.jsonl"], "not a token id, 0 to 2147483647"),
-    (["generate", "--prompts", "long.jsonl"], "prompt 0: a prompt of 9000 tokens"),
+    (["generate", "--prompts", "long.jsonl"], "long.jsonl, line 1: a prompt of 9000 tokens"),
     (["generate", "--prompts", "messages.jsonl"], "messages[0] must be"),
     (["generate", "--prompts", "nomessages.jsonl"], "messages must be a list with at least one"),
     (["generate", "--prompts", "content.jsonl"], "messages[0].content is 'null', not a string"),
@@ -319,15 +319,17 @@ def test_the_example_in_the_help_is_valid(verb: Verb, monkeypatch: pytest.Monkey
 
 
 def test_a_prompts_file_may_mix_its_forms(folder: Path) -> None:
-    assert read_lines(str(folder / "good.jsonl")) == ["Hello", [1, 2]]
+    lines = read_lines(str(folder / "good.jsonl"))
+    assert [line.prompt for line in lines] == ["Hello", [1, 2]]
 
 
 def test_chat_makes_every_text_a_conversation(folder: Path) -> None:
     user = {"role": "user", "content": "Hello"}
     system = {"role": "system", "content": "Be brief"}
     path = str(folder / "good.jsonl")
-    assert gather([], path, chat=True, system="Be brief") == [[system, user], [1, 2]]
-    assert gather(["Hello", ""], None, chat=True, system=None)[0] == [user]
+    lines = gather([], path, chat=True, system="Be brief")
+    assert [line.prompt for line in lines] == [[system, user], [1, 2]]
+    assert gather(["Hello", ""], None, chat=True, system=None)[0].prompt == [user]
 
 
 def test_torchrun_decides_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,11 @@ import pytest
 from parallel_llama.cli.chat import Conversation
 from parallel_llama.cli.generate import Results
 from parallel_llama.cli.main import main
+from parallel_llama.cli.prompts import NO_SETTINGS, Line, Prompt
+from parallel_llama.cli.results import ResultFile
+from parallel_llama.cli.terminal import StatusLine
 from parallel_llama.errors import UsageError
-from parallel_llama.request import Completion, SamplingParams
+from parallel_llama.request import Completion, Request, SamplingParams
 
 
 @dataclass
@@ -21,17 +24,30 @@ class Step:
     index: int
     text: str = ""
     completion: Completion | None = None
+    tokens: tuple[int, ...] = (1,)
 
 
-def done(index: int, text: str = "text") -> Step:
-    return Step(index, "", Completion(index, text, (1, 2), "stop", 3))
+def done(index: int, text: str = "text", choice: int = 0, n: int = 1) -> Step:
+    ended = Completion(index, text, (1, 2), "stop", 3, choice=choice, n_choices=n)
+    return Step(index, "", ended)
+
+
+def requests(n_prompts: int, n: int = 1) -> list[Request]:
+    params = SamplingParams(n=n)
+    return [Request(i, (1, 2, 3), params, 0, frozenset()) for i in range(n_prompts)]
+
+
+def shown_results(prompts: Sequence[Prompt], as_json: bool = False, n: int = 1) -> Results:
+    lines = [Line(f"prompt {i}", prompt, NO_SETTINGS) for i, prompt in enumerate(prompts)]
+    return Results(lines, requests(len(lines), n), as_json, None)
 
 
 def test_json_lines_come_in_input_order_and_the_file_as_they_finish(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "answers.jsonl"
-    with Results(["a", "b", "c"], True, str(file)) as results:
+    asked = requests(3)
+    with Results([], asked, True, ResultFile(file, asked, {}, resume=False)) as results:
         for index in (2, 0, 1):
             results.take(done(index))
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -44,7 +60,7 @@ def test_json_lines_come_in_input_order_and_the_file_as_they_finish(
 def test_a_finished_completion_is_shown_while_later_ones_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    results = Results(["a", "b"], True, None)
+    results = shown_results(["a", "b"], as_json=True)
     results.take(done(0))
     assert json.loads(capsys.readouterr().out)["index"] == 0
 
@@ -52,7 +68,7 @@ def test_a_finished_completion_is_shown_while_later_ones_run(
 def test_one_prompt_streams_and_is_not_repeated_at_its_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    results = Results(["a"], False, None)
+    results = shown_results(["a"])
     results.take(Step(0, "Par"))
     assert capsys.readouterr().out == "Par"
     results.take(Step(0, "is", done(0, "Paris").completion))
@@ -60,11 +76,45 @@ def test_one_prompt_streams_and_is_not_repeated_at_its_end(
 
 
 def test_several_prompts_are_titled(capsys: pytest.CaptureFixture[str]) -> None:
-    results = Results(["a\x1b", [1, 2]], False, None)
+    results = shown_results(["a\x1b", [1, 2]])
     results.take(done(1, "two"))
     results.take(done(0, "one"))
     out = capsys.readouterr().out
     assert out == "[0] 'a\\x1b'\none\n\n[1] 2 token ids\ntwo\n\n"
+
+
+def test_every_choice_of_a_prompt_is_shown_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    results = shown_results(["a"], n=2)
+    results.take(done(0, "second", choice=1, n=2))
+    assert capsys.readouterr().out == ""
+    results.take(done(0, "first", choice=0, n=2))
+    assert capsys.readouterr().out == "[0, 1 of 2] 'a'\nfirst\n\n[0, 2 of 2] 'a'\nsecond\n\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_of_progress_stays_on_one_line_of_the_terminal() -> None:
+    """One that is wrapped leaves its first part behind each time that it is drawn anew."""
+    terminal = Terminal()
+    status = StatusLine(terminal)
+    status.clear()
+    assert terminal.getvalue() == ""
+    status.show(lambda: "x" * 200)
+    assert terminal.getvalue() == "\r\x1b[K" + "x" * 79
+    status.show(lambda: "too soon")
+    status.clear()
+    assert terminal.getvalue().endswith("x\r\x1b[K")
+
+
+def test_progress_is_silent_where_no_terminal_shows_it() -> None:
+    pipe = io.StringIO()
+    status = StatusLine(pipe)
+    status.show(lambda: "progress")
+    status.clear()
+    assert pipe.getvalue() == ""
 
 
 @dataclass

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from parallel_llama.layers import ColumnParallelLinear, end_to_end
+from parallel_llama.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, end_to_end
+from parallel_llama.parallel import Solo
 
 CPU = torch.device("cpu")
 
@@ -23,3 +24,26 @@ def test_layers_end_to_end_give_their_outputs_side_by_side_and_become_views(bias
     torch.testing.assert_close(whole(x), apart, rtol=1e-14, atol=1e-14)
     whole.weight.zero_()
     assert not any(layer.weight.any() for layer in layers)
+
+
+def test_rms_norm_is_its_definition_and_counts_squares_in_float32():
+    norm = RMSNorm(96, 1e-5, dtype=torch.bfloat16, device=CPU)
+    norm.weight.normal_()
+    x = 300 * torch.randn(4, 96).to(torch.bfloat16)
+    before = x.clone()
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    ours = norm(x)
+    torch.testing.assert_close(ours, expected.to(torch.bfloat16) * norm.weight, rtol=1e-2, atol=0)
+    assert torch.equal(x, before)
+
+
+def test_a_row_parallel_layer_is_the_same_once_packed():
+    layer = RowParallelLinear(range(5), 6, Solo(), bias=True, dtype=torch.float64, device=CPU)
+    for parameter in layer.parameters():
+        parameter.normal_()
+    x = torch.randn(3, 5, dtype=torch.float64)
+    before, shape = layer(x), layer.weight.shape
+    layer.pack()
+    assert layer.weight.shape == shape
+    torch.testing.assert_close(layer(x), before, rtol=1e-14, atol=1e-14)

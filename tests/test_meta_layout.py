@@ -55,7 +55,7 @@ def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
 def fill(layout: Layout, args: ModelArgs, tensors: Mapping[str, Tensor], folder: Path) -> None:
     for param in parameters(args):
         if param.name in tensors:
-            for name, offset, part in layout.parts(param, tensors[param.name]):
+            for name, offset, part in layout.parts(param, [tensors[param.name]]):
                 assert part.is_contiguous()
                 with (folder / name).open("r+b") as file:
                     file.seek(offset)
@@ -275,7 +275,7 @@ def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path: Path) 
             if record.n_bytes:
                 file.seek(record.offset)
                 file.write(name.encode())
-                for offset in record.checksums:
+                for offset in (record.checksum, record.listed_checksum):
                     file.seek(offset)
                     file.write(name.encode() * 4)
     with zipfile.ZipFile(path) as archive:

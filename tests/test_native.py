@@ -109,13 +109,12 @@ def test_columns_that_do_not_begin_at_a_unit_can_be_read_too(small, start, lengt
 def test_unit_major_order_is_undone(n_rows, n_columns, unit):
     value = torch.arange(n_rows * n_columns).view(n_rows, n_columns)
     blocks = list(unit_major_blocks(value, unit))
-    assert next(start for start, _ in blocks) == 0
-    assert from_unit_major(torch.cat([block for _, block in blocks]), n_rows, unit).equal(value)
+    assert from_unit_major(torch.cat(blocks), n_rows, unit).equal(value)
 
 
 def test_the_columns_of_a_unit_lie_behind_each_other():
     value = torch.tensor([[1, 2, 3, 4, 9], [5, 6, 7, 8, 10]])
-    flat = torch.cat([block for _, block in unit_major_blocks(value, 2)])
+    flat = torch.cat(list(unit_major_blocks(value, 2)))
     assert flat.tolist() == [1, 2, 5, 6, 3, 4, 7, 8, 9, 10]
 
 

@@ -204,7 +204,7 @@ def some_cuts() -> list[list[int]]:
 def test_prefill_at_once_equals_prefill_in_pieces_and_token_by_token(
     models: Models, name: str, tp_size: int
 ) -> None:
-    """Dynamic scaling included: its base follows from the span, and not from what is there yet."""
+    """Dynamic scaling included: its base follows from the total length, not from what is there."""
     model = models[name]
     results = run_on_threads(tp_size, logits_by_cuts, model.folder, model.tokens, some_cuts())
     for per_rank in results:
@@ -239,9 +239,9 @@ def counts_of_a_greedy_step(
     comm: ThreadComm, folder: Path, tokens: Sequence[int]
 ) -> list[dict[str, int]]:
     runner = load_runner(comm, folder, len(tokens) + 1)
-    span = runner.cache.allocate(len(tokens) + 1)
     counted = []
-    for piece in (Piece(span, tokens, 0), Piece(span, tokens[:1], len(tokens))):
+    n = len(tokens)
+    for piece in (Piece(tokens, 0, [0], n + 1), Piece(tokens[:1], n, [0], n + 1)):
         comm.counts.clear()
         hidden = runner.forward([piece])
         counted.append(dict(comm.counts))

@@ -11,16 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_llama.errors import UsageError
+from parallel_llama.orders import Orders, decode_orders
 from parallel_llama.request import (
-    MAX_MESSAGE_BYTES,
     Completion,
+    Grammar,
     Request,
     SamplingParams,
     StopText,
     TokenLogprob,
     check_fits,
-    decode_requests,
-    encode_requests,
     resolve_seed,
     resolve_stop_ids,
 )
@@ -71,6 +70,41 @@ BAD_PARAMS = [
     ("logprobs", 21),
     ("logprobs", True),
     ("logprobs", 2.0),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", True),
+    ("n", 0),
+    ("n", 129),
+    ("n", 1.0),
+    ("n", True),
+    ("min_tokens", -1),
+    ("min_tokens", 129),  # more than max_tokens
+    ("min_tokens", None),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("repetition_penalty", 1000),
+    ("repetition_penalty", math.nan),
+    ("presence_penalty", 2.5),
+    ("presence_penalty", "1"),
+    ("frequency_penalty", -2.01),
+    ("frequency_penalty", math.inf),
+    ("logit_bias", {5: 101}),
+    ("logit_bias", {5: math.nan}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {"5": 1.0}),
+    ("logit_bias", {True: 1.0}),
+    ("logit_bias", {2**31: 1.0}),
+    ("logit_bias", {5: "1"}),
+    ("logit_bias", 5),
+    ("logit_bias", None),
+    ("logit_bias", ((5,),)),
+    ("logit_bias", ((5, 1.0), (5, 2.0))),
+    ("logit_bias", dict.fromkeys(range(5000), 1.0)),
+    ("cache_salt", 5),
+    ("cache_salt", "x" * 257),
+    ("cache_salt", "\ud800"),
+    ("grammar", "a+"),
+    ("grammar", {"kind": "regex", "text": "a+"}),
 ]
 
 
@@ -88,6 +122,45 @@ def test_good_parameters_are_stored_in_the_declared_types() -> None:
     assert params.stop == ("a", "b")
     assert params.stop_token_ids == frozenset({3, 4})
     hash(params)
+
+
+def test_a_logit_bias_is_stored_by_token_id_whatever_it_came_as() -> None:
+    as_mapping: Any = {9: 1, 2: -0.5}
+    params = SamplingParams(logit_bias=as_mapping)
+    assert params.logit_bias == ((2, -0.5), (9, 1.0))
+    assert type(params.logit_bias[1][1]) is float
+    assert SamplingParams(logit_bias=((9, 1.0), (2, -0.5))) == params
+    hash(params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("ebnf", "x", "lark"),
+        ("regex", "", "empty"),
+        ("regex", 5, "no text"),
+        ("lark", "x" * 65537, "65536"),
+        ("json_schema", "\ud800", "surrogate"),
+    ],
+)
+def test_a_grammar_of_no_kind_or_size_is_refused(kind: Any, text: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Grammar(kind, text)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "penalized"),
+    [
+        ({}, False),
+        ({"repetition_penalty": 1.1}, True),
+        ({"presence_penalty": -0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
+    ],
+)
+def test_only_a_penalty_makes_a_draw_depend_on_its_history(
+    penalty: dict[str, float], penalized: bool
+) -> None:
+    assert SamplingParams(**penalty).has_penalties is penalized  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, -0.0, 1e-9])
@@ -162,9 +235,37 @@ def test_the_json_line_has_the_keys_of_the_contract_and_logprobs_only_if_asked()
     ]
 
 
+def test_the_json_line_names_the_choice_only_beside_others() -> None:
+    assert "choice" not in Completion(3, "hi", (5,), "stop", 4).to_json()
+    both = [
+        Completion(3, "", (5,), "timeout", 4, choice=choice, n_choices=2).to_json()
+        for choice in (0, 1)
+    ]
+    assert [line["choice"] for line in both] == [0, 1]
+
+
+def test_the_json_line_has_the_prompts_logprobs_where_they_were_asked_for() -> None:
+    scored = (None, TokenLogprob(5, -0.5, ((6, -1.5),)))
+    line = Completion(0, "", (1,), "cancelled", 2, prompt_logprobs=scored).to_json()
+    assert json.loads(json.dumps(line))["prompt_logprobs"] == [
+        None,
+        {"token": 5, "logprob": -0.5, "top": [[6, -1.5]]},
+    ]
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 PARAMS = st.builds(
     SamplingParams,
-    max_tokens=st.integers(1, 10**6),
+    max_tokens=st.integers(1000, 10**6),
+    min_tokens=st.integers(0, 1000),
+    n=st.integers(1, 128),
+    repetition_penalty=st.floats(0.01, 100),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=4),
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    cache_salt=st.none() | TEXT,
+    grammar=st.none() | st.builds(Grammar, st.sampled_from(["json_schema", "regex", "lark"]), TEXT),
     temperature=st.floats(0, 100),
     top_p=st.floats(1e-6, 1),
     top_k=st.integers(0, 1000),
@@ -188,7 +289,8 @@ REQUESTS = st.builds(
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.lists(REQUESTS, max_size=4))
 def test_requests_survive_the_wire_with_values_and_types(requests: list[Request]) -> None:
-    again = decode_requests(encode_requests(requests))
+    orders = Orders(tuple(enumerate(requests)))
+    again = [request for _, request in decode_orders(orders.encode()).begin]
     assert again == requests
     assert all(type(r.params.stop) is tuple and type(r.prompt) is tuple for r in again)
 
@@ -199,16 +301,19 @@ def _tampered(**changes: object) -> bytes:
     for path, value in changes.items():
         target = fields["params"] if path in fields["params"] else fields
         target[path] = value
-    return msgspec.msgpack.encode([fields])
+    return msgspec.msgpack.encode({"begin": [[0, fields]], "end": [], "pause": False})
+
+
+def _whole_message() -> bytes:
+    return Orders(((0, Request(0, (1,), SamplingParams(), 0, frozenset())),)).encode()
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        b"",
         b"\xc1",
         b"\x91",
-        msgspec.msgpack.encode({"index": 0}),
+        msgspec.msgpack.encode({"begin": 0}),
         _tampered(temperature=math.nan),
         _tampered(top_k=-1),
         _tampered(max_tokens=True),
@@ -218,23 +323,24 @@ def _tampered(**changes: object) -> bytes:
         _tampered(prompt=[1.5]),
         _tampered(index=-1),
         _tampered(stop=[""]),
-        encode_requests([Request(0, (1,), SamplingParams(), 0, frozenset())])[:-1],
-        encode_requests([Request(0, (1,), SamplingParams(), 0, frozenset())]) + b"\x00",
+        _tampered(logit_bias=[[1, 2, 3]]),
+        _tampered(logit_bias=[[1, 1000.0]]),
+        _tampered(min_tokens=10**6),
+        _tampered(grammar={"kind": "ebnf", "text": "x"}),
+        _tampered(grammar={"kind": "regex", "text": ""}),
+        _whole_message()[:-1],
+        _whole_message() + b"\x00",
     ],
 )
 def test_a_damaged_message_is_refused_on_arrival(message: bytes) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        decode_requests(message)
+        decode_orders(message)
 
 
 def test_the_tampering_itself_leaves_a_message_readable() -> None:
     """Guards the test above: without a bad value its messages decode."""
-    assert decode_requests(_tampered(temperature=0.5))[0].params.temperature == 0.5
-
-
-def test_an_oversized_message_is_refused_before_it_is_parsed() -> None:
-    with pytest.raises(ValueError, match="at most"):
-        decode_requests(bytes(MAX_MESSAGE_BYTES + 1))
+    (_, request), *_ = decode_orders(_tampered(temperature=0.5)).begin
+    assert request.params.temperature == 0.5
 
 
 def _whole(text: str, stops: list[str]) -> tuple[str, bool]:

@@ -18,6 +18,7 @@ import pytest
 from reshard_samples import hashes_of, model_of, write_model
 
 from parallel_llama.checkpoint import tensor_writer
+from parallel_llama.checkpoint.direct_file import DirectFile
 from parallel_llama.checkpoint.partial_folder import PartialFolder, partial_path
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.errors import UsageError, WriteError
@@ -116,15 +117,15 @@ def test_a_run_goes_on_where_an_error_stopped_it(small, layout, share, tmp_path,
     expected = tmp_path / "expected"
     total = moved(small, expected, layout=layout)
     target, left = tmp_path / "target", [int(total * share)]
-    real = tensor_writer.write_at
+    real = DirectFile.write
 
-    def full(descriptor, data, offset):
+    def full(self, data, offset):
         left[0] -= len(data)
         if left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(descriptor, data, offset)
+        real(self, data, offset)
 
-    monkeypatch.setattr(tensor_writer, "write_at", full)
+    monkeypatch.setattr(DirectFile, "write", full)
     with pytest.raises(WriteError, match="make room and run again with --resume"):
         moved(small, target, layout=layout)
     monkeypatch.undo()
@@ -170,13 +171,17 @@ class Now:
 
 def test_the_journal_never_runs_ahead_of_the_disk(small, tmp_path, monkeypatch):
     """A loss of power keeps what was synced: what the journal names must be among that."""
-    dirty: set[int] = set()
+    dirty: set[DirectFile] = set()
     n_records = 0
-    real_write, real_record = tensor_writer.write_at, PartialFolder.record
+    real_write, real_sync, real_record = DirectFile.write, DirectFile.sync, PartialFolder.record
 
-    def write_at(descriptor, data, offset):
-        dirty.add(descriptor)
-        real_write(descriptor, data, offset)
+    def write(self, data, offset):
+        dirty.add(self)
+        real_write(self, data, offset)
+
+    def sync(self):
+        dirty.discard(self)
+        real_sync(self)
 
     def record(self, lines):
         nonlocal n_records
@@ -185,8 +190,8 @@ def test_the_journal_never_runs_ahead_of_the_disk(small, tmp_path, monkeypatch):
         real_record(self, lines)
 
     monkeypatch.setattr(tensor_writer, "ThreadPoolExecutor", Now)
-    monkeypatch.setattr(tensor_writer, "write_at", write_at)
-    monkeypatch.setattr(tensor_writer.os, "fdatasync", dirty.discard)
+    monkeypatch.setattr(DirectFile, "write", write)
+    monkeypatch.setattr(DirectFile, "sync", sync)
     monkeypatch.setattr(PartialFolder, "record", record)
     moved(small, tmp_path / "target")
     assert n_records > 3
@@ -207,7 +212,7 @@ def fail(*_: object) -> None:
 def test_a_source_that_changed_meanwhile_is_named(small, tmp_path, monkeypatch):
     source = shutil.copytree(small, tmp_path / "hf")
     target = tmp_path / "target"
-    monkeypatch.setattr(tensor_writer, "write_at", fail)
+    monkeypatch.setattr(DirectFile, "write", fail)
     with pytest.raises(WriteError, match="cannot be written: Input/output error"):
         moved(source, target)
     monkeypatch.undo()

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from parallel_llama.config import ModelArgs, RopeScaling
-from parallel_llama.rope import apply_rotary, frequencies, rotary_tables
+from parallel_llama.rope import RotaryTables, frequencies, interleaved, rotate_, rotations
 
 ARGS = ModelArgs(
     dim=64,
@@ -75,23 +76,53 @@ def test_factors_divide_each_frequency_by_its_own_number():
     torch.testing.assert_close(again, scaled, rtol=1e-14, atol=0)
 
 
+def turned(x: Tensor, position: int) -> Tensor:
+    """A head [D] in interleaved order, rotated by its position."""
+    x = x.clone()[None, None]
+    rotate_(x, rotations(ARGS, range(position, position + 1), 1))
+    return x[0, 0]
+
+
 def test_a_rotation_depends_on_the_distance_of_two_positions_alone():
-    q, k = torch.randn(2, 1, 1, 64, dtype=torch.float64)
+    q, k = torch.randn(2, 64, dtype=torch.float64)
 
     def product(at: int, seen: int) -> float:
-        turned_q = apply_rotary(q, rotary_tables(ARGS, torch.tensor([at]), 1))
-        turned_k = apply_rotary(k, rotary_tables(ARGS, torch.tensor([seen]), 1))
-        return float((turned_q * turned_k).sum())
+        return float(turned(q, at) @ turned(k, seen))
 
     assert product(9, 4) == pytest.approx(product(105, 100), rel=1e-12)
     assert product(9, 4) != pytest.approx(product(9, 5), rel=1e-3)
 
 
-def test_pairs_are_the_two_halves_of_a_head():
-    x = torch.zeros(1, 1, 64, dtype=torch.float64)
-    x[0, 0, 3] = 1.0
-    turned = apply_rotary(x, rotary_tables(ARGS, torch.tensor([2]), 1))[0, 0]
+def test_the_halves_of_a_head_become_its_pairs():
+    """Row 3 of a head in a checkpoint turns with row 35; they become 6 and 7."""
+    rows = torch.zeros(2 * 64, dtype=torch.float64)
+    rows[64 + 3] = 1.0
+    x = interleaved(rows, 64)[64:]
+    rotated = turned(x, 2)
     angle = 2 * 500000.0 ** (-6 / 64)
-    assert turned[3] == pytest.approx(math.cos(angle))
-    assert turned[35] == pytest.approx(math.sin(angle))
-    assert turned.count_nonzero() == 2
+    assert rotated[6] == pytest.approx(math.cos(angle))
+    assert rotated[7] == pytest.approx(math.sin(angle))
+    assert rotated.count_nonzero() == 2
+    rows[64 + 3], rows[64 + 35] = 0.0, 1.0
+    assert turned(interleaved(rows, 64)[64:], 2)[6] == pytest.approx(-math.sin(angle))
+
+
+def test_half_types_are_rotated_in_float32_and_in_place():
+    x = torch.randn(3, 4, 64).to(torch.bfloat16)
+    own = RotaryTables(ARGS, dtype=torch.bfloat16, device=torch.device("cpu")).rows(range(5, 8), 9)
+    assert own.dtype == torch.complex64
+    wide = x.float()
+    rotate_(wide, own)
+    part = torch.cat((x, x), dim=1)[:, :4]  # heads of a wider product
+    rotate_(part, own)
+    assert torch.equal(part, wide.to(torch.bfloat16))
+
+
+def test_tables_grow_and_keep_one_base_per_length_where_scaling_is_dynamic():
+    dynamic = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0))
+    for args in (ARGS, dynamic):
+        tables = RotaryTables(args, dtype=torch.float64, device=torch.device("cpu"))
+        for total_len in (200, 130, *range(201, 300), 200):
+            for positions in (range(0, 3), range(120, 125)):
+                own = tables.rows(positions, total_len)
+                assert torch.equal(own, rotations(args, positions, total_len))

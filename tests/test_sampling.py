@@ -24,14 +24,25 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from parallel_llama import sampling
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.parallel import Communicator, Solo
-from parallel_llama.request import SamplingParams
-from parallel_llama.sampling import Draw, Sampled, gather_logits, gumbel, noise_key, sample, score
+from parallel_llama.request import SamplingParams, TokenLogprob
+from parallel_llama.sampling import (
+    Draw,
+    Sampled,
+    gather_logits,
+    gumbel,
+    noise_key,
+    sample,
+    score,
+    score_tokens,
+)
+from parallel_llama.sampling.noise import TILE, tile_gumbel
+from parallel_llama.sampling.tiles import Tiles
 
 # A vocabulary of 211 rows, cut evenly, unevenly, with ranks of one row and of none.
 VOCAB = 211
+HEAD = "parallel_llama.sampling.head"
 CUTS = {
     1: [0, 211],
     2: [0, 100, 211],
@@ -111,6 +122,22 @@ def mixed_draws(n: int) -> list[Draw]:
     return [Draw(MIXED[row % len(MIXED)], row // 5, row % 3, 100 + row, row) for row in range(n)]
 
 
+def assert_same_logprobs(one: TokenLogprob | None, other: TokenLogprob | None) -> None:
+    if one is None or other is None:
+        assert one is other
+        return
+    assert one.token == other.token
+    assert other.logprob == pytest.approx(one.logprob, abs=1e-12)
+    assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    assert [lp for _, lp in other.top] == pytest.approx([lp for _, lp in one.top], abs=1e-12)
+
+
+def logprobs_of(drawn: Sampled) -> TokenLogprob:
+    assert drawn.logprobs is not None
+    assert drawn.logprobs.token == drawn.token
+    return drawn.logprobs
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
 def test_every_cut_of_the_vocabulary_draws_the_same(tp_size: int, dtype: torch.dtype) -> None:
@@ -121,9 +148,7 @@ def test_every_cut_of_the_vocabulary_draws_the_same(tp_size: int, dtype: torch.d
     cut, _ = sample_cut(logits, draws, tp_size)
     for one, other in zip(alone, cut, strict=True):
         assert one.token == other.token
-        assert other.logprob == pytest.approx(one.logprob, abs=1e-12)
-        assert [token for token, _ in one.top] == [token for token, _ in other.top]
-        assert [lp for _, lp in other.top] == pytest.approx([lp for _, lp in one.top], abs=1e-12)
+        assert_same_logprobs(one.logprobs, other.logprobs)
 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
@@ -146,8 +171,9 @@ def test_alternatives_are_the_next_likeliest_and_never_the_chosen_one(
     for row, drawn in enumerate(sample_cut(logits, draws, tp_size)[0]):
         ranked = (-logits[row]).argsort(stable=True).tolist()
         others = [token for token in ranked if token != drawn.token][:7]
-        assert [token for token, _ in drawn.top] == others
-        for token, logprob in ((drawn.token, drawn.logprob), *drawn.top):
+        scored = logprobs_of(drawn)
+        assert [token for token, _ in scored.top] == others
+        for token, logprob in ((drawn.token, scored.logprob), *scored.top):
             assert logprob == pytest.approx(float(expected[row, token]), abs=1e-12)
 
 
@@ -156,12 +182,12 @@ def test_logprobs_are_of_the_model_and_not_of_the_filtered_draw() -> None:
     draws = draws_at(30, temperature=0.5, top_k=3, logprobs=0)
     for row, drawn in enumerate(sample_cut(logits, draws)[0]):
         expected = float(logits[row].double().log_softmax(-1)[drawn.token])
-        assert drawn.logprob == pytest.approx(expected, abs=1e-12)
-        assert drawn.top == ()
+        assert logprobs_of(drawn).logprob == pytest.approx(expected, abs=1e-12)
+        assert logprobs_of(drawn).top == ()
 
 
-def test_no_alternatives_come_unless_they_are_asked_for() -> None:
-    assert [each.top for each in sample_cut(random_logits(2), draws_at(2))[0]] == [(), ()]
+def test_no_logprobs_come_unless_they_are_asked_for() -> None:
+    assert [each.logprobs for each in sample_cut(random_logits(2), draws_at(2))[0]] == [None, None]
 
 
 def test_a_masked_token_is_never_drawn_nor_an_alternative() -> None:
@@ -171,7 +197,9 @@ def test_a_masked_token_is_never_drawn_nor_an_alternative() -> None:
     for tp_size in CUTS:
         drawn, _ = sample_cut(logits, mixed_draws(len(MIXED)), tp_size)
         assert all(205 <= each.token < 208 for each in drawn)
-        assert all(205 <= token < 208 for each in drawn for token, _ in each.top)
+        assert all(
+            205 <= token < 208 for each in drawn if each.logprobs for token, _ in each.logprobs.top
+        )
 
 
 @pytest.fixture
@@ -180,9 +208,15 @@ def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     So one row per token shows a whole kept set, through the very path that real draws take.
     """
-    monkeypatch.setattr(sampling, "noise_key", lambda draw: draw.position)
+    for module in ("filters", "tiles"):
+        place = f"parallel_llama.sampling.{module}"
+        monkeypatch.setattr(f"{place}.noise_key", lambda draw: draw.position)
+        monkeypatch.setattr(
+            f"{place}.gumbel", lambda keys, tokens: (tokens == keys[:, None]).double() * 1e12
+        )
     monkeypatch.setattr(
-        sampling, "gumbel", lambda keys, tokens: (tokens == keys[:, None]).double() * 1e12
+        "parallel_llama.sampling.tiles.tile_gumbel",
+        lambda keys, tiles: (tiles == keys[:, None] // TILE).double() * 1e12,
     )
 
 
@@ -213,8 +247,8 @@ def test_the_kept_set_is_that_of_transformers_for_300_combinations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Few candidates, so that the combinations take every way through both exchanges."""
-    monkeypatch.setattr(sampling, "N_CANDIDATES", 12)
-    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 20)
+    monkeypatch.setattr(f"{HEAD}.N_CANDIDATES", 12)
+    monkeypatch.setattr(f"{HEAD}.MAX_CANDIDATES", 20)
     rng = random.Random(0)
     n_second = 0
     for case in range(300):
@@ -347,12 +381,12 @@ def test_filters_that_keep_everything_draw_what_no_filter_draws() -> None:
 def test_the_second_exchange_does_not_change_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(60)
     draws = mixed_draws(60)
-    monkeypatch.setattr(sampling, "N_CANDIDATES", 300)
+    monkeypatch.setattr(f"{HEAD}.N_CANDIDATES", 300)
     covered, n_covered = sample_cut(logits, draws, 3)
-    monkeypatch.setattr(sampling, "N_CANDIDATES", 2)
-    monkeypatch.setattr(sampling, "MAX_CANDIDATES", 4)
+    monkeypatch.setattr(f"{HEAD}.N_CANDIDATES", 2)
+    monkeypatch.setattr(f"{HEAD}.MAX_CANDIDATES", 4)
     uncovered, n_uncovered = sample_cut(logits, draws, 3)
-    assert (n_covered, n_uncovered) == (1, 2)
+    assert (n_covered, n_uncovered) == (2, 3)  # one of them for log-probabilities
     assert [each.token for each in covered] == [each.token for each in uncovered]
 
 
@@ -360,9 +394,9 @@ def test_the_second_exchange_does_not_change_a_draw(monkeypatch: pytest.MonkeyPa
     ("params", "n_collectives"),
     [
         ({}, 1),
-        ({"logprobs": 20}, 1),
+        ({"logprobs": 20}, 2),
         ({"temperature": 5.0}, 1),
-        ({"temperature": 5.0, "logprobs": 20}, 1),
+        ({"temperature": 5.0, "logprobs": 20}, 2),
         ({"temperature": 5.0, "top_k": 200}, 1),
         ({"temperature": 0.1, "top_p": 0.9}, 1),
         ({"temperature": 0.1, "min_p": 0.1}, 1),
@@ -371,7 +405,7 @@ def test_the_second_exchange_does_not_change_a_draw(monkeypatch: pytest.MonkeyPa
         ({"temperature": 1e30, "min_p": 0.1}, 2),
     ],
 )
-def test_one_exchange_serves_unless_the_candidates_leave_the_filters_open(
+def test_one_exchange_serves_without_logprobs_and_open_filters(
     params: dict[str, Any], n_collectives: int
 ) -> None:
     assert sample_cut(random_logits(4), draws_at(4, **params), 3)[1] == n_collectives
@@ -387,10 +421,10 @@ class _Scales(Solo):
         return super().all_gather(x)
 
 
-def test_a_greedy_row_sends_64_bytes_whatever_the_vocabulary() -> None:
+def test_a_greedy_row_sends_56_bytes_whatever_the_vocabulary() -> None:
     comm = _Scales()
     sample(random_logits(1, 5000), range(5000), draws_at(1), comm)
-    assert comm.sent_bytes == 64
+    assert comm.sent_bytes == 56
 
 
 def test_nothing_to_draw_needs_no_exchange() -> None:
@@ -417,7 +451,9 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform_without_overflow() 
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
 def test_score_is_log_softmax_of_the_targets(tp_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_CHUNK", 1000)  # several rows at a time, the last time fewer
+    monkeypatch.setattr(
+        "parallel_llama.sampling.scoring._CHUNK", 1000
+    )  # several rows at a time, the last time fewer
     logits = random_logits(23)
     targets = torch.arange(23) * 9
     vocabs = vocabs_of(tp_size)
@@ -453,6 +489,45 @@ def test_score_refuses_logits_that_are_no_numbers() -> None:
         score(logits, range(VOCAB), torch.tensor([0, 0]), Solo())
 
 
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 7])
+def test_scored_tokens_have_the_likeliest_others_beside_them(tp_size: int) -> None:
+    """Ties rank by token id, across ranks too; every row has as many as it wants, at most 20."""
+    logits = random_logits(23).round()
+    logits[3, 2:] = -math.inf  # fewer tokens than alternatives
+    targets = torch.arange(23) * 9
+    targets[3] = 1
+    n_top = [row % 21 for row in range(23)]
+    vocabs = vocabs_of(tp_size)
+
+    def one_rank(comm: Communicator) -> tuple[list[TokenLogprob], int]:
+        vocab = vocabs[comm.rank]
+        own = logits[:, vocab.start : vocab.stop]
+        return score_tokens(own, vocab, targets, n_top, comm), _n_collectives(comm)
+
+    expected = logits.double().log_softmax(-1)
+    for scored, n_collectives in run_on_threads(tp_size, one_rank):
+        assert n_collectives == 1
+        for row, each in enumerate(scored):
+            target = int(targets[row])
+            ranked = (-logits[row]).argsort(stable=True).tolist()
+            others = [t for t in ranked if t != target and logits[row, t] > -math.inf]
+            assert each.token == target
+            assert [token for token, _ in each.top] == others[: n_top[row]]
+            for token, logprob in ((target, each.logprob), *each.top):
+                assert logprob == pytest.approx(float(expected[row, token]), abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 5, 20])
+def test_the_largest_of_many_tiles_are_those_of_a_stable_sort(k: int) -> None:
+    """Ties at the border, more tiles than k, and tiles that reach beyond the vocabulary."""
+    logits = random_logits(20, 9000).mul(4).round()
+    for vocab in (range(0, 9000), range(100, 9100)):
+        values, tokens = Tiles.of(logits, vocab).leaders(k)
+        order = (-logits).argsort(stable=True)[:, :k]
+        assert torch.equal(tokens - vocab.start, order)
+        assert torch.equal(values, logits.gather(1, order))
+
+
 @pytest.mark.parametrize("tp_size", list(CUTS))
 def test_gathered_logits_are_the_whole_rows(tp_size: int) -> None:
     logits = random_logits(3)
@@ -466,11 +541,13 @@ def test_gathered_logits_are_the_whole_rows(tp_size: int) -> None:
         assert torch.equal(gathered, logits)
 
 
-def test_scoring_and_sampling_leave_the_logits_as_they_were() -> None:
-    logits = random_logits(len(MIXED), dtype=torch.float64)
+@pytest.mark.parametrize("vocab_size", [211, 256])
+def test_scoring_and_sampling_leave_the_logits_as_they_were(vocab_size: int) -> None:
+    """Float64 logits in whole tiles are copied nowhere on the way: 256 changed them in place."""
+    logits = random_logits(len(MIXED), vocab_size, dtype=torch.float64)
     before = logits.clone()
     sample_cut(logits, mixed_draws(len(MIXED)))
-    score(logits, range(VOCAB), torch.zeros(len(logits)).long(), Solo())
+    score(logits, range(vocab_size), torch.zeros(len(logits)).long(), Solo())
     assert torch.equal(logits, before)
 
 
@@ -491,19 +568,62 @@ def _splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def test_the_noise_is_splitmix64_at_the_keys_and_token_ids() -> None:
+def _exponential(key: int, place: int) -> tuple[float, int]:
+    word = _splitmix64(key + place * 0x9E3779B97F4A7C15)
+    uniform = ((word >> 12) + 0.5) / 2**52
+    assert 0 < uniform < 1
+    return -math.log(uniform), word & 127
+
+
+def test_the_noise_is_a_race_of_tiles_timed_by_splitmix64() -> None:
     """Pins the shifts and the wrap-around of int64, for keys of both signs and large ids."""
     assert _splitmix64(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output for seed 0
     rng = random.Random(3)
     keys = [0, -1, 2**63 - 1, -(2**63), *(rng.randrange(-(2**63), 2**63) for _ in range(50))]
-    tokens = [0, 1, 2**31 - 1, *(rng.randrange(10**6) for _ in range(50))]
+    tokens = [*range(128), 2**31 - 1, *(rng.randrange(10**6) for _ in range(50))]
     noise = gumbel(torch.tensor(keys), torch.tensor(tokens))
     for key, row in zip(keys, noise.tolist(), strict=True):
+        assert row.index(max(row[:128])) == _exponential(key, 0)[1]
         for token, value in zip(tokens, row, strict=True):
-            bits = _splitmix64(key + (token + 1) * 0x9E3779B97F4A7C15)
-            uniform = ((bits >> 12) + 0.5) / 2**52
-            assert 0 < uniform < 1
-            assert value == pytest.approx(-math.log(-math.log(uniform)), rel=1e-12, abs=1e-12)
+            first, winner = _exponential(key, -(token // 128))
+            arrival = first / 128 + (token % 128 != winner) * _exponential(key, token + 1)[0]
+            assert value == pytest.approx(-math.log(arrival), rel=1e-12, abs=1e-12)
+
+
+def test_the_noise_is_standard_gumbel_and_independent_of_its_neighbours() -> None:
+    """Arrival times of one tile's tokens, of 4 * 50,000 keys, each against the exponential.
+
+    Deciles of a token's time, and pairs of deciles of two tokens of one tile: chi-square tests with
+    false alarms of 1e-4 each, for new noise.
+    """
+    keys = torch.arange(50_000) * 7919
+    arrivals = gumbel(keys, torch.tensor([0, 5, 127, 300])).neg().exp()
+    deciles = (-(-arrivals).expm1() * 10).long()  # [n, 4], 0 to 9
+    uniform = torch.full((10,), 0.1, dtype=torch.float64)
+    for token in range(4):
+        assert chi_square(deciles[:, token].bincount(minlength=10).double(), uniform) > 1e-4
+    for one, other in ((0, 1), (1, 2), (2, 3)):
+        pairs = (deciles[:, one] * 10 + deciles[:, other]).bincount(minlength=100).double()
+        assert chi_square(pairs, torch.full((100,), 0.01, dtype=torch.float64)) > 1e-4
+
+
+def test_no_token_has_more_noise_than_its_tile() -> None:
+    """And one token has exactly that: a draw rules tiles out by it."""
+    keys = torch.arange(500) * 31
+    noise = gumbel(keys, torch.arange(3 * 128)).view(500, 3, 128)
+    bound = tile_gumbel(keys, torch.arange(3))
+    torch.testing.assert_close(noise.amax(-1), bound, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0, 30.0])
+def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale: float) -> None:
+    """Against the noise of every token, over forty tiles cut in the middle of some."""
+    logits = random_logits(60, 5000, scale=scale)
+    draws = draws_at(60, temperature=0.9)
+    keys = torch.tensor([noise_key(draw) for draw in draws])
+    scores = logits / torch.tensor(0.9, dtype=torch.float64) + gumbel(keys, torch.arange(5000))
+    for tp_size in (1, 3, 5):
+        assert tokens_of(logits, draws, tp_size) == scores.argmax(1).tolist()
 
 
 def test_the_noise_of_a_token_does_not_depend_on_its_neighbours() -> None:
@@ -518,4 +638,4 @@ def test_the_noise_of_a_draw_is_pinned() -> None:
     """A seed must give the same completion after an upgrade; change this only on purpose."""
     assert noise_key(Draw(SamplingParams(), 1, 2, 3)) == -5405627362230748553
     logits = torch.zeros(8, VOCAB)
-    assert tokens_of(logits, draws_at(8, temperature=1.0)) == [107, 98, 121, 105, 69, 53, 113, 200]
+    assert tokens_of(logits, draws_at(8, temperature=1.0)) == [3, 103, 125, 207, 168, 23, 141, 200]

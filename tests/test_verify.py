@@ -260,6 +260,17 @@ def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(
     assert "tokenizer.json: not in manifest.json" in report["problems"][0]
 
 
+def test_a_stranger_in_a_subfolder_is_seen_too(
+    copy: Callable[[str], Path], told: Callable[..., Any]
+) -> None:
+    folder = copy("hf")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
+    code, report = told(folder)
+    assert code == 1
+    assert "additional_chat_templates/tools.jinja: not in" in report["problems"][0]
+
+
 def test_a_link_out_of_the_folder_is_refused(copy: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copy("hf")
     (folder / "config.json").rename(tmp_path / "config.json")

@@ -5,6 +5,7 @@ it is read is an error and not a dead process, and only the result takes memory.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,11 +36,19 @@ def sliced_shape(param: Param, rows: range) -> tuple[int, ...]:
     return (*param.shape[: param.dim], len(rows), *param.shape[param.dim + 1 :])
 
 
-class ByteRanges:
-    """One open file, read at any offset."""
+Empty = Callable[[int], Tensor]
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+
+def new_memory(n_bytes: int) -> Tensor:
+    """Bytes of any value, uint8 [n_bytes]."""
+    return torch.empty(n_bytes, dtype=torch.uint8)
+
+
+class ByteRanges:
+    """One open file, read at any offset, into the memory that `empty` gives."""
+
+    def __init__(self, path: Path, empty: Empty = new_memory) -> None:
+        self.path, self._empty = path, empty
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -62,7 +71,7 @@ class ByteRanges:
 
         Raises: DamagedWeights if the file ends before, or cannot be read there.
         """
-        out = torch.empty((len(rows), len(columns)), dtype=torch.uint8)
+        out = self._empty(len(rows) * len(columns)).view(len(rows), len(columns))
         if out.numel() == 0:
             return out
         start = offset + rows.start * row_bytes + columns.start

@@ -26,6 +26,9 @@ from parallel_llama.errors import UsageError
 from parallel_llama.model_files import ModelFiles
 from parallel_llama.plan import Param, parameters
 
+# So few that their memory is used again for the next, and that they are hashed in the cache.
+ROW_PIECE_VALUES = 1 << 22
+
 
 def canonical_entry(
     checkpoint: Checkpoint, param: Param, on_bytes: Callable[[int], None] = lambda _: None
@@ -34,12 +37,10 @@ def canonical_entry(
 
     Raises: CheckpointError if it cannot be read.
     """
-    whole = range(param.shape[param.dim])
     dtypes: set[str] = set()
 
     def read() -> Iterator[Tensor]:
-        # Pieces of rows lie behind each other in the whole, pieces of columns do not.
-        for rows in pieces_of(param, whole) if param.dim == 0 else [whole]:
+        for rows in row_pieces(param):
             piece = checkpoint.read(param, rows)
             dtypes.add(str(piece.dtype).removeprefix("torch."))
             on_bytes(piece.nbytes)
@@ -48,6 +49,16 @@ def canonical_entry(
     digest = hash_pieces(read())
     (dtype,) = dtypes
     return TensorEntry(msgspec.convert(dtype, DTypeName), param.shape, digest)
+
+
+def row_pieces(param: Param) -> list[range]:
+    """What to read of a whole tensor, one after the other, to have it row by row.
+
+    Pieces of rows lie behind each other in the whole; pieces of columns do not, so a tensor that
+    ranks cut by columns is one piece.
+    """
+    whole = range(param.shape[param.dim])
+    return pieces_of(param, whole, ROW_PIECE_VALUES) if param.dim == 0 else [whole]
 
 
 def describe(

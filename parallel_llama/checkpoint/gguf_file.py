@@ -11,7 +11,13 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from parallel_llama.checkpoint.byte_ranges import ByteRanges, as_block, sliced_shape
+from parallel_llama.checkpoint.byte_ranges import (
+    ByteRanges,
+    Empty,
+    as_block,
+    new_memory,
+    sliced_shape,
+)
 from parallel_llama.checkpoint.names import is_skipped, renamed
 from parallel_llama.checkpoint.rotary import is_rotary, to_half, whole_heads
 from parallel_llama.checkpoint.structure import require_structure
@@ -33,7 +39,7 @@ class GGUFFile:
     Raises: CheckpointError if a file is damaged or a tensor is in two of them.
     """
 
-    def __init__(self, files: ModelFiles, args: ModelArgs) -> None:
+    def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         self.path, self.args = files.path, args
         self._tensors: dict[str, tuple[int, GGUFTensor]] = {}
         for number, path in enumerate(files.weights):
@@ -41,7 +47,7 @@ class GGUFFile:
                 if name in self._tensors:
                     raise CheckpointError(f"{path}: tensor {name!r} is in an earlier part as well")
                 self._tensors[name] = number, tensor
-        self._files = [ByteRanges(path) for path in files.weights]
+        self._files = [ByteRanges(path, empty) for path in files.weights]
 
     def check(self, args: ModelArgs) -> None:
         require_structure(

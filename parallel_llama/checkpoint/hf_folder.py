@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint.byte_ranges import ByteRanges
+from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty, new_memory
 from parallel_llama.checkpoint.names import is_skipped, renamed
 from parallel_llama.checkpoint.safetensors_header import SafeTensor, read_safetensors_header
 from parallel_llama.checkpoint.structure import listed, require_structure
@@ -32,13 +32,13 @@ class HFFolder:
     Raises: CheckpointError if a file is damaged, or the files and their index disagree.
     """
 
-    def __init__(self, files: ModelFiles, args: ModelArgs) -> None:
+    def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         self.path, self.args = files.path, args
         headers = {path: read_safetensors_header(path) for path in files.weights}
         self._tensors = merged(files.path, headers)
         if files.index is not None:
             _require_index(files.index, headers, args)
-        self._files = {path: ByteRanges(path) for path in files.weights}
+        self._files = {path: ByteRanges(path, empty) for path in files.weights}
 
     def check(self, args: ModelArgs) -> None:
         wanted = {renamed(param.name, "meta", "hf"): param.shape for param in parameters(args)}

@@ -1,7 +1,7 @@
 """Writing a Hugging Face folder: safetensors under HF's names, their index, config.json."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -49,9 +49,8 @@ class HFLayout:
     def create(self, folder: Path) -> None:
         self._placed.create(folder)
 
-    def parts(self, param: Param, value: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        file, offset = self._placed.places[renamed(param.name, "meta", "hf")]
-        yield file, offset, value
+    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        return self._placed.parts(renamed(param.name, "meta", "hf"), pieces)
 
     def finish(self, folder: Path) -> None:
         """Nothing is left to do."""

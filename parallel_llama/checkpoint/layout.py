@@ -1,6 +1,6 @@
 """What every layout that is written has in common: all places are known before any data is read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -35,10 +35,13 @@ class Layout(Protocol):
         Files that are there keep their data.
         """
 
-    def parts(self, param: Param, value: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        """The parts of one whole tensor in canonical form: file name, byte offset, what lies there.
+    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        """The parts of one tensor in canonical form: file name, byte offset, what lies there.
 
-        Returns: contiguous tensors, which with their offsets stay valid until the next is taken.
+        `pieces` are all its rows in order, some whole heads at a time, or at once if ranks cut it
+        by columns.
+
+        Returns: contiguous tensors.
         """
 
     def finish(self, folder: Path) -> None:

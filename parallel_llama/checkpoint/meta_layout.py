@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import tee
 from pathlib import Path
 from typing import Literal
 
@@ -20,14 +21,17 @@ from parallel_llama.checkpoint.layout import TargetFile
 from parallel_llama.checkpoint.manifest import tensor_bytes
 from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes
 from parallel_llama.checkpoint.rotary import is_rotary, to_interleaved
-from parallel_llama.checkpoint.torch_skeleton import Record, TorchSkeleton, torch_skeleton
+from parallel_llama.checkpoint.torch_skeleton import (
+    CHECKSUM_BYTES,
+    Record,
+    TorchSkeleton,
+    torch_skeleton,
+)
 from parallel_llama.config import ModelArgs
 from parallel_llama.config.meta_config import meta_config
 from parallel_llama.config.params_writing import beyond_meta, meta_params
 from parallel_llama.errors import CheckpointError
 from parallel_llama.plan import Param, Share, make_plan, parameters
-
-READ_AT_ONCE = 1 << 22
 
 EMBEDDINGS, OUTPUT = "tok_embeddings.weight", "output.weight"
 
@@ -40,6 +44,27 @@ class Cut:
 
     dim: int
     rows: range
+
+
+@dataclass
+class Filling:
+    """A record that is being filled: how much of it there is, and the CRC-32 of that."""
+
+    name: str
+    record: Record
+    n_bytes: int = 0
+    checksum: int = 0
+
+    def parts(self, data: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        """Where its next data lies, and with the last of it the checksum."""
+        if not data.nbytes:
+            return
+        yield self.name, self.record.offset + self.n_bytes, data
+        self.n_bytes += data.nbytes
+        self.checksum = zlib.crc32(tensor_bytes(data), self.checksum)
+        if self.n_bytes == self.record.n_bytes:
+            checksum = bytearray(self.checksum.to_bytes(CHECKSUM_BYTES, "little"))
+            yield self.name, self.record.checksum, torch.frombuffer(checksum, dtype=torch.uint8)
 
 
 class MetaLayout:
@@ -70,8 +95,6 @@ class MetaLayout:
         self._cuts = _cuts(args, n_parts, embeddings_dim)
         self._names = [f"consolidated.{number:02}.pth" for number in range(n_parts)]
         self._skeletons = _skeletons(args, dtypes, self._cuts)
-        # Of the parts that passed through here; after an interruption the others are read again.
-        self._checksums: dict[tuple[str, str], int] = {}
         if beyond := beyond_meta(args):
             logger.warning(
                 "Meta's own program cannot run this model, which has %s; config.json says it "
@@ -93,13 +116,16 @@ class MetaLayout:
             finally:
                 os.close(descriptor)
 
-    def parts(self, param: Param, value: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        yield from self._parts(param, value)
+    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
         if param.name == EMBEDDINGS and self._args.tied_embeddings:
-            yield from self._parts(replace(param, name=OUTPUT), value)
+            pieces, again = tee(pieces)
+            yield from self._parts(param, pieces)
+            yield from self._parts(replace(param, name=OUTPUT), again)
+        else:
+            yield from self._parts(param, pieces)
 
     def finish(self, folder: Path) -> None:
-        """Fill in the checksums, so that any program that reads archives finds them whole.
+        """Repeat every checksum in the directory, so that any program finds the archives whole.
 
         Raises: CheckpointError if a file has another size than it was made with.
         """
@@ -111,12 +137,10 @@ class MetaLayout:
                         f"{folder / name}: has {size} bytes, expected {skeleton.n_bytes}; "
                         "start again"
                     )
-                for tensor, record in skeleton.records.items():
-                    checksum = self._checksums.get((name, tensor))
-                    if checksum is None:
-                        checksum = _checksum(folder / name, descriptor, record)
-                    for offset in record.checksums:
-                        os.pwrite(descriptor, checksum.to_bytes(4, "little"), offset)
+                for record in skeleton.records.values():
+                    if record.n_bytes:
+                        checksum = os.pread(descriptor, CHECKSUM_BYTES, record.checksum)
+                        os.pwrite(descriptor, checksum, record.listed_checksum)
             finally:
                 os.close(descriptor)
 
@@ -129,32 +153,40 @@ class MetaLayout:
     def _by_name(self) -> Iterator[tuple[str, TorchSkeleton]]:
         return zip(self._names, self._skeletons, strict=True)
 
-    def _parts(self, param: Param, value: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+    def _parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        """The parts of one record of each file."""
+        fillings = [
+            Filling(name, skeleton.records[param.name]) for name, skeleton in self._by_name()
+        ]
         copies = self._variants.get(param.name, ())
-        for number, (name, skeleton) in enumerate(self._by_name()):
-            whole = copies[number].to(value.dtype) if len(copies) == len(self._names) else value
-            part = self._cut(param, whole, number)
-            if part.nbytes:
-                self._checksums[name, param.name] = zlib.crc32(tensor_bytes(part))
-                yield name, skeleton.records[param.name].offset, part
+        start = 0
+        for piece in pieces:
+            rows = range(start, start + piece.shape[0])
+            start = rows.stop
+            for number, filling in enumerate(fillings):
+                own = piece
+                if len(copies) == len(fillings):
+                    own = copies[number][rows.start : rows.stop].to(piece.dtype)
+                yield from filling.parts(self._cut(param, own, rows, number))
 
-    def _cut(self, param: Param, whole: Tensor, number: int) -> Tensor:
-        """What a file holds of a tensor, in the file's rotary order."""
+    def _cut(self, param: Param, piece: Tensor, rows: range, number: int) -> Tensor:
+        """What a file holds of some rows of a tensor, in the file's rotary order."""
         cut = self._cuts[number][param.name]
-        part = whole.narrow(cut.dim, cut.rows.start, len(cut.rows))
+        start, stop = cut.rows.start, cut.rows.stop
+        if cut.dim == 0:
+            start, stop = (min(max(0, at - rows.start), len(rows)) for at in (start, stop))
+        part = piece.narrow(cut.dim, start, stop - start)
         if is_rotary(param):
             part = to_interleaved(part, self._args.head_dim)
         return part.contiguous()
 
 
 def _stored(args: ModelArgs) -> Iterator[Param]:
-    """Every tensor of a file: those of the model, and the output that is tied to the embeddings."""
+    """Every tensor of a file in its order: the output that is tied follows the embeddings."""
     for param in parameters(args):
         yield param
-        if param.name == EMBEDDINGS:
-            embeddings = param
-    if args.tied_embeddings:
-        yield replace(embeddings, name=OUTPUT)
+        if param.name == EMBEDDINGS and args.tied_embeddings:
+            yield replace(param, name=OUTPUT)
 
 
 def _cuts(args: ModelArgs, n_parts: int, embeddings_dim: int) -> list[dict[str, Cut]]:
@@ -213,18 +245,6 @@ def _cut_shape(param: Param, cut: Cut) -> tuple[int, ...]:
 def _origin(param: Param, args: ModelArgs) -> str:
     """The model's own tensor that a tensor of a file is."""
     return EMBEDDINGS if param.name == OUTPUT and args.tied_embeddings else param.name
-
-
-def _checksum(path: Path, descriptor: int, record: Record) -> int:
-    """The CRC-32 of a record that is in the file already."""
-    checksum, offset, end = 0, record.offset, record.offset + record.n_bytes
-    while offset < end:
-        data = os.pread(descriptor, min(READ_AT_ONCE, end - offset), offset)
-        if not data:
-            raise CheckpointError(f"{path}: ends at byte {offset}, inside a tensor; start again")
-        checksum = zlib.crc32(data, checksum)
-        offset += len(data)
-    return checksum
 
 
 def _spelled(value: object) -> bytes:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from parallel_llama.checkpoint.byte_ranges import ByteRanges
+from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty, new_memory
 from parallel_llama.checkpoint.hf_folder import DTYPES, merged
 from parallel_llama.checkpoint.native_layout import is_unit_major, stored_shape, unit_of
 from parallel_llama.checkpoint.safetensors_header import SafeTensor, read_safetensors_header
@@ -22,7 +22,7 @@ class NativeFolder:
     Raises: CheckpointError if a file is damaged or native.json does not say how it was written.
     """
 
-    def __init__(self, files: ModelFiles, args: ModelArgs) -> None:
+    def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         self.path, self.args = files.path, args
         try:
             self._units = native_units(read_json_object(files.config))
@@ -30,7 +30,7 @@ class NativeFolder:
             raise CheckpointError(f"{files.config}: {error}") from error
         headers = {path: read_safetensors_header(path) for path in files.weights}
         self._tensors = merged(files.path, headers)
-        self._files = {path: ByteRanges(path) for path in files.weights}
+        self._files = {path: ByteRanges(path, empty) for path in files.weights}
 
     def check(self, args: ModelArgs) -> None:
         require_structure(

@@ -6,7 +6,7 @@ unit-major. So a rank of any tensor-parallel size reads its share of a weight at
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -49,13 +49,11 @@ class NativeLayout:
     def create(self, folder: Path) -> None:
         self._placed.create(folder)
 
-    def parts(self, param: Param, value: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        file, offset = self._placed.places[param.name]
-        if not is_unit_major(param):
-            yield file, offset, value
-            return
-        for column, block in unit_major_blocks(value, unit_of(param, self._units)):
-            yield file, offset + column * param.shape[0] * value.itemsize, block
+    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        if is_unit_major(param):
+            (whole,) = pieces
+            pieces = unit_major_blocks(whole, unit_of(param, self._units))
+        return self._placed.parts(param.name, pieces)
 
     def finish(self, folder: Path) -> None:
         """Nothing is left to do."""

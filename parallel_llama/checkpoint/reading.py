@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint.byte_ranges import sliced_shape
+from parallel_llama.checkpoint.byte_ranges import Empty, new_memory, sliced_shape
 from parallel_llama.checkpoint.gguf_file import GGUFFile
 from parallel_llama.checkpoint.hf_folder import HFFolder
 from parallel_llama.checkpoint.meta_folder import MetaFolder
@@ -52,20 +52,20 @@ class Checkpoint(Protocol):
         """Give the files back; nothing can be read afterwards."""
 
 
-def open_checkpoint(files: ModelFiles, args: ModelArgs) -> Checkpoint:
-    """The checkpoint in a model's files; reads headers only.
+def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> Checkpoint:
+    """The checkpoint in a model's files; reads headers only. What is read lies in `empty` memory.
 
     Raises: CheckpointError if a file is damaged, or there are no weights.
     """
     try:
         if files.kind == "hf":
-            return HFFolder(files, args)
+            return HFFolder(files, args, empty)
         if files.kind == "meta":
             return MetaFolder(files, args)
         if files.kind == "native":
-            return NativeFolder(files, args)
+            return NativeFolder(files, args, empty)
         if files.kind == "gguf":
-            return GGUFFile(files, args)
+            return GGUFFile(files, args, empty)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
     raise CheckpointError(
@@ -103,7 +103,7 @@ def _converted(
     on_bytes: Callable[[int], None],
 ) -> Tensor:
     rows = param.local_range(share)
-    pieces = pieces_of(param, rows)
+    pieces = pieces_of(param, rows, PIECE_VALUES)
     if len(pieces) == 1:  # the usual case: what was read is the result, without a copy
         tensor = _finite(param, checkpoint.read(param, rows), dtype)
         on_bytes(tensor.nbytes)
@@ -116,11 +116,11 @@ def _converted(
     return whole
 
 
-def pieces_of(param: Param, rows: range) -> list[range]:
-    """Cut a range of rows so that no piece has many more than PIECE_VALUES values."""
+def pieces_of(param: Param, rows: range, n_values: int) -> list[range]:
+    """Cut a range of rows so that no piece has many more than `n_values` values."""
     per_row = math.prod(param.shape) // max(1, param.shape[param.dim])
     alignment = math.lcm(PIECE_ALIGNMENT, param.unit)
-    step = max(1, PIECE_VALUES // max(1, per_row) // alignment) * alignment
+    step = max(1, n_values // max(1, per_row) // alignment) * alignment
     starts = range(rows.start // step * step, rows.stop, step)
     pieces = [range(max(rows.start, at), min(rows.stop, at + step)) for at in starts]
     if len(rows) <= step:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from parallel_llama.checkpoint.canonical_pieces import canonical_pieces, dtype_name
 from parallel_llama.checkpoint.layout import Layout
 from parallel_llama.checkpoint.manifest import (
     FileEntry,
@@ -25,7 +26,6 @@ from parallel_llama.checkpoint.manifest import (
     write_manifest,
 )
 from parallel_llama.checkpoint.partial_folder import PartialFolder, partial_bytes
-from parallel_llama.checkpoint.read_ahead import dtype_name, read_ahead
 from parallel_llama.checkpoint.reading import Checkpoint
 from parallel_llama.checkpoint.tensor_writer import TensorWriter, Written
 from parallel_llama.config import ModelArgs
@@ -78,6 +78,7 @@ class Reshard:
         self._layout, self._target, self._resume = layout, target, resume
         self._dtypes = dtypes
         self._small = {**beside, **layout.metadata()}
+        self._n_bytes = sum(file.n_bytes for file in layout.files)
         # What an unfinished run must agree with to be continued.
         self._plan = {
             "layout": layout.kind,
@@ -88,13 +89,15 @@ class Reshard:
         }
         self._require_space()
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all weight files."""
-        return sum(file.n_bytes for file in self._layout.files)
+    def run(
+        self,
+        on_start: Callable[[int, int], None] = lambda _total, _done: None,
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> Result:
+        """Write the folder.
 
-    def run(self, on_bytes: Callable[[int], None] = lambda _: None) -> Result:
-        """Write the folder; `on_bytes` is told of every piece of this run.
+        `on_start` is told the bytes of all weight files, and how many an earlier run has written;
+        `on_bytes` of every piece of this one.
 
         Raises: UsageError if another process writes it, or an unfinished run lies there that is
         not to be, or cannot be, continued; DamagedWeights or WriteError if reading or writing
@@ -103,19 +106,23 @@ class Reshard:
         began = time.monotonic()
         try:
             with closing(PartialFolder(self._target, self._plan, self._resume)) as partial:
-                n_files, n_bytes = self._fill(partial, on_bytes)
+                done = [Written.from_line(line) for line in partial.done]
+                on_start(self._n_bytes, sum(tensor.n_bytes for tensor in done))
+                n_files, n_bytes = self._fill(partial, done, on_bytes)
         except OSError as error:
             raise self._failure(error) from error
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return Result(n_files, n_bytes, time.monotonic() - began, peak)
 
-    def _fill(self, partial: PartialFolder, on_bytes: Callable[[int], None]) -> tuple[int, int]:
+    def _fill(
+        self, partial: PartialFolder, done: list[Written], on_bytes: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Write what is not done yet; returns the number of files, and their bytes."""
         self._layout.create(partial.files)
-        written = [Written.from_line(line) for line in partial.done]
-        done = {tensor.name for tensor in written}
-        left = [param for param in parameters(self._args) if param.name not in done]
+        names = {tensor.name for tensor in done}
+        left = [param for param in parameters(self._args) if param.name not in names]
         with closing(TensorWriter(self._layout, partial, on_bytes)) as writer:
-            written += writer.write(read_ahead(self._checkpoint, left, self._dtypes))
+            written = done + writer.write(canonical_pieces(self._checkpoint, left, self._dtypes))
             self._layout.finish(partial.files)
             hashes = writer.file_hashes()
         for name, data in self._small.items():
@@ -149,7 +156,7 @@ class Reshard:
 
     def _require_space(self) -> None:
         small = sum(len(data) for data in self._small.values())
-        wanted = self.n_bytes + small + SPARE_BYTES - partial_bytes(self._target)
+        wanted = self._n_bytes + small + SPARE_BYTES - partial_bytes(self._target)
         free = shutil.disk_usage(self._target.parent).free
         if wanted > free:
             raise UsageError(

@@ -4,12 +4,13 @@ import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from parallel_llama.checkpoint.layout import TargetFile
 from parallel_llama.errors import UsageError
@@ -20,8 +21,8 @@ DTYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-# Data begins where a cache line does, and so does every tensor of a usual shape.
-HEADER_ALIGNMENT = 64
+# Data begins where a page does, and so does every tensor of a usual shape.
+HEADER_ALIGNMENT = 4096
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,13 @@ class SafetensorsFiles:
                 os.pwrite(descriptor, self.headers[file.name], 0)
             finally:
                 os.close(descriptor)
+
+    def parts(self, name: str, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        """File name, byte offset and contents of what a tensor consists of, piece behind piece."""
+        file, offset = self.places[name]
+        for piece in pieces:
+            yield file, offset, piece
+            offset += piece.nbytes
 
 
 def place(tensors: Sequence[StoredTensor], names: Sequence[str]) -> SafetensorsFiles:

@@ -22,20 +22,28 @@ _END_LOCATOR = struct.Struct("<4s4xQ4x")  # magic, offset of the end record of l
 _LARGE_END = struct.Struct("<4s44xQ")  # magic, offset of the directory
 _CHECKSUM_IN_ENTRY = 16
 _IN_LARGE_END = 0xFFFFFFFF
+CHECKSUM_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Record:
-    """The place of one tensor's data, and the places of its CRC-32 (four bytes, little-endian)."""
+    """The place of one tensor's data, and the two of its CRC-32 (little-endian).
+
+    `checksum` lies right behind the data, `listed_checksum` in the directory at the file's end.
+    """
 
     offset: int
     n_bytes: int
-    checksums: tuple[int, ...]
+    checksum: int
+    listed_checksum: int
 
 
 @dataclass(frozen=True)
 class TorchSkeleton:
-    """A file of `n_bytes`: `pieces` at their offsets, `records` of the data, by tensor name."""
+    """A file of `n_bytes`: `pieces` at their offsets, `records` of the data, by tensor name.
+
+    Pieces are all but the data and the checksums right behind it.
+    """
 
     n_bytes: int
     pieces: tuple[tuple[int, bytes], ...]
@@ -55,13 +63,18 @@ def torch_skeleton(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -
     records = {}
     for number, (name, n_bytes) in enumerate(sizes.items()):
         if n_bytes == 0:
-            records[name] = Record(0, 0, ())
+            records[name] = Record(0, 0, 0, 0)
             continue
         hole = next(holes)
         assert len(hole) == n_bytes, "torch skips the data of each tensor in turn"
         assert sink.pieces[hole.stop].startswith(_DESCRIPTOR)
-        checksums = (hole.stop + len(_DESCRIPTOR), entries[f"data/{number}"] + _CHECKSUM_IN_ENTRY)
-        records[name] = Record(hole.start, n_bytes, checksums)
+        # The checksum is as much of the data: whoever puts the pieces in again leaves it alone.
+        checksum = hole.stop + len(_DESCRIPTOR)
+        descriptor = sink.pieces[hole.stop]
+        sink.pieces[checksum + CHECKSUM_BYTES] = descriptor[len(_DESCRIPTOR) + CHECKSUM_BYTES :]
+        del descriptor[len(_DESCRIPTOR) :]
+        listed = entries[f"data/{number}"] + _CHECKSUM_IN_ENTRY
+        records[name] = Record(hole.start, n_bytes, checksum, listed)
     assert next(holes, None) is None
     pieces = tuple((offset, bytes(piece)) for offset, piece in sink.pieces.items())
     return TorchSkeleton(sink.n_bytes, pieces, records)

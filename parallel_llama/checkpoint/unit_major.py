@@ -12,23 +12,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Bytes of one block of units on the way out: large writes, little memory.
-BLOCK_BYTES = 32 << 20
+# Bytes of one block of units on the way out: large writes, and memory that is used again.
+BLOCK_BYTES = 8 << 20
 
 
-def unit_major_blocks(value: Tensor, unit: int) -> Iterator[tuple[int, Tensor]]:
-    """A matrix in unit-major order, some units at a time.
-
-    Returns: the block's first column, and its values as one row.
-    """
+def unit_major_blocks(value: Tensor, unit: int) -> Iterator[Tensor]:
+    """A matrix in unit-major order, some units at a time, each block as one row."""
     n_rows, n_columns = value.shape
     step = max(1, BLOCK_BYTES // max(1, n_rows * unit * value.itemsize)) * unit
     whole = n_columns // unit * unit
     for start in range(0, whole, step):
         block = value[:, start : min(start + step, whole)].view(n_rows, -1, unit)
-        yield start, block.transpose(0, 1).reshape(-1)
+        yield block.transpose(0, 1).reshape(-1)
     if whole < n_columns:
-        yield whole, value[:, whole:].reshape(-1)
+        yield value[:, whole:].reshape(-1)
 
 
 def from_unit_major(data: Tensor, n_rows: int, unit: int) -> Tensor:

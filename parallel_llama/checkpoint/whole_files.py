@@ -21,12 +21,12 @@ OWN_SUFFIXES = (*WEIGHT_SUFFIXES, ".json", ".jinja", ".model")
 
 
 def present_files(path: Path) -> dict[str, int]:
-    """Sizes of the files of a folder, but for its manifest, or of the one file of a model."""
-    folder, paths = (path, list(path.iterdir())) if path.is_dir() else (path.parent, [path])
+    """Sizes of all files in a folder, but for its manifest, or of the one file of a model."""
+    folder, paths = (path, list(path.rglob("*"))) if path.is_dir() else (path.parent, [path])
     return {
         file.relative_to(folder).as_posix(): file.stat().st_size
         for file in sorted(paths)
-        if file.is_file() and file.name != MANIFEST
+        if file.is_file() and file != folder / MANIFEST
     }
 
 

@@ -205,6 +205,22 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Parse:
     return parse
 
 
+def byte_size(text: str) -> int:
+    """Bytes, given as a number of them or in a unit: 2GB, 512MiB.
+
+    >>> byte_size("2GB"), byte_size("0.5 KiB"), byte_size("4096")
+    (2000000000, 512, 4096)
+    """
+    match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) ?(?:([KMGT]?)(I?)B)?", text.upper())
+    n_bytes = 0
+    if match and (match[2] or not match[3]):
+        power = " KMGT".index(match[2] or " ")
+        n_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if not 1 <= n_bytes <= LARGEST:
+        raise ValueError("not a size such as 2GB, 512MiB or a number of bytes")
+    return n_bytes
+
+
 def one_of(*choices: str) -> Parse:
     """Parser of one of a few words."""
 
@@ -271,6 +287,16 @@ MAX_SEQ_LEN = Flag(
     whole(1),
     "N",
     default_text="the model's context",
+)
+KV_CACHE_BYTES = Flag(
+    "kv-cache-bytes",
+    "memory for keys and values on each rank, such as 2GB or 512MiB",
+    byte_size,
+    "SIZE",
+    default_text="what is free, at most 2 GiB on the CPU",
+)
+BLOCK_SIZE = Flag(
+    "block-size", "tokens in a block of the KV cache", whole(1, 4096), "N", default_text="16"
 )
 RANDOM_WEIGHTS = Flag(
     "random-weights",

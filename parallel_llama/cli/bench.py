@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +27,7 @@ from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import size, table
 from parallel_llama.request import Request, SamplingParams
+from parallel_llama.scheduler import MAX_RUNNING
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,23 @@ def prepare(
     requests = intake.requests(prompts, params) if leads() else []
 
     def work(llm: Any) -> int:
-        _measure(llm, requests)  # the first run warms caches and threads
-        runs = [_measure(llm, requests) for _ in range(repeat)]
+        # The first run warms memory and threads, and does not count.
+        _, *runs = [_measure(llm, _unseen(requests, run)) for run in range(1 + repeat)]
         figures = _figures(llm, runs, prompt_tokens * batch, batch)
         print(json_format.dumps(figures) if json else "\n".join(_report(model, figures)))
         return 0
 
-    options = {"dtype": dtype, "device": device, "random_weights": random_weights}
+    # Guesses would make a step's tokens, and so its speed, a matter of what random prompts hold.
+    options = {"dtype": dtype, "device": device, "random_weights": random_weights, "max_drafts": 0}
     return Job(lambda: lead(work, model, intake=intake, **options), n_ranks)
+
+
+def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
+    """The same requests, which find nothing in the KV cache that another run left there."""
+    return [
+        replace(request, params=replace(request.params, cache_salt=f"run {run}"))
+        for request in requests
+    ]
 
 
 def _measure(llm: Any, requests: Sequence[Request]) -> Run:
@@ -149,7 +159,7 @@ VERB = Verb(
         MODEL,
         Flag("prompt-tokens", "length of each prompt", whole(1), "N", 512),
         Flag("max-tokens", "new tokens for each prompt", whole(1, 2**31 - 1), "N", 64),
-        Flag("batch", "prompts at once", whole(1, 4096), "B", 1),
+        Flag("batch", "prompts at once", whole(1, MAX_RUNNING), "B", 1),
         Flag("repeat", "runs to take the median of, after one to warm up", whole(1, 1000), "R", 5),
         JSON,
         NPROC,

@@ -21,10 +21,10 @@ from parallel_llama.cli.arguments import (
     shown,
     whole,
 )
-from parallel_llama.cli.generate import given_sampling
 from parallel_llama.cli.model import check_model
 from parallel_llama.cli.prompts import Message
 from parallel_llama.cli.ranks import Job, leads
+from parallel_llama.cli.sampling_flags import given_sampling
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, printable
 from parallel_llama.errors import CheckpointError, UsageError

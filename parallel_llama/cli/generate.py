@@ -1,23 +1,21 @@
 """`generate`: prompts in, completions out."""
 
 import json
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from parallel_llama.cli.arguments import (
+    BLOCK_SIZE,
     DEVICE,
     DTYPE,
     JSON,
+    KV_CACHE_BYTES,
     MAX_SEQ_LEN,
     MODEL,
     NPROC,
     RANDOM_WEIGHTS,
-    SAMPLING,
-    SEED,
     VERIFY,
     Flag,
     Verb,
@@ -26,15 +24,21 @@ from parallel_llama.cli.arguments import (
     plain_text,
     shown,
     warn,
-    whole,
 )
 from parallel_llama.cli.model import check_model
-from parallel_llama.cli.prompts import Prompt, gather
-from parallel_llama.cli.ranks import Job, leads
+from parallel_llama.cli.progress import Meter
+from parallel_llama.cli.prompts import Line, Prompt, gather
+from parallel_llama.cli.ranks import Job, inside_torchrun, leads
+from parallel_llama.cli.results import ResultFile, check_path, run_of
+from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import closing_line, lead
-from parallel_llama.cli.terminal import BOLD, DIM, ctrl_c, painted, printable
+from parallel_llama.cli.terminal import BOLD, DIM, StatusLine, ctrl_c, painted, printable
 from parallel_llama.errors import UsageError
-from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.intake import Intake
+from parallel_llama.request import (
+    Completion,
+    Request,
+)
 
 INTERRUPTED = 130
 
@@ -45,35 +49,26 @@ def prepare(
     prompts: str | None,
     chat: bool,
     system: str | None,
-    max_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    stop: list[str],
-    logprobs: int | None,
     seed: int,
     json: bool,
     output: str | None,
+    resume: bool,
     nproc: int | None,
     dtype: str | None,
     device: str,
     max_seq_len: int | None,
+    kv_cache_bytes: int | None,
+    block_size: int | None,
     random_weights: int | None,
     verify: bool,
+    **sampling: Any,
 ) -> Job:
-    """Check prompts, sampling, model and plan, and return the job that generates."""
-    gathered = gather(prompt, prompts, chat, system)
-    sampling = given_sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        stop=stop or None,
-        logprobs=logprobs,
-    )
-    _check_output(output)
+    """Check prompts, sampling, model, plan and output, and return the job that generates."""
+    lines = gather(prompt, prompts, chat, system)
+    given = given_sampling(**sampling)
+    if resume and output is None:
+        raise UsageError("--resume goes on with the file of --output; add --output FILE")
+    path = None if output is None else check_path(output, prompts)
     intake, n_ranks = check_model(
         model,
         nproc,
@@ -82,61 +77,83 @@ def prepare(
         seed=seed,
         verify=verify,
     )
-    # Tokenised here, so that a prompt that is too long is refused before anything is loaded.
-    requests = intake.requests(gathered, intake.sampling_params(**sampling)) if leads() else []
+    requests, file = [], None
+    if leads():
+        # Tokenised here, so that a prompt that is too long is refused before anything is loaded.
+        requests = _requests(lines, intake, given)
+        if path is not None:
+            run = run_of(requests, intake.files, dtype=dtype, random_weights=random_weights)
+            file = ResultFile(path, requests, run, resume)
+            requests = file.missing(requests)
+    if file is not None and not requests and not inside_torchrun():
+        return Job(lambda: _say_complete(file, json))
 
     def work(llm: Any) -> int:
-        return _generate(llm, requests, Results(gathered, json, output))
+        warn_of_idle_filters(given, requests)
+        if file is not None and file.done:
+            warn(f"{_count(file)}; going on with the others")
+        return _generate(llm, requests, Results(lines, requests, json, file))
 
     options = {"dtype": dtype, "device": device, "random_weights": random_weights, "verify": verify}
+    cache = {"kv_cache_bytes": kv_cache_bytes, "block_size": block_size}
+    options |= {name: value for name, value in cache.items() if value is not None}
     return Job(lambda: lead(work, model, intake=intake, **options), n_ranks)
-
-
-def given_sampling(**flags: Any) -> dict[str, Any]:
-    """The sampling settings that were given, checked; the model's own fill the rest later."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    SamplingParams(**given)
-    return given
 
 
 class Results:
     """Where completions go as they finish: stdout in input order, a file at once.
 
-    With one prompt on a terminal its text appears piece by piece.
+    With one prompt on a terminal its text appears piece by piece; with several, a line on stderr
+    says how far they are.
 
     Raises: UsageError if the file cannot be written.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], as_json: bool, output: str | None) -> None:
-        self.prompts, self.as_json, self.output = prompts, as_json, output
-        self.finished: dict[int, Completion] = {}
+    def __init__(
+        self,
+        lines: Sequence[Line],
+        requests: Sequence[Request],
+        as_json: bool,
+        file: ResultFile | None,
+    ) -> None:
+        self.lines, self.as_json, self.file = lines, as_json, file
+        self.order = [
+            (request.index, choice) for request in requests for choice in range(request.params.n)
+        ]
+        self.finished: dict[tuple[int, int], Completion] = {}
         self.n_shown = 0
-        self.streams = len(prompts) == 1 and not as_json and output is None
-        self.file: TextIO | None = None
+        self.streams = len(self.order) == 1 and not as_json and file is None
+        self.meter, self.status = Meter(requests), StatusLine(sys.stderr)
 
     def __enter__(self) -> "Results":
-        if self.output is not None:
-            self.file = _opened(self.output)
+        if self.file is not None:
+            self.file.open()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.status.clear()
         if self.file is not None:
             self.file.close()
 
     def take(self, progress: Any) -> None:
-        """One step's progress of one prompt."""
+        """One step's progress of one choice."""
+        self.meter.take(progress)
         if self.streams and progress.text:
             write_text(progress.text)
         if progress.completion is not None:
             self._finish(progress.completion)
+        if not self.streams:
+            self.status.show(self.meter.line)
 
     def _finish(self, completion: Completion) -> None:
         if self.file is not None:
-            self.file.write(json.dumps(completion.to_json()) + "\n")
-            self.file.flush()
-        self.finished[completion.index] = completion
-        while self.n_shown in self.finished:
-            self._show(self.finished.pop(self.n_shown))
+            self.file.write(completion)
+            if not self.as_json:
+                return
+        self.finished[completion.index, completion.choice] = completion
+        while self.n_shown < len(self.order) and self.order[self.n_shown] in self.finished:
+            self.status.clear()
+            self._show(self.finished.pop(self.order[self.n_shown]))
             self.n_shown += 1
 
     def _show(self, completion: Completion) -> None:
@@ -144,11 +161,16 @@ class Results:
             print(json.dumps(completion.to_json()), flush=True)
         elif self.streams:
             print(flush=True)
-        elif self.file is None:
-            title = f"[{completion.index}] {_title(self.prompts[completion.index])}"
-            print(painted(title, BOLD, sys.stdout))
+        else:
+            print(painted(self._title(completion), BOLD, sys.stdout))
             write_text(completion.text)
             print("\n", flush=True)
+
+    def _title(self, completion: Completion) -> str:
+        number = f"{completion.index}"
+        if completion.n_choices > 1:
+            number += f", {completion.choice + 1} of {completion.n_choices}"
+        return f"[{number}] {_title(self.lines[completion.index].prompt)}"
 
 
 def write_text(text: str) -> None:
@@ -157,38 +179,57 @@ def write_text(text: str) -> None:
     sys.stdout.flush()
 
 
+def _requests(lines: Sequence[Line], intake: Intake, given: Mapping[str, Any]) -> list[Request]:
+    """A request for each line, drawn as the line says, else the flags, else the model.
+
+    Raises: UsageError that names the line.
+    """
+    shared = intake.sampling_params(**given)
+    requests = []
+    for index, line in enumerate(lines):
+        try:
+            own = intake.sampling_params(**{**given, **line.settings}) if line.settings else shared
+            requests.append(intake.request(index, line.prompt, own))
+        except UsageError as error:
+            raise UsageError(f"{line.where}: {error}") from error
+    return requests
+
+
 def _generate(llm: Any, requests: Sequence[Request], results: Results) -> int:
-    # Closed even if the reader goes away in between: the other ranks wait for the end.
-    with results, ctrl_c() as interrupted, closing(llm.run(requests, interrupted)) as steps:
-        for progress in steps:
-            results.take(progress)
+    with results, ctrl_c() as interrupted:
+        # Closed even if the reader goes away in between: the other ranks wait for the end.
+        with closing(llm.run(requests, interrupted)) as steps:
+            for progress in steps:
+                results.take(progress)
         code = INTERRUPTED if interrupted() else 0
-    if results.output and not results.as_json:
-        print(f"{len(requests)} completions in {results.output}")
+    file = results.file
     stream = sys.stderr if results.as_json else sys.stdout
-    print(painted(closing_line(llm.statistics), DIM, stream), file=stream, flush=True)
+    if file is not None:
+        print(_count(file), file=stream)
+    line = closing_line(results.meter, llm.statistics.weight_bytes)
+    print(painted(line, DIM, stream), file=stream, flush=True)
     if code:
-        warn("interrupted; the completions so far are above")
+        warn(f"interrupted; {_remedy(file)}")
     return code
 
 
-def _opened(output: str) -> TextIO:
-    try:
-        return Path(output).open("w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--output {output}: {error.strerror or error}") from error
+def _say_complete(file: ResultFile, as_json: bool) -> int:
+    stream = sys.stderr if as_json else sys.stdout
+    print(f"{_count(file)}; nothing is left to do", file=stream)
+    return 0
 
 
-def _check_output(output: str | None) -> None:
-    if output is None:
-        return
-    path = Path(output)
-    if path.is_dir():
-        raise UsageError(f"--output {output}: a folder; give the name of a file in it")
-    if not path.parent.is_dir():
-        raise UsageError(f"--output {output}: there is no folder {path.parent}; make it first")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--output {output}: it cannot be written; name a file that can")
+def _count(file: ResultFile) -> str:
+    of = "" if file.is_complete else f" of {file.n_total}"
+    return f"{len(file.done)}{of} completions in {file.path}"
+
+
+def _remedy(file: ResultFile | None) -> str:
+    if file is None:
+        return "the completions so far are above"
+    if file.resumable and not file.is_complete:
+        return "the same command with --resume goes on"
+    return f"the completions so far are in {file.path}"
 
 
 def _title(prompt: Prompt) -> str:
@@ -206,24 +247,24 @@ VERB = Verb(
         Flag("prompt", "text to complete", plain_text, "TEXT", repeatable=True),
         Flag(
             "prompts",
-            'a {"prompt"}, {"tokens"} or {"messages"} object per line',
+            'a {"prompt"}, {"tokens"} or {"messages"} object per line, beside it perhaps settings '
+            'of its own, such as "max_tokens"',
             input_file,
             "FILE.jsonl",
         ),
         Flag("chat", "put each prompt into the model's chat template"),
         Flag("system", "what a chat begins with", plain_text, "TEXT"),
         MODEL,
-        Flag("max-tokens", "longest completion", whole(1, 2**31 - 1), "N", 128),
-        *SAMPLING,
-        Flag("stop", "text that ends a completion", filled_text, "TEXT", repeatable=True),
-        SEED,
-        Flag("logprobs", "log-probabilities, and N alternatives each", whole(0, 20), "N"),
+        *FLAGS,
         JSON,
         Flag("output", "a JSON line per completion, as each is finished", filled_text, "FILE"),
+        Flag("resume", "go on with an interrupted --output: run what is missing in it"),
         NPROC,
         DTYPE,
         DEVICE,
         MAX_SEQ_LEN,
+        KV_CACHE_BYTES,
+        BLOCK_SIZE,
         RANDOM_WEIGHTS,
         VERIFY,
     ),

@@ -1,11 +1,14 @@
 """Prompts as a person gives them: --prompt texts or a JSONL file, checked line by line."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from parallel_llama.cli.arguments import plain_text, shown
-from parallel_llama.cli.model import read_text
+from parallel_llama.cli.json_text import parse_json
+from parallel_llama.cli.sampling_flags import SETTINGS, settings_of
 from parallel_llama.errors import UsageError
 from parallel_llama.fields import did_you_mean
 from parallel_llama.request import MAX_TOKEN_ID
@@ -15,8 +18,23 @@ Prompt = str | list[int] | list[Message]
 
 KINDS = ("prompt", "tokens", "messages")
 
+MAX_PROMPTS = 1_000_000
+MAX_LINE_BYTES = 64 << 20
 
-def gather(texts: Sequence[str], path: str | None, chat: bool, system: str | None) -> list[Prompt]:
+
+@dataclass(frozen=True)
+class Line:
+    """One prompt, where it was given, and the sampling settings that are its own."""
+
+    where: str
+    prompt: Prompt
+    settings: Mapping[str, Any]
+
+
+NO_SETTINGS: Mapping[str, Any] = {}
+
+
+def gather(texts: Sequence[str], path: str | None, chat: bool, system: str | None) -> list[Line]:
     """All prompts in input order; with `chat`, each text is a user's message.
 
     Raises: UsageError naming the prompt or line that cannot be used.
@@ -28,13 +46,16 @@ def gather(texts: Sequence[str], path: str | None, chat: bool, system: str | Non
         )
     if system is not None and not chat:
         raise UsageError("--system is a part of a chat; add --chat")
-    prompts: list[Prompt] = list(texts) if path is None else read_lines(path)
-    if not chat:
-        for index, prompt in enumerate(prompts):
-            if prompt == "":
-                raise UsageError(f"prompt {index} is empty; give at least one character")
-        return prompts
-    return [as_chat(prompt, system) if isinstance(prompt, str) else prompt for prompt in prompts]
+    if path is None:
+        lines = [Line(f"prompt {i}", text, NO_SETTINGS) for i, text in enumerate(texts)]
+    else:
+        lines = read_lines(path)
+    if chat:
+        return [_in_chat(line, system) for line in lines]
+    for line in lines:
+        if line.prompt == "":
+            raise UsageError(f"{line.where} is empty; give at least one character")
+    return lines
 
 
 def as_chat(text: str, system: str | None) -> list[Message]:
@@ -43,32 +64,26 @@ def as_chat(text: str, system: str | None) -> list[Message]:
     return [*first, {"role": "user", "content": text}]
 
 
-def read_lines(path: str) -> list[Prompt]:
+def read_lines(path: str) -> list[Line]:
     """The prompts of a JSONL file, one object a line; blank lines are skipped.
 
-    Raises: UsageError naming the first line that is not {"prompt"}, {"tokens"} or {"messages"}.
+    Raises: UsageError naming the first line that is not {"prompt"}, {"tokens"} or {"messages"},
+    with sampling settings beside it or none.
     """
-    prompts = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
+    lines: list[Line] = []
+    for number, data in enumerate(_split(path), start=1):
+        if not data.strip():
             continue
+        where = f"{path}, line {number}"
+        if len(lines) == MAX_PROMPTS:
+            raise UsageError(f"{where}: more than {MAX_PROMPTS} prompts; split the file")
         try:
-            prompts.append(_prompt(parse_json(line)))
+            lines.append(_line(where, parse_json(_decoded(data))))
         except ValueError as error:
-            raise UsageError(f"{path}, line {number}: {error}") from None
-    if not prompts:
+            raise UsageError(f"{where}: {error}") from None
+    if not lines:
         raise UsageError(f"{path}: no prompts in it; give one JSON object a line")
-    return prompts
-
-
-def parse_json(text: str) -> Any:
-    """A JSON value; ValueError says where it is broken."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
-    except RecursionError:
-        raise ValueError("not usable JSON: it is nested too deeply") from None
+    return lines
 
 
 def check_tokens(value: Any, what: str = "tokens") -> list[int]:
@@ -84,14 +99,45 @@ def check_tokens(value: Any, what: str = "tokens") -> list[int]:
     return value
 
 
-def _prompt(value: Any) -> Prompt:
+def _split(path: str) -> Iterator[bytes]:
+    """The lines of a file, one at a time in memory."""
+    try:
+        with Path(path).open("rb") as file:
+            while data := file.readline(MAX_LINE_BYTES + 1):
+                if len(data) > MAX_LINE_BYTES:
+                    raise UsageError(f"{path}: a line of more than {MAX_LINE_BYTES} bytes")
+                yield data
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start} of it)") from None
+
+
+def _in_chat(line: Line, system: str | None) -> Line:
+    if not isinstance(line.prompt, str):
+        return line
+    return Line(line.where, as_chat(line.prompt, system), line.settings)
+
+
+def _line(where: str, value: Any) -> Line:
     if not isinstance(value, dict):
         raise ValueError('not an object; write {"prompt": "..."}')
+    known = (*KINDS, *SETTINGS)
     for key in value:
-        if key not in KINDS:
-            raise ValueError(f"unknown key {shown(key)}{did_you_mean(key, KINDS)}")
-    if len(value) != 1:
+        if key not in known:
+            raise ValueError(f"unknown key {shown(key)}{did_you_mean(key, known)}")
+    settings = settings_of({key: value[key] for key in value if key not in KINDS})
+    if len(value) - len(settings) != 1:
         raise ValueError(f"give exactly one of {', '.join(KINDS)}")
+    return Line(where, _prompt(value), settings or NO_SETTINGS)
+
+
+def _prompt(value: dict[str, Any]) -> Prompt:
     if "tokens" in value:
         return check_tokens(value["tokens"])
     return _messages(value["messages"]) if "messages" in value else _text(value["prompt"], "prompt")

@@ -1,10 +1,8 @@
 """`reshard`: a model's files anew in another layout, for any number of ranks."""
 
-import ctypes
 import json
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,12 @@ from typing import Any
 from parallel_llama.cli.arguments import JSON, Flag, Verb, filled_text, one_of, warn, whole
 from parallel_llama.cli.model import find_args
 from parallel_llama.cli.ranks import Job
-from parallel_llama.cli.terminal import ctrl_c_raises, size
+from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
 from parallel_llama.errors import UsageError
 from parallel_llama.model_files import find_model
 from parallel_llama.target_folder import TargetKind, check_parts, check_target
 
 MAX_FILES = 99_999
-
-# Of glibc's mallopt: blocks up to this size are kept when they are freed, this many bytes at most.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-REUSED_BYTES, KEPT_BYTES = 64 << 20, 128 << 20
 
 
 def prepare(
@@ -46,41 +40,42 @@ def prepare(
 
 
 class Progress:
-    """One line on a terminal: how much is written, how fast, and how long it takes yet."""
+    """How much is written, how fast, and how long it takes yet, on a line of the terminal."""
 
     def __init__(self, what: str) -> None:
-        self.what, self.shown = what, sys.stderr.isatty()
-        self.total = self.done = 0
-        self.began_s = self.next_s = 0.0
+        self.what, self.status = what, StatusLine(sys.stderr)
+        self.total = self.before = self.done = 0
+        self.began_s = 0.0
 
-    def start(self, total: int) -> None:
-        self.total, self.began_s = total, time.monotonic()
+    def start(self, total: int, done: int) -> None:
+        """`done` of the `total` bytes are there from an earlier run, and count for no speed."""
+        self.total, self.before, self.done = total, done, done
+        self.began_s = time.monotonic()
 
     def add(self, n_bytes: int) -> None:
         self.done += n_bytes
-        now = time.monotonic()
-        if self.shown and now >= self.next_s:
-            self.next_s = now + 0.1
-            print(f"\r\x1b[K{self.line(now)}", end="", file=sys.stderr, flush=True)
+        self.status.show(self.line)
 
-    def line(self, now: float) -> str:
-        rate = self.done / max(now - self.began_s, 1e-3)
+    def line(self) -> str:
+        rate = (self.done - self.before) / max(time.monotonic() - self.began_s, 1e-3)
         left_s = max(0, self.total - self.done) / max(rate, 1)
         return (
             f"{self.what}: {size(self.done)} of {size(self.total)}, {size(rate)}/s, "
-            f"{left_s:.0f} s left"
+            f"{duration(left_s)} left"
         )
 
     def end(self) -> None:
-        if self.shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        self.status.clear()
 
 
 def _run(source: Any, target: Path, as_json: bool, options: dict[str, Any]) -> int:
     # torch comes in here: what is wrong with a command line is said without it.
+    import torch
+
     from parallel_llama.resharding import reshard
 
-    _reuse_memory()
+    # Its threads would only wait beside those that read, hash and write.
+    torch.set_num_threads(1)
     progress = Progress(f"writing {target}")
     ctrl_c_raises()
     try:
@@ -100,17 +95,6 @@ def _run(source: Any, target: Path, as_json: bool, options: dict[str, Any]) -> i
             f"({rate}/s)"
         )
     return 0
-
-
-def _reuse_memory() -> None:
-    """Let the memory of a tensor that is done with take the next one.
-
-    Given back and asked for again, every page would be zeroed anew, a quarter of all the work.
-    """
-    with suppress(OSError, AttributeError):  # another C library works as it does
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, REUSED_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 VERB = Verb(

@@ -19,8 +19,9 @@ from parallel_llama.cli.arguments import (
     Verb,
     input_file,
 )
+from parallel_llama.cli.json_text import parse_json
 from parallel_llama.cli.model import check_model, read_text
-from parallel_llama.cli.prompts import check_tokens, parse_json
+from parallel_llama.cli.prompts import check_tokens
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import table

@@ -1,11 +1,13 @@
 """A loaded model for the length of one command, on every rank that the command runs on."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from parallel_llama.cli.terminal import Loading, size
+from parallel_llama.cli.progress import Meter
+from parallel_llama.cli.ranks import leads
+from parallel_llama.cli.terminal import DIM, Loading, painted, size
 from parallel_llama.parallel.failures import RankError
 
 
@@ -20,9 +22,13 @@ def lead(work: Callable[[Any], int], model: str, **options: Any) -> int:
     # torch and the model come in here: what is above this line starts at once.
     from parallel_llama.llm import LLM
 
-    loading = Loading(model, sys.stderr, shown=True)
-    llm = LLM(model, **options, on_bytes=loading.add)
+    loading = Loading(model, sys.stderr)
+    # The other ranks share rank 0's terminal.
+    llm = LLM(model, **options, on_bytes=loading.add if leads() else lambda _: None)
     loading.end()
+    if leads():
+        line = capacity_line(llm.engine.capacity, llm.intake.max_seq_len)
+        print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
     if llm.rank:
         llm.follow()
         llm.close()
@@ -35,15 +41,24 @@ def lead(work: Callable[[Any], int], model: str, **options: Any) -> int:
             llm.close()
 
 
-def closing_line(statistics: Any) -> str:
+def capacity_line(capacity: Any, max_seq_len: int) -> str:
+    """What the KV cache holds, in one line; `capacity` is a Capacity."""
+    n_full = capacity.n_full_requests(max_seq_len)
+    return (
+        f"KV cache: {capacity.n_tokens:,} tokens, {size(capacity.n_bytes)} on each rank, room for "
+        f"{n_full} request{'s' * (n_full != 1)} of {max_seq_len:,} tokens"
+    )
+
+
+def closing_line(meter: Meter, weight_bytes: Sequence[int]) -> str:
     """How fast it went and what each rank held, in one line."""
-    held = statistics.weight_bytes
-    least, most = size(min(held)), size(max(held))
-    pieces = [f"{statistics.n_new_tokens} token{'s' * (statistics.n_new_tokens != 1)}"]
-    if statistics.n_new_tokens:
-        pieces.append(f"the first after {statistics.first_token_s:.2f} s")
-    if statistics.n_new_tokens > 1:
-        pieces.append(f"{statistics.tokens_per_s:.1f} tokens/s")
+    least, most = size(min(weight_bytes)), size(max(weight_bytes))
+    pieces = [f"{meter.n_tokens} token{'s' * (meter.n_tokens != 1)}"]
+    if meter.n_tokens:
+        pieces.append(f"the first after {meter.first_token_s:.2f} s")
+    if meter.n_tokens > 1:
+        pieces.append(f"{meter.tokens_per_s:.1f} tokens/s")
     weights = most if least == most else f"{least} to {most}"
-    ranks = f"{len(held)} ranks, {weights} of weights each" if len(held) > 1 else f"1 rank, {most}"
-    return ", ".join([*pieces, ranks if len(held) > 1 else f"{ranks} of weights"])
+    n_ranks = len(weight_bytes)
+    ranks = f"{n_ranks} ranks, {weights} of weights each" if n_ranks > 1 else f"1 rank, {most}"
+    return ", ".join([*pieces, ranks if n_ranks > 1 else f"{ranks} of weights"])

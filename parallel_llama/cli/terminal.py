@@ -76,27 +76,57 @@ def printable(text: str) -> str:
     )
 
 
-class Loading:
-    """One line on a terminal that says how much of a model is read; silent anywhere else."""
+def duration(seconds: float) -> str:
+    """Seconds in the units that a person would choose.
 
-    def __init__(self, what: str, stream: TextIO, shown: bool, doing: str = "loading") -> None:
-        self.what, self.stream, self.doing = what, stream, doing
-        self.shown = shown and stream.isatty()
-        self.n_bytes = 0
+    >>> duration(48), duration(200), duration(7500)
+    ('48 s', '3 min 20 s', '2 h 5 min')
+    """
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, rest_min = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {rest_min} min"
+    return f"{minutes} min {rest_s} s" if minutes else f"{rest_s} s"
+
+
+class StatusLine:
+    """One line on a terminal that is drawn anew as work goes on; silent anywhere else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.shown = stream, stream.isatty()
         self.next_s = 0.0
 
-    def add(self, n_bytes: int) -> None:
-        self.n_bytes += n_bytes
+    def show(self, text: Callable[[], str]) -> None:
+        """Draw the line, unless it was drawn a moment ago."""
         now = time.monotonic()
         if self.shown and now >= self.next_s:
             self.next_s = now + 0.1
-            self.stream.write(f"\r{self.doing} {self.what}: {size(self.n_bytes)} ")
-            self.stream.flush()
+            # A line that is wrapped could not be drawn over.
+            self._write(f"\r\x1b[K{text()[: _columns(self.stream) - 1]}")
+
+    def clear(self) -> None:
+        """Leave the place to other text."""
+        if self.shown and self.next_s:
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+class Loading:
+    """How much of a model is read, on a line of the terminal."""
+
+    def __init__(self, what: str, stream: TextIO, doing: str = "loading") -> None:
+        self.what, self.doing, self.status = what, doing, StatusLine(stream)
+        self.n_bytes = 0
+
+    def add(self, n_bytes: int) -> None:
+        self.n_bytes += n_bytes
+        self.status.show(lambda: f"{self.doing} {self.what}: {size(self.n_bytes)}")
 
     def end(self) -> None:
-        if self.shown:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+        self.status.clear()
 
 
 def ctrl_c_raises() -> None:
@@ -121,6 +151,15 @@ def ctrl_c() -> Iterator[Callable[[], bool]]:
     finally:
         signal.signal(signal.SIGINT, before)
 
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _USUAL_COLUMNS
+    except (OSError, ValueError):  # ValueError: a stream without a file
+        return _USUAL_COLUMNS
+
+
+_USUAL_COLUMNS = 80
 
 # Cc controls, Cf invisible formatting (such as right-to-left overrides), Cs half surrogates, and
 # the two line separators that some terminals obey.

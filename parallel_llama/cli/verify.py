@@ -25,7 +25,7 @@ def _verify(model: str, against: str | None, as_json: bool) -> int:
     # torch comes in here: what is above this line starts at once.
     from parallel_llama.checkpoint.verify import verify
 
-    progress = Loading(model, sys.stderr, shown=True, doing="verifying")
+    progress = Loading(model, sys.stderr, doing="verifying")
     report = verify(model, against, progress.add)
     progress.end()
     if as_json:

@@ -1,0 +1,92 @@
+"""Whether the engines gave the same tokens, and where they did not, whether it was a near tie.
+
+Greedy tokens of float32 engines may part where two logits are closer than rounding. From there on
+the texts differ, so that only the tokens up to there can be compared.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.bench.engines import Run
+from parallel_llama import LLM
+
+# Nats. Two float32 engines' log-probabilities lie within 2e-4 of each other on 30 layers.
+NEAR_TIE = 1e-3
+
+PromptsOfTurn = Callable[[int], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token, by number, at which an answer leaves the reference's; turns begin at 1."""
+
+    turn: int
+    prompt: int
+    token: int
+    expected: int
+    drawn: int
+
+
+def agreements(
+    model: str, runs: Mapping[str, Sequence[Run]], prompts_of_turn: PromptsOfTurn
+) -> dict[str, dict[str, Any]]:
+    """How far each engine's tokens are those of the first engine."""
+    reference = next(iter(runs.values()), ())
+    found = {name: list(differences(own, reference)) for name, own in runs.items()}
+    every = [each for own in found.values() for each in own]
+    gap = gaps(model, every, prompts_of_turn, reference)
+    return {name: summary(own, found[name], gap) for name, own in runs.items()}
+
+
+def differences(runs: Sequence[Run], reference: Sequence[Run]) -> Iterator[Difference]:
+    """One for each prompt of each turn whose new tokens are not all the same."""
+    for turn, (run, other) in enumerate(zip(runs, reference, strict=True), 1):
+        for prompt, (drawn, expected) in enumerate(zip(run.tokens, other.tokens, strict=True)):
+            pairs = zip(expected, drawn, strict=True)
+            parted = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+            if parted is not None:
+                yield Difference(turn, prompt, parted, expected[parted], drawn[parted])
+
+
+def gaps(
+    model: str,
+    found: Sequence[Difference],
+    prompts_of_turn: PromptsOfTurn,
+    reference: Sequence[Run],
+) -> dict[Difference, float]:
+    """By how many nats the reference's token is likelier than the other one, in float64."""
+    if not found:
+        return {}
+    llm = LLM(model, dtype="float64", device="cpu")
+    result = {}
+    for each in found:
+        answer = reference[each.turn - 1].tokens[each.prompt]
+        before = prompts_of_turn(each.turn)[each.prompt] + answer[: each.token]
+        expected, drawn = llm.score([[*before, each.expected], [*before, each.drawn]])
+        result[each] = expected[-1] - drawn[-1]
+    llm.close()
+    return result
+
+
+def summary(
+    runs: Sequence[Run], found: Sequence[Difference], gap: Mapping[Difference, float]
+) -> dict[str, Any]:
+    """Counts of what agrees and of both kinds of difference; the first one in full."""
+    answers = [tokens for run in runs for tokens in run.tokens]
+    n_new = len(answers[0])
+    n_near_ties = sum(abs(gap[each]) < NEAR_TIE for each in found)
+    first: dict[str, Any] | None = None
+    if found:
+        at = found[0]
+        first = {"turn": at.turn, "prompt": at.prompt, "token": at.token}
+        first["gap_nats"] = float(f"{gap[at]:.2g}")
+    return {
+        "tokens": len(answers) * n_new - sum(n_new - each.token for each in found),
+        "of_tokens": len(answers) * n_new,
+        "prompts": len(answers) - len(found),
+        "of_prompts": len(answers),
+        "near_ties": n_near_ties,
+        "wrong": len(found) - n_near_ties,
+        "first_difference": first,
+    }

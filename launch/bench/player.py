@@ -1,0 +1,113 @@
+"""An engine in a process of its own, asked by a line and answering with a line.
+
+It stays loaded and waits between its turns, so that a start of minutes is paid once.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from launch.bench.engines import Run
+
+ROOT = Path(__file__).parents[2]
+START_LIMIT_S = 900.0
+TURN_LIMIT_S = 1800.0
+END_LIMIT_S = 5.0
+
+# Nothing is looked up or reported elsewhere: the weights are here.
+_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+class EngineError(Exception):
+    """An engine that did not start, ended, or did not answer as asked."""
+
+
+class Player:
+    """A running engine: `command` is started, and its first line waited for.
+
+    Raises: EngineError if it does not get that far, with the end of what it wrote to stderr.
+    """
+
+    def __init__(self, command: Sequence[str], n_threads: int) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in close()
+        started = time.perf_counter()
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | _ENVIRONMENT | {"OMP_NUM_THREADS": str(n_threads)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            self.versions: dict[str, str] = self._hear(START_LIMIT_S)["versions"]
+        except BaseException:
+            self.close()
+            raise
+        self.start_s = time.perf_counter() - started
+
+    def answer(self, prompts: list[list[int]], n_new: int) -> Run:
+        """One turn.
+
+        Raises: EngineError if the engine fails or gives another number of tokens than asked for.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"prompts": prompts, "n_new": n_new}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure("ended") from None
+        run = Run(**self._hear(TURN_LIMIT_S))
+        lengths = [len(tokens) for tokens in run.tokens]
+        if lengths != [n_new] * len(prompts):
+            raise EngineError(f"was asked for {n_new} tokens a prompt and gave {lengths}")
+        return run
+
+    def close(self) -> None:
+        """End the engine: by the end of its input, and by force if that is not enough."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_LIMIT_S)
+        self._signal(signal.SIGKILL)  # what the engine itself has started and left behind
+        self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def _hear(self, limit_s: float) -> dict[str, Any]:
+        """The next line. It is short and written at once, so that it is whole when it begins."""
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(limit_s):
+                raise self._failure(f"said nothing for {limit_s:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failure("ended")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _failure(self, what: str) -> EngineError:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").split("\n")
+        last = [line.strip() for line in lines if line.strip()][-1:]
+        return EngineError(": ".join([what, *last])[:2000])
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)

@@ -1,0 +1,142 @@
+"""How many tokens the KV cache holds: from the memory at hand, agreed across the ranks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.errors import UsageError
+from parallel_llama.parallel import Communicator
+from parallel_llama.plan import ShardPlan, kv_bytes_per_token
+
+# Of the memory that is free once the weights are loaded, on the CPU shared by all ranks of a host.
+CPU_SHARE, CUDA_SHARE = 0.5, 0.9
+# On the CPU no more than this without being asked: beside the model there are other programs.
+MAX_CPU_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The blocks of the KV cache, the same number on every rank; bytes are the fullest rank's."""
+
+    n_blocks: int
+    block_size: int
+    n_bytes: int
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_blocks * self.block_size
+
+    def n_full_requests(self, max_seq_len: int) -> int:
+        """How many requests of `max_seq_len` tokens fit at the same time."""
+        return self.n_blocks // -(-max_seq_len // self.block_size)
+
+
+def check_one_block_fits(
+    args: ModelArgs, plan: ShardPlan, *, dtype: torch.dtype, block_size: int, n_bytes: int | None
+) -> None:
+    """Check what was asked for, before any weight is read.
+
+    Raises: UsageError if a cache of `n_bytes` on each rank cannot hold one block.
+    """
+    if block_size < 1:
+        raise UsageError(f"block_size={block_size}: a block holds at least 1 token")
+    widest = max(_block_bytes(args, plan, dtype, block_size))
+    if n_bytes is not None and n_bytes < widest:
+        raise UsageError(
+            f"kv_cache_bytes={n_bytes} and one block of {block_size} tokens takes {widest} bytes "
+            "on a rank; raise kv_cache_bytes, lower block_size, or use more ranks"
+        )
+
+
+def agree_on_capacity(
+    args: ModelArgs,
+    plan: ShardPlan,
+    comm: Communicator,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+    n_bytes: int | None,
+) -> Capacity:
+    """As many blocks as the rank with the least room can hold; `n_bytes` is each rank's limit.
+
+    Raises: UsageError, on all ranks alike, if that is not one block, or if a rank has less free
+    memory than `n_bytes`.
+    Collective: one all_gather.
+    """
+    free = free_memory(device)
+    room = n_bytes if n_bytes is not None else _room_for_cache(free, comm.size, device)
+    block_bytes = _block_bytes(args, plan, dtype, block_size)
+    frees, rooms = comm.all_gather(torch.tensor([free, room])).unbind(1)
+    least = int(frees.argmin())
+    if n_bytes is not None and n_bytes > frees[least]:
+        raise UsageError(
+            f"kv_cache_bytes={n_bytes} and rank {least} has {frees[least]} bytes of free memory; "
+            "lower kv_cache_bytes"
+        )
+    n_blocks = [int(room) // each for room, each in zip(rooms, block_bytes, strict=True)]
+    tightest = n_blocks.index(min(n_blocks))
+    if n_blocks[tightest] < 1:
+        raise UsageError(
+            f"rank {tightest} has {rooms[tightest]} bytes for its KV cache and one block of "
+            f"{block_size} tokens takes {block_bytes[tightest]}; free some memory, or use more "
+            "ranks on more hosts"
+        )
+    return Capacity(n_blocks[tightest], block_size, n_blocks[tightest] * max(block_bytes))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this rank and whoever shares its device can still take."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    return available_memory()
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that programs can still take without swapping, a container's limit heeded.
+
+    Where the system below `root` does not say, as much as the cache wants at the most.
+    """
+    available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
+    if available is None:
+        return int(MAX_CPU_BYTES / CPU_SHARE)
+    left = [available << 10]
+    cgroup = root / "sys" / "fs" / "cgroup"
+    for folder, limit, used, prefix in (  # versions 2 and 1
+        (cgroup, "memory.max", "memory.current", ""),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        try:
+            n_left = int((folder / limit).read_text()) - int((folder / used).read_text())
+        except (OSError, ValueError):  # no container, or one without a limit, which it calls "max"
+            continue
+        # What files left in memory counts as used, and makes way for a cache.
+        stat = _numbers(folder / "memory.stat")
+        left.append(n_left + sum(stat.get(f"{prefix}{s}active_file", 0) for s in ("", "in")))
+    return max(0, min(left))
+
+
+def _room_for_cache(free: int, n_ranks: int, device: torch.device) -> int:
+    """Bytes that a rank may take for its cache without being asked."""
+    if device.type == "cuda":
+        return int(free * CUDA_SHARE)
+    return min(MAX_CPU_BYTES, int(free * CPU_SHARE) // n_ranks)
+
+
+def _block_bytes(
+    args: ModelArgs, plan: ShardPlan, dtype: torch.dtype, block_size: int
+) -> list[int]:
+    """What one block takes on each rank."""
+    return [kv_bytes_per_token(args, share, dtype.itemsize) * block_size for share in plan.shares]
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first number behind each line's first word; nothing where there is no such file."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except (OSError, ValueError):
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -1,0 +1,252 @@
+"""The file of --output: a JSON line per completion, as each is finished.
+
+As long as lines are missing, FILE.run lies beside it and says which run they are of, so that
+--resume runs what is missing and nothing else: whatever ends the process, what is lost is at most
+the line that was being written. It does not know how completions are made.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from parallel_llama.errors import CheckpointError, UsageError, WriteError
+from parallel_llama.fields import read_json_object
+from parallel_llama.model_files import ModelFiles
+from parallel_llama.request import Completion, Request
+
+Key = tuple[int, int]  # request index, choice
+
+_WHOLE = ("stop", "length")  # other reasons to finish cut a completion short
+_MAX_RUN_BYTES = 64 << 10
+_DIGESTS = ("model", "set of prompts", "sampling or seed")
+_ENCODER = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def check_path(output: str, prompts: str | None) -> Path:
+    """The path of a file that can be written.
+
+    Raises: UsageError.
+    """
+    path = Path(output)
+    if path.is_dir():
+        raise UsageError(f"--output {output}: a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output {output}: there is no folder {path.parent}; make it first")
+    if prompts is not None and path.exists() and path.samefile(prompts):
+        raise UsageError(f"--output {output}: the file of the prompts itself; give another name")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"--output {output}: it cannot be written; name a file that can")
+    if _is_resumable(path) and not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--output {output}: the folder {path.parent} cannot be written to")
+    return path
+
+
+def run_of(requests: Sequence[Request], model: ModelFiles, **weights: Any) -> dict[str, Any]:
+    """What makes a run's completions what they are; equal for equal runs.
+
+    `weights` are the settings that decide how the model's files become weights.
+    """
+    prompts, sampling = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+    for request in requests:
+        prompts.update(_ENCODER.encode((request.index, request.prompt)))
+        sampling.update(_ENCODER.encode((request.params, request.seed, request.stop_ids)))
+    return {
+        "model": _model_digest(model),
+        **weights,
+        "number of prompts": len(requests),
+        "set of prompts": prompts.hexdigest(),
+        "sampling or seed": sampling.hexdigest(),
+    }
+
+
+class ResultFile:
+    """The lines of one run, those of an earlier process included; nothing is written before `open`.
+
+    A path that is no regular file, such as a pipe, is written to and cannot be resumed.
+
+    Raises: UsageError if an unfinished run lies there that is not to be, or cannot be, continued.
+    """
+
+    def __init__(
+        self, path: Path, requests: Sequence[Request], run: Mapping[str, Any], resume: bool
+    ) -> None:
+        self.path, self.run = path, json.loads(json.dumps(run))
+        self.resumable = _is_resumable(path)
+        self._sidecar = path.with_name(path.name + ".run")
+        self._expected = _expected(requests)
+        self.n_total = len(self._expected)
+        self.done: set[Key] = set()
+        self._n_whole = 0  # bytes of the whole lines that stay
+        self._file: BufferedWriter | None = None
+        if resume and not self.resumable:
+            raise UsageError(f"--resume: {path} is no regular file, whose lines could be read")
+        self._n_found = path.stat().st_size if self.resumable and path.exists() else 0
+        if self._n_found and resume:
+            self._continue()
+        elif self._n_found and self._sidecar.exists():
+            raise UsageError(
+                f"{path}: an unfinished run lies there; continue it with --resume, or remove it"
+            )
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.done) == self.n_total
+
+    def missing(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests of which at least one choice is not there yet."""
+        return [
+            request
+            for request in requests
+            if any((request.index, choice) not in self.done for choice in _choices(request))
+        ]
+
+    def open(self) -> None:
+        """Begin, or go on where the earlier process ended; a torn last line is cut off.
+
+        Raises: UsageError if the file cannot be written, or another process writes it.
+        """
+        try:
+            self._file = self.path.open("ab")
+            if self.resumable:
+                self._lock(self._file.fileno())
+                self._file.truncate(self._n_whole)
+                self._sign()
+        except OSError as error:
+            raise UsageError(f"--output {self.path}: {error.strerror or error}") from error
+
+    def write(self, completion: Completion) -> None:
+        """Append one completion, unless it is there; one that was cut short is left to --resume.
+
+        Raises: WriteError if the disk is full or fails.
+        """
+        assert self._file is not None
+        key = (completion.index, completion.choice)
+        if key in self.done or (self.resumable and completion.finish_reason not in _WHOLE):
+            return
+        try:
+            self._file.write(json.dumps(completion.to_json()).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._failed(error) from error
+        self.done.add(key)
+
+    def close(self) -> None:
+        """Give the file back; once nothing is missing, nothing but the lines stays."""
+        assert self._file is not None
+        try:
+            if self.resumable and self.is_complete:
+                os.fsync(self._file.fileno())
+                self._sidecar.unlink(missing_ok=True)
+            self._file.close()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _continue(self) -> None:
+        if self._sidecar.exists():
+            self._require_same(_read_run(self._sidecar))
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):  # torn by the end of the process that wrote it
+                    break
+                self.done.add(self._key(number, line))
+                self._n_whole += len(line)
+        if not self._sidecar.exists() and not self.is_complete:
+            raise UsageError(
+                f"{self.path}: {len(self.done)} of {self.n_total} completions, and no "
+                f"{self._sidecar.name} that says which run they are of; leave --resume out to "
+                "write the file anew, or give another name"
+            )
+
+    def _require_same(self, before: Mapping[str, Any]) -> None:
+        for what in {**before, **self.run}:
+            was, now = before.get(what), self.run.get(what)
+            if was != now:
+                # A digest tells nobody anything.
+                told = "" if what in _DIGESTS else f" ({_shown(was)} then, {_shown(now)} now)"
+                raise UsageError(
+                    f"{self.path}: the unfinished run in it had a different {what}{told}; give the "
+                    f"same as then, or remove {self.path.name} to begin anew"
+                )
+
+    def _key(self, number: int, line: bytes) -> Key:
+        """Which completion a line holds."""
+        try:
+            value = json.loads(line)
+            key = value["index"], value.get("choice", 0)
+            belongs = self._expected.get(key) == value["n_prompt_tokens"]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            belongs, key = False, (0, 0)
+        if not belongs or key in self.done:
+            raise UsageError(
+                f"{self.path}, line {number}: no completion of these prompts, or one that is there "
+                f"twice; remove the line, or {self.path.name} to begin anew"
+            )
+        return key
+
+    def _lock(self, descriptor: int) -> None:
+        """Keep other runs away, and see that none has written since the lines were read."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{self.path}: is being written by another run; wait for it") from None
+        except OSError:  # a file system without locks
+            pass
+        if os.fstat(descriptor).st_size != self._n_found:
+            raise UsageError(f"{self.path}: another run has written to it meanwhile; start again")
+
+    def _sign(self) -> None:
+        """Say beside the file, for good and at once, which run its lines are of."""
+        growing = self._sidecar.with_name(self._sidecar.name + ".part")
+        with growing.open("w", encoding="utf-8") as file:
+            json.dump(self.run, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        growing.replace(self._sidecar)
+
+    def _failed(self, error: OSError) -> WriteError:
+        text = f"{self.path}: {error.strerror or error}; {len(self.done)} completions are in it"
+        return WriteError(f"{text}; --resume goes on from them" if self.resumable else text)
+
+
+def _is_resumable(path: Path) -> bool:
+    return path.is_file() or not path.exists()
+
+
+def _expected(requests: Sequence[Request]) -> dict[Key, int]:
+    """The number of prompt tokens of every completion that is to come."""
+    return {
+        (request.index, choice): len(request.prompt)
+        for request in requests
+        for choice in _choices(request)
+    }
+
+
+def _choices(request: Request) -> Iterator[int]:
+    return iter(range(request.params.n))
+
+
+def _model_digest(model: ModelFiles) -> str:
+    """A digest of what tells whether a model's files were changed, without reading weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in (model.config, *model.weights):
+        stat = path.stat()
+        digest.update(repr((path.name, stat.st_size, stat.st_mtime_ns)).encode())
+    return digest.hexdigest()
+
+
+def _read_run(sidecar: Path) -> dict[str, Any]:
+    try:
+        return read_json_object(sidecar, _MAX_RUN_BYTES)
+    except CheckpointError as error:
+        raise UsageError(f"{error}; remove it and the file beside it to begin anew") from error
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else str(value)[:100]

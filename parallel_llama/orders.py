@@ -1,0 +1,48 @@
+"""What rank 0 tells the other ranks between two steps, as bytes.
+
+Rank 0 alone hears of new, cancelled and late requests; every rank then carries out the same orders
+in the same order, so the schedulers stay alike.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from parallel_llama.request import FinishReason, Request
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Requests that begin and requests that end, each under its ticket; then whether to pause.
+
+    A ticket is a number that no other request of the engine has had. After a pause the ranks
+    listen for another kind of work, and the requests wait.
+    """
+
+    begin: tuple[tuple[int, Request], ...] = ()
+    end: tuple[tuple[int, FinishReason], ...] = ()
+    pause: bool = False
+
+    def encode(self) -> bytes:
+        """No orders are no bytes: the usual case costs nothing."""
+        return b"" if self == NOTHING else _ENCODER.encode(self)
+
+
+NOTHING = Orders()
+
+
+def decode_orders(message: bytes) -> Orders:
+    """Orders from their bytes, with every type and range checked.
+
+    Raises: ValueError for a message that holds anything else.
+    """
+    if not message:
+        return NOTHING
+    try:
+        return _DECODER.decode(message)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"a message of orders cannot be read: {error}") from error
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Orders)

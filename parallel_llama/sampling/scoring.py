@@ -1,0 +1,144 @@
+"""How likely the model finds tokens, and what it finds likelier: its own distribution."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.parallel import Communicator
+from parallel_llama.request import TokenLogprob
+from parallel_llama.sampling.tiles import Tiles
+
+# Logits that are widened to float64 at once: small enough to stay in a core's own cache.
+_CHUNK = 1 << 16
+
+# Columns of the exchange: one float64 row per target and rank, then K values and K token ids.
+_N_LOCAL = 0  # rows of the vocabulary that the rank holds
+_LSE = 1  # log-sum-exp of its logits
+_TARGET = 2  # the target's logit, -inf where the rank does not hold it
+_N_FIXED = 3
+
+
+def score(logits: Tensor, vocab: range, targets: Tensor, comm: Communicator) -> Tensor:
+    """Natural-log probabilities of the targets, one per row.
+
+    Shapes: logits [n, V_local] local; targets [n] int64 replicated; returns [n] float64 replicated.
+    Raises: NumericalError where a row holds nan or +inf or nothing but -inf; UsageError for a
+    target outside the vocabulary.
+    Collective: one all_gather.
+    """
+    if not len(targets):
+        return torch.empty(0, dtype=torch.float64, device=logits.device)
+    blocks = _exchange(logits, vocab, targets, 0, comm)
+    return blocks[:, :, _TARGET].amax(0) - _log_sum_exp(blocks)
+
+
+def score_tokens(
+    logits: Tensor, vocab: range, targets: Tensor, n_top: Sequence[int], comm: Communicator
+) -> list[TokenLogprob]:
+    """Natural-log probabilities of the targets and their likeliest alternatives, row by row.
+
+    `n_top` says how many alternatives each row wants.
+
+    Shapes and Raises: as in `score`.
+    Collective: one all_gather.
+    """
+    if not len(targets):
+        return []
+    k = max(n_top) + 1 if any(n_top) else 0  # one more, for the target may be among them
+    blocks = _exchange(logits, vocab, targets, k, comm)
+    lse = _log_sum_exp(blocks)
+    logprobs = (blocks[:, :, _TARGET].amax(0) - lse).tolist()
+    values, tokens = leaders_of(blocks, _N_FIXED)
+    top_logprobs, top_tokens = (values - lse[:, None]).tolist(), tokens.tolist()
+    scored = []
+    for row, target in enumerate(targets.tolist()):
+        top = [
+            (token, logprob)
+            for token, logprob in zip(top_tokens[row], top_logprobs[row], strict=True)
+            if token != target and logprob > -math.inf
+        ]
+        scored.append(TokenLogprob(target, logprobs[row], tuple(top[: n_top[row]])))
+    return scored
+
+
+def gather_logits(logits: Tensor, vocabs: Sequence[range], comm: Communicator) -> Tensor:
+    """Whole rows of logits on every rank.
+
+    Shapes: logits [n, V_local] local; vocabs, one range per rank, ascending; returns
+    [n, vocab_size] replicated.
+    Collective: one all_gather, rows padded to the longest local vocabulary.
+    """
+    longest = max(map(len, vocabs))
+    padded = F.pad(logits, (0, longest - logits.shape[1]))
+    blocks = comm.all_gather(padded)  # [tp_size, n, longest]
+    parts = [block[:, : len(vocab)] for block, vocab in zip(blocks, vocabs, strict=True)]
+    return torch.cat(parts, dim=1)
+
+
+def leaders_of(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
+    """The largest logits of the whole vocabulary and their tokens, from each rank's own.
+
+    Shapes: blocks [tp_size, n, n_fixed + 2 K]: after the fixed columns K values and K token ids;
+    returns [n, K] float64 and int64, in falling order, equal ones by token.
+    """
+    tp_size, n, width = blocks.shape
+    k = (width - n_fixed) // 2
+    values = blocks[:, :, n_fixed : n_fixed + k].permute(1, 0, 2).reshape(n, tp_size * k)
+    tokens = blocks[:, :, n_fixed + k :].permute(1, 0, 2).reshape(n, tp_size * k).long()
+    if tp_size == 1 or not k:
+        return values, tokens
+    # Ranks hold ascending token ids, so a stable sort leaves equal values ordered by id.
+    values, order = values.sort(dim=1, descending=True, stable=True)
+    return values[:, :k], tokens.gather(1, order[:, :k])
+
+
+def chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows at a time, so that a wide copy of them stays small."""
+    step = max(1, _CHUNK // max(1, logits.shape[1]))
+    for start in range(0, len(logits), step):
+        rows = slice(start, start + step)
+        yield rows, logits[rows]
+
+
+def _exchange(logits: Tensor, vocab: range, targets: Tensor, k: int, comm: Communicator) -> Tensor:
+    """Everybody's numbers. Shapes: [tp_size, n, _N_FIXED + 2 k] float64."""
+    assert logits.shape == (len(targets), len(vocab))
+    shape = (len(targets), _N_FIXED + 2 * k)
+    block = torch.full(shape, -math.inf, dtype=torch.float64, device=logits.device)
+    block[:, _N_LOCAL] = len(vocab)
+    block[:, _N_FIXED + k :] = -1
+    for rows, x in chunks(logits):
+        block[rows, _LSE] = x.double().logsumexp(-1)
+        if k and len(vocab):
+            values, tokens = Tiles.of(x, vocab).leaders(k)
+            block[rows, _N_FIXED : _N_FIXED + values.shape[1]] = values.double()
+            block[rows, _N_FIXED + k : _N_FIXED + k + values.shape[1]] = tokens.double()
+    own = ((targets >= vocab.start) & (targets < vocab.stop)).nonzero()[:, 0]
+    block[own, _TARGET] = logits[own, targets[own] - vocab.start].double()
+    blocks = comm.all_gather(block)
+    _check_targets(targets, int(blocks[:, 0, _N_LOCAL].sum()))
+    return blocks
+
+
+def _check_targets(targets: Tensor, vocab_size: int) -> None:
+    for token in (int(targets.min()), int(targets.max())):
+        if not 0 <= token < vocab_size:
+            raise UsageError(
+                f"token id {token} is not in the vocabulary; use 0 to {vocab_size - 1}"
+            )
+
+
+def _log_sum_exp(blocks: Tensor) -> Tensor:
+    """Shapes: [tp_size, n, ...] -> [n]."""
+    lse = blocks[:, :, _LSE].logsumexp(0)
+    for row, value in enumerate(lse.tolist()):
+        if not math.isfinite(value):
+            raise NumericalError(
+                f"scored row {row}: the log-sum-exp of its logits is {value}; the weights are "
+                "damaged or overflow their dtype: verify the checkpoint, or use a wider dtype"
+            )
+    return lse

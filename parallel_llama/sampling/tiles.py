@@ -1,0 +1,143 @@
+"""A rank's logits in tiles of the vocabulary, and what is found without reading every token.
+
+Reading the largest logit of each tile is the one pass over all logits; what follows looks at the
+few tiles that matter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel_llama.sampling.draw import Draw
+from parallel_llama.sampling.noise import TILE, gumbel, noise_key, tile_gumbel
+
+# Tiles in which a plain draw looks first for a score that rules out most of the others.
+_FIRST_TILES = 4
+
+# Far above the rounding of the noise, far below what would make a draw look at more tiles.
+_NOISE_SLACK = 1e-9
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Some rows of logits over whole tiles, -inf where a tile reaches beyond the rank's vocabulary.
+
+    Shapes: logits [n, n_tiles, TILE]; largest [n, n_tiles], of each tile; `first` is the number of
+    the first tile.
+    """
+
+    logits: Tensor
+    largest: Tensor
+    first: int
+
+    @classmethod
+    def of(cls, logits: Tensor, vocab: range) -> "Tiles":
+        """Shapes: logits [n, V_local], the scores of the token ids in `vocab`; not copied if they
+        are whole tiles already.
+        """
+        before, after = vocab.start % TILE, -vocab.stop % TILE
+        if before or after:
+            logits = F.pad(logits, (before, after), value=-torch.inf)
+        tiles = logits.view(len(logits), -1, TILE)
+        return cls(tiles, tiles.amax(-1), vocab.start // TILE)
+
+    def rows(self, rows: list[int]) -> "Tiles":
+        """Some of the rows, without a copy where they are all of them."""
+        if len(rows) == len(self.logits):
+            return self
+        return Tiles(self.logits[rows], self.largest[rows], self.first)
+
+    def flat(self) -> Tensor:
+        """Shapes: [n, n_tiles * TILE]."""
+        return self.logits.flatten(1)
+
+    def leaders(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest logits of each row and their tokens, in falling order, equal ones by token.
+
+        Shapes: returns [n, min(k, n_tiles * TILE)] twice, the logits' dtype and int64.
+        """
+        n_tiles = self.logits.shape[1]
+        if k == 1:
+            values, places = self._largest()
+        elif 2 * k >= n_tiles * TILE:
+            values, places = self.flat().sort(dim=1, descending=True, stable=True)
+            values, places = values[:, :k], places[:, :k]
+        else:
+            values, places = self._some_leaders(k)
+        return values, places + self.first * TILE
+
+    def plain_leaders(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+        """The best logit / temperature + noise of each unfiltered draw, and whose it is.
+
+        Noise is made only for tokens that could win with the largest noise of their tile. Of equal
+        scores the smallest token's wins.
+
+        Shapes: n draws; returns [n] float64 and [n] int64.
+        """
+        device = self.logits.device
+        n, n_tiles, _ = self.logits.shape
+        keys = torch.tensor([noise_key(draw) for draw in draws], device=device)
+        temperature = column([draw.params.temperature for draw in draws]).to(device)
+        numbers = torch.arange(self.first, self.first + n_tiles, device=device)
+        noise = tile_gumbel(keys, numbers).add_(_NOISE_SLACK)
+        bounds = self.largest.double() / temperature + noise  # [n, n_tiles]
+        promising = bounds.topk(min(_FIRST_TILES, n_tiles)).indices
+        floor = self._best_in(promising, keys, temperature)[:, None]
+        rows, tiles = ((bounds >= floor) & (bounds > -torch.inf)).nonzero(as_tuple=True)
+        scaled = self.logits[rows, tiles] / temperature[rows]  # [n_pairs, TILE]
+        could_win = scaled + noise[rows, tiles, None] >= floor[rows]
+        pairs, places = could_win.nonzero(as_tuple=True)
+        rows, tokens = rows[pairs], (tiles[pairs] + self.first) * TILE + places
+        scores = scaled[pairs, places] + gumbel(keys[rows], tokens[:, None])[:, 0]
+        best = scores.new_full((n,), -torch.inf).scatter_reduce_(0, rows, scores, "amax")
+        rivals = torch.where(scores == best[rows], tokens, torch.iinfo(torch.int64).max)
+        winners = torch.full_like(keys, torch.iinfo(torch.int64).max)
+        return best, winners.scatter_reduce_(0, rows, rivals, "amin")
+
+    def _best_in(self, tiles: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
+        """The best score within some tiles of each row. Shapes: tiles [n, t], places; [n]."""
+        rows = torch.arange(len(tiles), device=tiles.device)[:, None]
+        logits = self.logits[rows, tiles].flatten(1)  # [n, t * TILE]
+        noise = gumbel(keys, _tokens_of(tiles + self.first))
+        return noise.add_(logits / temperature).amax(1)
+
+    def _largest(self) -> tuple[Tensor, Tensor]:
+        tiles = self.largest.max(1).indices[:, None]  # the first of equal ones
+        rows = torch.arange(len(tiles), device=tiles.device)[:, None]
+        values, places = self.logits[rows, tiles][:, 0].max(1, keepdim=True)
+        return values, tiles * TILE + places
+
+    def _some_leaders(self, k: int) -> tuple[Tensor, Tensor]:
+        logits = self.flat()
+        n_tiles = self.logits.shape[1]
+        if n_tiles > 2 * k:  # the k largest are all in the k tiles with the largest maxima
+            tiles = self.largest.topk(k).indices
+            rows = torch.arange(len(tiles), device=tiles.device)[:, None]
+            values, order = self.logits[rows, tiles].flatten(1).topk(k)
+            places = _tokens_of(tiles).gather(1, order)
+        else:
+            values, places = logits.topk(k)
+        places, order = places.sort(1)
+        values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+        places = places.gather(1, order)
+        # topk takes any of several values equal to the smallest it returns; the first are wanted.
+        smallest = values[:, -1:]
+        is_open = ((logits >= smallest).sum(1) > k) & (smallest[:, 0] > -torch.inf)
+        for row in is_open.nonzero()[:, 0].tolist():
+            all_places = (logits[row] >= smallest[row]).nonzero()[:, 0]
+            _, order = logits[row, all_places].sort(dim=0, descending=True, stable=True)
+            places[row] = all_places[order[:k]]
+        return values, places
+
+
+def column(values: Sequence[float]) -> Tensor:
+    """Shapes: returns [n, 1] float64."""
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+def _tokens_of(tiles: Tensor) -> Tensor:
+    """The token ids of some tiles. Shapes: [m, t] -> [m, t * TILE]."""
+    return (tiles[:, :, None] * TILE + torch.arange(TILE, device=tiles.device)).flatten(1)

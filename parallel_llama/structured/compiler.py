@@ -1,0 +1,110 @@
+"""From the text of a grammar to a matcher, within bounds of time and memory."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from llguidance import LLMatcher
+
+from parallel_llama.errors import UsageError
+from parallel_llama.request import Grammar
+from parallel_llama.structured import trial
+from parallel_llama.structured.matcher import Matcher
+from parallel_llama.structured.token_table import TokenTable
+from parallel_llama.tokenizer import Tokenizer
+
+MAX_CACHED_GRAMMARS = 32
+MAX_CACHED_CHARS = 512 << 10
+TRIAL_LIMIT_S = 30.0  # by the clock, for a machine that gives the trial no time at all
+# What llguidance says where a person could not tell from it what to do.
+_REASONS = {
+    "NoExtensionBias": "it matches no text",
+    "oneOf constraints are not supported": "oneOf whose parts overlap is not supported; use anyOf",
+}
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+
+
+class GrammarCompiler:
+    """Makes matchers for one model and keeps the grammars that were compiled last.
+
+    JSON comes out compact, without any whitespace between its tokens, whatever the schema says:
+    whitespace that may go on for ever does so at a high temperature. A regular expression or Lark
+    grammar matches the whole completion, in the syntax of llguidance, without look-around and back
+    references. What llguidance does not know of JSON Schema is refused and never ignored, but for
+    words that are no keyword of it. One fault of its own is known: under two bounds with the same
+    whole part, an exclusive one that is whole can be drawn itself (7 where 7 < x < 7.5).
+
+    A grammar that is not in the cache first runs in a process of its own, for about 0.1 s and at
+    most `trial.CPU_LIMIT_S` of CPU time, and again here when that went well. Threads may share a
+    compiler.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._table = TokenTable(tokenizer, vocab_size, eos_ids)
+        self._tokenizer = self._table.to_llguidance()
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, grammar: Grammar, *, begins_text: bool = False) -> Matcher:
+        """A matcher at the start of a grammar.
+
+        `begins_text` says that the prompt spells nothing, so that the completion loses a leading
+        space where the tokenizer has it so.
+
+        Raises: UsageError for a grammar that is invalid, unsupported, or beyond the limits.
+        """
+        with self._lock:
+            start = self._compiled.get(grammar)
+        if start is None:
+            start = self._compile(grammar)
+        with self._lock:
+            self._keep(grammar, start)
+            state = start.deep_copy()
+        return Matcher(state, self._table, begins_text=begins_text)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        problem = _try(grammar)
+        if not problem:
+            try:
+                return trial.compile_grammar(grammar.kind, grammar.text, self._tokenizer)
+            except ValueError as error:
+                problem = str(error)
+        plain = (ours for theirs, ours in _REASONS.items() if problem.startswith(theirs))
+        reason = next(plain, problem.removesuffix("<non-verbose/>").strip()[:400])
+        raise UsageError(f"the {_NAMES[grammar.kind]} cannot be used: {reason}")
+
+    def _keep(self, grammar: Grammar, start: LLMatcher) -> None:
+        self._compiled[grammar] = start
+        self._compiled.move_to_end(grammar)
+        n_chars = sum(len(each.text) for each in self._compiled)
+        while len(self._compiled) > MAX_CACHED_GRAMMARS or n_chars > MAX_CACHED_CHARS:
+            oldest, _ = self._compiled.popitem(last=False)
+            n_chars -= len(oldest.text)
+
+
+def _try(grammar: Grammar) -> str:
+    """Why a grammar cannot be compiled, as a process of its own found out; "" where it can."""
+    try:
+        done = subprocess.run(
+            [sys.executable, str(Path(trial.__file__))],
+            input=json.dumps({"kind": grammar.kind, "text": grammar.text}).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=TRIAL_LIMIT_S,
+            start_new_session=True,  # so that Ctrl-C at the terminal reaches the parent alone
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it did not compile within {TRIAL_LIMIT_S:g} s; simplify it"
+    if done.returncode == -signal.SIGPROF:
+        return f"compiling it takes more than {trial.CPU_LIMIT_S:g} s; simplify it"
+    if done.returncode:
+        return (
+            f"compiling it takes more than {trial.MAX_EXTRA_BYTES >> 20} MiB of memory, or ends "
+            "the process that tries it; simplify it"
+        )
+    return str(json.loads(done.stdout)["problem"])

@@ -1,0 +1,96 @@
+"""A tokenizer's vocabulary as llguidance reads it: what each token id spells inside a text."""
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from llguidance import LLTokenizer, TokenizerWrapper
+from numpy.typing import NDArray
+
+from parallel_llama.tokenizer import Tokenizer
+
+Bits = NDArray[np.uint8]  # [ceil(vocab_size / 8)], bit t % 8 of byte t // 8 for token t
+
+# A byte that no text holds and no tokenizer merges with others: what is encoded behind it is
+# encoded as inside a text, without the space that SentencePiece puts in front.
+_MARK = b"\x02"
+
+
+class TokenTable:
+    """What every id of a model's vocabulary spells for a matcher, the same for all tokenizers.
+
+    Special tokens, eos ids and the ids of padding rows spell nothing, so that no text is made of
+    them. The end is an id of its own, `end_id`, behind the vocabulary: it stands for every eos id
+    and is there for models that have none.
+
+    Shapes: text_bits, eos_bits and opening_bits are masks over vocab_size tokens: those that spell
+    text; those that end it; those that spell something else where they begin a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        vocabulary = tokenizer.vocabulary
+        silent = eos_ids.union(vocabulary.special_ids.values())
+        self._tokenizer = tokenizer
+        self.end_id = vocab_size
+        self.eos_ids = eos_ids
+        self.tokens = [
+            b"" if id in silent or b"\xff" in piece else piece  # llguidance marks its own with 0xff
+            for id, piece in enumerate(vocabulary.pieces[:vocab_size])
+        ]
+        self.tokens += [b""] * (vocab_size - len(self.tokens))
+        self.text_bits = _bits((id for id, piece in enumerate(self.tokens) if piece), vocab_size)
+        self.eos_bits = _bits(eos_ids, vocab_size)
+        self.opening_bits = _bits(vocabulary.openings, vocab_size)
+
+    def encode(self, text: bytes) -> list[int]:
+        """Ids that spell exactly these bytes, the tokenizer's own choice where it keeps them all.
+
+        Some tokenizers normalise text, which would spell something else: there the longest tokens
+        are taken from the left, up to a byte that no token spells.
+        """
+        marked = (_MARK + text).decode("utf-8", "replace")
+        ids = self._tokenizer.encode(marked, bos=False, special=False)
+        spelled = [self.tokens[id] if id < len(self.tokens) else b"" for id in ids]
+        start = spelled.index(_MARK) + 1 if _MARK in spelled else 0
+        return ids[start:] if b"".join(spelled[start:]) == text else self._longest(text)
+
+    def to_llguidance(self) -> LLTokenizer:
+        return LLTokenizer(TokenizerWrapper(_Adapter(self)), n_vocab=self.end_id + 1)
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {piece: id for id, piece in enumerate(self.tokens) if piece}
+
+    def _longest(self, text: bytes) -> list[int]:
+        ids = []
+        longest = max(map(len, self._ids), default=0)
+        while text:
+            sizes = range(min(longest, len(text)), 0, -1)
+            size = next((size for size in sizes if text[:size] in self._ids), None)
+            if size is None:
+                break
+            ids.append(self._ids[text[:size]])
+            text = text[size:]
+        return ids
+
+
+class _Adapter:
+    """The attributes under which llguidance's TokenizerWrapper looks for all this."""
+
+    bos_token_id = None
+
+    def __init__(self, table: TokenTable) -> None:
+        self.eos_token_id = table.end_id
+        self.special_token_ids = [table.end_id]
+        self.tokens = [*table.tokens, b"end"]
+        self._table = table
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._table.encode(text)
+
+
+def _bits(ids: Iterable[int], vocab_size: int) -> Bits:
+    flags: NDArray[Any] = np.zeros(vocab_size, dtype=np.uint8)
+    flags[[id for id in ids if id < vocab_size]] = 1
+    return np.packbits(flags, bitorder="little")

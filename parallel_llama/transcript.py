@@ -1,0 +1,61 @@
+"""Rank 0's view of a completion: ids to text, and where the text ends.
+
+It does not know how ids are drawn or when a completion runs.
+"""
+
+from parallel_llama.request import Request, StopText
+from parallel_llama.tokenizer import StreamDecoder, Tokenizer
+
+
+class Transcript:
+    """The text of one choice as it grows; without a tokenizer there is none, only its end.
+
+    A choice ends at a stop id or stop string, neither of which is a part of the text, once it has
+    the request's min_tokens.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self._request = request
+        self._decoder = StreamDecoder(tokenizer, request.prompt) if tokenizer else None
+        self._stop = StopText(request.params.stop)
+        self._shown: list[str] = []
+        self._n_tokens = 0
+
+    @property
+    def text(self) -> str:
+        """Everything that was shown."""
+        return "".join(self._shown)
+
+    def push(self, token: int, is_last: bool) -> tuple[str, bool]:
+        """Text that may be shown now, and whether the completion stops at this token.
+
+        `is_last` says that no token can follow, so nothing is held back.
+        """
+        self._n_tokens += 1
+        if token in self._request.stop_ids:
+            return self.close(), True
+        if self._decoder is None:
+            return "", False
+        piece = self._through_stop(self._decoder.push(token))
+        shown = self._show(piece)
+        if is_last and not self._stop.found:
+            shown += self.close()
+        return shown, self._stop.found
+
+    def close(self) -> str:
+        """What was held back, now that nothing more comes."""
+        if self._decoder is None or self._stop.found:
+            return ""
+        tail = self._through_stop(self._decoder.flush())
+        return self._show(tail + self._stop.flush())
+
+    def _through_stop(self, piece: str) -> str:
+        """Stop strings are not looked at before there are min_tokens."""
+        if self._n_tokens <= self._request.params.min_tokens:
+            return piece
+        return self._stop.push(piece)
+
+    def _show(self, piece: str) -> str:
+        if piece:
+            self._shown.append(piece)
+        return piece

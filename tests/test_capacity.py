@@ -1,0 +1,155 @@
+"""How many tokens the KV cache holds: what the system says, and what the ranks make of it."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from mixes import ARGS
+from thread_ranks import run_on_threads
+
+from parallel_llama import capacity
+from parallel_llama.capacity import (
+    MAX_CPU_BYTES,
+    Capacity,
+    agree_on_capacity,
+    available_memory,
+    check_one_block_fits,
+)
+from parallel_llama.errors import UsageError
+from parallel_llama.parallel import Communicator, Solo
+from parallel_llama.plan import make_plan
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+# Of 9 query heads and 3 KV heads two ranks hold 2 KV heads each, the middle one twice.
+BLOCK = 16 * 2 * 2 * 2 * 4 * 8  # tokens, layers, k and v, KV heads, head_dim, bytes
+
+
+MEMINFO_FILE, V2, V1 = "proc/meminfo", "sys/fs/cgroup/memory", "sys/fs/cgroup/memory/memory"
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+MEMINFO = "MemTotal:       33554432 kB\nMemFree:  1 kB\nMemAvailable:    8388608 kB\n"
+
+
+def test_without_a_container_it_is_what_is_available(tmp_path):
+    write(tmp_path, {MEMINFO_FILE: MEMINFO})
+    assert available_memory(tmp_path) == 8 * GIB
+
+
+def test_where_the_system_does_not_say_the_cache_gets_its_most(tmp_path):
+    assert available_memory(tmp_path) * capacity.CPU_SHARE == MAX_CPU_BYTES
+
+
+@pytest.mark.parametrize("limit", ["max\n", f"{64 * GIB}\n", "?"])
+def test_a_container_without_a_tighter_limit_changes_nothing(tmp_path, limit):
+    write(tmp_path, {MEMINFO_FILE: MEMINFO, f"{V2}.max": limit, f"{V2}.current": "0\n"})
+    assert available_memory(tmp_path) == 8 * GIB
+
+
+def test_a_container_limit_counts_what_it_uses_but_for_files(tmp_path):
+    """A checkpoint that was read stays in memory as long as nobody else wants that."""
+    stat = f"anon {GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}\nactive_file 500\n"
+    limits = {f"{V2}.max": f"{5 * GIB}", f"{V2}.current": f"{4 * GIB}", f"{V2}.stat": stat}
+    write(tmp_path, {MEMINFO_FILE: MEMINFO, **limits})
+    assert available_memory(tmp_path) == 3 * GIB + 500
+
+
+def test_a_container_of_version_1_has_a_limit_too(tmp_path):
+    stat = f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file 3\n"
+    limits = {
+        f"{V1}.limit_in_bytes": f"{5 * GIB}\n",
+        f"{V1}.usage_in_bytes": f"{4 * GIB}\n",
+        f"{V1}.stat": stat,
+    }
+    write(tmp_path, {MEMINFO_FILE: MEMINFO, **limits})
+    assert available_memory(tmp_path) == 2 * GIB + 3
+
+
+def test_a_container_beyond_its_limit_has_nothing_left(tmp_path):
+    write(tmp_path, {MEMINFO_FILE: MEMINFO, f"{V2}.max": "100", f"{V2}.current": "200"})
+    assert available_memory(tmp_path) == 0
+
+
+def agree(comm: Communicator, n_bytes: int | None, block_size: int = 16) -> Capacity | str:
+    try:
+        return agree_on_capacity(
+            ARGS,
+            make_plan(ARGS, comm.size),
+            comm,
+            dtype=torch.float64,
+            device=CPU,
+            block_size=block_size,
+            n_bytes=n_bytes,
+        )
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("blocks", [(16, 40), (40, 16), (16, 16)])
+def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch, blocks):
+    """Each of two ranks takes half of half of what is free."""
+    own = threading.local()
+
+    def on_its_host(comm: Communicator) -> Capacity | str:
+        own.free = blocks[comm.rank] * BLOCK + 3
+        return agree(comm, None)
+
+    monkeypatch.setattr(capacity, "available_memory", lambda: own.free)
+    assert run_on_threads(2, on_its_host) == [Capacity(4, 16, 4 * BLOCK)] * 2
+
+
+def test_a_cache_that_nobody_sized_stays_small(monkeypatch):
+    monkeypatch.setattr(capacity, "available_memory", lambda: 1 << 40)
+    found = agree(Solo(), None)
+    assert isinstance(found, Capacity)
+    assert MAX_CPU_BYTES - 2 * BLOCK < found.n_bytes <= MAX_CPU_BYTES
+
+
+def test_a_limit_is_each_ranks(monkeypatch):
+    monkeypatch.setattr(capacity, "available_memory", lambda: 100 * BLOCK)
+    assert run_on_threads(2, agree, 7 * BLOCK + 1) == [Capacity(7, 16, 7 * BLOCK)] * 2
+
+
+def test_the_fullest_rank_limits_the_others(monkeypatch):
+    """Four ranks of 3 KV heads: some hold one, some two."""
+    monkeypatch.setattr(capacity, "available_memory", lambda: 100 * BLOCK)
+    shares = make_plan(ARGS, 4).shares
+    assert {share.n_local_kv_heads for share in shares} == {1, 2}
+    assert set(run_on_threads(4, agree, 7 * BLOCK)) == {Capacity(7, 16, 7 * BLOCK)}
+
+
+def test_too_little_memory_is_the_same_error_on_every_rank(monkeypatch):
+    own = threading.local()
+
+    def on_its_host(comm: Communicator, n_bytes: int | None) -> Capacity | str:
+        own.free = 1000 if comm.rank == 1 else 100 * BLOCK
+        return agree(comm, n_bytes)
+
+    monkeypatch.setattr(capacity, "available_memory", lambda: own.free)
+    first, second = run_on_threads(2, on_its_host, None)
+    assert first == second
+    assert "rank 1 has 250 bytes" in first and f"takes {BLOCK}" in first
+    first, second = run_on_threads(2, on_its_host, 2 * BLOCK)
+    assert first == second
+    assert f"kv_cache_bytes={2 * BLOCK}" in first and "rank 1 has 1000 bytes" in first
+
+
+def test_what_holds_no_block_is_refused_before_weights_are_read():
+    plan = make_plan(ARGS, 2)
+    check_one_block_fits(ARGS, plan, dtype=torch.float64, block_size=16, n_bytes=BLOCK)
+    with pytest.raises(UsageError, match=rf"kv_cache_bytes={BLOCK - 1} .* takes {BLOCK} bytes"):
+        check_one_block_fits(ARGS, plan, dtype=torch.float64, block_size=16, n_bytes=BLOCK - 1)
+    with pytest.raises(UsageError, match="block_size=0"):
+        check_one_block_fits(ARGS, plan, dtype=torch.float64, block_size=0, n_bytes=None)
+
+
+def test_full_requests_are_counted_in_whole_blocks():
+    assert Capacity(10, 16, 0).n_tokens == 160
+    assert Capacity(10, 16, 0).n_full_requests(33) == 3

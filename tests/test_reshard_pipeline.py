@@ -1,0 +1,105 @@
+"""What a reshard is made of: direct writes, memory that is used again, threads that run ahead."""
+
+import errno
+import os
+import random
+import threading
+
+import pytest
+import torch
+
+from parallel_llama.checkpoint import direct_file
+from parallel_llama.checkpoint.ahead import ahead
+from parallel_llama.checkpoint.direct_file import DirectFile, Staging
+from parallel_llama.checkpoint.manifest import tensor_bytes
+from parallel_llama.checkpoint.reused_memory import ReusedMemory
+from parallel_llama.checkpoint.unit_hashes import UnitHashes
+from parallel_llama.cli.reshard import Progress
+
+
+@pytest.mark.parametrize("refusal", [None, "open", "write"])
+@pytest.mark.parametrize("step", [1, 64, 4095, 4096, 5000, 70_000])
+def test_pieces_at_any_offset_make_the_same_file(tmp_path, monkeypatch, step, refusal):
+    """Also where the file system refuses direct writes, at once or at the first one."""
+    size = min(200_001, step * 300)
+    data = bytearray(random.Random(step).randbytes(size))
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size))
+    monkeypatch.setattr(direct_file, "STAGED_BYTES", 8192)
+    if refusal == "open":
+        monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)
+    file = DirectFile(path, Staging())
+    real = os.pwrite
+
+    def pwrite(descriptor, piece, offset):
+        if refusal == "write" and descriptor == file._direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, piece, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    for start in range(0, size, step):
+        file.write(memoryview(data)[start : start + step], start)
+    file.sync()
+    file.close()
+    assert path.read_bytes() == data
+
+
+def test_memory_is_used_again_only_when_the_last_view_of_it_is_gone():
+    memory = ReusedMemory()
+    tensor = memory.empty(5000)
+    place, view = tensor.data_ptr(), tensor_bytes(tensor.view(-1)[10:])
+    assert place % 4096 == 0
+    del tensor
+    other = memory.empty(5000)
+    assert other.data_ptr() != place
+    del view
+    assert memory.empty(5000).data_ptr() == place
+    assert memory.empty(0).shape == (0,)
+    assert memory.empty(6000).dtype == torch.uint8
+
+
+def test_items_come_in_order_and_an_error_where_it_happened():
+    def items():
+        yield from range(5)
+        raise ValueError("the sixth")
+
+    taken = []
+    with pytest.raises(ValueError, match="the sixth"):
+        for item in ahead(items(), 2):
+            taken.append(item)
+    assert taken == [0, 1, 2, 3, 4]
+
+
+def test_whoever_stops_early_leaves_no_thread_and_no_open_generator():
+    closed = []
+
+    def items():
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.append(True)
+
+    before = threading.active_count()
+    running = ahead(items(), 3)
+    next(running)
+    running.close()
+    assert closed == [True] and threading.active_count() == before
+
+
+def test_units_that_end_between_two_parts_are_hashed_as_one():
+    data = memoryview(bytearray(range(100)))
+    whole, parts = UnitHashes([30, 30, 40]), UnitHashes([30, 30, 40])
+    whole.add(data)
+    for start in range(0, 100, 7):
+        parts.add(data[start : start + 7])
+    assert parts.hashes == whole.hashes and len(parts.hashes) == 3
+
+
+def test_a_continued_run_shows_what_is_there_already_and_its_own_speed(monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    progress = Progress("writing x")
+    progress.start(8 << 20, 4 << 20)
+    progress.add(2 << 20)
+    monkeypatch.setattr("time.monotonic", lambda: 101.0)
+    assert progress.line() == "writing x: 6.0 MiB of 8.0 MiB, 2.0 MiB/s, 1 s left"
