@@ -24,7 +24,7 @@ from parallel_llama.checkpoint import (
 )
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, Progress
-from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.errors import CheckpointError, DamagedWeights, NumericalError, UsageError
 from parallel_llama.intake import Intake, Prompt
 from parallel_llama.machine import Machine, measure
 from parallel_llama.model_files import ModelFiles, find_model
@@ -123,7 +123,12 @@ class LLM:
         dtype_name = dtype or default_dtype(self.args, kind)
         if dtype_name not in DTYPES:
             raise UsageError(f"dtype={dtype_name!r}: use one of {', '.join(DTYPES)}")
-        checkpoint = open_weights(intake.files, self.args, random_weights)
+        try:
+            checkpoint = open_weights(intake.files, self.args, random_weights)
+        except CheckpointError as error:
+            if verify:  # in a file that another rank is verifying
+                raise DamagedWeights(str(error)) from error
+            raise
         self.comm = join(kind)
         self.rank, self.tp_size = self.comm.rank, self.comm.size
         plan = make_plan(self.args, self.tp_size)
