@@ -103,3 +103,17 @@ def test_a_continued_run_shows_what_is_there_already_and_its_own_speed(monkeypat
     progress.add(2 << 20)
     monkeypatch.setattr("time.monotonic", lambda: 101.0)
     assert progress.line() == "writing x: 6.0 MiB of 8.0 MiB, 2.0 MiB/s, 1 s left"
+
+
+def test_what_is_synced_is_brought_to_the_disk(tmp_path, monkeypatch):
+    """Nothing else shows it: without a loss of power the file is whole either way."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(10_000))
+    synced: list[int] = []
+    monkeypatch.setattr(direct_file.os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    file = DirectFile(path, Staging())
+    file.write(memoryview(bytearray(b"x" * 9_000)), 500)
+    assert synced == []
+    file.sync()
+    file.close()
+    assert synced == [path.stat().st_ino]
