@@ -1,7 +1,7 @@
 """Grouped-query attention of this rank's heads over packed sequences.
 
 A batch holds pieces of sequences end to end, [T, ...] without padding. Each piece attends to its
-own span of the KV cache and to nothing else, so a request's result does not depend on its
+own past in the KV cache and to nothing else, so a request's result does not depend on its
 neighbours. It does not know which heads are whose: the plan's runs say which query heads share
 which KV heads.
 

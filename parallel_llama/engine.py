@@ -10,7 +10,7 @@ A step: obey orders -> schedule -> forward -> sample -> decide -> commit.
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,21 +19,15 @@ from torch import Tensor
 
 from parallel_llama.blocks import BlockPool
 from parallel_llama.capacity import Capacity
-from parallel_llama.config import ModelArgs
 from parallel_llama.drafting import Lookup
+from parallel_llama.drawing import draw_or_none, draws_of, rows_to_draw, until_none
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.orders import Orders, decode_orders
+from parallel_llama.orders import MAX_SIZE, Orders, decode_orders, size_of
 from parallel_llama.parallel import broadcast_bytes
 from parallel_llama.request import Completion, FinishReason, Request, TokenLogprob
+from parallel_llama.rope import base_len
 from parallel_llama.runner import Piece, Runner
-from parallel_llama.sampling import (
-    Draw,
-    History,
-    NoTokenLeft,
-    Sampled,
-    sample,
-    score_tokens,
-)
+from parallel_llama.sampling import History, Sampled, score_tokens
 from parallel_llama.scheduler import Choice, Scheduler, Work
 from parallel_llama.structured import GrammarCompiler, Matcher, MatchError
 from parallel_llama.tokenizer import Tokenizer
@@ -50,8 +44,6 @@ MAX_DRAFTS, _MAX_ROWS = 8, 16
 
 # Prompt positions whose logits exist at once.
 _SCORE_ROWS = 128
-# About how many numbers one message of orders brings, so that nobody waits long for newcomers.
-_MAX_ORDER_SIZE = 1 << 18
 
 _RUNNING, _STOP, _LENGTH, _NO_TOKEN = 0, 1, 2, 3
 _REASONS: dict[int, FinishReason] = {_STOP: "stop", _LENGTH: "length", _NO_TOKEN: "no_token"}
@@ -211,7 +203,7 @@ class Engine:
         return progress + self._run(works, clock) if works else progress
 
     def _run(self, works: Sequence[Work], clock: "_Clock") -> list[Progress]:
-        drawing, scoring = _rows_to_draw(works), self._rows_to_score(works)
+        drawing, scoring = rows_to_draw(works), self._rows_to_score(works)
         hidden = self._forward(works, [*drawing, *(row for _, row, _ in scoring)])
         logits = self.runner.logits(hidden[: len(drawing)])
         self.times.forward_s += clock.lap()
@@ -254,9 +246,9 @@ class Engine:
                 self._outgoing.append((ticket, "timeout"))
         begin: list[tuple[int, Request]] = []
         size = 0
-        while self._incoming and size < _MAX_ORDER_SIZE:
+        while self._incoming and size < MAX_SIZE:
             begin.append(self._incoming.popleft())
-            size += _size(begin[-1][1])
+            size += size_of(begin[-1][1])
         # A request is ended once the others have heard of it.
         unheard = {ticket for ticket, _ in self._incoming} if self._outgoing else set()
         end = tuple(order for order in self._outgoing if order[0] not in unheard)
@@ -301,7 +293,7 @@ class Engine:
     def _context(self, request: Request) -> bytes:
         """What shapes keys and values beside the tokens before them."""
         salt = (request.params.cache_salt or "").encode()
-        return struct.pack("<q", _rotary_len(self.runner.args, _total_len(request))) + salt
+        return struct.pack("<q", base_len(self.runner.args, _total_len(request))) + salt
 
     def _draft(self, choice: Choice, most: int) -> Sequence[int]:
         """Guesses at the next tokens: none where a grammar has to see each token first."""
@@ -362,41 +354,17 @@ class Engine:
         if not drawing:
             return []
         masks = iter(self._exchange_masks(drawing))
-        draws = [draw for work in drawing for draw in self._draws_of(work, masks)]
-        drawn = iter(self._drawn(logits, draws))
-        return [_until_none(islice(drawn, 1 + work.n_drafts)) for work in drawing]
-
-    def _drawn(self, logits: Tensor, draws: Sequence[Draw]) -> list[Sampled | None]:
-        """A token for every draw that can have one."""
-        vocab = self.runner.share.vocab
-        try:
-            return list(sample(logits, vocab, draws, self.comm))
-        except NoTokenLeft as error:
-            able = [row for row in range(len(draws)) if row not in error.rows]
-        drawn: list[Sampled | None] = [None] * len(draws)
-        if able:
-            some = sample(logits[able], vocab, [draws[row] for row in able], self.comm)
-            for row, one in zip(able, some, strict=True):
-                drawn[row] = one
-        return drawn
-
-    def _draws_of(self, work: Work, masks: Iterator[bytes]) -> Iterator[Draw]:
-        """A draw for the last known token, and one after each draft as if it had been drawn."""
-        choice, request = work.choice, work.choice.request
-        mask = next(masks) if request.params.grammar is not None else None
-        drafts = work.drafts
-        for n in range(1 + len(drafts)):
-            yield Draw(
-                request.params,
-                request.seed,
-                choice.number,
-                len(choice.tokens) + n,
-                request.index,
-                history=self._branches[choice].history,
-                drafts=drafts[:n],
-                banned=request.banned_ids(choice.n_drawn + n),
-                mask=mask,
+        draws = [
+            draw
+            for work in drawing
+            for draw in draws_of(
+                work,
+                self._branches[work.choice].history,
+                next(masks) if work.choice.request.params.grammar is not None else None,
             )
+        ]
+        drawn = iter(draw_or_none(logits, self.runner.share.vocab, draws, self.comm))
+        return [until_none(islice(drawn, 1 + work.n_drafts)) for work in drawing]
 
     def _exchange_masks(self, drawing: Sequence[Work]) -> list[bytes]:
         """For each draw under a grammar which tokens it allows, from rank 0's matchers."""
@@ -516,26 +484,6 @@ class Engine:
             return bytes(-(-self.runner.args.vocab_size // 8))
 
 
-def _rows_to_draw(works: Sequence[Work]) -> list[int]:
-    """The rows of the batch from which tokens are drawn, in the order of the works."""
-    rows: list[int] = []
-    stop = 0
-    for work in works:
-        stop += len(work.tokens)
-        if work.draws:
-            rows += range(stop - 1 - work.n_drafts, stop)
-    return rows
-
-
-def _until_none(drawn: Iterable[Sampled | None]) -> list[Sampled]:
-    first = []
-    for one in drawn:
-        if one is None:
-            break
-        first.append(one)
-    return first
-
-
 class _Clock:
     """Seconds between one lap and the next."""
 
@@ -547,24 +495,8 @@ class _Clock:
         return self._last - before
 
 
-def _size(request: Request) -> int:
-    """About how many numbers a message needs for a request."""
-    params = request.params
-    n_chars = sum(map(len, params.stop)) + (len(params.grammar.text) if params.grammar else 0)
-    n_ids = len(request.stop_ids) + len(params.stop_token_ids) + 2 * len(params.logit_bias)
-    return 64 + len(request.prompt) + n_ids + n_chars
-
-
 def _total_len(request: Request) -> int:
     return len(request.prompt) + request.params.max_tokens
-
-
-def _rotary_len(args: ModelArgs, total_len: int) -> int:
-    """What a dynamic rotary base depends on; 0 for bases that are the same for all requests."""
-    scaling = args.rope_scaling
-    if scaling is None or scaling.kind != "dynamic":
-        return 0
-    return max(total_len, scaling.original_max_seq_len or args.max_seq_len)
 
 
 def _completion(branch: _Branch, reason: FinishReason) -> Completion:

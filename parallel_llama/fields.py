@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.bounded_files import read_bytes
 from parallel_llama.errors import CheckpointError, UsageError
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -127,14 +128,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str,
     not an object, or gives a key twice.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > max_bytes:
-        raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the most that is read")
-    try:
-        value = json.loads(data, object_pairs_hook=_without_repeats)
+        value = json.loads(read_bytes(path, max_bytes), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):

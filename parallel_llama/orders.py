@@ -10,6 +10,9 @@ import msgspec
 
 from parallel_llama.request import FinishReason, Request
 
+# About how many numbers one message brings, so that nobody waits long for newcomers.
+MAX_SIZE = 1 << 18
+
 
 @dataclass(frozen=True)
 class Orders:
@@ -42,6 +45,14 @@ def decode_orders(message: bytes) -> Orders:
         return _DECODER.decode(message)
     except msgspec.MsgspecError as error:
         raise ValueError(f"a message of orders cannot be read: {error}") from error
+
+
+def size_of(request: Request) -> int:
+    """About how many numbers a message needs for a request."""
+    params = request.params
+    n_chars = sum(map(len, params.stop)) + (len(params.grammar.text) if params.grammar else 0)
+    n_ids = len(request.stop_ids) + len(params.stop_token_ids) + 2 * len(params.logit_bias)
+    return 64 + len(request.prompt) + n_ids + n_chars
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from parallel_llama.bounded_files import read_bytes
 from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
 from parallel_llama.checkpoint.hf_layout import HFLayout
 from parallel_llama.checkpoint.layout import Layout
@@ -26,7 +27,7 @@ from parallel_llama.config import (
     load_generation_defaults,
     load_model_args,
 )
-from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.errors import UsageError
 from parallel_llama.fields import read_json_object
 from parallel_llama.model_files import ModelFiles
 from parallel_llama.plan import parameters
@@ -129,10 +130,7 @@ def _read_all(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
     files = {}
     for name in names:
         if (folder / name).is_file():
-            with (folder / name).open("rb") as file:
-                files[name] = file.read(MAX_COMPANION_BYTES + 1)
-            if len(files[name]) > MAX_COMPANION_BYTES:
-                raise CheckpointError(f"{folder / name}: has more than {MAX_COMPANION_BYTES} bytes")
+            files[name] = read_bytes(folder / name, MAX_COMPANION_BYTES)
     return files
 
 

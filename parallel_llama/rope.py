@@ -60,7 +60,7 @@ class RotaryTables:
 
         Shapes: [T, 1, head_dim / 2] complex.
         """
-        key = total_len if _depends_on_length(self._args) else 0
+        key = base_len(self._args, total_len)
         table = self._tables.get(key)
         if table is None or len(table) < positions.stop:
             if len(self._tables) >= _MAX_TABLES:
@@ -103,14 +103,25 @@ def interleaved(rows: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).flatten(0, 2)
 
 
-def _depends_on_length(args: ModelArgs) -> bool:
-    return args.rope_scaling is not None and args.rope_scaling.kind == "dynamic"
+def base_len(args: ModelArgs, total_len: int) -> int:
+    """The length that a dynamic base goes by; 0 where the base is the same for all sequences.
+
+    Keys of the same tokens are the same in two sequences where this is.
+    """
+    scaling = args.rope_scaling
+    if scaling is None or scaling.kind != "dynamic":
+        return 0
+    return max(total_len, _trained_len(args, scaling))
+
+
+def _trained_len(args: ModelArgs, scaling: RopeScaling) -> int:
+    return scaling.original_max_seq_len or args.max_seq_len
 
 
 def _dynamic_base(args: ModelArgs, scaling: RopeScaling, total_len: int) -> float:
     """Source: NTK-aware scaling as in transformers' dynamic rotary embedding."""
-    trained = scaling.original_max_seq_len or args.max_seq_len
-    stretch = scaling.factor * max(total_len, trained) / trained - (scaling.factor - 1)
+    stretch = scaling.factor * base_len(args, total_len) / _trained_len(args, scaling)
+    stretch -= scaling.factor - 1
     return float(args.rope_theta * stretch ** (args.head_dim / (args.head_dim - 2)))
 
 

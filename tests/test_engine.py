@@ -9,6 +9,7 @@ import torch
 from mixes import ARGS, alone, differences, make_engine, make_runner, random_mix, run_mix
 from thread_ranks import run_on_threads
 
+from parallel_llama import drawing
 from parallel_llama import engine as engine_module
 from parallel_llama.engine import Engine, Progress
 from parallel_llama.errors import NumericalError, UsageError
@@ -267,17 +268,15 @@ def draw_wrongly_on_rank_1(comm: Communicator) -> str:
     engine = make_engine(make_runner(comm))
     if comm.rank == 0:
         engine.submit(make_request(0, (5, 6), SamplingParams()))
-    original = engine_module.sample
+    original = drawing.sample
     if comm.rank == 1:
-        engine_module.sample = lambda *args: [
-            replace(s, token=s.token ^ 1) for s in original(*args)
-        ]
+        drawing.sample = lambda *args: [replace(s, token=s.token ^ 1) for s in original(*args)]
     try:
         engine.step()
     except RuntimeError as error:
         return str(error)
     finally:
-        engine_module.sample = original
+        drawing.sample = original
     return ""
 
 

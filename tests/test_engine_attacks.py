@@ -285,7 +285,7 @@ def test_a_grammar_holds_at_the_start_of_a_text_too():
 
 def test_a_failure_leaves_no_request_without_its_deadline(monkeypatch):
     engine = make_engine(make_runner(Solo()))
-    monkeypatch.setattr(engine_module, "_MAX_ORDER_SIZE", 1)
+    monkeypatch.setattr(engine_module, "MAX_SIZE", 1)
     engine.submit(plain_request(0))
     engine.submit(plain_request(1), timeout_s=3600)  # the others hear of it after the failure
     with torch.no_grad():

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "parallel_llama"
 # A module imports from lower floors only; modules of one floor do not import each other.
 FLOORS = [
     {"errors"},
+    {"bounded_files"},
     {"fields", "gguf_header"},
     {"model_files"},
     {"config"},
@@ -32,7 +33,7 @@ FLOORS = [
     {"rope", "layers", "cache", "sampling"},
     {"attention"},
     {"model"},
-    {"runner"},
+    {"runner", "drawing"},
     {"engine"},
     {"llm"},
     {"async_llm"},
@@ -42,6 +43,7 @@ FLOORS = [
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 TORCH_FREE = {
     "errors",
+    "bounded_files",
     "fields",
     "gguf_header",
     "config",

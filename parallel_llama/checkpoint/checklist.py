@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from parallel_llama.bounded_files import read_bytes
 from parallel_llama.errors import CheckpointError
 
 CHECKLISTS = ("checklist.chk", "tokenizer_checklist.chk")
@@ -19,13 +20,7 @@ def read_checklist(path: Path) -> dict[str, str]:
 
     Raises: CheckpointError for anything but such a list of plain names.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_CHECKLIST_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > MAX_CHECKLIST_BYTES:
-        raise CheckpointError(f"{path}: larger than {MAX_CHECKLIST_BYTES} bytes, the most read")
+    data = read_bytes(path, MAX_CHECKLIST_BYTES)
     return dict(_entries(path, data.decode("utf-8", "replace")))
 
 

@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 from torch import Tensor
 
+from parallel_llama.bounded_files import read_bytes
 from parallel_llama.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -166,13 +167,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         if path.is_symlink() or path.exists():
             raise CheckpointError(f"{path}: not a file; remove it")
         return None
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES} bytes, the most read")
+    data = read_bytes(path, MAX_MANIFEST_BYTES)
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors

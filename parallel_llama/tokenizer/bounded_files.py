@@ -4,27 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.bounded_files import read_bytes
 from parallel_llama.errors import CheckpointError
 
 MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use hold about 35 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_PIECES = 1 << 20
-
-
-def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The content of a file.
-
-    Raises: CheckpointError if it cannot be read or is larger than `max_bytes`.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(data) > max_bytes:
-        raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the most that is read")
-    return data
 
 
 def read_text(path: Path, max_bytes: int) -> str:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.bounded_files import read_bytes
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.gguf_header import read_gguf_header
 from parallel_llama.tokenizer.bounded_files import (
     MAX_TEMPLATE_BYTES,
     MAX_TOKENIZER_BYTES,
-    read_bytes,
     read_json_object,
     read_text,
 )
