@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parallel_llama.cache import KVCache, Past
 from parallel_llama.config import ModelArgs
+from parallel_llama.kernels import SingleQueries, decode_attention
 from parallel_llama.layers import ColumnParallelLinear, RowParallelLinear, end_to_end
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import Run, Share
@@ -42,6 +43,8 @@ class Window:
 class Batch:
     """The tokens of one forward pass, sequences end to end.
 
+    Each token is in one of the `windows`, or is one of the `singles`: what it sees is there.
+
     Shapes: tokens [T] int64, slots [T] int64, rotations [T, 1, head_dim / 2] complex, rows [n]
     int64 (those whose result is wanted, None for all); all replicated.
     """
@@ -50,6 +53,7 @@ class Batch:
     slots: Tensor
     rotations: Tensor
     windows: tuple[Window, ...]
+    singles: SingleQueries | None
     rows: Tensor | None
 
 
@@ -90,36 +94,39 @@ class Attention(nn.Module):
                 value = nn.Parameter(interleaved(value, self.head_dim), requires_grad=False)
                 setattr(layer, name, value)
         self.wqkv = end_to_end(self.wq, self.wk, self.wv)
-        self.wo.pack()
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None) -> Tensor:
         qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
         rotate_(qkv[:, : self.n_rotated], batch.rotations)
         q, kv = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads :]  # [T, H | 2 K, D]
         cache.write(self.layer, batch.slots, kv)
-        o = attend(q, self.layer, batch.windows, self.runs)  # [T, H * D] local
+        o = attend(q, self.layer, batch, cache, self.runs)  # [T, H * D] local
         return self.wo(o if rows is None else o[rows])  # type: ignore[no-any-return]
 
 
-def attend(q: Tensor, layer: int, windows: Sequence[Window], runs: Sequence[Run]) -> Tensor:
-    """Softmax attention of every window over its own keys, one call per run of equal groups.
+def attend(q: Tensor, layer: int, batch: Batch, cache: KVCache, runs: Sequence[Run]) -> Tensor:
+    """Softmax attention of every query over its own keys, run by run of equal groups.
 
     A rank with 5 query heads over 2 KV heads is two runs, 3 + 2.
 
     Shapes: q [T, H, D] local; the result [T, H * D] local.
     """
-    pieces = []
-    for window in windows:
-        o = []
-        for run, past in zip(runs, window.pasts, strict=True):
-            q_run = q[window.queries, run.heads.start : run.heads.stop]  # [T, heads, D]
-            o.append(_grouped(q_run, *past.layer(layer), window.mask))
-        pieces.append(o[0] if len(o) == 1 else torch.cat(o, dim=1))
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    o = q.new_empty(q.shape)
+    for number, run in enumerate(runs):
+        heads = slice(run.heads.start, run.heads.stop)
+        if batch.singles is not None:
+            kernel = decode_attention(q.dtype, q.shape[2], len(run.heads) // len(run.kv_heads))
+            kernel(q[:, heads], *cache.layer(layer, run.kv_heads), batch.singles, o[:, heads])
+        for window in batch.windows:
+            k, v = window.pasts[number].layer(layer)
+            o[window.queries, heads] = _grouped(q[window.queries, heads], k, v, window.mask)
+    return o.flatten(1)
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of equal groups of query heads. Shapes: q [T, K * G, D]; k, v [1, K, S, D].
+    """Attention of equal groups of query heads.
+
+    Shapes: q [T, K * G, D]; k, v [1, K, S, D]; the result [T, K * G, D].
 
     No key or value is repeated, as torch's own grouped attention does on the CPU.
     """
@@ -127,7 +134,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if n_rows == 1:
         # The heads of a group are the rows of one call, so each key is read once.
         o = F.scaled_dot_product_attention(q.view(1, n_kv_heads, -1, q.shape[2]), k, v)
-        return o.reshape(1, -1)
+        return o.flatten(1, 2)
     q = q.view(n_rows, n_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [K, G, T, D]
     n_group = q.shape[1]
     o = F.scaled_dot_product_attention(
@@ -137,4 +144,4 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         attn_mask=mask,
         is_causal=mask is None,
     )
-    return o.permute(2, 0, 1, 3).reshape(n_rows, -1)
+    return o.permute(2, 0, 1, 3).flatten(1, 2)

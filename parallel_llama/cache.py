@@ -42,6 +42,11 @@ class KVCache:
         """What these heads keep in these slots. Shapes: K = len(kv_heads), S slots in all."""
         return Past(self._kv[:, :, kv_heads.start : kv_heads.stop], slots)
 
+    def layer(self, layer: int, kv_heads: range) -> tuple[Tensor, Tensor]:
+        """What these heads keep in one layer, in all slots. Shapes: each [K, n_slots, D]."""
+        heads = slice(kv_heads.start, kv_heads.stop)
+        return self.k[layer, heads], self.v[layer, heads]
+
     def write(self, layer: int, slots: Tensor, kv: Tensor) -> None:
         """Store the keys and values of new tokens.
 
@@ -81,6 +86,16 @@ def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[i
     [30, 31, 8, 9]
     """
     return [blocks[p // block_size] * block_size + p % block_size for p in positions]
+
+
+def without_last(slices: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The same slots but the last.
+
+    >>> without_last((slice(28, 36), slice(8, 9)))
+    (slice(28, 36, None),)
+    """
+    *others, last = slices
+    return (*others, slice(last.start, last.stop - 1)) if last.stop - last.start > 1 else (*others,)
 
 
 def slices_of(blocks: Sequence[int], block_size: int, n_tokens: int) -> tuple[slice, ...]:

@@ -14,7 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parallel_llama.kernels import MAX_ROWS, few_rows_norm, few_rows_product
 from parallel_llama.parallel import Communicator
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Y = X A + b for a weight in torch's order. Shapes: [T, in], [out, in] -> [T, out]."""
+    if len(x) <= MAX_ROWS:
+        few_rows = few_rows_product(weight.dtype, weight.device)
+        if few_rows is not None:
+            y = few_rows(x, weight)
+            return y if bias is None else y.add_(bias)
+    return F.linear(x, weight, bias)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -37,7 +48,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = _parameter((len(rows),), dtype, device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 def end_to_end(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
@@ -53,7 +64,6 @@ def end_to_end(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
         dtype=first.dtype,
         device=first.device,
     )
-    whole.weight = _by_input(whole.weight)
     for name, packed in whole.named_parameters():
         start = 0
         for layer in layers:
@@ -86,12 +96,8 @@ class RowParallelLinear(nn.Module):
         self.weight = _parameter((out_features, len(columns)), dtype, device)
         self.bias = _parameter((out_features,), dtype, device) if bias else None
 
-    def pack(self) -> None:
-        """Lay the weight out as products want it, once it is filled."""
-        self.weight = _by_input(self.weight)
-
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)  # [T, out_features] partial
+        y = product(x, self.weight)  # [T, out_features] partial
         y = self.comm.all_reduce(y)  # [T, out_features] replicated
         return y if self.bias is None else y + self.bias  # after the sum, so it counts once
 
@@ -139,11 +145,15 @@ class RMSNorm(nn.Module):
         self.weight = _parameter((dim,), dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
+        if len(x) <= MAX_ROWS:
+            norm = few_rows_norm(x.dtype, x.device)
+            if norm is not None:
+                return norm(x, self.weight, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # Not F.rms_norm: on the CPU it takes ten times as long for many rows.
-        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         # One call for eps + norm^2 / dim: at one row each call takes as long as what it computes.
-        mean = torch.full_like(norm, self.eps).addcmul_(norm, norm, value=1 / x.shape[-1])
+        mean = torch.full_like(length, self.eps).addcmul_(length, length, value=1 / x.shape[-1])
         inverse_rms = mean.rsqrt_()
         y = (wide * inverse_rms).to(x.dtype)
         return y.mul_(self.weight)
@@ -151,11 +161,3 @@ class RMSNorm(nn.Module):
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
-
-
-def _by_input(weight: Tensor) -> nn.Parameter:
-    """The same [out, in] weight with the outputs of one input side by side in memory.
-
-    A product of one row with it is a stream of memory, and a tenth faster than in torch's order.
-    """
-    return nn.Parameter(weight.t().contiguous().t(), requires_grad=False)

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from parallel_llama.attention import Attention, Batch
 from parallel_llama.cache import KVCache
 from parallel_llama.config import ModelArgs
+from parallel_llama.kernels import MAX_ROWS, few_rows_swiglu
 from parallel_llama.layers import (
     ColumnParallelLinear,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     end_to_end,
+    product,
 )
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import Share
@@ -54,11 +56,19 @@ class FeedForward(nn.Module):
 
     def pack(self) -> None:
         self.w13 = end_to_end(self.w1, self.w3)
-        self.w2.pack()
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w13(x).chunk(2, dim=-1)  # [T, channels] local, twice
-        return self.w2(F.silu(gate, inplace=True).mul_(up))  # type: ignore[no-any-return]
+        return self.w2(swiglu(self.w13(x)))  # type: ignore[no-any-return]
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """silu(gate) * up, which lie side by side. Shapes: [T, 2 * channels] -> [T, channels] local."""
+    if len(both) <= MAX_ROWS:
+        kernel = few_rows_swiglu(both.dtype, both.device)
+        if kernel is not None:
+            return kernel(both)
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate, inplace=True).mul_(up)
 
 
 class TransformerBlock(nn.Module):
@@ -139,7 +149,7 @@ class Transformer(nn.Module):
         """
         x = self.norm(x)
         head = self.tok_embeddings if self.output is None else self.output
-        scores = F.linear(x, head.weight)  # [n, V_local] local
+        scores = product(x, head.weight)  # [n, V_local] local
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
     def assign(self, name: str, value: Tensor) -> None:

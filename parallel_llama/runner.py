@@ -4,16 +4,17 @@ The runner owns the model and the KV cache of one rank. It does not know request
 stop conditions; every rank calls it with the same pieces.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parallel_llama.attention import Batch, Window
-from parallel_llama.cache import KVCache, slices_of, slots_of
+from parallel_llama.cache import KVCache, slices_of, slots_of, without_last
 from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.config import ModelArgs
+from parallel_llama.kernels import SingleQueries, prepare
 from parallel_llama.model import Transformer
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import ShardPlan
@@ -23,6 +24,10 @@ from parallel_llama.sampling import gather_logits
 # Queries that attention takes at once: so many that a call is worth it, so few that a long prompt's
 # first ones need not pass over its last keys.
 _MAX_QUERIES = 256
+
+# Tokens of a piece that the kernel of single queries takes one by one: a token and its guesses, so
+# that these get to the last bit what they would get alone.
+_MAX_SINGLES = 9
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Runner:
         weight = model.norm.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.rotary = RotaryTables(args, dtype=self.dtype, device=self.device)
+        groups = {len(run.heads) // len(run.kv_heads) for run in self.share.runs}
+        self._has_kernels = prepare(self.dtype, self.device, args.head_dim, groups)
         self.reserve(0, 1)
 
     @classmethod
@@ -111,13 +118,19 @@ class Runner:
         block_size = self.cache.block_size
         tokens: list[int] = []
         slots: list[int] = []
-        rotations, windows = [], []
+        rotations: list[Tensor] = []
+        windows: list[Window] = []
+        singles: dict[int, tuple[slice, ...]] = {}
         for piece in pieces:
             positions = piece.positions
             assert positions and positions.stop <= piece.total_len
-            for first in range(0, len(positions), _MAX_QUERIES):
-                seeing = positions[first : first + _MAX_QUERIES]
-                windows.append(self._window(len(tokens) + first, seeing, piece.blocks))
+            if self._has_kernels and len(positions) <= _MAX_SINGLES:
+                seen = slices_of(piece.blocks, block_size, positions.stop)
+                for row in reversed(range(len(tokens), len(tokens) + len(positions))):
+                    singles[row] = seen
+                    seen = without_last(seen)
+            else:
+                windows += self._windows(len(tokens), positions, piece.blocks)
             tokens += piece.tokens
             slots += slots_of(piece.blocks, block_size, positions)
             rotations.append(self.rotary.rows(positions, piece.total_len))
@@ -127,8 +140,15 @@ class Runner:
             slots=ids[1],
             rotations=rotations[0] if len(rotations) == 1 else torch.cat(rotations),
             windows=tuple(windows),
+            singles=SingleQueries.of(singles) if singles else None,
             rows=None if rows is None else self._int64(rows),
         )
+
+    def _windows(self, first_row: int, positions: range, blocks: Sequence[int]) -> Iterator[Window]:
+        """What the tokens of one sequence see, the first of them in this row of the batch."""
+        for first in range(0, len(positions), _MAX_QUERIES):
+            seeing = positions[first : first + _MAX_QUERIES]
+            yield self._window(first_row + first, seeing, blocks)
 
     def _window(self, first_row: int, positions: range, blocks: Sequence[int]) -> Window:
         """What consecutive positions of one sequence see, the first in this row of the batch."""

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.attention import Window, attend
-from parallel_llama.cache import Past
-from parallel_llama.plan import Run
+from parallel_llama.attention import Batch, Window, attend
+from parallel_llama.cache import KVCache
+from parallel_llama.config import ModelArgs
+from parallel_llama.kernels import SingleQueries
+from parallel_llama.plan import Run, make_plan
 
 N_SLOTS, D = 24, 4
 RUNS = (Run(range(0, 3), range(0, 1)), Run(range(3, 5), range(1, 2)))  # 3 + 2 query heads
@@ -24,22 +26,67 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], start: int)
     return result.flatten(1)
 
 
-@pytest.mark.parametrize("n_rows", [1, 3, 9])
+def make_cache() -> KVCache:
+    """Two KV heads; what is not written is NaN, as memory that nobody has written may be."""
+    args = ModelArgs(
+        dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=D, ffn_dim=8, vocab_size=8
+    )
+    share = make_plan(args, 1).shares[0]
+    device = torch.device("cpu")
+    cache = KVCache(args, share, N_SLOTS, 1, dtype=torch.float64, device=device)
+    cache.k.fill_(torch.nan)
+    cache.v.fill_(torch.nan)
+    return cache
+
+
+def make_batch(cache: KVCache, keys: tuple[slice, ...], n_rows: int, n_singles: int) -> Batch:
+    """The last `n_rows` queries of a sequence, the last of them one by one, the others at once."""
+    n_keys = sum(own.stop - own.start for own in keys)
+    start, n_together = n_keys - n_rows, n_rows - n_singles
+    windows = []
+    if n_together:
+        seen = first_slots(keys, start + n_together)
+        mask = None
+        if start and n_together > 1:
+            hidden = (
+                torch.arange(start + n_together) > torch.arange(start, start + n_together)[:, None]
+            )
+            mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+        pasts = tuple(cache.past(run.kv_heads, seen) for run in RUNS)
+        windows.append(Window(slice(0, n_together), pasts, mask))
+    singles = {row: first_slots(keys, start + row + 1) for row in range(n_together, n_rows)}
+    nothing = torch.empty(0)
+    return Batch(
+        tokens=nothing,
+        slots=nothing,
+        rotations=nothing,
+        windows=tuple(windows),
+        singles=SingleQueries.of(singles) if singles else None,
+        rows=None,
+    )
+
+
+def first_slots(keys: tuple[slice, ...], n: int) -> tuple[slice, ...]:
+    seen = []
+    for own in keys:
+        take = min(n, own.stop - own.start)
+        n -= take
+        if take:
+            seen.append(slice(own.start, own.start + take))
+    return tuple(seen)
+
+
+@pytest.mark.parametrize(("n_rows", "n_singles"), [(1, 0), (1, 1), (3, 0), (3, 1), (4, 4), (9, 2)])
 @pytest.mark.parametrize("keys", [(slice(5, 14),), (slice(20, 24), slice(2, 6), slice(10, 11))])
-def test_every_query_sees_its_own_past(keys: tuple[slice, ...], n_rows: int) -> None:
-    """What is not its own is NaN, as memory that nobody has written may be."""
+def test_every_query_sees_its_own_past(
+    keys: tuple[slice, ...], n_rows: int, n_singles: int
+) -> None:
     slots = [slot for own in keys for slot in range(own.start, own.stop)]
     q = torch.randn(n_rows, 7, D, dtype=torch.float64)[:, 1:6]  # a part of a wider product
-    kv = torch.full((1, 2, 2, N_SLOTS, D), torch.nan, dtype=torch.float64)
-    k, v = kv[0]
+    cache = make_cache()
+    k, v = cache.k[1], cache.v[1]
     k[:, slots] = torch.randn(2, len(slots), D, dtype=torch.float64)
     v[:, slots] = torch.randn(2, len(slots), D, dtype=torch.float64)
-    start = len(slots) - n_rows
-    mask = None
-    if start and n_rows > 1:
-        hidden = torch.arange(len(slots)) > torch.arange(start, len(slots))[:, None]
-        mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-    pasts = tuple(Past(kv[:, :, run.kv_heads.start : run.kv_heads.stop], keys) for run in RUNS)
-    o = attend(q, 0, [Window(slice(0, n_rows), pasts, mask)], RUNS)
-    expected = by_definition(q, k, v, slots, start)
+    o = attend(q, 1, make_batch(cache, keys, n_rows, n_singles), cache, RUNS)
+    expected = by_definition(q, k, v, slots, len(slots) - n_rows)
     torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)

@@ -27,7 +27,7 @@ FLOORS = [
     {"request"},
     {"blocks", "drafting"},
     {"scheduler"},
-    {"tokenizer", "parallel", "checkpoint"},
+    {"tokenizer", "parallel", "checkpoint", "kernels"},
     {"capacity", "machine", "orders", "resharding", "structured", "transcript"},
     {"intake"},
     {"rope", "layers", "cache", "sampling"},

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from parallel_llama.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, end_to_end
-from parallel_llama.parallel import Solo
+from parallel_llama.layers import ColumnParallelLinear, RMSNorm, end_to_end
 
 CPU = torch.device("cpu")
 
@@ -36,14 +35,3 @@ def test_rms_norm_is_its_definition_and_counts_squares_in_float32():
     ours = norm(x)
     torch.testing.assert_close(ours, expected.to(torch.bfloat16) * norm.weight, rtol=1e-2, atol=0)
     assert torch.equal(x, before)
-
-
-def test_a_row_parallel_layer_is_the_same_once_packed():
-    layer = RowParallelLinear(range(5), 6, Solo(), bias=True, dtype=torch.float64, device=CPU)
-    for parameter in layer.parameters():
-        parameter.normal_()
-    x = torch.randn(3, 5, dtype=torch.float64)
-    before, shape = layer(x), layer.weight.shape
-    layer.pack()
-    assert layer.weight.shape == shape
-    torch.testing.assert_close(layer(x), before, rtol=1e-14, atol=1e-14)

@@ -1,0 +1,25 @@
+"""Machine code for the steps that read much memory for few rows, made for the CPU at hand.
+
+torch's products and attention are built for many rows. Decoding has a row per sequence: what counts
+is that every weight and every key passes the core once, as fast as memory gives it. Each kernel is
+a function of LLVM's intermediate representation, compiled when a model is loaded.
+
+A kernel sums in an order that does not depend on how many rows or threads there are, so a row's
+result is the same to the last bit in any company, as long as that is few enough for kernels.
+"""
+
+from parallel_llama.kernels.attention import SingleQueries, decode_attention
+from parallel_llama.kernels.norm import few_rows_norm
+from parallel_llama.kernels.preparation import prepare
+from parallel_llama.kernels.product import MAX_ROWS, few_rows_product
+from parallel_llama.kernels.swiglu import few_rows_swiglu
+
+__all__ = [
+    "MAX_ROWS",
+    "SingleQueries",
+    "decode_attention",
+    "few_rows_norm",
+    "few_rows_product",
+    "few_rows_swiglu",
+    "prepare",
+]

@@ -1,0 +1,27 @@
+"""All kernels of a model, compiled before its first step."""
+
+from collections.abc import Collection
+
+import torch
+
+from parallel_llama.kernels.attention import decode_attention
+from parallel_llama.kernels.norm import few_rows_norm
+from parallel_llama.kernels.product import few_rows_product
+from parallel_llama.kernels.program import computes
+from parallel_llama.kernels.swiglu import few_rows_swiglu
+
+
+def prepare(
+    dtype: torch.dtype, device: torch.device, head_dim: int, groups: Collection[int]
+) -> bool:
+    """Compile what a model of this kind, with such groups of query heads, is going to use.
+
+    Returns: whether there are kernels for it; where there are none, torch has to do.
+    """
+    if not computes(dtype, device):
+        return False
+    for kernel in (few_rows_product, few_rows_norm, few_rows_swiglu):
+        kernel(dtype, device)
+    for n_group in groups:
+        decode_attention(dtype, head_dim, n_group)
+    return True

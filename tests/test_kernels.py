@@ -1,0 +1,118 @@
+"""Kernels give what torch gives, and a row's result does not depend on its company."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from parallel_llama.kernels import MAX_ROWS, few_rows_product
+from parallel_llama.kernels.norm import Norm
+from parallel_llama.kernels.product import Product
+from parallel_llama.kernels.program import Machine, openmp, this_machine
+from parallel_llama.kernels.swiglu import SwiGLU
+
+MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 32), Machine(16, 16)]
+CLOSE = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.float64: {"rtol": 1e-13, "atol": 1e-13},
+}
+
+
+pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+make_product = cache(Product)
+
+
+@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} threads")
+def n_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
+def dtype(request):
+    return request.param
+
+
+@pytest.mark.usefixtures("n_threads")
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_product_is_torchs_for_any_shape(machine, dtype):
+    """Rows that fill no group, columns that fill no tile, and sums that fill no vector."""
+    product = make_product(dtype, machine)
+    for n, k, m in [(1, 64, 48), (2, 5, 7), (6, 576, 24), (7, 33, 1), (13, 100, 29), (32, 17, 96)]:
+        x, weight = torch.randn(n, k, dtype=dtype), torch.randn(m, k, dtype=dtype)
+        torch.testing.assert_close(product(x, weight), x @ weight.T, **CLOSE[dtype])
+
+
+def test_a_product_with_nothing_in_it_is_zero_or_empty(dtype):
+    """A rank without heads multiplies no columns; a step that draws nothing has no rows."""
+    product = make_product(dtype, this_machine())
+    for n, k, m in [(3, 0, 5), (0, 4, 5), (3, 4, 0)]:
+        x, weight = torch.ones(n, k, dtype=dtype), torch.ones(m, k, dtype=dtype)
+        assert torch.equal(product(x, weight), torch.zeros(n, m, dtype=dtype))
+
+
+def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(dtype):
+    """Neighbours are NaN: reading one would show, were it multiplied by zero."""
+    product = make_product(dtype, this_machine())
+    around = torch.full((9, 50), torch.nan, dtype=dtype)
+    x = around[1:8, 4:41]
+    x.normal_()
+    weights = torch.full((23, 37), torch.nan, dtype=dtype)
+    weight = weights[3:20]
+    weight.normal_()
+    torch.testing.assert_close(product(x, weight), x @ weight.T, **CLOSE[dtype])
+
+
+@pytest.mark.usefixtures("n_threads")
+def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(dtype):
+    product = make_product(dtype, this_machine())
+    x, weight = torch.randn(MAX_ROWS, 201, dtype=dtype), torch.randn(61, 201, dtype=dtype)
+    alone = torch.cat([product(row[None], weight) for row in x])
+    for n in range(1, MAX_ROWS + 1):
+        assert torch.equal(product(x[:n], weight), alone[:n])
+
+
+def test_the_number_of_threads_does_not_change_a_bit(dtype):
+    product = make_product(dtype, this_machine())
+    x, weight = torch.randn(7, 130, dtype=dtype), torch.randn(101, 130, dtype=dtype)
+    before, results = torch.get_num_threads(), []
+    for n_threads in (1, 2, 3):
+        torch.set_num_threads(n_threads)
+        results.append(product(x, weight))
+    torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_norm_is_its_definition(machine, dtype):
+    norm = Norm(dtype, machine)
+    for n, dim in [(1, 64), (5, 33), (32, 7)]:
+        x = torch.full((n, dim + 3), torch.nan, dtype=dtype)[:, 1 : dim + 1]
+        x.normal_()
+        weight = torch.randn(dim, dtype=dtype)
+        wide = x.double()
+        expected = wide / (wide.square().mean(-1, keepdim=True) + 0.01).sqrt() * weight
+        torch.testing.assert_close(norm(x, weight, 0.01), expected.to(dtype), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_swiglu_is_its_definition_even_where_exp_would_overflow(machine, dtype):
+    swiglu = SwiGLU(dtype, machine)
+    for n, channels in [(1, 64), (5, 33), (32, 7)]:
+        both = 20 * torch.randn(n, 2 * channels, dtype=dtype)
+        both[0, :3] = torch.tensor([-1e4, 1e4, 0])
+        gate, up = both.double().chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(swiglu(both), expected.to(dtype), **CLOSE[dtype])
+        assert swiglu(both)[0, 0] == 0
+    both[:] = torch.nan
+    assert swiglu(both).isnan().all()
+
+
+def test_kernels_are_for_the_types_they_compute_in():
+    cpu = torch.device("cpu")
+    assert few_rows_product(torch.bfloat16, cpu) is None
+    assert few_rows_product(torch.float32, torch.device("cuda")) is None
+    assert few_rows_product(torch.float32, cpu) is not None
