@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel_llama.cache import KVCache, Past
 from parallel_llama.config import ModelArgs
-from parallel_llama.kernels import SingleQueries, decode_attention
+from parallel_llama.kernels import SingleQueries, make_attention
 from parallel_llama.layers import ColumnParallelLinear, RowParallelLinear, end_to_end
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import Run, Share
@@ -115,7 +115,7 @@ def attend(q: Tensor, layer: int, batch: Batch, cache: KVCache, runs: Sequence[R
     for number, run in enumerate(runs):
         heads = slice(run.heads.start, run.heads.stop)
         if batch.singles is not None:
-            kernel = decode_attention(q.dtype, q.shape[2], len(run.heads) // len(run.kv_heads))
+            kernel = make_attention(q.dtype, q.shape[2], len(run.heads) // len(run.kv_heads))
             kernel(q[:, heads], *cache.layer(layer, run.kv_heads), batch.singles, o[:, heads])
         for window in batch.windows:
             k, v = window.pasts[number].layer(layer)

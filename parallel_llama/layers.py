@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_llama.kernels import MAX_ROWS, few_rows_norm, few_rows_product
+from parallel_llama.kernels import MAX_ROWS, make_norm, make_product
 from parallel_llama.parallel import Communicator
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Y = X A + b for a weight in torch's order. Shapes: [T, in], [out, in] -> [T, out]."""
     if len(x) <= MAX_ROWS:
-        few_rows = few_rows_product(weight.dtype, weight.device)
-        if few_rows is not None:
-            y = few_rows(x, weight)
+        kernel = make_product(weight.dtype, weight.device)
+        if kernel is not None:
+            y = kernel(x, weight)
             return y if bias is None else y.add_(bias)
     return F.linear(x, weight, bias)
 
@@ -145,10 +145,9 @@ class RMSNorm(nn.Module):
         self.weight = _parameter((dim,), dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) <= MAX_ROWS:
-            norm = few_rows_norm(x.dtype, x.device)
-            if norm is not None:
-                return norm(x, self.weight, self.eps)
+        kernel = make_norm(x.dtype, x.device)
+        if kernel is not None:
+            return kernel(x, self.weight, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # Not F.rms_norm: on the CPU it takes ten times as long for many rows.
         length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parallel_llama.attention import Attention, Batch
 from parallel_llama.cache import KVCache
 from parallel_llama.config import ModelArgs
-from parallel_llama.kernels import MAX_ROWS, few_rows_swiglu
+from parallel_llama.kernels import make_swiglu
 from parallel_llama.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -63,10 +63,9 @@ class FeedForward(nn.Module):
 
 def swiglu(both: Tensor) -> Tensor:
     """silu(gate) * up, which lie side by side. Shapes: [T, 2 * channels] -> [T, channels] local."""
-    if len(both) <= MAX_ROWS:
-        kernel = few_rows_swiglu(both.dtype, both.device)
-        if kernel is not None:
-            return kernel(both)
+    kernel = make_swiglu(both.dtype, both.device)
+    if kernel is not None:
+        return kernel(both)
     gate, up = both.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)
 

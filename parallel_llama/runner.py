@@ -23,7 +23,7 @@ from parallel_llama.sampling import gather_logits
 
 # Queries that attention takes at once: so many that a call is worth it, so few that a long prompt's
 # first ones need not pass over its last keys.
-_MAX_QUERIES = 256
+_MAX_QUERIES = 64
 
 # Tokens of a piece that the kernel of single queries takes one by one: a token and its guesses, so
 # that these get to the last bit what they would get alone.

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from parallel_llama.kernels import MAX_ROWS, few_rows_product
+from parallel_llama.kernels import MAX_ROWS, make_product
 from parallel_llama.kernels.norm import Norm
 from parallel_llama.kernels.product import Product
 from parallel_llama.kernels.program import Machine, openmp, this_machine
@@ -19,7 +19,7 @@ CLOSE = {
 
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
-make_product = cache(Product)
+product_for = cache(Product)
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} threads")
@@ -39,7 +39,7 @@ def dtype(request):
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_a_product_is_torchs_for_any_shape(machine, dtype):
     """Rows that fill no group, columns that fill no tile, and sums that fill no vector."""
-    product = make_product(dtype, machine)
+    product = product_for(dtype, machine)
     for n, k, m in [(1, 64, 48), (2, 5, 7), (6, 576, 24), (7, 33, 1), (13, 100, 29), (32, 17, 96)]:
         x, weight = torch.randn(n, k, dtype=dtype), torch.randn(m, k, dtype=dtype)
         torch.testing.assert_close(product(x, weight), x @ weight.T, **CLOSE[dtype])
@@ -47,7 +47,7 @@ def test_a_product_is_torchs_for_any_shape(machine, dtype):
 
 def test_a_product_with_nothing_in_it_is_zero_or_empty(dtype):
     """A rank without heads multiplies no columns; a step that draws nothing has no rows."""
-    product = make_product(dtype, this_machine())
+    product = product_for(dtype, this_machine())
     for n, k, m in [(3, 0, 5), (0, 4, 5), (3, 4, 0)]:
         x, weight = torch.ones(n, k, dtype=dtype), torch.ones(m, k, dtype=dtype)
         assert torch.equal(product(x, weight), torch.zeros(n, m, dtype=dtype))
@@ -55,7 +55,7 @@ def test_a_product_with_nothing_in_it_is_zero_or_empty(dtype):
 
 def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(dtype):
     """Neighbours are NaN: reading one would show, were it multiplied by zero."""
-    product = make_product(dtype, this_machine())
+    product = product_for(dtype, this_machine())
     around = torch.full((9, 50), torch.nan, dtype=dtype)
     x = around[1:8, 4:41]
     x.normal_()
@@ -67,7 +67,7 @@ def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(dtype):
 
 @pytest.mark.usefixtures("n_threads")
 def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(dtype):
-    product = make_product(dtype, this_machine())
+    product = product_for(dtype, this_machine())
     x, weight = torch.randn(MAX_ROWS, 201, dtype=dtype), torch.randn(61, 201, dtype=dtype)
     alone = torch.cat([product(row[None], weight) for row in x])
     for n in range(1, MAX_ROWS + 1):
@@ -75,7 +75,7 @@ def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(dtype):
 
 
 def test_the_number_of_threads_does_not_change_a_bit(dtype):
-    product = make_product(dtype, this_machine())
+    product = product_for(dtype, this_machine())
     x, weight = torch.randn(7, 130, dtype=dtype), torch.randn(101, 130, dtype=dtype)
     before, results = torch.get_num_threads(), []
     for n_threads in (1, 2, 3):
@@ -113,6 +113,6 @@ def test_swiglu_is_its_definition_even_where_exp_would_overflow(machine, dtype):
 
 def test_kernels_are_for_the_types_they_compute_in():
     cpu = torch.device("cpu")
-    assert few_rows_product(torch.bfloat16, cpu) is None
-    assert few_rows_product(torch.float32, torch.device("cuda")) is None
-    assert few_rows_product(torch.float32, cpu) is not None
+    assert make_product(torch.bfloat16, cpu) is None
+    assert make_product(torch.float32, torch.device("cuda")) is None
+    assert make_product(torch.float32, cpu) is not None

@@ -8,18 +8,18 @@ A kernel sums in an order that does not depend on how many rows or threads there
 result is the same to the last bit in any company, as long as that is few enough for kernels.
 """
 
-from parallel_llama.kernels.attention import SingleQueries, decode_attention
-from parallel_llama.kernels.norm import few_rows_norm
+from parallel_llama.kernels.attention import SingleQueries, make_attention
+from parallel_llama.kernels.norm import make_norm
 from parallel_llama.kernels.preparation import prepare
-from parallel_llama.kernels.product import MAX_ROWS, few_rows_product
-from parallel_llama.kernels.swiglu import few_rows_swiglu
+from parallel_llama.kernels.product import MAX_ROWS, make_product
+from parallel_llama.kernels.swiglu import make_swiglu
 
 __all__ = [
     "MAX_ROWS",
     "SingleQueries",
-    "decode_attention",
-    "few_rows_norm",
-    "few_rows_product",
-    "few_rows_swiglu",
+    "make_attention",
+    "make_norm",
+    "make_product",
+    "make_swiglu",
     "prepare",
 ]

@@ -163,7 +163,7 @@ class DecodeAttention:
 
 
 @cache
-def decode_attention(dtype: torch.dtype, head_dim: int, n_group: int) -> DecodeAttention:
+def make_attention(dtype: torch.dtype, head_dim: int, n_group: int) -> DecodeAttention:
     """The kernel for this machine, compiled when first asked for; `computes` says for what."""
     return DecodeAttention(dtype, head_dim, n_group, this_machine())
 

@@ -134,6 +134,16 @@ def prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
     b.call(function, [address, read, soonest, data])
 
 
+def part_of(
+    b: ir.IRBuilder, n: ir.Value, thread: ir.Value, n_threads: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Which of n things, from one to before another, are this thread's."""
+    start, stop = (
+        b.sdiv(b.mul(n, number), n_threads) for number in (thread, b.add(thread, I64(1)))
+    )
+    return start, stop
+
+
 def smaller(b: ir.IRBuilder, one: ir.Value, other: ir.Value) -> ir.Value:
     return b.select(b.icmp_signed("<", one, other), one, other)
 

@@ -1,4 +1,4 @@
-"""RMSNorm of few rows in one call; torch needs several, each longer than the work takes."""
+"""RMSNorm in one pass; torch needs several, and for few rows each takes longer than the work."""
 
 import struct
 from collections.abc import Sequence
@@ -8,12 +8,18 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.kernels.builder import F64, I64, Lanes, at, declared, loop
-from parallel_llama.kernels.program import Machine, Program, computes, this_machine
+from parallel_llama.kernels.builder import F64, I64, Lanes, at, declared, loop, part_of
+from parallel_llama.kernels.program import (
+    Machine,
+    Program,
+    computes,
+    this_machine,
+    worthwhile_threads,
+)
 
 
 class Norm:
-    """x / rms(x) * weight for few rows.
+    """x / rms(x) * weight.
 
     Shapes: x [n, dim], each row in one piece; weight [dim]; the result [n, dim].
     Source: arXiv 1910.07467.
@@ -30,12 +36,12 @@ class Norm:
         y = x.new_empty(n, dim)
         (bits,) = struct.unpack("<q", struct.pack("<d", eps))
         addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr())
-        self._program(1, *addresses, n, dim, bits)  # sharing it would take longer than doing it
+        self._program(worthwhile_threads(n * dim), *addresses, n, dim, bits)
         return y
 
 
 @cache
-def few_rows_norm(dtype: torch.dtype, device: torch.device) -> Norm | None:
+def make_norm(dtype: torch.dtype, device: torch.device) -> Norm | None:
     """The kernel for this type and place; None where torch has to do."""
     return Norm(dtype, this_machine()) if computes(dtype, device) else None
 
@@ -46,10 +52,12 @@ class _Body:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
 
-    def __call__(self, b: ir.IRBuilder, arguments: Sequence[ir.Value], *_: ir.Value) -> None:
+    def __call__(
+        self, b: ir.IRBuilder, arguments: Sequence[ir.Value], thread: ir.Value, n_threads: ir.Value
+    ) -> None:
         x, stride, weight, y, n, dim, bits = arguments
         x, weight, y = (b.inttoptr(address, self.lanes.pointer) for address in (x, weight, y))
-        with loop(b, I64(0), n) as row:
+        with loop(b, *part_of(b, n, thread, n_threads)) as row:
             line = at(b, x, b.mul(row.index, stride))
             scale = self._inverse_rms(b, line, dim, b.bitcast(bits, F64))
             self._scaled(b, line, scale, weight, at(b, y, b.mul(row.index, dim)), dim)

@@ -4,11 +4,11 @@ from collections.abc import Collection
 
 import torch
 
-from parallel_llama.kernels.attention import decode_attention
-from parallel_llama.kernels.norm import few_rows_norm
-from parallel_llama.kernels.product import few_rows_product
+from parallel_llama.kernels.attention import make_attention
+from parallel_llama.kernels.norm import make_norm
+from parallel_llama.kernels.product import make_product
 from parallel_llama.kernels.program import computes
-from parallel_llama.kernels.swiglu import few_rows_swiglu
+from parallel_llama.kernels.swiglu import make_swiglu
 
 
 def prepare(
@@ -20,8 +20,8 @@ def prepare(
     """
     if not computes(dtype, device):
         return False
-    for kernel in (few_rows_product, few_rows_norm, few_rows_swiglu):
+    for kernel in (make_product, make_norm, make_swiglu):
         kernel(dtype, device)
     for n_group in groups:
-        decode_attention(dtype, head_dim, n_group)
+        make_attention(dtype, head_dim, n_group)
     return True

@@ -14,7 +14,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.kernels.builder import I64, VOID, Lanes, at, function, loop, prefetch
+from parallel_llama.kernels.builder import I64, VOID, Lanes, at, function, loop, part_of, prefetch
 from parallel_llama.kernels.program import Machine, Program, computes, this_machine
 
 # Beyond so many rows arithmetic and not memory sets the pace, and torch's product is faster.
@@ -45,7 +45,7 @@ class Product:
 
 
 @cache
-def few_rows_product(dtype: torch.dtype, device: torch.device) -> Product | None:
+def make_product(dtype: torch.dtype, device: torch.device) -> Product | None:
     """The kernel for weights of this type and place; None where torch has to do."""
     return Product(dtype, this_machine()) if computes(dtype, device) else None
 
@@ -65,12 +65,9 @@ class _Body:
         x, weight, y = (b.inttoptr(address, self.lanes.pointer) for address in (x, weight, y))
         operands = (x, stride, weight, y, n, k, m)
         n_tiles = b.sdiv(m, I64(self.n_tile))
-        start, stop = (
-            b.mul(b.sdiv(b.mul(n_tiles, number), n_threads), I64(self.n_tile))
-            for number in (thread, b.add(thread, I64(1)))
-        )
-        with loop(b, start, stop, self.n_tile) as tile:
-            self._pass(b, operands, tile.index, self.n_tile, _ROWS)
+        with loop(b, *part_of(b, n_tiles, thread, n_threads)) as tile:
+            first = b.mul(tile.index, I64(self.n_tile))
+            self._pass(b, operands, first, self.n_tile, _ROWS)
         # What is left of the weight, less than a tile, is the last thread's, row by row.
         is_last = b.icmp_signed("==", b.add(thread, I64(1)), n_threads)
         rest = b.select(is_last, b.mul(n_tiles, I64(self.n_tile)), m)

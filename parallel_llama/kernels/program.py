@@ -61,6 +61,11 @@ def computes(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(features.get("fma") or features.get("neon"))
 
 
+def worthwhile_threads(n_numbers: int) -> int:
+    """On how many threads to pass over so many numbers; few are done before another starts."""
+    return torch.get_num_threads() if n_numbers > 1 << 16 else 1
+
+
 class Program:
     """A kernel, compiled; calling it runs it on some of torch's threads and waits for them.
 

@@ -1,4 +1,4 @@
-"""silu(gate) * up of few rows in one call."""
+"""silu(gate) * up in one pass over memory."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -7,9 +7,15 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.kernels.builder import I64, Lanes, at, declared, loop
+from parallel_llama.kernels.builder import I64, Lanes, at, declared, loop, part_of
 from parallel_llama.kernels.exponential import exp
-from parallel_llama.kernels.program import Machine, Program, computes, this_machine
+from parallel_llama.kernels.program import (
+    Machine,
+    Program,
+    computes,
+    this_machine,
+    worthwhile_threads,
+)
 
 
 class SwiGLU:
@@ -28,13 +34,13 @@ class SwiGLU:
         n, channels = len(both), both.shape[1] // 2
         assert both.is_contiguous() and both.shape[1] % 2 == 0
         y = both.new_empty(n, channels)
-        # Sharing it would take longer than doing it.
-        self._program(1, both.data_ptr(), y.data_ptr(), n, channels)
+        n_threads = worthwhile_threads(n * channels)
+        self._program(n_threads, both.data_ptr(), y.data_ptr(), n, channels)
         return y
 
 
 @cache
-def few_rows_swiglu(dtype: torch.dtype, device: torch.device) -> SwiGLU | None:
+def make_swiglu(dtype: torch.dtype, device: torch.device) -> SwiGLU | None:
     """The kernel for this type and place; None where torch has to do."""
     return SwiGLU(dtype, this_machine()) if computes(dtype, device) else None
 
@@ -45,11 +51,13 @@ class _Body:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
 
-    def __call__(self, b: ir.IRBuilder, arguments: Sequence[ir.Value], *_: ir.Value) -> None:
+    def __call__(
+        self, b: ir.IRBuilder, arguments: Sequence[ir.Value], thread: ir.Value, n_threads: ir.Value
+    ) -> None:
         lanes = self.lanes
         both, y, n, channels = arguments
         both, y = (b.inttoptr(address, lanes.pointer) for address in (both, y))
-        with loop(b, I64(0), n) as row:
+        with loop(b, *part_of(b, n, thread, n_threads)) as row:
             gates = at(b, both, b.mul(row.index, b.mul(channels, I64(2))))
             ups, line = at(b, gates, channels), at(b, y, b.mul(row.index, channels))
             with loop(b, I64(0), channels, lanes.width) as i:
