@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from parallel_llama.cache import KVCache, Past
 from parallel_llama.config import ModelArgs
-from parallel_llama.kernels import SingleQueries, make_attention
+from parallel_llama.kernels import SingleQueries, computes, make_attention, make_rotary
 from parallel_llama.layers import ColumnParallelLinear, RowParallelLinear, end_to_end
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import Run, Share
@@ -86,7 +86,6 @@ class Attention(nn.Module):
         self.wk = ColumnParallelLinear(args.dim, kv_rows, bias=bias, dtype=dtype, device=device)
         self.wv = ColumnParallelLinear(args.dim, kv_rows, bias=bias, dtype=dtype, device=device)
         self.wo = RowParallelLinear(q_rows, args.dim, comm, bias=bias, dtype=dtype, device=device)
-        self.n_rotated = share.n_local_heads + share.n_local_kv_heads
 
     def pack(self) -> None:
         for layer in (self.wq, self.wk):
@@ -97,11 +96,24 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None) -> Tensor:
         qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
-        rotate_(qkv[:, : self.n_rotated], batch.rotations)
-        q, kv = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads :]  # [T, H | 2 K, D]
-        cache.write(self.layer, batch.slots, kv)
-        o = attend(q, self.layer, batch, cache, self.runs)  # [T, H * D] local
+        rotate_and_store(qkv, self.layer, batch, cache)
+        o = attend(qkv[:, : self.n_local_heads], self.layer, batch, cache, self.runs)  # [T, H * D]
         return self.wo(o if rows is None else o[rows])  # type: ignore[no-any-return]
+
+
+def rotate_and_store(qkv: Tensor, layer: int, batch: Batch, cache: KVCache) -> None:
+    """Rotate the queries in place, and put rotated keys, and values, in their slots of the cache.
+
+    Shapes: qkv [T, H + 2 K, D] local.
+    """
+    n_kv_heads = cache.k.shape[1]
+    n_rotated = qkv.shape[1] - n_kv_heads
+    if n_rotated and computes(qkv.dtype, qkv.device):
+        store = make_rotary(qkv.dtype, qkv.shape[2])
+        store(qkv, batch.rotations, batch.slots, *cache.layer(layer, range(n_kv_heads)))
+        return
+    rotate_(qkv[:, :n_rotated], batch.rotations)
+    cache.write(layer, batch.slots, qkv[:, n_rotated - n_kv_heads :])
 
 
 def attend(q: Tensor, layer: int, batch: Batch, cache: KVCache, runs: Sequence[Run]) -> Tensor:

@@ -15,6 +15,7 @@ from parallel_llama.attention import Attention, Batch
 from parallel_llama.cache import KVCache
 from parallel_llama.config import ModelArgs
 from parallel_llama.kernels import make_swiglu
+from parallel_llama.large_pages import move_to_large_pages
 from parallel_llama.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -183,3 +184,5 @@ class Transformer(nn.Module):
             assert isinstance(block, TransformerBlock)
             block.attention.pack()
             block.feed_forward.pack()
+        if self.norm.weight.device.type == "cpu":
+            move_to_large_pages(self.parameters())

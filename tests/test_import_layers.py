@@ -28,7 +28,7 @@ FLOORS = [
     {"blocks", "drafting"},
     {"scheduler"},
     {"tokenizer", "parallel", "checkpoint", "kernels"},
-    {"capacity", "machine", "orders", "resharding", "structured", "transcript"},
+    {"capacity", "large_pages", "machine", "orders", "resharding", "structured", "transcript"},
     {"intake"},
     {"rope", "layers", "cache", "sampling"},
     {"attention"},

@@ -9,6 +9,7 @@ from parallel_llama.kernels import MAX_ROWS, make_product
 from parallel_llama.kernels.norm import Norm
 from parallel_llama.kernels.product import Product
 from parallel_llama.kernels.program import Machine, openmp, this_machine
+from parallel_llama.kernels.rotary import Rotary
 from parallel_llama.kernels.swiglu import SwiGLU
 
 MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 32), Machine(16, 16)]
@@ -109,6 +110,28 @@ def test_swiglu_is_its_definition_even_where_exp_would_overflow(machine, dtype):
         assert swiglu(both)[0, 0] == 0
     both[:] = torch.nan
     assert swiglu(both).isnan().all()
+
+
+@pytest.mark.usefixtures("n_threads")
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(3, 1), (5, 2), (2, 0)])
+def test_queries_turn_and_keys_and_values_go_to_their_slots(machine, dtype, n_heads, n_kv_heads):
+    for n, head_dim in [(1, 2), (3, 12), (700, 64)]:
+        qkv = torch.randn(n, n_heads + 2 * n_kv_heads, head_dim, dtype=dtype)
+        angles = torch.rand(n, 1, head_dim // 2, dtype=torch.float64)
+        turns = torch.polar(torch.ones_like(angles), angles).to(dtype.to_complex())
+        slots = torch.randperm(n + 5)[:n]
+        kv = torch.full((2, n_kv_heads, n + 5, head_dim), -7, dtype=dtype)
+        k, v = kv.clone()
+        pairs = torch.view_as_complex(qkv.view(n, -1, head_dim // 2, 2))
+        turned = torch.view_as_real(pairs * turns).flatten(2)
+        expected = kv.clone()
+        own = slice(n_heads, n_heads + n_kv_heads)
+        expected[0][:, slots] = turned[:, own].transpose(0, 1)
+        expected[1][:, slots] = qkv[:, own.stop :].transpose(0, 1)
+        Rotary(dtype, head_dim, machine)(qkv, turns, slots, k, v)
+        torch.testing.assert_close(qkv[:, :n_heads], turned[:, :n_heads], **CLOSE[dtype])
+        torch.testing.assert_close(torch.stack((k, v)), expected, **CLOSE[dtype])
 
 
 def test_kernels_are_for_the_types_they_compute_in():

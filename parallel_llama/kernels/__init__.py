@@ -12,14 +12,18 @@ from parallel_llama.kernels.attention import SingleQueries, make_attention
 from parallel_llama.kernels.norm import make_norm
 from parallel_llama.kernels.preparation import prepare
 from parallel_llama.kernels.product import MAX_ROWS, make_product
+from parallel_llama.kernels.program import computes
+from parallel_llama.kernels.rotary import make_rotary
 from parallel_llama.kernels.swiglu import make_swiglu
 
 __all__ = [
     "MAX_ROWS",
     "SingleQueries",
+    "computes",
     "make_attention",
     "make_norm",
     "make_product",
+    "make_rotary",
     "make_swiglu",
     "prepare",
 ]

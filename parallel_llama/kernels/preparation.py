@@ -8,6 +8,7 @@ from parallel_llama.kernels.attention import make_attention
 from parallel_llama.kernels.norm import make_norm
 from parallel_llama.kernels.product import make_product
 from parallel_llama.kernels.program import computes
+from parallel_llama.kernels.rotary import make_rotary
 from parallel_llama.kernels.swiglu import make_swiglu
 
 
@@ -22,6 +23,7 @@ def prepare(
         return False
     for kernel in (make_product, make_norm, make_swiglu):
         kernel(dtype, device)
+    make_rotary(dtype, head_dim)
     for n_group in groups:
         make_attention(dtype, head_dim, n_group)
     return True
