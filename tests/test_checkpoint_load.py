@@ -151,4 +151,5 @@ def test_a_load_reads_each_byte_once_and_holds_little_beside_the_share(tmp_path)
     costs = [cost_of_rank(tmp_path, args, 2, rank, piece_values=1 << 18) for rank in range(2)]
     assert n_bytes <= sum(cost.read_bytes for cost in costs) <= 1.05 * n_bytes
     for cost in costs:
-        assert cost.share_bytes < cost.peak_bytes < cost.share_bytes + (12 << 20)
+        # A tensor converted as a whole would be 32 MiB; pieces and what is imported take 8 to 13.
+        assert cost.share_bytes < cost.peak_bytes < cost.share_bytes + (20 << 20)
