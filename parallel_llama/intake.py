@@ -6,6 +6,7 @@ once. It imports no torch and does not know how requests run.
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from parallel_llama.config import (
     GenerationDefaults,
@@ -76,14 +77,18 @@ class Intake:
     def defaults(self) -> GenerationDefaults:
         return load_generation_defaults(self.files)
 
-    def sampling_params(self, **given: object) -> SamplingParams:
-        """The sampling that the model's authors want, with whatever is given in its place."""
-        own = {
-            name: value
-            for name in ("temperature", "top_p", "top_k", "min_p")
-            if (value := getattr(self.defaults, name)) is not None
-        }
-        return SamplingParams(**{**own, **given})
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """The sampling that the model's authors want, with whatever is given in its place.
+
+        Raises: UsageError for a value out of range, which names the model where that is its own.
+        """
+        try:
+            return SamplingParams(**{**self.defaults.sampling, **given})
+        except UsageError as error:
+            SamplingParams(**given)
+            raise UsageError(
+                f"{self.files.path}: its authors ask for {error}; give a value of your own"
+            ) from error
 
     def requests(
         self,

@@ -142,9 +142,8 @@ def _generation_config(source: ModelFiles, defaults: GenerationDefaults) -> byte
         values = read_json_object(path)
     elif defaults.temperature is not None:
         values["do_sample"] = defaults.temperature > 0
-        for key in ("temperature", "top_p", "top_k", "min_p"):
-            if defaults.temperature > 0 and (value := getattr(defaults, key)) is not None:
-                values[key] = value
+        if defaults.temperature > 0:
+            values |= defaults.sampling
     if defaults.bos_id is not None:
         values.setdefault("bos_token_id", defaults.bos_id)
     if defaults.eos_ids:

@@ -1,5 +1,6 @@
 """`generate` over files of prompts: settings of single lines, new files and resumed ones."""
 
+import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -204,6 +205,15 @@ def test_filters_that_change_one_line_are_no_mistake(run: Run, tmp_path: Path) -
     flags = ("--max-tokens", "1", "--top-p", "0.5")
     code, _, err = run("--prompts", write_prompts(tmp_path, lines), *flags)
     assert code == 0 and "no effect" not in err
+
+
+def test_a_chat_tells_of_filters_that_change_nothing(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    for flags, n_times in (((), 1), (("--temperature", "1"), 0)):
+        assert main(["chat", "--model", str(model), "--top-k", "3", *flags]) == 0
+        assert capsys.readouterr().err.count("--top-k has no effect") == n_times
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, n_completions: int) -> None:

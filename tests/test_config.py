@@ -727,19 +727,21 @@ def test_sampling_defaults_that_transformers_saves_are_read() -> None:
         top_p=0.9,
         top_k=40,
         min_p=0.1,
+        repetition_penalty=1.1,
         eos_token_id=[128001, 128008, 128009],
         bos_token_id=128000,
     ).save_pretrained(files.path)
     assert load_generation_defaults(files) == GenerationDefaults(
-        0.6, 0.9, 40, 0.1, (128001, 128008, 128009), 128000
+        0.6, 0.9, 40, 0.1, 1.1, (128001, 128008, 128009), 128000
     )
 
 
 @pytest.mark.parametrize("do_sample", [False, None])
 def test_without_do_sample_the_default_is_greedy(do_sample: bool | None) -> None:
-    """As in transformers, where a temperature alone changes nothing."""
-    found = defaults({}, {"do_sample": do_sample, "temperature": 0.6, "top_k": 5})
-    assert found == GenerationDefaults(temperature=0.0)
+    """As in transformers, where of these the penalty alone changes anything."""
+    stated = {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.1}
+    found = defaults({}, {"do_sample": do_sample, **stated})
+    assert found == GenerationDefaults(temperature=0.0, repetition_penalty=1.1)
 
 
 def test_sampling_without_a_temperature_has_1() -> None:
@@ -756,10 +758,10 @@ def test_ids_come_from_the_config_where_there_is_no_better_place() -> None:
 
 def test_unsupported_sampling_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="parallel_llama"):
-        defaults({}, {"repetition_penalty": 1.0, "num_beams": 1})
+        defaults({}, {"typical_p": 1.0, "num_beams": 1, "repetition_penalty": 1.1})
         assert not caplog.text
-        defaults({}, {"repetition_penalty": 1.1, "num_beams": 4})
-    assert "repetition_penalty, num_beams" in caplog.text
+        defaults({}, {"typical_p": 0.9, "num_beams": 4})
+    assert "typical_p, num_beams" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -794,7 +796,7 @@ def test_the_ids_and_sampling_of_a_gguf_file() -> None:
     )
     path.write_bytes(content.to_bytes())
     found = load_generation_defaults(find_model(str(path)))
-    assert found == GenerationDefaults(0.5, None, 20, None, (1, 3), 0)
+    assert found == GenerationDefaults(temperature=0.5, top_k=20, eos_ids=(1, 3), bos_id=0)
 
 
 def test_metas_files_state_no_defaults() -> None:

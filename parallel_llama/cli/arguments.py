@@ -309,15 +309,6 @@ SEED = Flag(
 )
 VERIFY = Flag("verify", "check every file of the model against its manifest before it is read")
 JSON = Flag("json", "JSON on stdout and nothing else there")
-SAMPLING = (
-    Flag(
-        "temperature", "0 is greedy", number(0, 100), "T",
-        default_text="the model's generation_config, else greedy",
-    ),
-    Flag("top-p", "sample from the smallest set with this probability", number(0, 1, True), "P"),
-    Flag("top-k", "sample from the K likeliest tokens; 0 is all", whole(0), "K"),
-    Flag("min-p", "drop tokens below this share of the likeliest", number(0, 1), "P"),
-)  # fmt: skip
 
 
 def help_text(verb: Verb) -> str:

@@ -12,7 +12,6 @@ from parallel_llama.cli.arguments import (
     MODEL,
     NPROC,
     RANDOM_WEIGHTS,
-    SAMPLING,
     SEED,
     VERIFY,
     Flag,
@@ -24,7 +23,7 @@ from parallel_llama.cli.arguments import (
 from parallel_llama.cli.model import check_model
 from parallel_llama.cli.prompts import Message
 from parallel_llama.cli.ranks import Job, leads
-from parallel_llama.cli.sampling_flags import given_sampling
+from parallel_llama.cli.sampling_flags import SAMPLING, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, printable
 from parallel_llama.errors import CheckpointError, UsageError
@@ -47,6 +46,7 @@ def prepare(
     top_p: float | None,
     top_k: int | None,
     min_p: float | None,
+    repetition_penalty: float | None,
     seed: int,
     nproc: int | None,
     dtype: str | None,
@@ -57,7 +57,12 @@ def prepare(
 ) -> Job:
     """Check sampling, model and plan, and return the job that chats."""
     sampling = given_sampling(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
     )
     intake, n_ranks = check_model(
         model,
@@ -72,6 +77,8 @@ def prepare(
     params = intake.sampling_params(**sampling) if leads() else None
 
     def work(llm: Any) -> int:
+        if params is not None:
+            warn_of_idle_filters(sampling, [params])
         return Conversation(llm, params, system).run(model)
 
     options = {"dtype": dtype, "device": device, "random_weights": random_weights, "verify": verify}

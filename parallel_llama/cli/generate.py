@@ -89,7 +89,7 @@ def prepare(
         return Job(lambda: _say_complete(file, json))
 
     def work(llm: Any) -> int:
-        warn_of_idle_filters(given, requests)
+        warn_of_idle_filters(given, (request.params for request in requests))
         if file is not None and file.done:
             warn(f"{_count(file)}; going on with the others")
         return _generate(llm, requests, Results(lines, requests, json, file))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from parallel_llama.cli.arguments import (
-    SAMPLING,
     SEED,
     Flag,
     filled_text,
@@ -33,7 +32,6 @@ from parallel_llama.request import (
     MIN_REPETITION_PENALTY,
     Grammar,
     GrammarKind,
-    Request,
     SamplingParams,
 )
 
@@ -87,12 +85,23 @@ def grammar_file(text: str) -> str:
         raise ValueError(f"cannot be read: {error.strerror}") from None
 
 
+# What a model's authors may state too; their values stand where nothing is given.
+SAMPLING = (
+    Flag(
+        "temperature", "0 is greedy", number(0, 100), "T",
+        default_text="the model's generation_config, else greedy",
+    ),
+    Flag("top-p", "sample from the smallest set with this probability", number(0, 1, True), "P"),
+    Flag("top-k", "sample from the K likeliest tokens; 0 is all", whole(0), "K"),
+    Flag("min-p", "drop tokens below this share of the likeliest", number(0, 1), "P"),
+    Flag("repetition-penalty", "above 1, tokens of prompt and completion become less likely",
+         number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY), "R"),
+)  # fmt: skip
+
 FLAGS = (
     Flag("max-tokens", "longest completion", whole(1, MAX_TOKEN_ID), "N", 128),
     Flag("min-tokens", "shortest completion", whole(0, MAX_TOKEN_ID), "N"),
     *SAMPLING,
-    Flag("repetition-penalty", "above 1, tokens of prompt and completion become less likely",
-         number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY), "R"),
     Flag("presence-penalty", "taken from the logit of a token that the completion has",
          number(-MAX_PENALTY, MAX_PENALTY), "A"),
     Flag("frequency-penalty", "the same, once for each time that the completion has it",
@@ -137,12 +146,12 @@ def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def warn_of_idle_filters(given: Mapping[str, Any], requests: Iterable[Request]) -> None:
+def warn_of_idle_filters(given: Mapping[str, Any], params: Iterable[SamplingParams]) -> None:
     """Say so where filters were asked for and nothing is drawn that they could change."""
     filters = [
         f"--{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p") if name in given
     ]
-    if filters and all(request.params.is_greedy for request in requests):
+    if filters and all(own.is_greedy for own in params):
         have = "has" if len(filters) == 1 else "have"
         warn(f"{' and '.join(filters)} {have} no effect at temperature 0; add --temperature T")
 

@@ -18,7 +18,6 @@ MAX_TOKEN_ID = 2**31 - 1
 # Settings of generation_config.json that change the tokens and are not offered, with the values
 # that leave them off.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1, 1.0),
     "encoder_repetition_penalty": (1, 1.0),
     "no_repeat_ngram_size": (0,),
     "typical_p": (1, 1.0),
@@ -43,8 +42,21 @@ class GenerationDefaults:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The sampling settings that are stated, under their names."""
+        stated = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        return {name: value for name, value in stated.items() if value is not None}
 
 
 def load_generation_defaults(files: ModelFiles) -> GenerationDefaults:
@@ -77,10 +89,10 @@ def _from_hf(files: ModelFiles) -> GenerationDefaults:
 
 
 def _sampling_from_hf(fields: Fields) -> GenerationDefaults:
-    """Without `do_sample: true` it asks for greedy decoding, whatever else it says.
+    """Without `do_sample: true` it asks for greedy decoding, whatever filters it names.
 
-    That is transformers' reading. With it, the filters that the file names are on; transformers
-    adds a top_k of 50 of its own, which no file says.
+    That is transformers' reading, and penalties count in both. With it, the filters that the file
+    names are on; transformers adds a top_k of 50 of its own, which no file says.
     """
     ignored = [
         key
@@ -92,11 +104,13 @@ def _sampling_from_hf(fields: Fields) -> GenerationDefaults:
             "generation_config.json asks for %s, which is not supported and left out",
             ", ".join(ignored),
         )
-    ids = _ids_from_hf(fields)
+    always = replace(
+        _ids_from_hf(fields), repetition_penalty=fields.optional_number("repetition_penalty")
+    )
     if not fields.flag("do_sample", False):
-        return replace(ids, temperature=0.0)
+        return replace(always, temperature=0.0)
     return replace(
-        ids,
+        always,
         temperature=fields.number("temperature", 1.0),
         top_p=fields.optional_number("top_p"),
         top_k=fields.optional_integer("top_k"),

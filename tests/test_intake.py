@@ -1,0 +1,64 @@
+"""What a model's authors state holds where the caller says nothing, and only there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_folder import write_chat_folder
+from transformers import AutoModelForCausalLM
+
+from parallel_llama import LLM
+from parallel_llama.config import load_model_args
+from parallel_llama.errors import UsageError
+from parallel_llama.intake import Intake
+from parallel_llama.model_files import find_model
+
+TOKENS = [0, 5, 17, 3, 200, 42, 42, 9]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_chat_folder(tmp_path / "chat")
+
+
+def state(folder: Path, **values: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **values}))
+
+
+def intake(folder: Path) -> Intake:
+    files = find_model(str(folder))
+    return Intake(files, load_model_args(files))
+
+
+def test_a_stated_repetition_penalty_shapes_greedy_tokens_as_in_transformers(folder: Path) -> None:
+    state(folder, repetition_penalty=3.0)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    prompt = torch.tensor([TOKENS])
+    expected = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, eos_token_id=None
+    )
+    llm = LLM(str(folder), dtype="float64", kv_cache_bytes=4 << 20)
+    shared = {"max_tokens": 24, "ignore_eos": True}
+    stated = llm.intake.sampling_params(**shared)
+    plain = llm.intake.sampling_params(**shared, repetition_penalty=1)
+    tokens, others = (each.tokens for each in llm.generate([TOKENS] * 2, [stated, plain]))
+    llm.close()
+    assert [*TOKENS, *tokens] == expected[0].tolist()
+    assert tokens != others
+
+
+def test_what_is_given_stands_before_what_is_stated(folder: Path) -> None:
+    state(folder, do_sample=True, temperature=0.6, top_k=7, repetition_penalty=1.2)
+    params = intake(folder).sampling_params(top_k=3, repetition_penalty=1.0)
+    assert (params.temperature, params.top_k, params.repetition_penalty) == (0.6, 3, 1.0)
+
+
+def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder: Path) -> None:
+    state(folder, do_sample=True, top_k=-1)
+    with pytest.raises(UsageError, match=r"chat: its authors ask for top_k=-1.*give a value"):
+        intake(folder).sampling_params(temperature=1)
+    assert intake(folder).sampling_params(top_k=0).top_k == 0
+    with pytest.raises(UsageError, match=r"^top_p=2"):  # the caller's own mistake
+        intake(folder).sampling_params(top_k=0, top_p=2)
