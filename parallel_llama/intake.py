@@ -80,14 +80,14 @@ class Intake:
     def sampling_params(self, **given: Any) -> SamplingParams:
         """The sampling that the model's authors want, with whatever is given in its place.
 
-        Raises: UsageError for a value out of range, which names the model where that is its own.
+        Raises: UsageError for a value out of range, naming the model where the value is its own.
         """
         try:
             return SamplingParams(**{**self.defaults.sampling, **given})
         except UsageError as error:
             SamplingParams(**given)
             raise UsageError(
-                f"{self.files.path}: its authors ask for {error}; give a value of your own"
+                f"the model's own settings, in {self.files.path}: {error}; or give a value instead"
             ) from error
 
     def requests(

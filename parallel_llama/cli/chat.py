@@ -77,8 +77,8 @@ def prepare(
     params = intake.sampling_params(**sampling) if leads() else None
 
     def work(llm: Any) -> int:
-        if params is not None:
-            warn_of_idle_filters(sampling, [params])
+        assert params is not None  # rank 0 alone works, and it leads
+        warn_of_idle_filters(sampling, [params])
         return Conversation(llm, params, system).run(model)
 
     options = {"dtype": dtype, "device": device, "random_weights": random_weights, "verify": verify}
