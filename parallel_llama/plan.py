@@ -12,10 +12,11 @@ Pure integers: no torch, no process group.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from parallel_llama.config import ModelArgs
@@ -68,6 +69,10 @@ class Share:
         }
         return extents[axis]
 
+    def n_values(self, per_unit: Mapping[Axis | None, int]) -> int:
+        """Values that this rank holds, of so many a unit of each axis and, under None, a rank."""
+        return sum(n * (len(self.extent(axis)) if axis else 1) for axis, n in per_unit.items())
+
 
 @dataclass(frozen=True)
 class ShardPlan:
@@ -107,9 +112,11 @@ class Param:
         extent = share.extent(self.axis)
         return range(extent.start * self.unit, extent.stop * self.unit)
 
-    def local_shape(self, share: Share) -> tuple[int, ...]:
-        size = len(self.local_range(share))
-        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+    @property
+    def values_per_unit(self) -> int:
+        """Values in one unit of the axis that cuts it; all of them where replicated."""
+        n_units = self.shape[self.dim] // self.unit if self.axis else 1
+        return math.prod(self.shape) // n_units
 
 
 def local_kv_heads(heads: range, group_size: int) -> range:
@@ -170,24 +177,27 @@ def unit_size(size: int, n_heads: int, quant_group: int = 1) -> int:
     return 1
 
 
-def apportion(n_units: int, weights: Sequence[Fraction], at_least: int = 0) -> list[int]:
+def apportion(n_units: int, weights: Sequence[int], at_least: int = 0) -> list[int]:
     """Deal units to ranks in proportion to their weights, by largest remainders.
 
     Shapes: `weights` sums to anything above zero; the result sums to `n_units`.
 
-    >>> apportion(9, [Fraction(1)] * 2), apportion(8, [Fraction(6), Fraction(1), Fraction(1)])
+    >>> apportion(9, [1, 1]), apportion(8, [6, 1, 1])
     ([5, 4], [6, 1, 1])
     """
     total = sum(weights)
-    quotas = [n_units * weight / total for weight in weights]
-    counts = [max(at_least, math.floor(quota)) for quota in quotas]
-    by_remainder = sorted(range(len(quotas)), key=lambda rank: (counts[rank] - quotas[rank], rank))
+    counts = [max(at_least, n_units * weight // total) for weight in weights]
+
+    def overpaid(rank: int) -> tuple[int, int]:  # by how many of `total` parts of a unit
+        return counts[rank] * total - n_units * weights[rank], rank
+
+    by_remainder = sorted(range(len(counts)), key=overpaid)
     while sum(counts) < n_units:
         for rank in by_remainder[: n_units - sum(counts)]:
             counts[rank] += 1
     while sum(counts) > n_units:  # the minimum raised some: take from the most overpaid
         givers = [rank for rank in range(len(counts)) if counts[rank] > at_least]
-        counts[max(givers, key=lambda rank: (counts[rank] - quotas[rank], rank))] -= 1
+        counts[max(givers, key=overpaid)] -= 1
     return counts
 
 
@@ -196,15 +206,16 @@ def make_plan(
 ) -> ShardPlan:
     """The plan of a model on `tp_size` ranks, weighted by each rank's memory where that is given.
 
+    Units: `memory` in any one unit; its proportions alone matter.
     Raises: UsageError if tp_size is not 1 to n_heads, or `memory` is not one positive number per
     rank.
     """
-    weights = _weights(tp_size, memory)
     if not 1 <= tp_size <= args.n_heads:
         raise UsageError(
             f"n_heads={args.n_heads} and tp_size={tp_size}: a rank needs at least one query head; "
             f"use 1 to {args.n_heads} ranks"
         )
+    weights = _weights(tp_size, memory)
     cut, heads, balance = _cut_heads(args, weights)
     ffn = _cut_units(args.ffn_dim, unit_size(args.ffn_dim, args.n_heads, quant_group), weights)
     vocab = _cut_units(args.vocab_size, unit_size(args.vocab_size, args.n_heads), weights)
@@ -225,38 +236,58 @@ def make_plan(
 
 def parameters(args: ModelArgs) -> Iterator[Param]:
     """Every weight of the model in the order of the forward pass, with the axis that cuts it."""
+    first, *last = _outer_parameters(args)
+    yield first
+    for layer in range(args.n_layers):
+        yield from _layer_parameters(args, layer)
+    yield from last
+
+
+def _outer_parameters(args: ModelArgs) -> Iterator[Param]:
+    """The weights before and after the layers."""
+    yield Param("tok_embeddings.weight", (args.vocab_size, args.dim), "vocab")
+    yield Param("norm.weight", (args.dim,))
+    if not args.tied_embeddings:
+        yield Param("output.weight", (args.vocab_size, args.dim), "vocab")
+
+
+def _layer_parameters(args: ModelArgs, layer: int) -> Iterator[Param]:
     dim, head_dim = args.dim, args.head_dim
     q_dim, kv_dim = args.n_heads * head_dim, args.n_kv_heads * head_dim
-    yield Param("tok_embeddings.weight", (args.vocab_size, dim), "vocab")
-    for layer in range(args.n_layers):
-        attention, ffn = f"layers.{layer}.attention", f"layers.{layer}.feed_forward"
-        yield Param(f"layers.{layer}.attention_norm.weight", (dim,))
-        yield Param(f"{attention}.wq.weight", (q_dim, dim), "heads", 0, head_dim)
-        yield Param(f"{attention}.wk.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
-        yield Param(f"{attention}.wv.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
-        yield Param(f"{attention}.wo.weight", (dim, q_dim), "heads", 1, head_dim)
-        if args.attention_bias:
-            yield Param(f"{attention}.wq.bias", (q_dim,), "heads", 0, head_dim)
-            yield Param(f"{attention}.wk.bias", (kv_dim,), "kv_heads", 0, head_dim)
-            yield Param(f"{attention}.wv.bias", (kv_dim,), "kv_heads", 0, head_dim)
-            yield Param(f"{attention}.wo.bias", (dim,))
-        yield Param(f"layers.{layer}.ffn_norm.weight", (dim,))
-        yield Param(f"{ffn}.w1.weight", (args.ffn_dim, dim), "ffn")
-        yield Param(f"{ffn}.w3.weight", (args.ffn_dim, dim), "ffn")
-        yield Param(f"{ffn}.w2.weight", (dim, args.ffn_dim), "ffn", 1)
-        if args.mlp_bias:
-            yield Param(f"{ffn}.w1.bias", (args.ffn_dim,), "ffn")
-            yield Param(f"{ffn}.w3.bias", (args.ffn_dim,), "ffn")
-            yield Param(f"{ffn}.w2.bias", (dim,))
-    yield Param("norm.weight", (dim,))
-    if not args.tied_embeddings:
-        yield Param("output.weight", (args.vocab_size, dim), "vocab")
+    attention, ffn = f"layers.{layer}.attention", f"layers.{layer}.feed_forward"
+    yield Param(f"layers.{layer}.attention_norm.weight", (dim,))
+    yield Param(f"{attention}.wq.weight", (q_dim, dim), "heads", 0, head_dim)
+    yield Param(f"{attention}.wk.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
+    yield Param(f"{attention}.wv.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
+    yield Param(f"{attention}.wo.weight", (dim, q_dim), "heads", 1, head_dim)
+    if args.attention_bias:
+        yield Param(f"{attention}.wq.bias", (q_dim,), "heads", 0, head_dim)
+        yield Param(f"{attention}.wk.bias", (kv_dim,), "kv_heads", 0, head_dim)
+        yield Param(f"{attention}.wv.bias", (kv_dim,), "kv_heads", 0, head_dim)
+        yield Param(f"{attention}.wo.bias", (dim,))
+    yield Param(f"layers.{layer}.ffn_norm.weight", (dim,))
+    yield Param(f"{ffn}.w1.weight", (args.ffn_dim, dim), "ffn")
+    yield Param(f"{ffn}.w3.weight", (args.ffn_dim, dim), "ffn")
+    yield Param(f"{ffn}.w2.weight", (dim, args.ffn_dim), "ffn", 1)
+    if args.mlp_bias:
+        yield Param(f"{ffn}.w1.bias", (args.ffn_dim,), "ffn")
+        yield Param(f"{ffn}.w3.bias", (args.ffn_dim,), "ffn")
+        yield Param(f"{ffn}.w2.bias", (dim,))
+
+
+def values_per_unit(args: ModelArgs) -> Counter[Axis | None]:
+    """Values of all weights in one unit of each axis; under None those that every rank holds."""
+    values: Counter[Axis | None] = Counter()
+    for param in _outer_parameters(args):
+        values[param.axis] += param.values_per_unit
+    for param in _layer_parameters(args, 0):  # layers are alike
+        values[param.axis] += param.values_per_unit * args.n_layers
+    return values
 
 
 def weight_bytes(args: ModelArgs, share: Share, bytes_per_value: float) -> int:
     """Bytes of weights that a rank holds in a dtype of that width."""
-    values = sum(math.prod(param.local_shape(share)) for param in parameters(args))
-    return round(values * bytes_per_value)
+    return round(share.n_values(values_per_unit(args)) * bytes_per_value)
 
 
 def kv_bytes_per_token(args: ModelArgs, share: Share, bytes_per_value: float) -> int:
@@ -275,19 +306,22 @@ def default_dtype(args: ModelArgs, device: str) -> str:
     return "bfloat16" if device == "cuda" else "float32"
 
 
-def _weights(tp_size: int, memory: Sequence[float] | None) -> list[Fraction]:
+def _weights(tp_size: int, memory: Sequence[float] | None) -> list[int]:
+    """Whole numbers in the proportions of the ranks' memory."""
     if memory is None:
-        return [Fraction(1)] * tp_size
+        return [1] * tp_size
     if len(memory) != tp_size:
         raise UsageError(f"memory names {len(memory)} ranks and there are {tp_size}; give one each")
-    for rank, gib in enumerate(memory):
-        if not (math.isfinite(gib) and gib > 0):
-            raise UsageError(f"memory of rank {rank} is {gib}; give a number of GiB above 0")
-    return [Fraction(gib) for gib in memory]
+    for rank, size in enumerate(memory):
+        if not (math.isfinite(size) and size > 0):
+            raise UsageError(f"memory of rank {rank} is {size}; give a number above 0")
+    sizes = [Fraction(size) for size in memory]
+    common = math.lcm(*(size.denominator for size in sizes))
+    return [int(size * common) for size in sizes]
 
 
 def _cut_heads(
-    args: ModelArgs, weights: list[Fraction]
+    args: ModelArgs, weights: list[int]
 ) -> tuple[Literal["kv_heads", "heads"], list[range], float]:
     group_size = args.n_heads // args.n_kv_heads
     if len(weights) <= args.n_kv_heads:
@@ -299,21 +333,19 @@ def _cut_heads(
     return "heads", _ranges(counts), float(_balance(counts, weights))
 
 
-def _balance(counts: list[int], weights: list[Fraction]) -> Fraction:
-    per_weight = Fraction(sum(counts)) / sum(weights)
+def _balance(counts: list[int], weights: list[int]) -> Fraction:
     pairs = zip(counts, weights, strict=True)
-    return max(count / (weight * per_weight) for count, weight in pairs)
+    return max(Fraction(*pair) for pair in pairs) * Fraction(sum(weights), sum(counts))
 
 
-def _cut_units(size: int, unit: int, weights: list[Fraction]) -> list[range]:
+def _cut_units(size: int, unit: int, weights: list[int]) -> list[range]:
     """Ranges of channels or rows whose borders lie between units; the last unit may be short."""
     units = _ranges(apportion(-(-size // unit), weights))
     return [range(min(r.start * unit, size), min(r.stop * unit, size)) for r in units]
 
 
 def _ranges(counts: list[int]) -> list[range]:
-    starts = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
-    return [range(a, b) for a, b in pairwise(starts)]
+    return [range(a, b) for a, b in pairwise(accumulate(counts, initial=0))]
 
 
 def _shifted(r: range, by: int) -> range:

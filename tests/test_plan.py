@@ -1,7 +1,7 @@
 """The plan covers every axis exactly once, keeps heads with their KV heads, and stays balanced."""
 
 import math
-from fractions import Fraction
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from parallel_llama.config import ModelArgs
 from parallel_llama.errors import UsageError
 from parallel_llama.plan import (
+    Param,
     apportion,
     equal_runs,
     kv_bytes_per_token,
@@ -124,6 +125,13 @@ def test_memory_weights_share_out_in_proportion():
     assert third < 0.55 * first and abs(first - second) < 0.03 * first
 
 
+@given(plans())
+def test_only_the_proportions_of_the_memory_matter(case):
+    args, tp_size, memory = case
+    in_bytes = memory and [gib * 2**30 for gib in memory]
+    assert make_plan(args, tp_size, in_bytes) == make_plan(args, tp_size, memory)
+
+
 @pytest.mark.parametrize("tp_size", [0, -1, 10])
 def test_a_size_without_a_query_head_for_each_rank_is_refused_with_the_remedy(tp_size):
     with pytest.raises(UsageError, match=rf"tp_size={tp_size}.*use 1 to 9 ranks"):
@@ -160,7 +168,7 @@ def test_a_quantisation_group_is_the_unit():
 
 @given(st.integers(0, 500), st.lists(st.integers(1, 50), min_size=1, max_size=12))
 def test_apportioned_counts_are_within_one_of_their_quota(n_units, weights):
-    counts = apportion(n_units, [Fraction(w) for w in weights])
+    counts = apportion(n_units, weights)
     assert sum(counts) == n_units
     for count, weight in zip(counts, weights, strict=True):
         assert abs(count - n_units * weight / sum(weights)) < 1
@@ -185,6 +193,35 @@ def test_shares_add_up_to_the_model_and_its_doubled_kv_heads(n_heads, n_kv_heads
         replicated = (2 * args.n_layers + 1) * args.dim * (tp_size - 1)  # the norms
         extra = doubled * 2 * args.n_layers * args.head_dim * args.dim + replicated
         assert sum(weight_bytes(args, share, 1) for share in shares) == whole + extra
+
+
+@given(plans(), st.booleans(), st.booleans(), st.booleans())
+def test_weight_bytes_are_those_of_every_parameter(case, attention_bias, mlp_bias, tied):
+    args, tp_size, memory = case
+    args = replace(
+        args, attention_bias=attention_bias, mlp_bias=mlp_bias, tied_embeddings=tied, n_layers=3
+    )
+    for share in make_plan(args, tp_size, memory).shares:
+        values = 0
+        for param in parameters(args):
+            cut = len(param.local_range(share))
+            values += math.prod(param.shape) // param.shape[param.dim] * cut
+        assert weight_bytes(args, share, 2) == 2 * values
+
+
+def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypatch):
+    """Every layer of every share was counted anew: a range of sizes took more than a minute."""
+    made = []
+    monkeypatch.setattr(
+        "parallel_llama.plan.Param", lambda *fields: made.append(fields) or Param(*fields)
+    )
+    share = make_plan(shape(9, 3), 2).shares[0]
+    counts = []
+    for n_layers in (1, 4096):
+        made.clear()
+        weight_bytes(replace(shape(9, 3), n_layers=n_layers), share, 2)
+        counts.append(len(made))
+    assert counts[0] == counts[1] > 0
 
 
 def test_kv_bytes_follow_the_local_kv_heads():
