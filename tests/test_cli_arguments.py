@@ -7,10 +7,12 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +163,20 @@ WRONG: list[tuple[list[str], str]] = [
     (["score", "--tokens-file", "outside.json"], "list 1: token id 49152 is outside"),
     (["plan", "--nproc", "4-2"], "--nproc '4-2': not a number of ranks"),
     (["plan", "--nproc", "10"], "use 1 to 9 ranks"),
-    (["plan", "--nproc", "2", "--memory", "8"], "memory names 1 ranks and there are 2"),
+    (["plan", "--nproc", "10", "--memory", "8"], "use 1 to 9 ranks"),
+    (["plan", "--nproc", "2", "--memory", "8x1"], "memory names 1 ranks and there are 2"),
+    (["plan", "--nproc", "2", "--memory", "8,8,8"], "memory names 3 ranks and there are 2"),
     (["plan", "--nproc", "1-2", "--memory", "8,8"], "give --nproc N, not a range"),
-    (["plan", "--memory", "8,,8"], "not numbers above 0 between commas"),
-    (["plan", "--memory", "8,-8"], "not numbers above 0 between commas"),
+    (["plan", "--nproc", "1-2", "--memory", "8x2"], "or one size for all ranks"),
+    (["plan", "--memory", "8,,8"], "--memory '8,,8': not sizes such as 80 (GiB)"),
+    (["plan", "--memory", "8,-8"], "--memory '8,-8': not sizes such as 80 (GiB)"),
+    (["plan", "--memory", "0"], "--memory '0': not sizes"),
+    (["plan", "--memory", "1e300"], "--memory '1e300': not sizes"),  # its room was NaN: a crash
+    (["plan", "--memory", "80GX"], "--memory '80GX': not sizes"),
+    (["plan", "--memory", "8x80GB"], "--memory '8x80GB': not sizes"),
+    (["plan", "--memory", "80x0"], "--memory '80x0': not sizes"),
+    (["plan", "--memory", "80x1000,80x25"], "for at most 1024 ranks"),
+    (["plan", "--memory", "80x99999999999999999999"], "for at most 1024 ranks"),
     (["plan", "--batch", "0"], "--batch '0': not a whole number"),
     (["plan", "--prompt", "x"], "plan: unknown flag '--prompt'"),
     (["plan", "\x1b[2J"], r"unexpected argument '\x1b[2J'"),
@@ -233,11 +245,12 @@ def test_a_plan_loads_no_torch(folder: Path) -> None:
     lines = [
         ["plan", "--nproc", "3"],
         ["plan", "--nproc", "1-12"],
+        ["plan", "--memory", "1"],
         ["plan", "--help"],
         ["--version"],
     ]
     answer = run_all(folder, lines)
-    assert [code for code, _, _ in answer["results"]] == [0, 0, 0, 0]
+    assert [code for code, _, _ in answer["results"]] == [0] * len(lines)
     assert answer["torch"] is False
 
 
@@ -350,8 +363,16 @@ def test_without_torchrun_the_flag_decides(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def plan_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    assert command_line.main(["plan", "--json", *argv]) == 0
-    return json.loads(capsys.readouterr().out)
+    """The object that a plan prints, whose `fits` its exit code agrees with."""
+    code = command_line.main(["plan", "--json", *argv])
+    plan = json.loads(capsys.readouterr().out)
+    assert code == (1 if plan["fits"] is False else 0)
+    return plan
+
+
+def plan_page(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    command_line.main(["plan", *argv])
+    return capsys.readouterr().out
 
 
 def test_plan_json_covers_every_unit_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,8 +406,151 @@ def test_plan_of_a_range_gives_the_reason_for_each_refusal(
     plans = plan_json(capsys, "--nproc", "8-10")["plans"]
     assert [plan["tp_size"] for plan in plans] == [8, 9, 10]
     assert "use 1 to 9 ranks" in plans[2]["error"]
-    command_line.main(["plan", "--nproc", "8-10"])
-    assert "no: n_heads=9 and tp_size=10" in capsys.readouterr().out
+    assert "no: n_heads=9 and tp_size=10" in plan_page(capsys, "--nproc", "8-10")
+
+
+def test_sizes_that_are_refused_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """A range far beyond the model's heads was a page of the same reason over and over."""
+    page = plan_page(capsys, "--nproc", "8-1024")
+    assert len(page.splitlines()) < 12
+    assert re.search(r"^10-1024 .* no: n_heads=9 and tp_size=10", page, re.M)
+
+
+def test_the_plans_of_all_sizes_of_the_largest_model_take_less_than_a_second(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They took more than a minute: every layer of every share was counted anew."""
+    started_s = time.process_time()
+    asked = ["--model", "llama-3.1-405b", "--nproc", "1-1024", "--memory", "80"]
+    plans = plan_json(capsys, *asked)["plans"]
+    assert time.process_time() - started_s < 1
+    assert [len(plan["ranks"]) for plan in plans[:128]] == list(range(1, 129))
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("80", 80 * 2**30),
+        ("0.5", 2**29),
+        ("0.4876995086669922", 523663360),
+        ("1e2", 100 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("80 gib", 80 * 2**30),
+        ("24576MiB", 24 * 2**30),
+        ("80,80, 40", [80 * 2**30, 80 * 2**30, 40 * 2**30]),
+        ("80x1", [80 * 2**30]),
+        ("80X2", [80 * 2**30] * 2),
+        ("24GBx2,1", [24 * 10**9] * 2 + [2**30]),
+    ],
+)
+def test_memory_is_of_all_ranks_or_of_each_in_gib_or_a_unit(
+    text: str, sizes: int | list[int]
+) -> None:
+    assert parse_flags(VERBS["plan"], ["--memory", text])["memory"] == sizes
+
+
+def test_one_size_of_memory_is_that_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = [
+        plan_json(capsys, *argv)
+        for argv in (
+            ["--memory", "0.2,0.2,0.2"],
+            ["--memory", "0.2x3"],
+            ["--memory", "0.2x2,0.2"],
+            ["--memory", "0.2", "--nproc", "3"],
+        )
+    ]
+    assert plans[1:] == plans[:1] * 3
+    in_range = plan_json(capsys, "--memory", "0.2", "--nproc", "3-4")["plans"][0]
+    assert {"model": "smollm2", **in_range} == plans[0]
+
+
+@pytest.mark.parametrize("memory", ["1", "400MiB", "300MiB", "250MiB", "190MiB"])
+def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(
+    capsys: pytest.CaptureFixture[str], memory: str
+) -> None:
+    compared = plan_json(capsys, "--nproc", "1-9", "--memory", memory)
+    fits = [plan["fits"] for plan in compared["plans"]]
+    fewest = fits.index(True) + 1
+    assert compared["smallest_that_fits"] == fewest
+    found = plan_json(capsys, "--memory", memory)
+    assert (found["tp_size"], found["fits"], found["smallest_that_fits"]) == (fewest, True, fewest)
+    fewer = found["next_smaller"]
+    assert fewer == (compared["plans"][fewest - 2] if fewest > 1 else None)
+    assert not fewer or fewer["fits"] is False
+
+
+def test_the_page_says_that_one_rank_fewer_is_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    page = plan_page(capsys, "--memory", "300MiB", "--dtype", "float32")
+    assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 505.1 MiB" in page
+    page = plan_page(capsys, "--memory", "1", "--dtype", "bfloat16")
+    assert "fewest     1 rank is enough in bfloat16" in page
+
+
+def test_where_no_number_of_ranks_fits_the_largest_plan_says_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = plan_json(capsys, "--memory", "30MiB")
+    assert (plan["tp_size"], plan["fits"], plan["smallest_that_fits"]) == (9, False, None)
+    page = plan_page(capsys, "--memory", "30MiB", "--dtype", "float32")
+    assert "no: the weights leave no room for KV cache; try more memory or --dtype" in page
+    assert "no number of ranks is enough, and 9 are the most there can be" in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--nproc", "2"], 0),
+        (["--nproc", "1-12"], 0),
+        (["--nproc", "10-12"], 0),
+        (["--nproc", "2", "--memory", "1"], 0),
+        (["--nproc", "2", "--memory", "0.1"], 1),
+        (["--memory", "1,0.01"], 1),
+        (["--memory", "0.01"], 1),
+        (["--nproc", "1-12", "--memory", "0.3"], 0),
+        (["--nproc", "1-12", "--memory", "0.01"], 1),
+        (["--nproc", "10-12", "--memory", "80"], 1),
+    ],
+)
+def test_what_does_not_fit_ends_with_1(argv: list[str], code: int) -> None:
+    assert command_line.main(["plan", *argv]) == code
+    assert command_line.main(["plan", *argv, "--json"]) == code
+
+
+def test_a_range_with_memory_shows_which_sizes_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ["--memory", "300MiB", "--dtype", "float32"]
+    page = plan_page(capsys, "--nproc", "2-4", *memory)
+    plans = plan_json(capsys, "--nproc", "2-4", *memory)["plans"]
+    rooms = [f"{plan['room_for_kv_tokens']:,}" for plan in plans]
+    rows = re.findall(r"^ +([234]) .* ([0-9,]+)  (yes|no)$", page, re.M)
+    assert rows == list(zip("234", rooms, ("no", "yes", "no"), strict=True))
+    assert "of these, 3 ranks are enough" in page
+    none = plan_page(capsys, "--nproc", "1-2", *memory)
+    assert "none of these is enough; with 2, there is room for" in none
+
+
+def test_each_remedy_that_a_plan_names_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"--memory": "400MiB,400MiB", "--dtype": "float32"}
+    asked |= {"--max-seq-len": "2000", "--batch": "4"}
+
+    def words(changed: dict[str, str]) -> list[str]:
+        return [word for pair in (asked | changed).items() for word in pair]
+
+    verdict = re.search(r"fits +no: .* try (more ranks or .*)", plan_page(capsys, *words({})))
+    assert verdict is not None
+    remedies = dict(remedy.split() for remedy in verdict[1].split(" or "))
+    assert remedies.keys() == {"more", "--dtype", "--batch", "--max-seq-len"}
+    for flag in ("--batch", "--max-seq-len"):
+        most = int(remedies[flag])
+        fits = [plan_json(capsys, *words({flag: str(n)}))["fits"] for n in (most, most + 1)]
+        assert fits == [True, False]
+
+
+def test_a_kv_head_that_several_ranks_hold_counts_as_copies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The page said that 6 of 3 KV heads were held again."""
+    page = plan_page(capsys, "--nproc", "9")
+    assert "9 copies of 3 KV heads (+200%)" in page
 
 
 def test_text_into_a_pipe_has_no_escape_codes(capsys: pytest.CaptureFixture[str]) -> None:

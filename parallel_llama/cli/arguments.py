@@ -18,6 +18,7 @@ from parallel_llama.fields import did_you_mean
 from parallel_llama.parallel.launch import MAX_RANKS
 
 LARGEST = 2**63 - 1
+GIB = 1 << 30
 
 Parse = Callable[[str], Any]
 
@@ -232,13 +233,35 @@ def one_of(*choices: str) -> Parse:
     return parse
 
 
-def numbers(text: str) -> list[float]:
-    """Positive numbers between commas."""
-    parse = number(0, above=True)
+def memory_sizes(text: str) -> int | list[int]:
+    """Bytes that every rank has, or what each has where several sizes or SIZExN are given.
+
+    >>> memory_sizes("80") == 80 * GIB, memory_sizes("1KiB,2kBx2")
+    (True, [1024, 2000, 2000])
+    """
+    pieces = text.lower().split(",")
+    sizes: list[int] = []
     try:
-        return [parse(piece.strip()) for piece in text.split(",")]
+        if len(pieces) == 1 and "x" not in pieces[0]:
+            return _memory_size(pieces[0])
+        for piece in pieces:
+            size, times, count = piece.partition("x")
+            sizes += [_memory_size(size)] * (whole(1, MAX_RANKS)(count.strip()) if times else 1)
+            if len(sizes) > MAX_RANKS:
+                raise ValueError
     except ValueError:
-        raise ValueError("not numbers above 0 between commas, such as 80,80,40") from None
+        raise ValueError(
+            f"not sizes such as 80 (GiB), 24GB, 80,80,40 or 80x8, for at most {MAX_RANKS} ranks"
+        ) from None
+    return sizes
+
+
+def _memory_size(text: str) -> int:
+    """Bytes, given in GiB or in a unit."""
+    text = text.strip()
+    if text.endswith("b"):
+        return byte_size(text)
+    return int(number(1 / GIB, LARGEST / GIB)(text) * GIB)
 
 
 def count_or_range(text: str) -> list[int]:

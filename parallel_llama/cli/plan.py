@@ -1,8 +1,7 @@
-"""`plan`: who holds what, before a byte is loaded. Imports no torch."""
+"""`plan`: who holds what and how many ranks it takes, before a byte is loaded. Imports no torch."""
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,108 +14,62 @@ from parallel_llama.cli.arguments import (
     Flag,
     Verb,
     count_or_range,
-    numbers,
+    memory_sizes,
     whole,
+)
+from parallel_llama.cli.estimate import (
+    BYTES_PER_VALUE,
+    Comparison,
+    Estimate,
+    RankEstimate,
+    Workload,
+    compare,
+    estimate,
+    fewest_that_fit,
 )
 from parallel_llama.cli.model import find_args
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, painted, size, table
-from parallel_llama.config import ModelArgs, context_length
+from parallel_llama.config import context_length
 from parallel_llama.errors import UsageError
-from parallel_llama.plan import (
-    ShardPlan,
-    Share,
-    default_dtype,
-    kv_bytes_per_token,
-    make_plan,
-    weight_bytes,
-)
+from parallel_llama.plan import default_dtype
 
-BYTES_PER_VALUE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
 BAR_WIDTH = 24
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A plan and what its ranks need for `n_tokens` tokens in the KV cache.
-
-    Units: bytes; `memory` in bytes too.
-    """
-
-    args: ModelArgs
-    plan: ShardPlan
-    dtype: str
-    n_tokens: int
-    memory: tuple[float, ...] | None = None
-
-    def weights(self, share: Share) -> int:
-        return weight_bytes(self.args, share, BYTES_PER_VALUE[self.dtype])
-
-    def kv_per_token(self, share: Share) -> int:
-        return kv_bytes_per_token(self.args, share, BYTES_PER_VALUE[self.dtype])
-
-    def needed(self, share: Share) -> int:
-        return self.weights(share) + self.kv_per_token(share) * self.n_tokens
-
-    @property
-    def total_weights(self) -> int:
-        return sum(map(self.weights, self.plan.shares))
-
-    @property
-    def one_rank_weights(self) -> int:
-        return self.weights(make_plan(self.args, 1).shares[0])
-
-    @property
-    def kv_overhead(self) -> float:
-        """KV heads held beyond one copy of each, as a share of that copy."""
-        held = sum(share.n_local_kv_heads for share in self.plan.shares)
-        return held / self.args.n_kv_heads - 1
-
-    @property
-    def room_for_tokens(self) -> int | None:
-        """Tokens of KV cache that the tightest rank has room for; None if memory is unknown."""
-        if self.memory is None:
-            return None
-        rooms = [
-            int((gib - self.weights(share)) // self.kv_per_token(share))
-            for share, gib in zip(self.plan.shares, self.memory, strict=True)
-        ]
-        return max(0, min(rooms))
-
-    @property
-    def fits(self) -> bool | None:
-        if self.memory is None:
-            return None
-        ranks = zip(self.plan.shares, self.memory, strict=True)
-        return all(self.needed(share) <= limit for share, limit in ranks)
 
 
 def prepare(
     model: str,
     nproc: list[int] | None,
-    memory: list[float] | None,
+    memory: int | list[int] | None,
     max_seq_len: int | None,
     batch: int,
     dtype: str | None,
     device: str,
     json: bool,
 ) -> Job:
-    """Check the request and return the job that prints the plan, or the table of a range."""
+    """Check the request and return the job that prints a plan, or the table of a range.
+
+    The plan is that of `nproc` ranks, else of those that `memory` names, else of the fewest with
+    that memory that fit.
+    """
     args = find_args(model)
     dtype = dtype or default_dtype(args, _kind(device))
-    n_tokens = context_length(args, max_seq_len) * batch
-    counts = nproc or [len(memory) if memory else 1]
-    if len(counts) == 2:
-        if memory is not None:
-            raise UsageError("--memory needs one number of ranks; give --nproc N, not a range")
-        estimates = _estimates(args, range(counts[0], counts[1] + 1), dtype, n_tokens)
-        return Job(lambda: _show_range(model, estimates, json))
-    plan = make_plan(args, counts[0], memory)
-    limits = tuple(gib * GIB for gib in memory) if memory else None
-    estimate = Estimate(args, plan, dtype, n_tokens, limits)
-    return Job(lambda: _show_one(model, estimate, batch, json))
+    work = Workload(args, dtype, context_length(args, max_seq_len), batch)
+    if nproc is None and isinstance(memory, int):
+        found, fewer = fewest_that_fit(work, memory)
+        return Job(lambda: _show_fewest(model, found, fewer, json))
+    first, *last = nproc or [len(memory) if isinstance(memory, list) else 1]
+    if not last:
+        one = estimate(work, first, memory)
+        return Job(lambda: _show_one(model, one, json))
+    if isinstance(memory, list):
+        raise UsageError(
+            f"--memory names {len(memory)} ranks and --nproc a range of numbers; "
+            "give --nproc N, not a range, or one size for all ranks"
+        )
+    comparison = compare(work, range(first, last[0] + 1), memory)
+    return Job(lambda: _show_range(model, comparison, json))
 
 
 def _kind(device: str) -> str:
@@ -126,170 +79,220 @@ def _kind(device: str) -> str:
     return device
 
 
-def _estimates(
-    args: ModelArgs, sizes: range, dtype: str, n_tokens: int
-) -> dict[int, Estimate | str]:
-    """The estimate of each size, or why it is refused."""
-    found: dict[int, Estimate | str] = {}
-    for tp_size in sizes:
-        try:
-            found[tp_size] = Estimate(args, make_plan(args, tp_size), dtype, n_tokens)
-        except UsageError as error:
-            found[tp_size] = str(error)
-    return found
-
-
-def _show_one(model: str, estimate: Estimate, batch: int, as_json: bool) -> int:
+def _show_one(model: str, one: Estimate, as_json: bool) -> int:
     if as_json:
-        print(json.dumps({"model": model, **_object(estimate), "batch": batch}))
+        print(json.dumps({"model": model, **_object(one)}))
     else:
-        print("\n".join(_page(model, estimate, batch)))
-    return 0
+        print("\n".join([*_title(model, one.work), *_page(one)]))
+    return _exit_code(one.fits)
 
 
-def _show_range(model: str, estimates: dict[int, Estimate | str], as_json: bool) -> int:
+def _show_fewest(model: str, found: Estimate, fewer: Estimate | None, as_json: bool) -> int:
     if as_json:
-        plans = [
-            {"tp_size": tp_size, "error": found} if isinstance(found, str) else _object(found)
-            for tp_size, found in estimates.items()
-        ]
-        print(json.dumps({"model": model, "plans": plans}))
-    else:
-        print("\n".join(_overview(model, estimates)))
-    return 0
-
-
-def _object(estimate: Estimate) -> dict[str, Any]:
-    """The JSON form of a plan; ranges are half-open [start, stop]."""
-    ranks = [
-        {
-            "rank": share.rank,
-            "heads": _pair(share.heads),
-            "kv_heads": _pair(share.kv_heads),
-            "ffn": _pair(share.ffn),
-            "vocab": _pair(share.vocab),
-            "weight_bytes": estimate.weights(share),
-            "kv_bytes_per_token": estimate.kv_per_token(share),
+        answer = {
+            "smallest_that_fits": found.plan.tp_size if found.fits else None,
+            "next_smaller": fewer and _object(fewer),
         }
-        for share in estimate.plan.shares
-    ]
+        print(json.dumps({"model": model, **_object(found), **answer}))
+    else:
+        print("\n".join([*_title(model, found.work), *_page(found), _answer(found, fewer)]))
+    return _exit_code(found.fits)
+
+
+def _show_range(model: str, comparison: Comparison, as_json: bool) -> int:
+    if as_json:
+        errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
+        answer = {
+            "model": model,
+            "plans": [*map(_object, comparison.allowed), *errors],
+            "fits": comparison.fits,
+            "smallest_that_fits": comparison.smallest_that_fits,
+        }
+        print(json.dumps(answer))
+    else:
+        print("\n".join([*_title(model, comparison.work), *_overview(comparison)]))
+    return _exit_code(comparison.fits)
+
+
+def _exit_code(fits: bool | None) -> int:
+    return 1 if fits is False else 0
+
+
+def _object(found: Estimate) -> dict[str, Any]:
+    """The JSON form of a plan; ranges are half-open [start, stop]."""
     return {
-        "tp_size": estimate.plan.tp_size,
-        "ranks": ranks,
-        "imbalance": estimate.plan.balance,
-        "fits": estimate.fits,
-        "cut": estimate.plan.cut,
-        "dtype": estimate.dtype,
-        "kv_tokens": estimate.n_tokens,
-        "room_for_kv_tokens": estimate.room_for_tokens,
-        "weight_bytes": estimate.total_weights,
-        "one_rank_weight_bytes": estimate.one_rank_weights,
+        "tp_size": found.plan.tp_size,
+        "ranks": [
+            {
+                "rank": rank.share.rank,
+                "heads": _pair(rank.share.heads),
+                "kv_heads": _pair(rank.share.kv_heads),
+                "ffn": _pair(rank.share.ffn),
+                "vocab": _pair(rank.share.vocab),
+                "weight_bytes": rank.weights,
+                "kv_bytes_per_token": rank.kv_per_token,
+            }
+            for rank in found.ranks
+        ],
+        "imbalance": found.plan.balance,
+        "fits": found.fits,
+        "cut": found.plan.cut,
+        "dtype": found.work.dtype,
+        "kv_tokens": found.work.n_tokens,
+        "room_for_kv_tokens": found.room_for_tokens,
+        "weight_bytes": found.weights,
+        "one_rank_weight_bytes": found.work.weights,
+        "batch": found.work.batch,
     }
 
 
-def _page(model: str, estimate: Estimate, batch: int) -> list[str]:
-    """One plan for a person: the model, a row per rank, and what to make of it."""
-    args, plan, out = estimate.args, estimate.plan, sys.stdout
-    scale = max(estimate.memory or map(estimate.needed, plan.shares))
-    rows = [
-        [
-            str(share.rank),
-            _span(share.heads),
-            _span(share.kv_heads),
-            _span(share.ffn),
-            _span(share.vocab),
-            size(estimate.weights(share)),
-            size(estimate.kv_per_token(share)),
-            _memory(estimate, share, scale),
-        ]
-        for share in plan.shares
-    ]
-    header = ["rank", "heads", "KV heads", "channels", "vocabulary", "weights", "KV/token"]
-    sequences = f"{estimate.n_tokens // batch:,} tokens" + (f" x {batch}" if batch > 1 else "")
+def _title(model: str, work: Workload) -> list[str]:
+    args = work.args
+    shape = (
+        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
+        f"{args.n_kv_heads} KV heads, {args.ffn_dim} channels, vocabulary of {args.vocab_size}, "
+        f"{work.dtype}"
+    )
+    return [f"{model}  {painted(shape, DIM, sys.stdout)}", ""]
+
+
+def _page(found: Estimate) -> list[str]:
+    """One plan for a person: a row per rank, and what to make of it."""
+    plan, work = found.plan, found.work
+    sequences = f"{work.max_seq_len:,} tokens" + (f" x {work.batch}" if work.batch > 1 else "")
+    header = ["rank", "heads", "KV heads", "channels", "vocabulary", "weights", "KV/token", "needs"]
+    header += [] if found.fits is None else ["has"]
+    header += [f"weights and KV cache of {sequences}"]
+    scale = max(rank.memory or rank.needed for rank in found.ranks)
+    kv_per_token = sum(rank.kv_per_token for rank in found.ranks)
     return [
-        _title(model, args, estimate.dtype),
-        "",
-        *table([*header, f"weights and KV cache of {sequences}"], rows, out),
+        *table(header, [_rank_row(rank, scale) for rank in found.ranks], sys.stdout),
         "",
         f"balance    {plan.balance:.3f} (most work of a rank / its fair share), "
         f"cut between {CUTS[plan.cut]}",
-        f"weights    {size(estimate.total_weights)} on all ranks, "
-        f"{estimate.total_weights / estimate.one_rank_weights:.3f} x the model's own "
-        f"{size(estimate.one_rank_weights)}",
-        f"KV cache   {_overhead(estimate)}",
-        *_verdict(estimate),
+        f"weights    {size(found.weights)} on all ranks, "
+        f"{found.weights / work.weights:.3f} x the model's own {size(work.weights)}",
+        f"KV cache   {size(kv_per_token)} a token on all ranks, {_copies(found)}",
+        *_verdict(found),
     ]
 
 
-def _overview(model: str, estimates: dict[int, Estimate | str]) -> list[str]:
-    """A range of sizes for a person: one row per size, and the reason of each refusal."""
-    args = next((found.args for found in estimates.values() if isinstance(found, Estimate)), None)
-    dtype = next((found.dtype for found in estimates.values() if isinstance(found, Estimate)), "")
-    rows = []
-    for tp_size, found in estimates.items():
-        if isinstance(found, str):
-            rows.append([str(tp_size), "-", "-", "-", "-", "-", f"no: {found}"])
-            continue
-        shares = found.plan.shares
-        rows.append(
-            [
-                str(tp_size),
-                f"{found.plan.balance:.3f}",
-                CUTS[found.plan.cut],
-                size(max(map(found.weights, shares))),
-                size(max(map(found.kv_per_token, shares))),
-                f"{found.kv_overhead:.0%}",
-                "yes",
-            ]
-        )
-    header = ["ranks", "balance", "cut", "most weights", "KV/token", "KV twice", "works"]
-    title = [_title(model, args, dtype), ""] if args else []
-    return [*title, *table(header, rows, sys.stdout)]
+def _rank_row(rank: RankEstimate, scale: int) -> list[str]:
+    share = rank.share
+    drawn = bar([rank.weights / scale, (rank.needed - rank.weights) / scale], BAR_WIDTH, sys.stdout)
+    cells = [
+        str(share.rank),
+        _span(share.heads),
+        _span(share.kv_heads),
+        _span(share.ffn),
+        _span(share.vocab),
+        size(rank.weights),
+        size(rank.kv_per_token),
+        size(rank.needed),
+    ]
+    if rank.memory is None:
+        return [*cells, drawn]
+    color = GREEN if rank.needed <= rank.memory else RED
+    return [*cells, size(rank.memory), painted(drawn, color, sys.stdout)]
 
 
-def _title(model: str, args: ModelArgs, dtype: str) -> str:
-    shape = (
-        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
-        f"{args.n_kv_heads} KV heads, {args.ffn_dim} channels, {args.vocab_size} words, {dtype}"
-    )
-    return f"{model}  {painted(shape, DIM, sys.stdout)}"
+def _copies(found: Estimate) -> str:
+    own = found.work.args.n_kv_heads
+    if found.n_kv_heads == own:
+        return "each KV head held once"
+    return f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
 
 
-def _memory(estimate: Estimate, share: Share, scale: float) -> str:
-    needed = estimate.needed(share)
-    weights = estimate.weights(share)
-    drawn = bar([weights / scale, (needed - weights) / scale], BAR_WIDTH, sys.stdout)
-    if estimate.memory is None:
-        return f"{drawn}  {size(needed)}"
-    limit = estimate.memory[share.rank]
-    color = GREEN if needed <= limit else RED
-    return f"{painted(drawn, color, sys.stdout)}  {size(needed)} of {size(limit)}"
-
-
-def _overhead(estimate: Estimate) -> str:
-    held = sum(share.n_local_kv_heads for share in estimate.plan.shares)
-    twice = held - estimate.args.n_kv_heads
-    per_token = size(sum(map(estimate.kv_per_token, estimate.plan.shares)))
-    if not twice:
-        return f"{per_token} a token on all ranks, each KV head held once"
-    return (
-        f"{per_token} a token on all ranks, {twice} of {estimate.args.n_kv_heads} KV heads "
-        f"held again ({estimate.kv_overhead:+.0%})"
-    )
-
-
-def _verdict(estimate: Estimate) -> list[str]:
-    if estimate.fits is None:
+def _verdict(found: Estimate) -> list[str]:
+    if found.fits is None:
         return []
-    tokens = f"there is room for {estimate.room_for_tokens:,} tokens of KV cache"
-    if estimate.fits:
-        return [f"fits       {painted('yes', GREEN, sys.stdout)}: {tokens}"]
-    remedy = (
-        "lower --max-seq-len or --batch"
-        if estimate.room_for_tokens
-        else "the weights alone are too large: use more ranks or a smaller --dtype"
+    room = f"there is room for {found.room_for_tokens:,} tokens of KV cache"
+    return [f"fits       {_yes_or_no(found.fits)}: {room if found.fits else _shortfall(found)}"]
+
+
+def _shortfall(found: Estimate) -> str:
+    """Why a plan does not fit, and what would help."""
+    room, work = found.room_for_tokens or 0, found.work
+    reason = "the weights leave no room for KV cache"
+    if room:
+        reason = f"there is room for {room:,} of {work.n_tokens:,} tokens of KV cache"
+    remedies = ["more ranks" if found.plan.tp_size < work.args.n_heads else "more memory"]
+    if BYTES_PER_VALUE[work.dtype] > BYTES_PER_VALUE["bfloat16"]:
+        remedies.append("--dtype bfloat16")
+    if room >= work.max_seq_len:
+        remedies.append(f"--batch {room // work.max_seq_len}")
+    if room >= work.batch:
+        remedies.append(f"--max-seq-len {room // work.batch}")
+    return f"{reason}; try {' or '.join(remedies)}"
+
+
+def _answer(found: Estimate, fewer: Estimate | None) -> str:
+    """How few ranks are enough, and how one fewer fails."""
+    tp_size, dtype = found.plan.tp_size, found.work.dtype
+    if not found.fits:
+        return f"fewest     no number of ranks is enough, and {tp_size} are the most there can be"
+    if fewer is None:
+        return f"fewest     1 rank is enough in {dtype}"
+    fullest = max(fewer.ranks, key=lambda rank: rank.needed)
+    return (
+        f"fewest     {tp_size} ranks are enough in {dtype}; "
+        f"with {fewer.plan.tp_size}, rank {fullest.share.rank} would need {size(fullest.needed)}"
     )
-    return [f"fits       {painted('no', RED, sys.stdout)}: {tokens}; {remedy}"]
+
+
+def _overview(comparison: Comparison) -> list[str]:
+    """A range of sizes for a person: one row per size, and what to make of them."""
+    header = ["ranks", "balance", "cut between", "weights", "KV/token", "extra KV"]
+    header += ["works"] if comparison.memory is None else ["KV tokens", "fits"]
+    rows = [_size_row(found) for found in comparison.allowed]
+    if comparison.refused:
+        (first, reason), *others = comparison.refused.items()
+        sizes = _span(range(first, first + 1 + len(others)))
+        rows.append([sizes, *["-"] * (len(header) - 2), f"no: {reason}"])
+    return [
+        *table(header, rows, sys.stdout),
+        "",
+        "balance    most work of a rank / its fair share",
+        "weights    and KV/token of the rank that holds most",
+        "extra KV   copies of KV heads beyond one of each",
+        *_conclusion(comparison),
+    ]
+
+
+def _size_row(found: Estimate) -> list[str]:
+    cells = [
+        str(found.plan.tp_size),
+        f"{found.plan.balance:.3f}",
+        CUTS[found.plan.cut],
+        size(max(rank.weights for rank in found.ranks)),
+        size(max(rank.kv_per_token for rank in found.ranks)),
+        f"{found.kv_overhead:.0%}",
+    ]
+    if found.fits is None:
+        return [*cells, "yes"]
+    return [*cells, f"{found.room_for_tokens:,}", _yes_or_no(found.fits)]
+
+
+def _conclusion(comparison: Comparison) -> list[str]:
+    """Which of the sizes is the smallest that fits, or why none does; nothing without memory."""
+    if comparison.memory is None:
+        return []
+    work, fewest = comparison.work, comparison.smallest_that_fits
+    if fewest is not None:
+        answer = f"of these, {fewest} {'rank is' if fewest == 1 else 'ranks are'} enough"
+    else:
+        answer = "none of these is enough"
+        if comparison.allowed:
+            largest = comparison.allowed[-1]
+            answer += f"; with {largest.plan.tp_size}, {_shortfall(largest)}"
+    return [
+        f"KV tokens  room with {size(comparison.memory)} a rank; {work.n_tokens:,} are wanted",
+        f"fewest     {answer}",
+    ]
+
+
+def _yes_or_no(fits: bool) -> str:
+    return painted("yes", GREEN, sys.stdout) if fits else painted("no", RED, sys.stdout)
 
 
 def _pair(r: range) -> list[int]:
@@ -305,8 +308,8 @@ def _span(r: range) -> str:
 
 VERB = Verb(
     "plan",
-    "Shows which rank would hold what, and whether it fits.",
-    "[--model PATH_OR_NAME] [--nproc N | --nproc A-B] [flags]",
+    "Shows which rank would hold what, whether it fits, and how few ranks are enough.",
+    "[--model PATH_OR_NAME] [--nproc N | --nproc A-B] [--memory SIZES] [flags]",
     (
         MODEL,
         Flag(
@@ -314,15 +317,21 @@ VERB = Verb(
             "ranks to plan for, or a range to compare",
             count_or_range,
             "N|A-B",
-            default_text="1, or as many as --memory names",
+            default_text="1; with --memory as many as it names, or the fewest that fit",
         ),
-        Flag("memory", "GiB of each rank; ranks get work in proportion", numbers, "G,G,..."),
+        Flag(
+            "memory",
+            "GiB of every rank (80; or 24GB, 24576MiB) or of each (80,80,40; 80x4,40x2); "
+            "work is in proportion",
+            memory_sizes,
+            "SIZES",
+        ),
         MAX_SEQ_LEN,
         Flag("batch", "sequences at once", whole(1, 1_000_000), "B", 1),
         DTYPE,
         DEVICE,
         JSON,
     ),
-    "parallel-llama plan --model smollm2 --nproc 4",
+    "parallel-llama plan --model llama-3.1-70b --memory 80",
     prepare,
 )
