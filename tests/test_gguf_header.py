@@ -25,6 +25,7 @@ from gguf_builder import (
     string,
 )
 
+from parallel_llama import gguf_header
 from parallel_llama.errors import CheckpointError
 from parallel_llama.gguf_header import MAX_ARRAY_VALUES, read_gguf_header
 
@@ -221,3 +222,50 @@ def test_a_huge_sparse_file_costs_no_time_or_memory(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
+
+
+def test_strings_are_read_whole_wherever_the_window_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = ["", "a", "\u00e9\U0001f600" * 9, "x" * 300, *map(str, range(200))]
+    content = GGUF(fields={**TINY_FIELDS, "x.texts": texts, "x.numbers": list(range(50))})
+    path = write(tmp_path / "m.gguf", content)
+    whole = read_gguf_header(path)
+    assert whole.fields["x.texts"] == texts
+    for n_bytes in (1, 7, 8, 9, 64, 301):
+        monkeypatch.setattr(gguf_header, "WINDOW_BYTES", n_bytes)
+        assert read_gguf_header(path) == whole
+
+
+def test_a_string_that_is_no_text_is_refused_in_the_middle_of_an_array(tmp_path: Path) -> None:
+    data = string("good") + string(b"\xc3\x28") + string("good")
+    path = write(tmp_path / "m.gguf", extra(array(STRING, 3, data)))
+    with pytest.raises(CheckpointError, match=r"field 'x.array' is not UTF-8 text"):
+        read_gguf_header(path)
+
+
+def test_a_header_is_parsed_again_only_after_its_file_changed(tmp_path: Path) -> None:
+    """Every part of a model's start asks for the header, and it was parsed once for each."""
+    path = write(tmp_path / "m.gguf", GGUF())
+    os.utime(path, ns=(0, 1_000_000_000))
+    kept = read_gguf_header(path)
+    assert read_gguf_header(path) is kept
+    changed = path.read_bytes().replace(b"</s>", b"<eo>")
+    path.write_bytes(changed)
+    os.utime(path, ns=(0, 1_000_000_001))
+    assert read_gguf_header(path).fields["tokenizer.ggml.tokens"][1] == "<eo>"
+    other = write(tmp_path / "other", GGUF(fields={**TINY_FIELDS, "general.architecture": "alpac"}))
+    os.utime(other, ns=(0, 1_000_000_001))
+    other.replace(path)
+    assert read_gguf_header(path).fields["general.architecture"] == "alpac"
+
+
+def test_a_file_that_was_just_written_is_read_anew_each_time(tmp_path: Path) -> None:
+    """Two writes within one tick of the clock leave the same time, size and inode."""
+    path = write(tmp_path / "m.gguf", GGUF())
+    now = time.time_ns()
+    os.utime(path, ns=(now, now))
+    assert read_gguf_header(path).fields["tokenizer.ggml.tokens"][1] == "</s>"
+    path.write_bytes(path.read_bytes().replace(b"</s>", b"<eo>"))
+    os.utime(path, ns=(now, now))
+    assert read_gguf_header(path).fields["tokenizer.ggml.tokens"][1] == "<eo>"

@@ -124,8 +124,7 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer, source: str) -> Vocabulary:
     openings: dict[int, bytes] = {}
     for token, id in tokens.items():
         pieces[id] = spell(token)
-        first = spell_first(token)
-        if first != pieces[id]:
+        if spell_first is not spell and (first := spell_first(token)) != pieces[id]:
             openings[id] = first
     special_ids: dict[str, int] = {}
     for id, added in tokenizer.get_added_tokens_decoder().items():
