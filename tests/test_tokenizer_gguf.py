@@ -1,6 +1,7 @@
 """The tokenizer inside GGUF files: byte-level BPE and the SentencePiece kind."""
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
-from parallel_llama.tokenizer.gguf_vocabulary import PRE_TOKENIZERS
-from parallel_llama.tokenizer.tiktoken_ranks import LLAMA3_PATTERN
+from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
 
 def gguf_file(path: Path, **fields: Any) -> Path:
@@ -157,18 +157,94 @@ def test_whole_words_of_llama3_are_taken_without_merges(tmp_path: Path) -> None:
         assert pieces(tokenizer, "hello") == expected
 
 
-@pytest.mark.parametrize("name", ["llama-bpe", "tekken"])
-def test_patterns_cut_as_the_models_own_do(name: str) -> None:
-    """Cut by another regular expression engine, with the pattern that Mistral's own file holds."""
-    pattern = LLAMA3_PATTERN
-    if name == "tekken":
-        pattern = json.loads(TEKKEN.read_text())["config"]["pattern"]
-    oracle = regex.compile(pattern)
-    (ours,) = PRE_TOKENIZERS[name].patterns
-    splitter = pre_tokenizers.Split(Regex(ours), "isolated")
+# One text that no two rules cut alike, and the pieces of each, found with the models' own
+# tokenizer.json files where these were at hand and with llama.cpp elsewhere.
+TEXT = "I'Sx  aB'll  1234!`½=գ€e\u0301 你，.\n (x)!\r\n"
+CUTS = {
+    "default": "I|'|Sx| | aB|'|ll| | |123|4|!|`|½|=|գ|€|e|\u0301| 你|，.|\n |(|x|)!|\r\n",
+    "falcon": "I|'|Sx| | aB|'|ll| | |123|4|!`|½|=|գ|€|e|\u0301| 你|，.|\n |(|x|)!|\r\n",
+    "gpt-2": "I|'|Sx| | aB|'ll| | 1234|!`|½|=|գ|€|e|\u0301| 你|，.|\n| (|x|)!|\r\n",
+    "smollm": "I|'|Sx| | aB|'ll|  |1|2|3|4|!`|½|=|գ|€|e|\u0301| 你|，.|\n| (|x|)!|\r\n",
+    "llama3": "I|'S|x| | aB|'ll| | |123|4|!`|½|=գ|€e|\u0301| 你|，.\n| (|x|)!\r\n",
+    "minicpm5": "I|'S|x| | aB|'ll|  |123|4|!`|½|=գ|€e|\u0301| 你|，.\n| (|x|)!\r\n",
+    "qwen2": "I|'S|x| | aB|'ll| | |1|2|3|4|!`|½|=գ|€e|\u0301| 你|，.\n| (|x|)!\r\n",
+    "qwen35": "I|'S|x| | aB|'ll| | |1|2|3|4|!`|½|=գ|€e\u0301| 你|，.\n| (|x|)!\r\n",
+    "seed-coder": "I|'S|x| | aB|'ll| | |1|2|3|4|!`|½|=գ|€e|\u0301| 你|，.|\n| (|x|)!|\r\n",
+    "ufakzeka": "I|'Sx| | aB|'ll| | |1|2|3|4|!`|½|=գ|€e|\u0301| 你|，.\n| (|x|)!\r\n",
+    "tekken": "I|'Sx| | a|B|'ll| | |1|2|3|4|!`|½|=գ|€e\u0301| 你|，.\n| (|x|)!\r\n",
+    "gpt-4o": "I'S|x| | a|B'll| | |123|4|!`|½|=գ|€e\u0301| 你|，.\n| (|x|)!\r\n",
+    "bloom": "I'Sx| | aB'll| | 1234|!|`½=գ€e\u0301| 你|，.\n (|x|)!\r\n",
+    "viking": "I'Sx| | aB'll| | |1|2|3|4|!|`|½|=գ€e\u0301| 你|，.\n (|x|)!\r\n",
+    "deepseek-llm": "I|'|Sx| | aB|'|ll|  |1|2|3|4|!`|½|=|գ|€|e|\u0301 |你|，.|\n| (|x|)!|\r|\n",
+    "deepseek-coder": "I|'|Sx| | aB|'|ll|  |1|2|3|4|!|`|½|=|գ|€|e|\u0301| |你|，.|\n| (|x|)!|\r|\n",
+    "deepseek-v3": "I|'Sx| | aB|'ll|  |123|4|!`|½|=|գ|€|e\u0301| |你|，.\n| (|x|)!\r\n",
+}
+
+
+def cutter(name: str) -> pre_tokenizers.PreTokenizer:
+    patterns = PRE_TOKENIZERS[name].patterns
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    )
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_each_rule_cuts_a_hard_text_as_its_models_do(name: str) -> None:
+    assert "|".join(piece for piece, _ in cutter(name).pre_tokenize_str(TEXT)) == CUTS[name]
+
+
+def test_no_rule_goes_without_a_text_that_tells_it_from_the_others() -> None:
+    rules = {rule.patterns for rule in PRE_TOKENIZERS.values()}
+    assert {PRE_TOKENIZERS[name].patterns for name in CUTS} == rules
+    assert len(set(CUTS.values())) == len(rules)
+
+
+def test_the_families_that_take_whole_words_and_that_add_bos_are_those_of_llama_cpp() -> None:
+    llama3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"}
+    bos = {name for name, rule in PRE_TOKENIZERS.items() if rule.adds_bos}
+    assert bos == llama3 | {"midm-2.0", "lfm2", "tekken"}
+    whole = {name for name, rule in PRE_TOKENIZERS.items() if rule.whole_words}
+    assert whole == bos | {"glm4", "glm5", "minicpm5"}
+
+
+def isolated(pattern: "regex.Pattern[str]", text: str) -> Iterator[str]:
+    """The matches of a pattern and what lies between them."""
+    end = 0
+    for match in pattern.finditer(text):
+        yield from (part for part in (text[end : match.start()], match.group()) if part)
+        end = match.end()
+    if text[end:]:
+        yield text[end:]
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_patterns_mean_the_same_to_another_engine(name: str) -> None:
+    patterns = [regex.compile(text, regex.VERSION1) for text in PRE_TOKENIZERS[name].patterns]
+    cut = cutter(name)
     for text in random_texts(2000, seed=1):
-        cut = [piece for piece, _ in splitter.pre_tokenize_str(text)]
-        assert cut == [match.group() for match in oracle.finditer(text)]
+        pieces = [text]
+        for pattern in patterns:
+            pieces = [part for piece in pieces for part in isolated(pattern, piece)]
+        assert [piece for piece, _ in cut.pre_tokenize_str(text)] == pieces
+
+
+def test_the_tekken_pattern_cuts_as_mistrals_own_file_says() -> None:
+    oracle = regex.compile(json.loads(TEKKEN.read_text())["config"]["pattern"])
+    cut = cutter("tekken")
+    for text in random_texts(2000, seed=1):
+        pieces = [match.group() for match in oracle.finditer(text)]
+        assert [piece for piece, _ in cut.pre_tokenize_str(text)] == pieces
+
+
+def test_deepseeks_letters_are_those_of_its_own_list() -> None:
+    """The list has 2,729 characters in 95 runs, and these are at its edges."""
+    letters = Regex(PRE_TOKENIZERS["deepseek-llm"].patterns[1].removeprefix(r"\s?"))
+    every = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    split = pre_tokenizers.Split(letters, "removed", invert=True)
+    chosen = "".join(piece for piece, _ in split.pre_tokenize_str(every))
+    assert len(chosen) == 2729
+    assert set("\u00b5\u0531\u10a0\u13a0\u1c90\u2c7e\ua78e\uab70\ufb00\U00010400") <= set(chosen)
+    assert not set("\u00aa\u0561\u10d0\u1c80\u2d00\ua790\uab30\U0001d400") & set(chosen)
 
 
 def test_a_llama3_file_equals_metas_tokenizer(tmp_path: Path) -> None:
@@ -208,11 +284,23 @@ def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
         load_tokenizer(gguf_file(tmp_path / "a.gguf"))
 
 
-def test_an_unknown_kind_or_pre_is_refused_with_the_list(tmp_path: Path) -> None:
+def test_empty_tokens_are_rows_that_spell_nothing(tmp_path: Path) -> None:
+    """Two of them counted as one token that appears twice, which is a fault of other tokens."""
+    tokens = ["", "", *ALPHABET, "he"]
+    types = [1] * len(tokens)
+    path = small_bpe(tmp_path / "a.gguf", tokens=tokens, token_type=types, merges=["h e"])
+    ours = load_tokenizer(path)
+    assert ours.encode("he", bos=False) == [len(tokens) - 1]
+    assert ours.decode([0, 1, len(tokens) - 1]) == "he"
+
+
+def test_an_unknown_kind_or_pre_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"'bert'.*gpt2, llama"):
         load_tokenizer(small_bpe(tmp_path / "a.gguf", model="bert"))
-    with pytest.raises(UsageError, match=r"pre='viking' is not known; known are .*llama-bpe"):
-        load_tokenizer(small_bpe(tmp_path / "b.gguf", pre="viking"))
+    with pytest.raises(UsageError, match=r"pre='viken' is not known.* did you mean 'viking'\?$"):
+        load_tokenizer(small_bpe(tmp_path / "b.gguf", pre="viken"))
+    with pytest.raises(UsageError, match=r"give the model's HF folder, whose tokenizer.json does$"):
+        load_tokenizer(small_bpe(tmp_path / "c.gguf", pre="\u00d8" * 9999))
 
 
 @pytest.mark.parametrize(

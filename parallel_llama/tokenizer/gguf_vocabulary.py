@@ -1,58 +1,22 @@
 """The tokenizer inside a GGUF file, rebuilt for the library that runs its kind.
 
-Source: the keys under tokenizer.ggml in ggml's docs/gguf.md; the patterns are those of the models'
-own tokenizer.json files, under the names that llama.cpp's converter gives them.
+Source: the keys under tokenizer.ggml in ggml's docs/gguf.md.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.fields import did_you_mean
 from parallel_llama.tokenizer import spm
 from parallel_llama.tokenizer.bounded_files import MAX_PIECES
+from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer
-from parallel_llama.tokenizer.tiktoken_ranks import LLAMA3_PATTERN
 from parallel_llama.tokenizer.tokenizer_json import TokenizersTokenizer, build_guarded
 from parallel_llama.tokenizer.vocabulary import Tokenizer
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-class PreTokenizer(NamedTuple):
-    """How a family of byte-level models cuts text before merging.
-
-    Each pattern cuts further the pieces that the one before it left. With `whole_words`, a piece
-    that is a token is taken without merging.
-    """
-
-    patterns: tuple[str, ...]
-    whole_words: bool = False
-    adds_bos: bool = False  # where the file does not say
-
-
-_LLAMA3 = PreTokenizer((LLAMA3_PATTERN,), whole_words=True, adds_bos=True)
-_LLAMA3_MERGED = PreTokenizer((LLAMA3_PATTERN,))
-_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-_PLAIN = PreTokenizer((_GPT2,))
-_QWEN2 = PreTokenizer((LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),))
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "gpt-2": _PLAIN, "phi-2": _PLAIN, "olmo": _PLAIN, "mpt": _PLAIN,
-    "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3,
-    "pixtral": _LLAMA3, "dbrx": _LLAMA3_MERGED, "smaug-bpe": _LLAMA3_MERGED,
-    "smollm": _DIGITS, "starcoder": _DIGITS, "refact": _DIGITS, "command-r": _DIGITS,
-    "codeshell": _DIGITS, "exaone": _DIGITS, "minerva-7b": _DIGITS,
-    "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "stablelm2": _QWEN2,
-    "tekken": PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
-}  # fmt: skip
 
 
 def build_gguf_tokenizer(fields: dict[str, Any], source: str) -> Tokenizer:
@@ -131,12 +95,13 @@ def _byte_level_bpe(vocabulary: GGUFVocabulary) -> TokenizersTokenizer:
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
         raise UsageError(
-            f"{vocabulary.source}: tokenizer.ggml.pre={name!r} is not known; known are "
-            + ", ".join(sorted(PRE_TOKENIZERS))
+            f"{vocabulary.source}: tokenizer.ggml.pre={name[:80]!r} is not known, and the file "
+            "does not say how it cuts text; give the model's HF folder, whose tokenizer.json does"
+            + did_you_mean(name, PRE_TOKENIZERS)
         )
-    ids = {token: id for id, token in enumerate(tokens)}
-    if len(ids) != len(tokens):
-        raise vocabulary.damaged(f"{len(tokens) - len(ids)} tokens appear more than once")
+    ids = {token: id for id, token in enumerate(tokens) if token}  # some files have empty rows
+    if n_again := len(tokens) - tokens.count("") - len(ids):
+        raise vocabulary.damaged(f"{n_again} tokens appear more than once")
     merges = _merges(vocabulary)
     tokenizer = build_guarded(
         lambda: _bpe(ids, merges, pre, _added_tokens(tokens, types)), vocabulary.source
