@@ -43,7 +43,17 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
     6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210), 30: ("BF16", 1, 2),
+    14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
+}  # fmt: skip
+# Types that nothing here decodes: removed from ggml, not for weights, or new to the gguf package.
+_REFUSED_TYPES = {
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
 
 
@@ -198,8 +208,13 @@ def _tensor(cursor: _Cursor, index: int) -> tuple[str, tuple[int, ...], int, int
 
 def _n_bytes(shape: tuple[int, ...], type_number: int, fail: Callable[[str], None]) -> int:
     if type_number not in GGML_TYPES:
+        name = _REFUSED_TYPES.get(type_number)
+        shown = f"{name} ({type_number})" if name else str(type_number)
         known = ", ".join(name for name, _, _ in GGML_TYPES.values())
-        fail(f"has the unsupported ggml type {type_number}; supported: {known}")
+        fail(
+            f"has the ggml type {shown}, which cannot be read; take a file in another, such as "
+            f"Q8_0; supported: {known}"
+        )
     _, block, block_bytes = GGML_TYPES[type_number]
     if shape[-1] % block:
         fail(f"has rows of {shape[-1]} values, not a multiple of its blocks of {block}")

@@ -156,17 +156,13 @@ def write_gguf(
         values = interleaved(name, whole, args.head_dim).float().numpy()
         hits = [kind for end, kind in types.items() if name.endswith(end)]
         kind = gguf.GGMLQuantizationType[hits[0] if hits else "F32"]
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        if kind.name.endswith("_K"):
-            n_blocks = math.prod(values.shape) // block
-            data = random_blocks(kind.name, n_blocks).reshape(
-                *values.shape[:-1], values.shape[-1] // block * block_bytes
-            )
-        else:
+        block, _ = gguf.GGML_QUANT_SIZES[kind]
+        try:
             data = gguf.quants.quantize(values, kind)
-        writer.add_tensor(
-            gguf_name(name), data.numpy() if isinstance(data, Tensor) else data, raw_dtype=kind
-        )
+        except NotImplementedError:
+            n_blocks = math.prod(values.shape) // block
+            data = random_blocks(kind.name, n_blocks).reshape(*values.shape[:-1], -1).numpy()
+        writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -174,13 +170,17 @@ def write_gguf(
     return ModelFiles("gguf", path, path, (path,), None)
 
 
+# Where a block has the high byte of each of its float16 scales. IQ1_M has one in the high halves of
+# four bytes, and NVFP4's small floats are all finite.
+SCALES = {"Q2_K": (81, 83), "Q3_K": (109,), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}
+SCALES |= {"IQ1_M": (55,), "NVFP4": ()}
+
+
 def random_blocks(kind: str, n_blocks: int) -> Tensor:
-    """Random blocks of a K-quant: any bytes will do but for the scales, which must be finite."""
+    """Random blocks: any bytes will do but for the scales, which must be finite."""
     block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     generator = torch.Generator().manual_seed(2)
     blocks = torch.randint(0, 256, (n_blocks, block_bytes), dtype=torch.uint8, generator=generator)
-    # float16 scales: Q4_K and Q5_K have two at the front, the others their one or two at the end.
-    high_bytes = {"Q4_K": (1, 3), "Q5_K": (1, 3), "Q2_K": (81, 83)}.get(kind, (block_bytes - 1,))
-    for at in high_bytes:
+    for at in SCALES.get(kind, (1,)):
         blocks[:, at] = 0x2C  # 0.0625 to 0.125
     return blocks

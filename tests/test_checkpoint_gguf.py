@@ -22,9 +22,11 @@ from parallel_llama.tokenizer import load_chat_template, load_tokenizer
 TYPES = [
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
     "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",
+    "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
 ]  # fmt: skip
 
-# Rows of two K-quant blocks, and slices of them that begin and end inside a block.
+# Rows of two and three blocks of 256, and shares of them that begin and end inside a block.
 WIDE = ModelArgs(
     dim=512, n_layers=1, n_heads=8, n_kv_heads=2, head_dim=64, ffn_dim=768, vocab_size=33
 )
@@ -63,7 +65,10 @@ def test_every_type_is_decoded_as_by_the_gguf_package(tmp_path, kind, monkeypatc
     checkpoint = opened(files, WIDE)
     for param in parameters(WIDE):
         size = param.shape[param.dim]
-        for rows in (range(size), range(1, size - 1), range(size // 3, size // 2 + 1), range(3, 3)):
+        pieces = [range(1, size - 1), range(size // 3, size // 2 + 1), range(3, 3)]
+        for tp_size in (1, 2, 3):
+            pieces += [param.local_range(share) for share in make_plan(WIDE, tp_size).shares]
+        for rows in pieces:
             part = checkpoint.read(param, rows)
             whole = wholes[param.name].narrow(param.dim, rows.start, len(rows))
             assert part.is_contiguous()
