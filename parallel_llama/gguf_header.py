@@ -23,6 +23,7 @@ MAX_FIELDS = 65_536
 MAX_TENSORS = 100_000
 MAX_HEADER_BYTES = 256 << 20
 MAX_NAME_BYTES = 4096
+MAX_STRING_BYTES = 64 << 20  # as much as a tokenizer.json may have, which some files hold whole
 MAX_ARRAY_VALUES = (
     1 << 23
 )  # of all arrays together: as Python objects they take up to 60 bytes each
@@ -135,7 +136,7 @@ class _Cursor:
         """A string that errors quote, and therefore short."""
         return self.string(what, MAX_NAME_BYTES)
 
-    def string(self, what: str, max_bytes: int = MAX_HEADER_BYTES) -> str:
+    def string(self, what: str, max_bytes: int = MAX_STRING_BYTES) -> str:
         n_bytes = self.number("Q", what)
         if n_bytes > max_bytes:
             raise CheckpointError(
@@ -268,13 +269,14 @@ def _read(path: Path, size: int) -> GGUFHeader:
             key = cursor.name(f"the name of field {index}")
             if key in fields:
                 raise CheckpointError(f"{path}: field {key!r} appears twice")
-            fields[key] = _value(cursor, cursor.number("I", key), f"field {key!r}")
+            what = f"field {key!r}"
+            fields[key] = _value(cursor, cursor.number("I", what), what)
         places = [_tensor(cursor, index) for index in range(n_tensors)]
         header_end = cursor.position
 
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & alignment - 1:
-        raise CheckpointError(f"{path}: general.alignment={alignment} is not a power of two")
+        raise CheckpointError(f"{path}: general.alignment={alignment!r:.80} is not a power of two")
     data_start = -(-header_end // alignment) * alignment
     return GGUFHeader(fields, _placed(path, places, data_start, size))
 

@@ -74,6 +74,14 @@ BROKEN: dict[str, tuple[GGUF | bytes, str]] = {
         "at most",
     ),
     "a string of 16 exbibytes": (extra(string("x") + struct.pack("<IQ", STRING, HUGE)), "x"),
+    "a string of 65 mebibytes": (
+        extra(string("x") + struct.pack("<IQ", STRING, 65 << 20)),
+        "at most",
+    ),
+    "the end after a name of two lines": (
+        GGUF(fields={}, raw_fields=string("a\nb"), n_fields=1, tensors=[], alignment=1),
+        "field 'a\\nb' claims 4 bytes and 0 are left",
+    ),
     "a string that is not text": (
         extra(string("x") + struct.pack("<I", STRING) + string(b"\xc3\x28")),
         "UTF-8",
@@ -107,6 +115,7 @@ BROKEN: dict[str, tuple[GGUF | bytes, str]] = {
     "an alignment of 0": (GGUF(fields={"general.alignment": 0}), "alignment"),
     "an alignment of 3": (GGUF(fields={"general.alignment": 3}), "alignment"),
     "an alignment that is text": (GGUF(fields={"general.alignment": "32"}), "alignment"),
+    "an alignment that is a list": (GGUF(fields={"general.alignment": [1] * 999}), "alignment"),
 }
 
 
@@ -171,6 +180,7 @@ def test_a_broken_file_is_refused_with_its_reason(tmp_path: Path, name: str) -> 
         read_gguf_header(write(tmp_path / "m.gguf", content))
     assert reason in str(caught.value)
     assert len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.tokenizer import Tokenizer, load_tokenizer
+from parallel_llama.tokenizer import Tokenizer, gguf_vocabulary, load_tokenizer
 from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
 
@@ -297,6 +298,8 @@ def test_empty_tokens_are_rows_that_spell_nothing(tmp_path: Path) -> None:
 def test_an_unknown_kind_or_pre_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"'bert'.*gpt2, llama"):
         load_tokenizer(small_bpe(tmp_path / "a.gguf", model="bert"))
+    with pytest.raises(UsageError, match=r"'x{80}' tokenizer"):
+        load_tokenizer(small_bpe(tmp_path / "d.gguf", model="x" * 9999))
     with pytest.raises(UsageError, match=r"pre='viken' is not known.* did you mean 'viking'\?$"):
         load_tokenizer(small_bpe(tmp_path / "b.gguf", pre="viken"))
     with pytest.raises(UsageError, match=r"give the model's HF folder, whose tokenizer.json does$"):
@@ -324,6 +327,21 @@ def test_damaged_fields_are_named(tmp_path: Path, changes: dict[str, Any], reaso
     with pytest.raises(CheckpointError, match=reason) as caught:
         load_tokenizer(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [("MAX_MERGES", "there are 4 merges, at most 3"), ("MAX_ADDED", "2 tokens are special or")],
+)
+def test_more_than_a_library_can_take_in_seconds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, reason: str
+) -> None:
+    """A million added tokens took 20 s, and eight million merges 2.3 GB."""
+    path = small_bpe(tmp_path / "a.gguf")
+    for at_most, is_refused in ((4, False), (3 if limit == "MAX_MERGES" else 1, True)):
+        monkeypatch.setattr(gguf_vocabulary, limit, at_most)
+        with pytest.raises(CheckpointError, match=reason) if is_refused else nullcontext():
+            load_tokenizer(path)
 
 
 def test_an_incomplete_set_of_byte_tokens_is_refused(tmp_path: Path) -> None:

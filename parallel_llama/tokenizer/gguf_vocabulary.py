@@ -18,6 +18,9 @@ from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer
 from parallel_llama.tokenizer.tokenizer_json import TokenizersTokenizer, build_guarded
 from parallel_llama.tokenizer.vocabulary import Tokenizer
 
+MAX_MERGES = 4 * MAX_PIECES
+MAX_ADDED = 1 << 18  # speech models have some 30,000; a library takes seconds for this many
+
 
 def build_gguf_tokenizer(fields: dict[str, Any], source: str) -> Tokenizer:
     """The tokenizer that a GGUF header's fields describe.
@@ -32,7 +35,7 @@ def build_gguf_tokenizer(fields: dict[str, Any], source: str) -> Tokenizer:
         return _sentencepiece(vocabulary)
     if kind is None:
         raise UsageError(f"{source}: holds no tokenizer (no field tokenizer.ggml.model)")
-    raise UsageError(f"{source}: has a {kind!r} tokenizer; those that can be run: gpt2, llama")
+    raise UsageError(f"{source}: has a {kind[:80]!r} tokenizer; those that can be run: gpt2, llama")
 
 
 class GGUFVocabulary:
@@ -71,6 +74,9 @@ class GGUFVocabulary:
         for id, kind in enumerate(types):
             if not spm.NORMAL <= kind <= spm.BYTE:
                 raise self.damaged(f"token {id} has type {kind}, allowed 1 to 6")
+        n_added = types.count(spm.CONTROL) + types.count(spm.USER_DEFINED)
+        if n_added > MAX_ADDED:
+            raise self.damaged(f"{n_added} tokens are special or added, at most {MAX_ADDED}")
         return types
 
     def token_id(self, name: str, n_tokens: int, default: int | None = None) -> int | None:
@@ -117,8 +123,11 @@ def _byte_level_bpe(vocabulary: GGUFVocabulary) -> TokenizersTokenizer:
 
 
 def _merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
+    texts = vocabulary.values("merges", str)
+    if len(texts) > MAX_MERGES:
+        raise vocabulary.damaged(f"there are {len(texts)} merges, at most {MAX_MERGES} are read")
     merges: list[tuple[str, str]] = []
-    for number, merge in enumerate(vocabulary.values("merges", str)):
+    for number, merge in enumerate(texts):
         left, space, right = merge.partition(" ")
         if not (left and space and right):
             raise vocabulary.damaged(f"merge {number} is {merge[:40]!r}, not two tokens")
