@@ -160,25 +160,25 @@ def test_whole_words_of_llama3_are_taken_without_merges(tmp_path: Path) -> None:
 
 # One text that no two rules cut alike, and the pieces of each, found with the models' own
 # tokenizer.json files where these were at hand and with llama.cpp elsewhere.
-TEXT = "I'Sx  aB'll  1234!`½=գ€e\u0301 你，.\n (x)!\r\n"
+TEXT = "I'Sx  aBc'll  1234!`\u0301=գ€e 你カ，\n (x)× \r\n"
 CUTS = {
-    "default": "I|'|Sx| | aB|'|ll| | |123|4|!|`|½|=|գ|€|e|\u0301| 你|，.|\n |(|x|)!|\r\n",
-    "falcon": "I|'|Sx| | aB|'|ll| | |123|4|!`|½|=|գ|€|e|\u0301| 你|，.|\n |(|x|)!|\r\n",
-    "gpt-2": "I|'|Sx| | aB|'ll| | 1234|!`|½|=|գ|€|e|\u0301| 你|，.|\n| (|x|)!|\r\n",
-    "smollm": "I|'|Sx| | aB|'ll|  |1|2|3|4|!`|½|=|գ|€|e|\u0301| 你|，.|\n| (|x|)!|\r\n",
-    "llama3": "I|'S|x| | aB|'ll| | |123|4|!`|½|=գ|€e|\u0301| 你|，.\n| (|x|)!\r\n",
-    "minicpm5": "I|'S|x| | aB|'ll|  |123|4|!`|½|=գ|€e|\u0301| 你|，.\n| (|x|)!\r\n",
-    "qwen2": "I|'S|x| | aB|'ll| | |1|2|3|4|!`|½|=գ|€e|\u0301| 你|，.\n| (|x|)!\r\n",
-    "qwen35": "I|'S|x| | aB|'ll| | |1|2|3|4|!`|½|=գ|€e\u0301| 你|，.\n| (|x|)!\r\n",
-    "seed-coder": "I|'S|x| | aB|'ll| | |1|2|3|4|!`|½|=գ|€e|\u0301| 你|，.|\n| (|x|)!|\r\n",
-    "ufakzeka": "I|'Sx| | aB|'ll| | |1|2|3|4|!`|½|=գ|€e|\u0301| 你|，.\n| (|x|)!\r\n",
-    "tekken": "I|'Sx| | a|B|'ll| | |1|2|3|4|!`|½|=գ|€e\u0301| 你|，.\n| (|x|)!\r\n",
-    "gpt-4o": "I'S|x| | a|B'll| | |123|4|!`|½|=գ|€e\u0301| 你|，.\n| (|x|)!\r\n",
-    "bloom": "I'Sx| | aB'll| | 1234|!|`½=գ€e\u0301| 你|，.\n (|x|)!\r\n",
-    "viking": "I'Sx| | aB'll| | |1|2|3|4|!|`|½|=գ€e\u0301| 你|，.\n (|x|)!\r\n",
-    "deepseek-llm": "I|'|Sx| | aB|'|ll|  |1|2|3|4|!`|½|=|գ|€|e|\u0301 |你|，.|\n| (|x|)!|\r|\n",
-    "deepseek-coder": "I|'|Sx| | aB|'|ll|  |1|2|3|4|!|`|½|=|գ|€|e|\u0301| |你|，.|\n| (|x|)!|\r|\n",
-    "deepseek-v3": "I|'Sx| | aB|'ll|  |123|4|!`|½|=|գ|€|e\u0301| |你|，.\n| (|x|)!\r\n",
+    "default": "I|'|Sx| | aBc|'|ll| | |123|4|!|`\u0301|=|գ|€|e| 你カ|，|\n |(|x|)|×| \r\n",
+    "falcon": "I|'|Sx| | aBc|'|ll| | |123|4|!`|\u0301|=|գ|€|e| 你カ|，|\n |(|x|)|×| \r\n",
+    "gpt-2": "I|'|Sx| | aBc|'ll| | 1234|!`\u0301=|գ|€|e| 你カ|，|\n| (|x|)×| \r\n",
+    "smollm": "I|'|Sx| | aBc|'ll|  |1|2|3|4|!`\u0301=|գ|€|e| 你カ|，|\n| (|x|)×| \r\n",
+    "llama3": "I|'S|x| | aBc|'ll| | |123|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "minicpm5": "I|'S|x| | aBc|'ll|  |123|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "qwen2": "I|'S|x| | aBc|'ll| | |1|2|3|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "qwen35": "I|'S|x| | aBc|'ll| | |1|2|3|4|!`|\u0301|=գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "seed-coder": "I|'S|x| | aBc|'ll| | |1|2|3|4|!`\u0301=|գ|€e| 你カ|，|\n| (|x|)×| \r\n",
+    "ufakzeka": "I|'Sx| | aBc|'ll| | |1|2|3|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "tekken": "I|'Sx| | a|Bc|'ll| | |1|2|3|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "gpt-4o": "I'S|x| | a|Bc'll| | |123|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "bloom": "I'Sx| | aBc'll| | 1234|!|`\u0301=գ€e| 你カ|，\n (|x|)|×| \r\n",
+    "viking": "I'Sx| | aBc'll| | |1|2|3|4|!|`\u0301=գ€e| 你カ|，\n (|x|)|×| \r\n",
+    "deepseek-llm": "I|'|Sx| | aBc|'|ll|  |1|2|3|4|!`|\u0301|=|գ|€|e| |你カ|，|\n| (|x|)|×| |\r|\n",
+    "deepseek-coder": "I|'|Sx| | aBc|'|ll|  |1|2|3|4|!|`\u0301=|գ|€|e| |你カ|，|\n| (|x|)|× |\r|\n",
+    "deepseek-v3": "I|'Sx| | aBc|'ll|  |123|4|!`|\u0301|=|գ|€|e| |你カ|，\n| (|x|)×| \r\n",
 }
 
 
@@ -302,7 +302,7 @@ def test_an_unknown_kind_or_pre_is_refused_with_what_to_do(tmp_path: Path) -> No
         load_tokenizer(small_bpe(tmp_path / "d.gguf", model="x" * 9999))
     with pytest.raises(UsageError, match=r"pre='viken' is not known.* did you mean 'viking'\?$"):
         load_tokenizer(small_bpe(tmp_path / "b.gguf", pre="viken"))
-    with pytest.raises(UsageError, match=r"give the model's HF folder, whose tokenizer.json does$"):
+    with pytest.raises(UsageError, match=r"pre='\u00d8{80}' is .* tokenizer.json does$"):
         load_tokenizer(small_bpe(tmp_path / "c.gguf", pre="\u00d8" * 9999))
 
 

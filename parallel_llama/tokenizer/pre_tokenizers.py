@@ -2,8 +2,8 @@
 
 The patterns are for the `tokenizers` library, whose `&&` keeps what two classes have in common.
 
-Source: the models' own tokenizer.json files; names, whole words and bos as in llama.cpp's
-src/llama-vocab.cpp.
+Source: the models' own tokenizer.json files; names, whole words, bos and the default as in
+llama.cpp's src/llama-vocab.cpp.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ def _words_by_case(ending: str, digits: str) -> str:
 
 
 # DeepSeek spells its letters out, run by run: Unicode's of either case within these blocks, which
-# leave out Georgian, small Armenian and mathematical ones.
+# leave out the small letters of Georgian and Armenian, and mathematical ones.
 _DEEPSEEK_BLOCKS = (
     "\0-\u055f\u0589-\u10c6\u1100-\u1c7f\u1c90-\u2cff\u2d2e-\ua78f\uab70-\uffff"
     "\U00010400-\U000104ff\U00010c80-\U00010cff\U000118a0-\U000118df\U0001e900-\U0001e943"
