@@ -9,13 +9,12 @@ import logging
 import re
 import site
 import sysconfig
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from parallel_llama.errors import UsageError
-from parallel_llama.fields import did_you_mean, read_json_object
+from parallel_llama.fields import did_you_mean, listed, read_json_object
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NATIVE_FILES = 99_999
@@ -185,7 +184,7 @@ def _why_no_weights(names: list[str], has_config: bool) -> str:
     if has_config and others:
         return (
             f"has no {_SAFETENSORS} and no {_INDEX} that says what belongs to the model, only "
-            f"{_listed(others)}; fetch the missing file"
+            f"{listed(others)}; fetch the missing file"
         )
     wanted = f"{_SAFETENSORS} or {_INDEX}" if has_config else "consolidated.00.pth"
     return f"has no weights ({wanted}); fetch them, or use --random-weights with a configs name"
@@ -206,7 +205,7 @@ def _hf_folder(folder: Path, names: list[str]) -> ModelFiles:
     if missing:
         raise UsageError(
             f"{folder}: {len(missing)} of the {len(files)} files that {_INDEX} names are missing: "
-            f"{_listed(missing)}; fetch them"
+            f"{listed(missing)}; fetch them"
         )
     return ModelFiles("hf", folder, config, tuple(folder / file for file in files), index)
 
@@ -256,7 +255,7 @@ def _meta_folder(folder: Path, names: list[str]) -> ModelFiles:
     if missing:
         raise UsageError(
             f"{folder}: of consolidated.00.pth to {by_number[max(by_number)]}, missing "
-            f"{_listed(f'consolidated.{number:02d}.pth' for number in missing)}; fetch them"
+            f"{listed(f'consolidated.{number:02d}.pth' for number in missing)}; fetch them"
         )
     weights = tuple(folder / by_number[number] for number in sorted(by_number))
     return ModelFiles("meta", folder, folder / _PARAMS, weights)
@@ -267,7 +266,7 @@ def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
     totals = sorted({match[2] for match in parts})
     if len(totals) > 1:
         raise UsageError(
-            f"{folder}: holds weights of {_listed(totals)} files each; remove those that do not "
+            f"{folder}: holds weights of {listed(totals)} files each; remove those that do not "
             "belong to this model"
         )
     n_files = int(totals[0]) if totals else 1
@@ -278,13 +277,6 @@ def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
         if number not in held
     ]
     if missing or len(parts) != n_files:
-        raise UsageError(f"{folder}: its weights are not whole, missing {_listed(missing)}")
+        raise UsageError(f"{folder}: its weights are not whole, missing {listed(missing)}")
     weights = tuple(folder / match[0] for match in parts)
     return ModelFiles("native", folder, folder / _NATIVE, weights)
-
-
-def _listed(names: Iterable[str]) -> str:
-    """Up to five names, and how many more there are."""
-    every = list(names)
-    more = f" ... and {len(every) - 5} more" if len(every) > 5 else ""
-    return ", ".join(name[:200] for name in every[:5]) + more

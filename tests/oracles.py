@@ -6,12 +6,13 @@ It casts to float32 here and there (norms, rotary tables, softmax), which hides 
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from float64_mode import float64_throughout
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 
 def load_transformers(folder: Path) -> LlamaForCausalLM:
@@ -58,3 +59,16 @@ def _all_at_once(model: LlamaForCausalLM, tokens: Sequence[int]) -> Tensor:
     logits: Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     assert logits.dtype == torch.float64
     return logits
+
+
+@torch.no_grad()
+def loaded_logits(folder: Path, tokens: Sequence[int], **options: Any) -> Tensor:
+    """The logits of whatever transformers itself makes of a folder, in float64 throughout.
+
+    `options` are for its from_pretrained. Shapes: [T, vocab_size] float64.
+    """
+    with float64_throughout():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", **options
+        )
+        return _all_at_once(model, tokens)

@@ -149,7 +149,8 @@ def test_a_size_out_of_range_is_refused(name: str, value: int) -> None:
         ({"n_kv_heads": 3}, "n_heads=8 and n_kv_heads=3"),
         ({"n_kv_heads": 16}, "use a divisor of n_heads"),
         ({"head_dim": 7}, "head_dim=7: rotary pairs need an even number"),
-        ({"norm_eps": 0.0}, "norm_eps=0"),
+        ({"norm_eps": -1e-5}, "norm_eps=-1e-05"),
+        ({"norm_eps": math.inf}, "norm_eps=inf"),
         ({"norm_eps": math.nan}, "norm_eps=nan"),
         ({"rope_theta": 1.0}, "rope_theta=1"),
         ({"rope_theta": math.inf}, "rope_theta=inf"),
@@ -469,7 +470,6 @@ def test_the_config_of_smollm2_is_read() -> None:
         ({"model_type": None, "architectures": None}, "neither its model_type nor"),
         ({"num_kv_heads": 2}, "unknown key 'num_kv_heads'; did you mean 'num"),
         ({"rope_teta": 1.0}, "unknown key 'rope_teta'; did you mean 'rope_theta'"),
-        ({"qk_norm": True}, "unknown key 'qk_norm'"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
         ({"intermediate_size": None}, "lacks the key 'intermediate_size'"),
         ({"vocab_size": None}, "lacks the key 'vocab_size'"),
@@ -480,8 +480,11 @@ def test_the_config_of_smollm2_is_read() -> None:
         ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'"),
         ({"torch_dtype": 16}, "torch_dtype=16 is not a string"),
         ({"quantization_config": {"quant_method": "awq"}}, "a quantised checkpoint"),
-        ({"sliding_window": 4096}, "sliding_window=4096 is not supported"),
-        ({"rope_interleaved": True}, "rope_interleaved=True"),
+        ({"sliding_window": 128}, "sliding_window=128 is not supported below .*=256; .*remove it"),
+        ({"sliding_window": 128, "use_sliding_window": False}, "sliding_window=128"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+        ({"layer_types": ["full_attention"] * 3}, "3 layers and num_hidden_layers=2"),
+        ({"architectures": ["LlamaModel"]}, "a base model without a head"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
         ({"rope_scaling": {"type": "longrope"}}, "'longrope'.*default, linear, dynamic, llama3"),
@@ -503,6 +506,89 @@ def test_a_config_json_of_no_supported_model_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=f"config.json: .*{message}"):
         from_hf({**HF, **changed})
+
+
+ELSEWHERE: dict[str, Any] = {
+    "alibi": True,
+    "attention_chunk_size": 8192,
+    "attention_multiplier": 0.0078125,
+    "attn_logit_softcapping": 50.0,
+    "clip_qkv": 8.0,
+    "embedding_multiplier": 12.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "is_causal": False,
+    "logit_scale": 0.0625,
+    "logits_scaling": 8.0,
+    "no_rope_layers": [1, 0],
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "parallel_residual": True,
+    "qk_norm": True,
+    "query_pre_attn_scalar": 256,
+    "residual_multiplier": 0.22,
+    "rope_interleaved": True,
+    "sliding_window_pattern": 4,
+    "use_parallel_residual": True,
+    "use_qk_norm": True,
+    "use_sliding_window": True,
+}
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_what_another_architecture_computes_is_refused_unless_it_is_off(key: str) -> None:
+    """transformers' Llama passes over nearly all of these; the weights were trained with them."""
+    with pytest.raises(UsageError, match=rf"config\.json: {key}=.* not supported.* remove it"):
+        from_hf({**HF, key: ELSEWHERE[key]})
+    off = {"hidden_activation": "silu", "is_causal": True}
+    one = ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier")
+    for value in (None, off.get(key, 1.0 if key in one else False)):
+        assert from_hf({**HF, key: value}) == from_hf(HF)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("num_key_value_head", "num_key_value_heads"),
+        ("num_kv_heads", "num_key_value_heads"),
+        ("rope_thetha", "rope_theta"),
+        ("rope_scalings", "rope_scaling"),
+        ("tie_embeddings", "tie_word_embeddings"),
+        ("rms_norm_epsilon", "rms_norm_eps"),
+        ("max_position_embedding", "max_position_embeddings"),
+        ("sliding_windows", "sliding_window"),
+        ("attn_logit_softcap", "attn_logit_softcapping"),
+        ("residual_multipliers", "residual_multiplier"),
+    ],
+)
+def test_a_misspelling_of_a_key_that_counts_is_refused(key: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown key '{key}'; did you mean '{meant}'"):
+        from_hf({**HF, key: 2})
+    assert from_hf({**HF, key: None}) == from_hf(HF)
+
+
+def test_keys_that_nobody_reads_are_ignored_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Any unknown key used to be refused, and each training program leaves its own."""
+    unknown = {
+        "mm_vision_tower": "x",
+        "max_window_layers": 28,
+        "eos_tokens_id": 3,
+        "lora": {"r": 8},
+    }
+    with caplog.at_level(logging.WARNING, logger="parallel_llama"):
+        assert from_hf({**HF, **unknown, "_anything": 1, "use_cache": True}) == from_hf(HF)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "config.json has unknown keys, which are ignored: 'mm_vision_tower', 'max_window_layers', "
+        "'eos_tokens_id' (near 'eos_token_id'), 'lora'"
+    )
+
+
+def test_a_config_of_more_keys_than_any_has_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="has 100009 keys, at most 1000"):
+        from_hf({**HF, **{f"num_heads_{number}": 1 for number in range(100_000)}})
 
 
 def test_code_named_by_a_config_is_left_alone_with_a_warning(

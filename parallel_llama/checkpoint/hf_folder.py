@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty, new_memory
-from parallel_llama.checkpoint.names import is_skipped, renamed
+from parallel_llama.checkpoint.names import hf_full_name, is_skipped, renamed
 from parallel_llama.checkpoint.safetensors_header import SafeTensor, read_safetensors_header
 from parallel_llama.checkpoint.structure import listed, require_structure
 from parallel_llama.config import ModelArgs
@@ -34,7 +34,7 @@ class HFFolder:
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         self.path, self.args = files.path, args
-        headers = {path: read_safetensors_header(path) for path in files.weights}
+        headers = {path: _header(path) for path in files.weights}
         self._tensors = merged(files.path, headers)
         if files.index is not None:
             _require_index(files.index, headers, args)
@@ -63,6 +63,19 @@ class HFFolder:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
+
+
+def _header(path: Path) -> dict[str, SafeTensor]:
+    """A file's tensors under the names that they have in a model with a head."""
+    tensors: dict[str, SafeTensor] = {}
+    for name, tensor in read_safetensors_header(path).items():
+        full_name = hf_full_name(name)
+        if full_name in tensors:
+            raise CheckpointError(
+                f"{path}: holds {full_name!r} with and without the 'model.'; remove one of them"
+            )
+        tensors[full_name] = tensor
+    return tensors
 
 
 def merged(
@@ -111,4 +124,4 @@ def _weight_map(index: Path) -> dict[str, Path]:
     listing = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(listing, dict) or not all(isinstance(file, str) for file in listing.values()):
         raise CheckpointError(f"{index}: needs a weight_map from tensor names to file names")
-    return {name: index.parent / file for name, file in listing.items()}
+    return {hf_full_name(name): index.parent / file for name, file in listing.items()}

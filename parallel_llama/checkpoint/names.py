@@ -53,6 +53,8 @@ SKIPPED: dict[Layout, tuple[str, ...]] = {
     "gguf": ("rope_freqs.weight",),
 }
 
+_IN_BASE_MODEL = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
+
 
 def renamed(name: str, source: Layout, target: Layout) -> str:
     """The name in layout `target` of the weight that layout `source` calls `name`.
@@ -72,6 +74,15 @@ def renamed(name: str, source: Layout, target: Layout) -> str:
     row, match = hits[0]
     parts = iter(match.groups())
     return re.sub(r"\*", lambda _: next(parts), row.pattern(target))
+
+
+def hf_full_name(name: str) -> str:
+    """The name of a weight in HF's model with a head; the base model leaves out the `model.`.
+
+    >>> hf_full_name("norm.weight"), hf_full_name("lm_head.weight")
+    ('model.norm.weight', 'lm_head.weight')
+    """
+    return f"model.{name}" if name.startswith(_IN_BASE_MODEL) else name
 
 
 def is_skipped(name: str, layout: Layout, args: ModelArgs) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_llama.checkpoint.names import Layout, renamed
+from parallel_llama.checkpoint.names import Layout, hf_full_name, renamed
 from parallel_llama.checkpoint.native_layout import axis_units, unit_of
 from parallel_llama.checkpoint.safetensors_header import read_safetensors_header
 from parallel_llama.checkpoint.torch_file import open_torch_file, storage_records
@@ -84,6 +84,6 @@ def _torch(path: Path) -> list[Place]:
 
 def _meta_name(name: str, layout: Layout) -> str:
     try:
-        return renamed(name, layout, "meta")
+        return renamed(hf_full_name(name) if layout == "hf" else name, layout, "meta")
     except KeyError:
         return name

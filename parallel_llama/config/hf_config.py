@@ -4,55 +4,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from parallel_llama.config.hf_keys import SILU, check_keys
 from parallel_llama.config.model_args import ModelArgs, RopeScaling, head_size
 from parallel_llama.errors import UsageError
 from parallel_llama.fields import Fields, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-# Keys of config.json that say nothing about the model's arithmetic: how it was trained, saved or
-# should be sampled, and switches of transformers itself.
-_HF_IGNORED = {
-    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash",
-    "_flash_attn_2_enabled", "_from_model_config", "_name_or_path", "add_bos_token",
-    "add_eos_token", "attention_dropout", "attn_implementation", "auto_map", "bad_words_ids",
-    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
-    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample",
-    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
-    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
-    "forced_eos_token_id", "id2label", "initializer_range", "is_decoder", "is_llama_config",
-    "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
-    "neftune_alpha", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups",
-    "num_beams", "num_labels", "num_return_sequences", "output_attentions",
-    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
-    "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params",
-    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tie_last_hidden_states",
-    "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
-    "use_bfloat16", "use_cache",
-}  # fmt: skip
-_HF_KEYS = {
-    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps",
-    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
-    "max_position_embeddings", "original_max_position_embeddings", "tie_word_embeddings",
-    "attention_bias", "mlp_bias", "hidden_act", "dtype", "torch_dtype",
-}  # fmt: skip
-# Keys that change the model unless they hold one of these values.
-_HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "is_encoder_decoder": (False,),
-    "pruned_heads": ({},),
-    "rope_interleaved": (False,),
-    "sliding_window": (),
-    "use_sliding_window": (False,),
-}
-_HF_REFUSED = {
-    "quantization_config": "a quantised checkpoint, which is not supported; use the unquantised "
-    "model, or a GGUF file of it",
-}
-_HF_ARCHITECTURE = "LlamaForCausalLM"
+_ARCHITECTURE = "LlamaForCausalLM"
+_BASE_ARCHITECTURE = "LlamaModel"  # all but the head
+_FULL = "full_attention"
 
 # What each type of rope scaling reads beside _ROPE_COMMON.
 _ROPE_TYPES = {
@@ -81,22 +42,22 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     Source: LlamaConfig of transformers 5.23.
     """
     fields = Fields(values)
-    _require_llama(fields)
-    fields.refuse(_HF_REFUSED)
-    for key, neutral in _HF_NEUTRAL.items():
-        if fields.has(key) and fields.values[key] not in neutral:
-            raise UsageError(f"{key}={str(fields.values[key])[:80]} is not supported")
-    fields.require_known(_HF_KEYS | _HF_IGNORED | _HF_NEUTRAL.keys() | _HF_REFUSED.keys())
+    tied = fields.flag("tie_word_embeddings", False)
+    _require_llama(fields, tied)
+    _require_plain_weights(fields)
+    check_keys(fields)
     if fields.has("auto_map"):
         logger.warning("config.json names code of its own (auto_map), which is never run")
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise UsageError(f"hidden_act={activation!r}: only 'silu' is supported")
+    if (activation := fields.text("hidden_act", "silu")) not in SILU:
+        raise UsageError(f"hidden_act={activation[:80]!r}: only 'silu' is supported")
     dim, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    n_layers = fields.integer("num_hidden_layers")
     max_seq_len = fields.integer("max_position_embeddings", 2048)
+    _require_full_attention(fields, n_layers, max_seq_len)
     rope_theta, rope_scaling = _hf_rope(fields, max_seq_len)
     return ModelArgs(
         dim=dim,
-        n_layers=fields.integer("num_hidden_layers"),
+        n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=fields.integer("num_key_value_heads", n_heads),
         head_dim=fields.integer("head_dim")
@@ -108,26 +69,65 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         max_seq_len=max_seq_len,
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        tied_embeddings=tied,
         attention_bias=fields.flag("attention_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
         dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
     )
 
 
-def _require_llama(fields: Fields) -> None:
-    if not fields.has("model_type") and not fields.texts("architectures"):
+def _require_llama(fields: Fields, tied: bool) -> None:
+    architectures = fields.texts("architectures")
+    if not fields.has("model_type") and not architectures:
         raise UsageError(
-            f"says neither its model_type nor its architectures; supported: {_HF_ARCHITECTURE}"
+            f"says neither its model_type nor its architectures; supported: {_ARCHITECTURE}"
         )
-    for architecture in fields.texts("architectures"):
-        if architecture != _HF_ARCHITECTURE:
+    for architecture in architectures:
+        if architecture not in (_ARCHITECTURE, _BASE_ARCHITECTURE):
             raise UsageError(
                 f"the architecture {architecture[:80]!r} is not supported; "
-                f"supported: {_HF_ARCHITECTURE}"
+                f"supported: {_ARCHITECTURE}"
             )
+    if architectures == [_BASE_ARCHITECTURE] and not tied:
+        raise UsageError(
+            f"the architecture {_BASE_ARCHITECTURE!r} is a base model without a head, and its "
+            f"embeddings are not tied to serve as one; fetch or save it as {_ARCHITECTURE}"
+        )
     if (model_type := fields.text("model_type", "llama")) != "llama":
         raise UsageError(f"model_type={model_type[:80]!r} is not supported; supported: 'llama'")
+
+
+def _require_plain_weights(fields: Fields) -> None:
+    """Refuse quantised checkpoints; what transformers read from a GGUF file it saves as floats."""
+    quantization = Fields(fields.mapping("quantization_config"))
+    if quantization.values and quantization.text("quant_method", "unknown") != "gguf":
+        raise UsageError(
+            "has 'quantization_config': a quantised checkpoint, which is not supported; use the "
+            "unquantised model, or a GGUF file of it"
+        )
+
+
+def _require_full_attention(fields: Fields, n_layers: int, max_seq_len: int) -> None:
+    """Refuse a window over the keys that is shorter than the context.
+
+    transformers' Llama attends to all keys whatever is stated, and yet caches no more than the
+    window: what it answers then depends on how it was asked.
+    """
+    layer_types = fields.texts("layer_types")
+    for layer_type in layer_types:
+        if layer_type != _FULL:
+            raise UsageError(f"layer_types has {layer_type[:80]!r}; only {_FULL!r} is supported")
+    if layer_types and len(layer_types) != n_layers:
+        raise UsageError(
+            f"layer_types is of {len(layer_types)} layers and num_hidden_layers={n_layers}; "
+            "use the config.json that belongs to the weights"
+        )
+    window = fields.integer("sliding_window", max_seq_len)
+    if window < max_seq_len and not layer_types:
+        raise UsageError(
+            f"sliding_window={window} is not supported below max_position_embeddings="
+            f"{max_seq_len}; if the weights were trained without it, remove it"
+        )
 
 
 def _require_rope_keys(rope: Fields, kind: str) -> None:

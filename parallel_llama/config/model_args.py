@@ -118,8 +118,8 @@ class ModelArgs:
             )
         if self.head_dim % 2:
             raise UsageError(f"head_dim={self.head_dim}: rotary pairs need an even number")
-        if not 0 < self.norm_eps < 1:
-            raise UsageError(f"norm_eps={self.norm_eps}: use a number between 0 and 1, as 1e-5")
+        if not 0 <= self.norm_eps < math.inf:
+            raise UsageError(f"norm_eps={self.norm_eps}: use a finite number from 0, as 1e-5")
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
             raise UsageError(f"rope_theta={self.rope_theta}: use a finite number above 1")
         if self.dtype not in DTYPES:

@@ -1,0 +1,113 @@
+"""Which keys of config.json count, and what becomes of the others.
+
+The judge is transformers' LlamaForCausalLM: what it passes over cannot change its tokens. So a key
+that is not in READ is ignored, and named in a warning unless it is well known (IGNORED) or begins
+with an underscore. Two kinds of key are refused all the same, unless they hold a null:
+
+* one by which other architectures, or corners of transformers, compute something else, with a value
+  that does not turn it off (OFF): the weights were surely trained with it;
+* one that is nearly a key of READ or OFF: a misspelling. Somebody meant it to count.
+
+What comes with tensors of its own (experts, norms of q and k) would be refused later at any rate,
+when the tensors are compared with the model.
+"""
+
+import logging
+from typing import Any
+
+from parallel_llama.errors import UsageError
+from parallel_llama.fields import Fields, listed, nearest, shown
+
+logger = logging.getLogger(__name__)
+
+READ = {
+    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps",
+    "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+    "max_position_embeddings", "original_max_position_embeddings", "tie_word_embeddings",
+    "attention_bias", "mlp_bias", "hidden_act", "dtype", "torch_dtype", "layer_types",
+    "sliding_window", "quantization_config",
+}  # fmt: skip
+
+_SWITCHES_AND_SIZES = (
+    "add_cross_attention", "alibi", "attention_chunk_size", "attention_multiplier",
+    "attn_logit_softcapping", "attn_temperature_tuning", "clip_qkv", "compression_config",
+    "dim_model_base", "final_logit_softcapping", "fusion_config", "is_encoder_decoder",
+    "kv_sharing_modes", "n_routed_experts", "no_rope_layer_interval", "no_rope_layers",
+    "num_experts", "num_kv_shared_layers", "num_local_experts", "parallel_attn",
+    "parallel_residual", "per_layer_config", "pruned_heads", "qk_layernorm", "qk_norm",
+    "quantization", "query_pre_attn_scalar", "rope_interleave", "rope_interleaved", "rotary_dim",
+    "scale_depth", "scale_embedding", "sliding_window_pattern", "softmax_scale", "text_config",
+    "transformers_weights", "use_alibi", "use_bidirectional_attention", "use_parallel_residual",
+    "use_post_norm", "use_qk_norm", "use_sliding_window",
+)  # fmt: skip
+_FACTORS = (
+    "embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier", "rotary_pct",
+    "scale_emb",
+)  # fmt: skip
+_ACTIVATIONS = ("activation_function", "hidden_activation")
+SILU = ("silu", "swish")  # two names of one function
+
+# The values, beside null, with which a key changes nothing.
+OFF: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_SWITCHES_AND_SIZES, (0, [], {})),  # 0 is false as well
+    **dict.fromkeys(_FACTORS, (1,)),
+    **dict.fromkeys(_ACTIVATIONS, SILU),
+    "is_causal": (True,),
+}
+
+# How a model was trained, saved or should be sampled, and switches of transformers itself.
+IGNORED = {
+    "add_bos_token", "add_eos_token", "attention_dropout", "attn_implementation", "auto_map",
+    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
+    "forced_eos_token_id", "id2label", "initializer_range", "is_decoder", "is_llama_config",
+    "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
+    "model_max_length", "neftune_alpha", "neftune_noise_alpha", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
+    "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params",
+    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tie_last_hidden_states",
+    "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache",
+}  # fmt: skip
+
+MAX_KEYS = 1000  # comparing spellings takes a while
+
+# The share of letters that two spellings have in common (difflib's ratio): `num_kv_heads` and
+# `num_key_value_heads` are 0.77 alike.
+_NEARLY = 0.75
+
+
+def check_keys(fields: Fields) -> None:
+    """Hold the keys of config.json to the rule above, with one warning for all that are ignored.
+
+    Raises: UsageError for a key that is refused, or too many of them.
+    """
+    if len(fields.values) > MAX_KEYS:
+        raise UsageError(f"has {len(fields.values)} keys, at most {MAX_KEYS} are read")
+    stated = [key for key in fields.values if fields.has(key) and not key.startswith("_")]
+    for key in stated:
+        if key in OFF and fields.values[key] not in OFF[key]:
+            raise UsageError(
+                f"{key}={shown(fields.values[key])} is not supported; if the weights were trained "
+                "without it, remove it"
+            )
+    known = READ | OFF.keys() | IGNORED
+    ignored = []
+    for key in stated:
+        if key in known:
+            continue
+        near = nearest(key, known, _NEARLY)
+        if near in READ or near in OFF:
+            raise UsageError(
+                f"unknown key {shown(key)}; did you mean {near!r}? If it is neither that nor "
+                "changes the model, remove it"
+            )
+        ignored.append(shown(key) + (f" (near {near!r})" if near else ""))
+    if ignored:
+        logger.warning("config.json has unknown keys, which are ignored: %s", listed(ignored))
