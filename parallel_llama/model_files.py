@@ -21,7 +21,13 @@ MAX_NATIVE_FILES = 99_999
 SMOLLM2 = "smollm2"
 
 _CONFIG, _PARAMS, _NATIVE = "config.json", "params.json", "native.json"
-_SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# HF's weights: one file or an index of many; what comes first is read, as in transformers.
+_HF_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 _CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
 _NATIVE_PART = re.compile(r"weights-(\d{5})-of-(\d{5})\.safetensors")
 _GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
@@ -135,7 +141,7 @@ def _single_file(path: Path) -> ModelFiles:
                 "part holds only some of the weights; join them with llama-gguf-split --merge"
             )
         return ModelFiles("gguf", path, path, (path,))
-    if path.suffix == ".json" and path.name not in (_CONFIG, _INDEX):
+    if path.suffix == ".json" and path.name not in (_CONFIG, *_HF_WEIGHTS):
         return ModelFiles("config", path, path, ())
     if path.suffix in (".json", ".safetensors", ".pth", ".bin"):
         raise UsageError(f"{path}: one file of a model; give the folder that holds it")
@@ -152,16 +158,16 @@ def _in_folder(folder: Path) -> ModelFiles:
         ggufs = [name for name in names if name.lower().endswith(".gguf")]
         hint = f"; give the file in it: {folder / ggufs[0]}" if ggufs else ""
         raise UsageError(f"{folder}: has neither {_CONFIG} (HF) nor {_PARAMS} (Meta){hint}")
-    has_hf = has_config and (_SAFETENSORS in names or _INDEX in names)
+    held = next((name for name in _HF_WEIGHTS if name in names), None) if has_config else None
     has_meta = has_params and any(_CONSOLIDATED.fullmatch(name) for name in names)
-    if has_hf and has_meta:
+    if held and has_meta:
         logger.warning(
             "%s holds a HF and a Meta checkpoint; the HF one is read. Remove %s to read Meta's",
             folder,
             _CONFIG,
         )
-    if has_hf:
-        return _hf_folder(folder, names)
+    if held:
+        return _hf_folder(folder, held)
     if has_meta:
         return _meta_folder(folder, names)
     raise UsageError(f"{folder}: {_why_no_weights(names, has_config)}")
@@ -175,49 +181,46 @@ def _names(folder: Path) -> list[str]:
 
 
 def _why_no_weights(names: list[str], has_config: bool) -> str:
-    if any(name.startswith("pytorch_model") and ".bin" in name for name in names):
-        return (
-            "its weights are pytorch_model.bin files, which can run code when they are read; "
-            "fetch or save the model as safetensors"
-        )
-    others = [name for name in names if name.endswith(".safetensors")]
+    others = [n for n in names if n.endswith(".safetensors") or n.startswith("pytorch_model")]
     if has_config and others:
         return (
-            f"has no {_SAFETENSORS} and no {_INDEX} that says what belongs to the model, only "
-            f"{listed(others)}; fetch the missing file"
+            f"has none of {', '.join(_HF_WEIGHTS)}, and no index says what belongs to the model, "
+            f"only {listed(others)}; fetch the missing file"
         )
-    wanted = f"{_SAFETENSORS} or {_INDEX}" if has_config else "consolidated.00.pth"
+    wanted = f"{_HF_WEIGHTS[0]} or {_HF_WEIGHTS[1]}" if has_config else "consolidated.00.pth"
     return f"has no weights ({wanted}); fetch them, or use --random-weights with a configs name"
 
 
-def _hf_folder(folder: Path, names: list[str]) -> ModelFiles:
-    config, index = folder / _CONFIG, folder / _INDEX
-    if _SAFETENSORS in names:  # before an index, in the order of transformers
-        return ModelFiles("hf", folder, config, (folder / _SAFETENSORS,))
+def _hf_folder(folder: Path, held: str) -> ModelFiles:
+    """The model whose weights are the file `held`, or the files that this index names."""
+    config, index = folder / _CONFIG, folder / held
+    if index.suffix != ".json":
+        return ModelFiles("hf", folder, config, (index,))
     weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{index}: has no weight_map; fetch it again")
     if not all(isinstance(file, str) for file in weight_map.values()):
         raise UsageError(f"{index}: its weight_map names something that is not a file name")
     files = sorted(set(weight_map.values()))
-    _require_inside(folder, files)
+    _require_inside(index, files)
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise UsageError(
-            f"{folder}: {len(missing)} of the {len(files)} files that {_INDEX} names are missing: "
+            f"{folder}: {len(missing)} of the {len(files)} files that {held} names are missing: "
             f"{listed(missing)}; fetch them"
         )
     return ModelFiles("hf", folder, config, tuple(folder / file for file in files), index)
 
 
-def _require_inside(folder: Path, files: list[str]) -> None:
+def _require_inside(index: Path, files: list[str]) -> None:
     """Refuse names that lead out of the folder: an index is data, no reason to read elsewhere."""
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
     for file in files:
-        if not file.endswith(".safetensors") or "\0" in file:
-            raise UsageError(f"{folder / _INDEX}: names {file[:200]!r}, not a .safetensors file")
-        if not lies_within(folder, file):
+        if not file.endswith(suffix) or "\0" in file:
+            raise UsageError(f"{index}: names {file[:200]!r}, not a {suffix} file")
+        if not lies_within(index.parent, file):
             raise UsageError(
-                f"{folder / _INDEX}: names {file[:200]!r}, which lies outside the folder; put the "
+                f"{index}: names {file[:200]!r}, which lies outside the folder; put the "
                 "file itself into the folder"
             )
 

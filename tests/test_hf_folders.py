@@ -5,11 +5,16 @@ In float64, as in test_parity. Each folder is a tiny random model that something
 
 import importlib.util
 import json
+import os
+import pickle
+import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_folders import add_manifest
 from oracles import loaded_logits
 from parity_steps import logits_of_models
 from safetensors.torch import load_file, save_file
@@ -17,10 +22,13 @@ from thread_ranks import run_on_threads
 from tiny_models import TINY_MODELS, write_hf
 from transformers import AutoModelForCausalLM
 
+from parallel_llama.checkpoint.verify import verify
+from parallel_llama.cli.main import main
 from parallel_llama.config import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.model_files import find_model
 
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TOKENS = [number * 37 % 211 for number in range(40)]
 TP_SIZES = (1, 2, 3)
 
@@ -127,3 +135,156 @@ def test_a_folder_that_transformers_made_of_a_gguf_file_is_read(tmp_path: Path) 
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "gguf"
     assert_loads_as_in_transformers(tmp_path)
+
+
+# pytorch_model.bin
+
+
+def as_bin(folder: Path, n_files: int = 1) -> dict[str, torch.Tensor]:
+    """Write the folder's weights as torch's own files in place of safetensors; what is in them."""
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    (folder / "model.safetensors").unlink()
+    if n_files == 1:
+        torch.save(state, folder / BIN)
+        return dict(state)
+    files = [f"pytorch_model-{n + 1:05}-of-{n_files:05}.bin" for n in range(n_files)]
+    for number, file in enumerate(files):
+        torch.save({name: state[name] for name in list(state)[number::n_files]}, folder / file)
+    weight_map = {name: files[at % n_files] for at, name in enumerate(state)}
+    (folder / BIN_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return dict(state)
+
+
+@pytest.mark.parametrize("n_files", [1, 3])
+@pytest.mark.parametrize("name", ["9/3", "9/3 tied", "10/2 all biases, tied"])
+def test_torchs_own_files_are_read(tmp_path: Path, name: str, n_files: int) -> None:
+    """A tied head shares the storage of the embeddings, and is in the files under both names."""
+    folder = write_hf(TINY_MODELS[name], tmp_path)
+    state = as_bin(folder, n_files)
+    assert "lm_head.weight" in state
+    assert_loads_as_in_transformers(folder)
+
+
+def test_a_tensor_may_be_a_part_of_another_ones_storage(folder: Path) -> None:
+    """As in files that were put together from a training run: views into one long vector."""
+    state = as_bin(folder)
+    flat = torch.cat([tensor.flatten() for tensor in state.values()])
+    views, start = {}, 0
+    for name, tensor in state.items():
+        views[name] = flat[start : start + tensor.numel()].view(tensor.shape)
+        start += tensor.numel()
+    torch.save(views, folder / BIN)
+    assert_loads_as_in_transformers(folder)
+
+
+def test_safetensors_come_before_torchs_own_files(folder: Path) -> None:
+    torch.save({"model.norm.weight": torch.zeros(72)}, folder / BIN)
+    assert [file.name for file in find_model(str(folder)).weights] == ["model.safetensors"]
+    assert_loads_as_in_transformers(folder)
+
+
+def test_a_rank_reads_its_own_bytes_of_torchs_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_bin(folder, 2)
+    counts: list[int] = []
+    whole_read = os.preadv
+
+    def counted(fd: int, buffers: list[Any], offset: int) -> int:
+        counts.append(whole_read(fd, buffers, offset))
+        return counts[-1]
+
+    monkeypatch.setattr("os.preadv", counted)
+    run_on_threads(3, logits_of_models, [(folder, TOKENS)])
+    total = sum(file.stat().st_size for file in folder.glob("*.bin"))
+    norms = 5 * 72 * 8  # which every rank holds
+    assert 0.9 * total < sum(counts) < total + 2 * norms
+
+
+class Payload:
+    """Creates a file when it is unpickled by a careless reader."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.path), "w"))
+
+
+def test_code_in_torchs_own_files_is_refused_and_not_run(folder: Path, tmp_path: Path) -> None:
+    as_bin(folder)
+    trace = tmp_path / "trace"
+    torch.save({"model.norm.weight": Payload(trace)}, folder / BIN)
+    assert "cannot be read as plain weights" in refusal(folder)
+    assert not trace.exists()
+    with zipfile.ZipFile(folder / BIN) as archive:
+        pickle.loads(archive.read("pytorch_model/data.pkl"))  # the trap does spring
+    assert trace.exists()
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        run_on_threads(1, logits_of_models, [(folder, TOKENS)])
+    return str(caught.value)
+
+
+def test_torchs_own_files_of_the_old_form_are_refused_with_a_way_out(folder: Path) -> None:
+    state = as_bin(folder)
+    torch.save(state, folder / BIN, _use_new_zipfile_serialization=False)
+    assert "before torch 1.6" in refusal(folder)
+
+
+def test_a_tensor_that_is_not_stored_row_by_row_is_refused(folder: Path) -> None:
+    state = as_bin(folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    torch.save({**state, name: state[name].t().contiguous().t()}, folder / BIN)
+    assert f"{name!r} is not stored row by row" in refusal(folder)
+
+
+def test_numbers_of_another_byte_order_are_refused(folder: Path) -> None:
+    """torch turns them round as it loads; the bytes in the file would be other numbers."""
+    as_bin(folder)
+    with zipfile.ZipFile(folder / BIN) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    records["pytorch_model/byteorder"] = b"big"
+    with zipfile.ZipFile(folder / BIN, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    assert "byte order" in refusal(folder)
+
+
+@pytest.mark.parametrize("n_files", [1, 2])
+def test_torchs_own_files_are_verified_and_resharded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], n_files: int
+) -> None:
+    before = write_hf(TINY_MODELS["9/3"], tmp_path / "before")
+    as_bin(folder, n_files)
+    assert main(["plan", "--model", str(folder), "--nproc", "3"]) == 0
+    assert main(["verify", str(folder), "--against", str(before)]) == 0
+    assert main(["reshard", str(folder), str(tmp_path / "new"), "--tp", "2", "--format=hf"]) == 0
+    assert main(["verify", str(tmp_path / "new"), "--against", str(folder)]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("n_files", [1, 2])
+def test_damage_to_torchs_own_files_is_named_with_tensor_and_bytes(
+    folder: Path, n_files: int
+) -> None:
+    as_bin(folder, n_files)
+    add_manifest(folder)
+    path = sorted(folder.glob("*.bin"))[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    (line,) = verify(str(folder)).problems
+    assert re.fullmatch(rf"{path.name}: damaged in \S+\.weight, bytes \d+ to \d+", line)
+
+
+def test_a_folder_of_torchs_own_files_that_is_not_whole_is_refused(folder: Path) -> None:
+    as_bin(folder, 3)
+    (folder / "pytorch_model-00002-of-00003.bin").unlink()
+    with pytest.raises(UsageError, match=r"1 of the 3 files.*pytorch_model-00002-of-00003\.bin"):
+        find_model(str(folder))
+    (folder / BIN_INDEX).unlink()
+    with pytest.raises(UsageError, match=r"no index.*only pytorch_model-00001-of-00003\.bin"):
+        find_model(str(folder))

@@ -11,6 +11,7 @@ from parallel_llama import model_files
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.model_files import find_model
 
+BIN = "pytorch_model.bin"
 INDEX = "model.safetensors.index.json"
 
 
@@ -147,9 +148,28 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     assert "has no weights (consolidated.00.pth)" in refused(folder(tmp_path / "m", "params.json"))
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    for number, name in enumerate(["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"]):
-        assert "as safetensors" in refused(folder(tmp_path / str(number), "config.json", name))
+def test_torchs_own_files_are_found_after_safetensors(tmp_path: Path) -> None:
+    """In the order of transformers: each way of storing whole before its index."""
+    index = f"{BIN}.index.json"
+    path = folder(tmp_path / "m", "config.json", "part.bin", "training_args.bin")
+    (path / index).write_text(json.dumps({"weight_map": {"a": "part.bin"}}))
+    assert find_model(str(path)).weights == (path / "part.bin",)
+    folder(path, BIN)
+    assert find_model(str(path)).weights == (path / BIN,)
+    indexed(path, {"a": "part.safetensors"}, "part.safetensors")
+    assert find_model(str(path)).weights == (path / "part.safetensors",)
+    folder(path, "model.safetensors")
+    assert find_model(str(path)).weights == (path / "model.safetensors",)
+
+
+@pytest.mark.parametrize("file", ["a.safetensors", "../o.bin", "a.pkl"])
+def test_an_index_of_torchs_own_files_that_names_something_else_is_refused(
+    tmp_path: Path, file: str
+) -> None:
+    path = folder(tmp_path / "m", "config.json", "a.safetensors", "a.pkl")
+    (tmp_path / "o.bin").write_text("")
+    (path / f"{BIN}.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    assert f"{BIN}.index.json: names" in refused(path)
 
 
 def test_shards_without_their_index_are_refused(tmp_path: Path) -> None:
@@ -241,7 +261,9 @@ def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
     assert "part 1 of a GGUF file split in 3" in refused(path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "consolidated.00.pth", INDEX])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "consolidated.00.pth", INDEX, f"{BIN}.index.json"]
+)
 def test_a_file_of_a_folder_is_answered_with_the_folder(tmp_path: Path, name: str) -> None:
     assert "give the folder" in refused(folder(tmp_path / "m", name) / name)
 

@@ -1,29 +1,25 @@
-"""Reading a Hugging Face folder: one safetensors file, or an index of many.
+"""Reading a Hugging Face folder: one file or an index of many, safetensors or torch's own.
 
 Its rows of wq and wk are already in the model's rotary order. Reads exactly the bytes asked for.
 """
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty, new_memory
+from parallel_llama.checkpoint.file_tensor import DTYPES, FileTensor
 from parallel_llama.checkpoint.names import hf_full_name, is_skipped, renamed
-from parallel_llama.checkpoint.safetensors_header import SafeTensor, read_safetensors_header
+from parallel_llama.checkpoint.safetensors_header import read_safetensors_header
 from parallel_llama.checkpoint.structure import listed, require_structure
+from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.errors import CheckpointError
 from parallel_llama.fields import read_json_object
 from parallel_llama.model_files import MAX_INDEX_BYTES, ModelFiles
 from parallel_llama.plan import Param, parameters
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+READERS = {".safetensors": read_safetensors_header, ".bin": read_torch_header}
 
 
 class HFFolder:
@@ -65,10 +61,10 @@ class HFFolder:
             file.close()
 
 
-def _header(path: Path) -> dict[str, SafeTensor]:
+def _header(path: Path) -> dict[str, FileTensor]:
     """A file's tensors under the names that they have in a model with a head."""
-    tensors: dict[str, SafeTensor] = {}
-    for name, tensor in read_safetensors_header(path).items():
+    tensors: dict[str, FileTensor] = {}
+    for name, tensor in READERS[path.suffix](path).items():
         full_name = hf_full_name(name)
         if full_name in tensors:
             raise CheckpointError(
@@ -79,13 +75,13 @@ def _header(path: Path) -> dict[str, SafeTensor]:
 
 
 def merged(
-    where: Path, headers: dict[Path, dict[str, SafeTensor]]
-) -> dict[str, tuple[Path, SafeTensor]]:
+    where: Path, headers: dict[Path, dict[str, FileTensor]]
+) -> dict[str, tuple[Path, FileTensor]]:
     """Every tensor of some files, with the file that holds it.
 
     Raises: CheckpointError if two files hold the same one.
     """
-    tensors: dict[str, tuple[Path, SafeTensor]] = {}
+    tensors: dict[str, tuple[Path, FileTensor]] = {}
     for path, header in headers.items():
         for name, tensor in header.items():
             if name in tensors:
@@ -98,7 +94,7 @@ def merged(
 
 
 def _require_index(
-    index: Path, headers: dict[Path, dict[str, SafeTensor]], args: ModelArgs
+    index: Path, headers: dict[Path, dict[str, FileTensor]], args: ModelArgs
 ) -> None:
     """Check that the index names every tensor of the files, each in the file that holds it."""
     listing = _weight_map(index)

@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty, new_memory
-from parallel_llama.checkpoint.hf_folder import DTYPES, merged
+from parallel_llama.checkpoint.file_tensor import DTYPES, FileTensor
+from parallel_llama.checkpoint.hf_folder import merged
 from parallel_llama.checkpoint.native_layout import is_unit_major, stored_shape, unit_of
-from parallel_llama.checkpoint.safetensors_header import SafeTensor, read_safetensors_header
+from parallel_llama.checkpoint.safetensors_header import read_safetensors_header
 from parallel_llama.checkpoint.structure import require_structure
 from parallel_llama.checkpoint.unit_major import from_unit_major
 from parallel_llama.config import ModelArgs
@@ -57,7 +58,7 @@ class NativeFolder:
         for file in self._files.values():
             file.close()
 
-    def _columns(self, file: ByteRanges, tensor: SafeTensor, param: Param, rows: range) -> Tensor:
+    def _columns(self, file: ByteRanges, tensor: FileTensor, param: Param, rows: range) -> Tensor:
         """Some columns of a weight in unit-major order; the units that hold them are read."""
         n_rows, n_columns = param.shape
         unit, dtype = unit_of(param, self._units), DTYPES[tensor.dtype]

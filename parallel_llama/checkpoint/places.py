@@ -1,16 +1,26 @@
 """Where tensors lie in a weight file, byte for byte; told from its header, without a model."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel_llama.checkpoint.file_tensor import FileTensor
 from parallel_llama.checkpoint.names import Layout, hf_full_name, renamed
 from parallel_llama.checkpoint.native_layout import axis_units, unit_of
 from parallel_llama.checkpoint.safetensors_header import read_safetensors_header
-from parallel_llama.checkpoint.torch_file import open_torch_file, storage_records
+from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.errors import CheckpointError
-from parallel_llama.gguf_header import read_gguf_header
+from parallel_llama.gguf_header import GGUFTensor, read_gguf_header
 from parallel_llama.plan import Param
+
+# How to read each kind of file, and whose names it has.
+_READERS: dict[str, tuple[Callable[[Path], Mapping[str, FileTensor | GGUFTensor]], Layout]] = {
+    ".safetensors": (read_safetensors_header, "hf"),
+    ".bin": (read_torch_header, "hf"),
+    ".pth": (read_torch_header, "meta"),
+    ".gguf": (lambda path: read_gguf_header(path).tensors, "gguf"),
+}
 
 
 @dataclass(frozen=True)
@@ -25,18 +35,23 @@ class Place:
 
 
 def places(path: Path) -> list[Place]:
-    """Every tensor of a .safetensors, .pth or .gguf file, in the order of the file.
+    """Every tensor of a .safetensors, .bin, .pth or .gguf file, in the order of the file.
 
     Raises: CheckpointError if the file is damaged, or is none of these.
     """
-    readers = {".safetensors": _safetensors, ".pth": _torch, ".gguf": _gguf}
-    if path.suffix.lower() not in readers:
+    suffix = path.suffix.lower()
+    if suffix not in _READERS:
         raise CheckpointError(f"{path}: not a file of weights")
+    read, layout = _READERS[suffix]
     try:
-        found = readers[path.suffix.lower()](path)
+        found = read(path).values()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    return sorted(found, key=lambda place: place.bytes.start)
+    held = [
+        Place(_meta_name(tensor.name, layout), range(tensor.offset, tensor.offset + tensor.n_bytes))
+        for tensor in found
+    ]
+    return sorted(held, key=lambda place: place.bytes.start)
 
 
 def unit_spans(place: Place, param: Param, args: ModelArgs) -> list[range]:
@@ -47,38 +62,6 @@ def unit_spans(place: Place, param: Param, args: ModelArgs) -> list[range]:
     return [
         place.bytes[start * per_row : min(start + unit, size) * per_row]
         for start in range(0, size, unit)
-    ]
-
-
-def _safetensors(path: Path) -> list[Place]:
-    return [
-        Place(_meta_name(name, "hf"), range(tensor.offset, tensor.offset + tensor.n_bytes))
-        for name, tensor in read_safetensors_header(path).items()
-    ]
-
-
-def _gguf(path: Path) -> list[Place]:
-    return [
-        Place(_meta_name(name, "gguf"), range(tensor.offset, tensor.offset + tensor.n_bytes))
-        for name, tensor in read_gguf_header(path).tensors.items()
-    ]
-
-
-def _torch(path: Path) -> list[Place]:
-    """The map's address is not known; its first storage is the first record."""
-    records = storage_records(path)
-    state = {name: tensor for name, tensor in open_torch_file(path).items() if tensor.numel()}
-    if not state:
-        return []
-    scattered = [name for name, tensor in state.items() if not tensor.is_contiguous()]
-    if scattered:
-        raise CheckpointError(f"{path}: tensor {scattered[0]!r} is not stored row by row")
-    first = min(tensor.untyped_storage().data_ptr() for tensor in state.values())
-    shift = min(offset for offset, _ in records) - first
-    starts = {name: tensor.data_ptr() + shift for name, tensor in state.items()}
-    return [
-        Place(name, range(starts[name], starts[name] + tensor.nbytes))
-        for name, tensor in state.items()
     ]
 
 

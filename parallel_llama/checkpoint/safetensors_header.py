@@ -8,17 +8,17 @@ Source: the safetensors format description (an 8-byte length, a JSON object, the
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.checkpoint.file_tensor import FileTensor
 from parallel_llama.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 100_000
 MAX_DIMS = 8
 
-# Bits of one value of each dtype of the format; those that a model may use are in `hf_folder`.
+# Bits of one value of each dtype of the format; those that a model may use are in `file_tensor`.
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8,
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -26,21 +26,7 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class SafeTensor:
-    """One tensor's place in its file.
-
-    Units: `offset` is in bytes from the start of the file, `n_bytes` in bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    n_bytes: int
-
-
-def read_safetensors_header(path: Path) -> dict[str, SafeTensor]:
+def read_safetensors_header(path: Path) -> dict[str, FileTensor]:
     """The places of all tensors of a safetensors file, by name.
 
     Raises: CheckpointError for anything but a whole, well-formed file.
@@ -94,7 +80,7 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     return entries
 
 
-def _tensor(path: Path, name: str, entry: object, data_start: int) -> SafeTensor:
+def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor:
     def refuse(why: str) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {name!r} {why}; the file is damaged")
 
@@ -111,7 +97,7 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> SafeTensor
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (stop - start) * 8:
         raise refuse(f"of shape {shape} and dtype {dtype} claims {stop - start} bytes")
-    return SafeTensor(name, dtype, tuple(shape), data_start + start, stop - start)
+    return FileTensor(name, dtype, tuple(shape), data_start + start, stop - start)
 
 
 def _are_sizes(value: object) -> bool:
@@ -120,7 +106,7 @@ def _are_sizes(value: object) -> bool:
     )
 
 
-def _require_cover(path: Path, tensors: list[SafeTensor], data_start: int, size: int) -> None:
+def _require_cover(path: Path, tensors: list[FileTensor], data_start: int, size: int) -> None:
     """Check that the tensors lie one behind the other from the data's start to the file's end."""
     position = data_start
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.n_bytes)):

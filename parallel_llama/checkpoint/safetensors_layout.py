@@ -12,15 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from parallel_llama.checkpoint.file_tensor import DTYPE_NAMES
 from parallel_llama.checkpoint.layout import TargetFile
 from parallel_llama.errors import UsageError
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
 # Data begins where a page does, and so does every tensor of a usual shape.
 HEADER_ALIGNMENT = 4096
 

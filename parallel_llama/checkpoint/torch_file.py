@@ -1,4 +1,4 @@
-"""Opening one of torch's .pth files safely: no code runs, and no byte is taken for another.
+"""Opening a file of torch.save (.pth, .bin) safely: no code runs, and no byte is taken for another.
 
 torch maps the file without checking it, so the zip's own records are compared with the storages
 that the tensors got: a forged archive could otherwise pass bytes of one record, or of no record,
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from parallel_llama.checkpoint.file_tensor import DTYPE_NAMES, FileTensor
 from parallel_llama.errors import CheckpointError
 
 MAX_RECORDS = 100_000
@@ -21,12 +22,40 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # magic, ..., length of the name, len
 
 
 def open_torch_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .pth file, mapped and not read.
+    """The tensors of a file of torch.save, mapped and not read.
 
     Raises: CheckpointError for anything but a zip archive of torch.save that holds one dictionary
     of names to CPU tensors.
     """
-    records = storage_records(path)
+    return _opened(path)[0]
+
+
+def read_torch_header(path: Path) -> dict[str, FileTensor]:
+    """The places of all tensors of such a file, by name; two may share their bytes.
+
+    Raises: CheckpointError as in `open_torch_file`, or if a tensor is not stored row by row.
+    """
+    state, records = _opened(path)
+    storages = [tensor.untyped_storage() for tensor in state.values()]
+    mapped = [storage.data_ptr() for storage in storages if storage.nbytes()]
+    # The map's address is not known; its first storage is the first record.
+    shift = min((offset for offset, _ in records), default=0) - min(mapped, default=0)
+    places = {}
+    for name, tensor in state.items():
+        if not tensor.is_contiguous():
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is not stored row by row; load the model where you trust "
+                "it and save it anew"
+            )
+        offset = tensor.data_ptr() + shift if tensor.numel() else 0
+        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        places[name] = FileTensor(name, dtype, tuple(tensor.shape), offset, tensor.nbytes)
+    return places
+
+
+def _opened(path: Path) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+    """The tensors, and offset and size of the records that they lie in."""
+    records = _storage_records(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # an unpickler fed with hostile bytes can raise nearly anything
@@ -37,10 +66,10 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
     for name, tensor in state.items():
         _require_plain(path, name, tensor)
     _require_own_records(path, list(state.values()), records)
-    return {name: tensor.detach() for name, tensor in state.items()}
+    return {name: tensor.detach() for name, tensor in state.items()}, records
 
 
-def storage_records(path: Path) -> list[tuple[int, int]]:
+def _storage_records(path: Path) -> list[tuple[int, int]]:
     """Offset and size of the records that hold tensor data, checked to lie inside the file."""
     size = path.stat().st_size
     if not _is_zip(path):
@@ -52,7 +81,7 @@ def storage_records(path: Path) -> list[tuple[int, int]]:
                 "fetch it again"
             )
         raise CheckpointError(
-            f"{path}: not a zip archive; .pth files from before torch 1.6 cannot be read without "
+            f"{path}: not a zip archive; files from before torch 1.6 cannot be read without "
             "running code: load it where you trust it and save it anew with torch.save, or use "
             "safetensors"
         )
@@ -75,11 +104,29 @@ def storage_records(path: Path) -> list[tuple[int, int]]:
                 f"{position} to {size} are left; truncated or forged"
             )
         position = end
+    for member, offset in places:
+        if _in_archive(member) == "byteorder":
+            _require_little_endian(path, offset)
     return [
         (offset, member.file_size)
         for member, offset in places
-        if member.filename.partition("/")[2].startswith("data/") and member.file_size
+        if _in_archive(member).startswith("data/") and member.file_size
     ]
+
+
+def _in_archive(member: zipfile.ZipInfo) -> str:
+    """A record's name without the archive's own, which torch puts before it."""
+    return member.filename.partition("/")[2]
+
+
+def _require_little_endian(path: Path, offset: int) -> None:
+    with path.open("rb") as file:
+        file.seek(offset)
+        if file.read(len(b"little")) != b"little":
+            raise CheckpointError(
+                f"{path}: its numbers are not in the byte order of this machine; load it where it "
+                "was written and save it as safetensors"
+            )
 
 
 def _is_zip(path: Path) -> bool:

@@ -29,6 +29,7 @@ METADATA = (
     "model.safetensors.index.json",
     "native.json",
     "params.json",
+    "pytorch_model.bin.index.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
