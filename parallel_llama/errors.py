@@ -14,6 +14,10 @@ class CheckpointError(ValueError):
     """A model's files are missing, damaged or disagree with each other; their headers show it."""
 
 
+class UnreadableFile(CheckpointError):
+    """The system does not let a file or folder be read, so nothing is known of what it holds."""
+
+
 class DamagedWeights(CheckpointError):
     """The weights themselves are damaged, or end early: only reading them showed it."""
 

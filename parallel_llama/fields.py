@@ -150,8 +150,9 @@ def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str,
     Raises: CheckpointError if the file cannot be read, is larger than `max_bytes`, is not JSON or
     not an object, or gives a key twice.
     """
+    data = read_bytes(path, max_bytes)
     try:
-        value = json.loads(read_bytes(path, max_bytes), object_pairs_hook=_without_repeats)
+        value = json.loads(data, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from parallel_llama.bounded_files import open_file
 from parallel_llama.errors import CheckpointError
 
 MAX_FIELDS = 65_536
@@ -249,7 +250,7 @@ def _kept(path: Path, size: int, _inode: int, _mtime_ns: int) -> GGUFHeader:
 
 
 def _read(path: Path, size: int) -> GGUFHeader:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         cursor = _Cursor(file, size, path)
         if cursor.take(4, "the magic number") != b"GGUF":
             raise CheckpointError(f"{path}: not a GGUF file (it does not begin with 'GGUF')")

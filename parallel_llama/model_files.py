@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from parallel_llama.errors import UsageError
+from parallel_llama.bounded_files import is_file, is_folder, is_there, names_in, resolved
+from parallel_llama.errors import UnreadableFile, UsageError
 from parallel_llama.fields import did_you_mean, listed, read_json_object
 
 MAX_INDEX_BYTES = 100_000_000
@@ -64,11 +65,11 @@ def find_model(name: str) -> ModelFiles:
     """The files of a model, given as a folder, a .gguf file, `smollm2` or a name in configs/models.
 
     Raises: UsageError if nothing is there, or what is there is not a whole model; CheckpointError
-    if an index is damaged.
+    if it cannot be read, or an index is damaged.
     """
     path = _expanded(name)
-    if name and _exists(path):
-        return _in_folder(path) if path.is_dir() else _single_file(path)
+    if name and is_there(path):
+        return _in_folder(path) if is_folder(path) else _single_file(path)
     if name == SMOLLM2:
         return _single_file(_embedded_gguf())
     shapes = _shapes()
@@ -88,19 +89,11 @@ def _expanded(name: str) -> Path:
         return Path(name)
 
 
-def _exists(path: Path) -> bool:
-    try:
-        path.stat()
-    except (OSError, ValueError):  # ValueError: a NUL byte in the name
-        return False
-    return True
-
-
 def _neighbours(path: Path) -> list[str]:
     """What lies where a missing path was looked for, spelt as that path was."""
     try:
-        return [str(path.parent / other.name) for other in path.parent.iterdir()]
-    except (OSError, ValueError):
+        return [str(path.parent / other) for other in names_in(path.parent)]
+    except (UnreadableFile, ValueError):  # ValueError: a NUL in the name
         return []
 
 
@@ -131,7 +124,7 @@ def _shapes() -> dict[str, Path]:
 
 
 def _single_file(path: Path) -> ModelFiles:
-    if not path.is_file():
+    if not is_file(path):
         raise UsageError(f"{path}: neither a file nor a folder")
     if path.suffix.lower() == ".gguf":
         part = _GGUF_PART.search(path.name)
@@ -150,9 +143,9 @@ def _single_file(path: Path) -> ModelFiles:
 
 def _in_folder(folder: Path) -> ModelFiles:
     """The model of a folder; HF's files where it holds both layouts, as other programs do."""
-    has_config, has_params = (folder / _CONFIG).is_file(), (folder / _PARAMS).is_file()
-    names = _names(folder)
-    if (folder / _NATIVE).is_file():
+    names = names_in(folder)
+    has_config, has_params = is_file(folder / _CONFIG), is_file(folder / _PARAMS)
+    if is_file(folder / _NATIVE):
         return _native_folder(folder, names)
     if not has_config and not has_params:
         ggufs = [name for name in names if name.lower().endswith(".gguf")]
@@ -171,13 +164,6 @@ def _in_folder(folder: Path) -> ModelFiles:
     if has_meta:
         return _meta_folder(folder, names)
     raise UsageError(f"{folder}: {_why_no_weights(names, has_config)}")
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in folder.iterdir())
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be listed: {error.strerror}") from error
 
 
 def _why_no_weights(names: list[str], has_config: bool) -> str:
@@ -203,7 +189,7 @@ def _hf_folder(folder: Path, held: str) -> ModelFiles:
         raise UsageError(f"{index}: its weight_map names something that is not a file name")
     files = sorted(set(weight_map.values()))
     _require_inside(index, files)
-    missing = [file for file in files if not (folder / file).is_file()]
+    missing = [file for file in files if not is_file(folder / file)]
     if missing:
         raise UsageError(
             f"{folder}: {len(missing)} of the {len(files)} files that {held} names are missing: "
@@ -230,23 +216,16 @@ def lies_within(folder: Path, file: str) -> bool:
 
     A snapshot in the cache of the HF hub is a folder of links into the `blobs` beside it.
 
-    Raises: UsageError for links that go round in circles.
+    Raises: UnreadableFile for links that go round in circles.
     """
-    relative, home = Path(file), folder.resolve()
+    relative, home = Path(file), resolved(folder)
     if relative.is_absolute() or ".." in relative.parts:
         return False
     homes = [home]
     if home.parent.name == "snapshots":
         homes.append(home.parent.parent / "blobs")
-    place = _resolved(folder / file)
+    place = resolved(folder / file)
     return any(place.is_relative_to(home) for home in homes)
-
-
-def _resolved(path: Path) -> Path:
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        raise UsageError(f"{path}: cannot be followed: {error}") from error
 
 
 def _meta_folder(folder: Path, names: list[str]) -> ModelFiles:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parallel_llama.bounded_files import read_bytes
+from parallel_llama.bounded_files import is_file, is_folder, read_bytes
 from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
 from parallel_llama.checkpoint.hf_layout import HFLayout
 from parallel_llama.checkpoint.layout import Layout
@@ -129,7 +129,7 @@ def _companions_in(folder: Path) -> dict[str, bytes]:
 def _read_all(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
     files = {}
     for name in names:
-        if (folder / name).is_file():
+        if is_file(folder / name):
             files[name] = read_bytes(folder / name, MAX_COMPANION_BYTES)
     return files
 
@@ -138,7 +138,7 @@ def _generation_config(source: ModelFiles, defaults: GenerationDefaults) -> byte
     """The source's own file, with the special ids that only its other files state."""
     path = source.path / "generation_config.json"
     values: dict[str, Any] = {}
-    if source.path.is_dir() and path.is_file():
+    if is_folder(source.path) and is_file(path):
         values = read_json_object(path)
     elif defaults.temperature is not None:
         values["do_sample"] = defaults.temperature > 0

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from parallel_llama.bounded_files import has_short_name, is_folder, is_there, resolved
 from parallel_llama.config import ModelArgs
 from parallel_llama.errors import UsageError
 from parallel_llama.model_files import ModelFiles
@@ -14,21 +15,28 @@ TargetKind = Literal["meta", "hf", "native"]
 def check_target(source: ModelFiles, target: Path) -> None:
     """Refuse a target that is there, that nothing can be written to, or that lies in the source.
 
-    Raises: UsageError.
+    Raises: UsageError; UnreadableFile if the way there is closed.
     """
     parent = target.parent
     if target.name in ("", ".."):
         raise UsageError(f"{target}: not the name of a new folder; give one")
+    if is_there(target) and target.samefile(source.path):
+        raise UsageError(f"{target}: is the source itself; give the name of a new folder")
     if os.path.lexists(target):
-        if target.exists() and target.samefile(source.path):
-            raise UsageError(f"{target}: is the source itself; give the name of a new folder")
         raise UsageError(f"{target}: is there already; give another name, or remove it first")
-    if not parent.is_dir():
+    if not is_folder(parent):
         raise UsageError(f"{target}: the folder {parent} is not there; create it first")
-    if source.path.is_dir() and parent.resolve().is_relative_to(source.path.resolve()):
+    if is_folder(source.path) and resolved(parent).is_relative_to(resolved(source.path)):
         raise UsageError(f"{target}: lies inside the source {source.path}; give a place outside it")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UsageError(f"{target}: the folder {parent} cannot be written to")
+    if not has_short_name(partial_path(target)):
+        raise UsageError(f"{target.name[:80]}...: too long for a name; give a shorter one")
+
+
+def partial_path(target: Path) -> Path:
+    """The folder beside a target in which it grows until it is whole; its name is the longer."""
+    return target.parent / f".{target.name}.partial"
 
 
 def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:

@@ -66,6 +66,7 @@ MATH = {"rope", "attention", "layers", "model"}
 OPTIONAL: set[str] = set()
 
 OBJECT_COLLECTIVES = re.compile(r"(broadcast|all_gather|gather|scatter|send|recv)_object(_list)?$")
+ASKS = {"is_file", "is_dir", "exists", "iterdir", "isfile", "isdir"}
 WILDCARDS = {"0.0.0.0", "::", "tcp://*"}
 
 
@@ -176,6 +177,17 @@ def runs_no_foreign_code(_module: str, tree: ast.AST) -> Iterator[str]:
             yield f"line {call.lineno}: {name} pickles"
 
 
+def asks_the_file_system_in_one_place(module: str, tree: ast.AST) -> Iterator[str]:
+    """pathlib answers that nothing is there, or raises: which of the two, its version decides."""
+    if room(module) == "bounded_files":
+        return
+    for name, call in calls(tree):
+        asks = isinstance(call.func, ast.Attribute) and call.func.attr in ASKS
+        # A path that is spelt out in the source is no path of anybody.
+        if asks and not re.fullmatch(r"Path\('[^']+'\)\.\w+\(\)", ast.unparse(call)):
+            yield f"line {call.lineno}: {name or ast.unparse(call)}"
+
+
 def keeps_the_dtype_in_the_mathematics(module: str, tree: ast.AST) -> Iterator[str]:
     """A bare .float() would cut a float64 model down to float32 without a word."""
     if room(module) in MATH:
@@ -225,6 +237,8 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (runs_no_foreign_code, "llm", "import marshal"),
     (runs_no_foreign_code, "parallel.x", "dist.broadcast_object_list([1])"),
     (runs_no_foreign_code, "parallel.x", "dist.all_gather_object([], 1)"),
+    (asks_the_file_system_in_one_place, "config.x", "def f(path):\n    return path.is_file()"),
+    (asks_the_file_system_in_one_place, "cli.x", "(folder / name).exists()"),
     (keeps_the_dtype_in_the_mathematics, "layers", "def f(x):\n    return x.float()"),
     (keeps_the_dtype_in_the_mathematics, "rope", "def f(x):\n    return (x + x).float()"),
     (listens_on_no_wildcard, "parallel.x", "sock.bind(('0.0.0.0', 0))"),

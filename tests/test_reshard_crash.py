@@ -19,11 +19,12 @@ from reshard_samples import hashes_of, model_of, write_model
 
 from parallel_llama.checkpoint import tensor_writer
 from parallel_llama.checkpoint.direct_file import DirectFile
-from parallel_llama.checkpoint.partial_folder import PartialFolder, partial_path
+from parallel_llama.checkpoint.partial_folder import PartialFolder
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.model_files import find_model
 from parallel_llama.resharding import reshard
+from parallel_llama.target_folder import partial_path
 
 FLUSHED_AT_ONCE = 4 << 20
 

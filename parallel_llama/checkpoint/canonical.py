@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 from torch import Tensor
 
+from parallel_llama.bounded_files import is_file, names_in
 from parallel_llama.checkpoint.manifest import (
     MANIFEST,
     DTypeName,
@@ -74,10 +75,10 @@ def describe(
     """
     if files.kind not in ("hf", "meta", "native"):
         raise UsageError(f"{files.path}: a manifest belongs to a folder; reshard it into one")
-    paths = {path for path in files.path.iterdir() if path.is_file() and path.name != MANIFEST}
+    paths = {files.path / name for name in names_in(files.path) if name != MANIFEST}
     entries = {
         path.relative_to(files.path).as_posix(): FileEntry(path.stat().st_size, hash_file(path))
-        for path in sorted(paths | set(files.weights))
+        for path in sorted(set(filter(is_file, paths)) | set(files.weights))
     }
     tensors = {param.name: canonical_entry(checkpoint, param) for param in parameters(args)}
     units = _units(files, args) if files.kind == "native" else {}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from parallel_llama.bounded_files import read_bytes
+from parallel_llama.bounded_files import open_file, read_bytes
 from parallel_llama.errors import CheckpointError
 
 CHECKLISTS = ("checklist.chk", "tokenizer_checklist.chk")
@@ -41,11 +41,11 @@ def md5_of(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
     """
     sums = hashlib.md5(usedforsecurity=False)
     buffer = memoryview(bytearray(_BUFFER_BYTES))
-    try:
-        with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
+        try:
             while count := file.readinto(buffer):
                 sums.update(buffer[:count])
                 on_bytes(count)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     return sums.hexdigest()

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from parallel_llama.bounded_files import read_bytes
+from parallel_llama.bounded_files import is_file, is_there, open_file, read_bytes
 from parallel_llama.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -124,19 +124,19 @@ def hash_file(
 
     Raises: CheckpointError if it cannot be read, or ends before the span does.
     """
-    try:
-        with path.open("rb", buffering=0) as file:
-            span = range(path.stat().st_size) if span is None else span
-            hasher = blake3(max_threads=_threads(len(span)))
-            buffer = memoryview(bytearray(min(len(span), _BUFFER_BYTES)))
+    with open_file(path) as file:
+        span = range(os.fstat(file.fileno()).st_size) if span is None else span
+        hasher = blake3(max_threads=_threads(len(span)))
+        buffer = memoryview(bytearray(min(len(span), _BUFFER_BYTES)))
+        left = len(span)
+        try:
             file.seek(span.start)
-            left = len(span)
             while left and (count := file.readinto(buffer[:left])):
                 hasher.update(buffer[:count])
                 on_bytes(count)
                 left -= count
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if left:
         raise CheckpointError(f"{path}: ends at byte {span.stop - left}, expected {span.stop}")
     return hasher.hexdigest()
@@ -163,8 +163,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises: CheckpointError unless it is, byte for byte, one that `write_manifest` wrote.
     """
     path = folder / MANIFEST
-    if not path.is_file():
-        if path.is_symlink() or path.exists():
+    if not is_file(path):
+        if path.is_symlink() or is_there(path):
             raise CheckpointError(f"{path}: not a file; remove it")
         return None
     data = read_bytes(path, MAX_MANIFEST_BYTES)

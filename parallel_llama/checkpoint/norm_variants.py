@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from parallel_llama.bounded_files import is_file, read_bytes
 from parallel_llama.checkpoint.meta_folder import differing_norms
 from parallel_llama.errors import CheckpointError
 from parallel_llama.model_files import ModelFiles
@@ -55,12 +56,11 @@ def as_bytes(variants: Mapping[str, Sequence[Tensor]]) -> bytes:
 
 def _kept(files: ModelFiles) -> dict[str, list[Tensor]]:
     path = files.path / NORM_VARIANTS
-    if not path.is_file():
+    if not is_file(path):
         return {}
-    if path.stat().st_size > MAX_BYTES:
-        raise CheckpointError(f"{path}: larger than {MAX_BYTES} bytes, the most that is read")
+    data = read_bytes(path, MAX_BYTES)
     try:
-        stacks: dict[str, Tensor] = load(path.read_bytes())
+        stacks: dict[str, Tensor] = load(data)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
         raise CheckpointError(f"{path}: damaged ({error}); fetch it again") from error
     if any(s.dim() != 2 for s in stacks.values()) or len({len(s) for s in stacks.values()}) != 1:

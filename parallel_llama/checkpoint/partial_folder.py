@@ -15,19 +15,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.bounded_files import is_file, is_there
 from parallel_llama.errors import UsageError, WriteError
+from parallel_llama.target_folder import partial_path
 
 _LOCK, _JOURNAL, _FILES = "lock", "journal.jsonl", "files"
 _MAX_LOCK_BYTES = 1000
 
 
-def partial_path(target: Path) -> Path:
-    return target.parent / f".{target.name}.partial"
-
-
 def partial_bytes(target: Path) -> int:
     """What an unfinished run has already taken from the disk."""
-    held = (path.stat() for path in (partial_path(target) / _FILES).rglob("*") if path.is_file())
+    held = (path.stat() for path in (partial_path(target) / _FILES).rglob("*") if is_file(path))
     return sum(stat.st_blocks * 512 for stat in held)
 
 
@@ -78,9 +76,9 @@ class PartialFolder:
 
     def _begin(self, plan: Mapping[str, Any], resume: bool) -> list[dict[str, Any]]:
         """The journal's lines of the run that is continued; none for a new one."""
-        if not self.files.exists():
+        if not is_there(self.files):
             self._journal.unlink(missing_ok=True)  # of a run whose files became the target
-        if self._journal.exists():
+        if is_there(self._journal):
             if not resume:
                 raise UsageError(
                     f"{self.path}: an unfinished run lies there; continue it with --resume, or "

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.errors import CheckpointError, UnreadableFile, UsageError
 
 
 @dataclass
@@ -28,9 +28,14 @@ class Report:
 
     @contextmanager
     def noting(self, where: object) -> Iterator[None]:
-        """Turn whatever a damaged file makes the readers raise into a problem."""
+        """Turn whatever a damaged file makes the readers raise into a problem.
+
+        Raises: UnreadableFile, which says nothing of what the file holds.
+        """
         try:
             yield
+        except UnreadableFile:
+            raise
         except (CheckpointError, UsageError) as error:
             self.problems.append(str(error))
         except Exception as error:  # no reader can foresee all that damaged bytes can do

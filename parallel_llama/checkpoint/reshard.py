@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from parallel_llama.bounded_files import is_file
 from parallel_llama.checkpoint.canonical_pieces import canonical_pieces, dtype_name
 from parallel_llama.checkpoint.layout import Layout
 from parallel_llama.checkpoint.manifest import (
@@ -130,7 +131,7 @@ class Reshard:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(data)
         write_manifest(partial.files, self._manifest(written, hashes))
-        sizes = [path.stat().st_size for path in partial.files.rglob("*") if path.is_file()]
+        sizes = [path.stat().st_size for path in partial.files.rglob("*") if is_file(path)]
         partial.commit()
         return len(sizes), sum(sizes)
 

@@ -8,9 +8,11 @@ Source: the safetensors format description (an 8-byte length, a JSON object, the
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.bounded_files import open_file
 from parallel_llama.checkpoint.file_tensor import FileTensor
 from parallel_llama.errors import CheckpointError
 
@@ -31,12 +33,13 @@ def read_safetensors_header(path: Path) -> dict[str, FileTensor]:
 
     Raises: CheckpointError for anything but a whole, well-formed file.
     """
-    size = path.stat().st_size
-    if size < 8:
-        raise CheckpointError(
-            f"{path}: truncated: has {size} bytes, expected a header length of 8; fetch it again"
-        )
-    with path.open("rb") as file:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise CheckpointError(
+                f"{path}: truncated: has {size} bytes, expected a header length of 8; fetch it "
+                "again"
+            )
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(

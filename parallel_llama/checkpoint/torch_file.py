@@ -5,6 +5,7 @@ that the tensors got: a forged archive could otherwise pass bytes of one record,
 for a weight.
 """
 
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from parallel_llama.bounded_files import open_file
 from parallel_llama.checkpoint.file_tensor import DTYPE_NAMES, FileTensor
 from parallel_llama.errors import CheckpointError
 
@@ -71,10 +73,9 @@ def _opened(path: Path) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
 
 def _storage_records(path: Path) -> list[tuple[int, int]]:
     """Offset and size of the records that hold tensor data, checked to lie inside the file."""
-    size = path.stat().st_size
+    with open_file(path) as file:
+        magic, size = file.read(4), os.fstat(file.fileno()).st_size
     if not _is_zip(path):
-        with path.open("rb") as file:
-            magic = file.read(4)
         if magic == b"PK\x03\x04":
             raise CheckpointError(
                 f"{path}: truncated or damaged: has {size} bytes and no zip directory at its end; "
@@ -120,7 +121,7 @@ def _in_archive(member: zipfile.ZipInfo) -> str:
 
 
 def _require_little_endian(path: Path, offset: int) -> None:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(offset)
         if file.read(len(b"little")) != b"little":
             raise CheckpointError(
@@ -144,7 +145,7 @@ def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
         raise refuse("is compressed, which torch.save never does")
     if member.filename.endswith("data.pkl") and member.file_size > MAX_PICKLE_BYTES:
         raise refuse(f"has {member.file_size} bytes, at most {MAX_PICKLE_BYTES} are read")
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(member.header_offset)
         header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size:

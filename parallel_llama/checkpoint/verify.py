@@ -1,6 +1,7 @@
 """Is what lies on the disk the model that was written? Its files, structure and tensors.
 
-Whatever is wrong with a file becomes a line of the report, never an exception; nothing is written.
+Whatever is wrong with a file becomes a line of the report, never an exception, unless the system
+does not let it be read: then there is no verdict. Nothing is written.
 """
 
 import math
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from parallel_llama.bounded_files import is_file, is_folder
 from parallel_llama.checkpoint.canonical import canonical_entry
 from parallel_llama.checkpoint.checklist import CHECKLISTS, md5_of, read_checklist
 from parallel_llama.checkpoint.damage import Damage
@@ -57,7 +59,7 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
 
     `on_bytes` is told of all that is read, files and tensors alike.
 
-    Raises: UsageError if there is no such file or folder.
+    Raises: UsageError if there is no such file or folder; UnreadableFile if one may not be read.
     """
     path, other = _place(model), None if against is None else _place(against)
     report = Report()
@@ -93,7 +95,7 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
 def _place(model: str) -> Path:
     """The folder or file that is meant: a path, or the name of a model that has weights."""
     path = Path(model)
-    if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
+    if is_folder(path) or (path.suffix.lower() == ".gguf" and is_file(path)):
         return path
     files = find_model(model)
     files.require_weights()
@@ -102,7 +104,7 @@ def _place(model: str) -> Path:
 
 def _manifest(path: Path, report: Report) -> Manifest | None:
     with report.noting(path / MANIFEST):
-        return read_manifest(path) if path.is_dir() else None
+        return read_manifest(path) if is_folder(path) else None
     return None
 
 
@@ -119,7 +121,7 @@ def _check_files(
         damaged = damaged_files(path, manifest, manifest.files, report, on_bytes)
         note_strangers(manifest, present, report)
     for name in METADATA:
-        if name in present and path.is_dir() and name not in damaged:
+        if name in present and is_folder(path) and name not in damaged:
             with report.noting(path / name):
                 read_json_object(path / name, MAX_INDEX_BYTES)
     for name in CHECKLISTS:
@@ -133,7 +135,7 @@ def _check_list(folder: Path, checklist: str, report: Report, on_bytes: OnBytes)
     for name, expected in read_checklist(folder / checklist).items():
         with report.noting(folder / name):
             path = folder / name
-            if not lies_within(folder, name) or not path.is_file():
+            if not lies_within(folder, name) or not is_file(path):
                 raise CheckpointError(f"{path}: missing; {checklist} lists it")
             if md5_of(path, on_bytes) != expected:
                 raise CheckpointError(f"{path}: damaged, its MD5 sum is not that of {checklist}")

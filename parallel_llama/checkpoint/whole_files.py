@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from parallel_llama.bounded_files import is_file, is_folder
 from parallel_llama.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -12,7 +13,7 @@ from parallel_llama.checkpoint.manifest import (
 )
 from parallel_llama.checkpoint.report import Report
 from parallel_llama.checkpoint.structure import listed
-from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
+from parallel_llama.errors import CheckpointError, DamagedWeights, UnreadableFile, UsageError
 from parallel_llama.model_files import find_model, lies_within
 
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".gguf", ".bin", ".pt")
@@ -22,11 +23,11 @@ OWN_SUFFIXES = (*WEIGHT_SUFFIXES, ".json", ".jinja", ".model")
 
 def present_files(path: Path) -> dict[str, int]:
     """Sizes of all files in a folder, but for its manifest, or of the one file of a model."""
-    folder, paths = (path, list(path.rglob("*"))) if path.is_dir() else (path.parent, [path])
+    folder, paths = (path, list(path.rglob("*"))) if is_folder(path) else (path.parent, [path])
     return {
         file.relative_to(folder).as_posix(): file.stat().st_size
         for file in sorted(paths)
-        if file.is_file() and file != folder / MANIFEST
+        if is_file(file) and file != folder / MANIFEST
     }
 
 
@@ -55,7 +56,7 @@ def _require_there(folder: Path, name: str, entry: FileEntry) -> None:
     path = folder / name
     if not lies_within(folder, name):
         raise CheckpointError(f"{path}: leads out of the folder; put the file itself into it")
-    if not path.is_file():
+    if not is_file(path):
         raise CheckpointError(f"{path}: missing; {MANIFEST} lists it")
     size = path.stat().st_size
     if size != entry.bytes:
@@ -85,9 +86,11 @@ def require_whole(
     Raises: UsageError if there is no manifest to check against; DamagedWeights that names what is
     damaged or missing.
     """
-    folder = Path(model) if Path(model).is_dir() else find_model(model).path
+    folder = Path(model) if is_folder(Path(model)) else find_model(model).path
     try:
-        manifest = read_manifest(folder) if folder.is_dir() else None
+        manifest = read_manifest(folder) if is_folder(folder) else None
+    except UnreadableFile:
+        raise
     except CheckpointError as error:
         raise DamagedWeights(str(error)) from error
     if manifest is None:

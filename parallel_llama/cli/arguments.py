@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.bounded_files import is_file
 from parallel_llama.errors import UsageError
 from parallel_llama.fields import did_you_mean
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -275,7 +276,7 @@ def count_or_range(text: str) -> list[int]:
 
 def input_file(text: str) -> str:
     """The path of a file that is there."""
-    if not Path(filled_text(text)).is_file():
+    if not is_file(Path(filled_text(text))):
         raise ValueError("no such file")
     return text
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from parallel_llama.bounded_files import has_short_name, is_file, is_folder, is_there
 from parallel_llama.errors import CheckpointError, UsageError, WriteError
 from parallel_llama.fields import read_json_object
 from parallel_llama.model_files import ModelFiles
@@ -35,17 +36,30 @@ def check_path(output: str, prompts: str | None) -> Path:
     Raises: UsageError.
     """
     path = Path(output)
-    if path.is_dir():
+    if is_folder(path):
         raise UsageError(f"--output {output}: a folder; give the name of a file in it")
-    if not path.parent.is_dir():
+    if not is_folder(path.parent):
         raise UsageError(f"--output {output}: there is no folder {path.parent}; make it first")
-    if prompts is not None and path.exists() and path.samefile(prompts):
+    if not has_short_name(_growing(path)):
+        raise UsageError(f"--output {path.name[:80]}...: too long for a name; give a shorter one")
+    exists = is_there(path)
+    if prompts is not None and exists and path.samefile(prompts):
         raise UsageError(f"--output {output}: the file of the prompts itself; give another name")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(path if exists else path.parent, os.W_OK):
         raise UsageError(f"--output {output}: it cannot be written; name a file that can")
     if _is_resumable(path) and not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"--output {output}: the folder {path.parent} cannot be written to")
     return path
+
+
+def _sidecar(path: Path) -> Path:
+    """Where it is noted which run writes a file."""
+    return path.with_name(f"{path.name}.run")
+
+
+def _growing(path: Path) -> Path:
+    """The sidecar until it is whole."""
+    return path.with_name(f"{path.name}.run.part")
 
 
 def run_of(requests: Sequence[Request], model: ModelFiles, **weights: Any) -> dict[str, Any]:
@@ -79,7 +93,7 @@ class ResultFile:
     ) -> None:
         self.path, self.run = path, json.loads(json.dumps(run))
         self.resumable = _is_resumable(path)
-        self._sidecar = path.with_name(path.name + ".run")
+        self._sidecar = _sidecar(path)
         self._expected = _expected(requests)
         self.n_total = len(self._expected)
         self.done: set[Key] = set()
@@ -87,10 +101,10 @@ class ResultFile:
         self._file: BufferedWriter | None = None
         if resume and not self.resumable:
             raise UsageError(f"--resume: {path} is no regular file, whose lines could be read")
-        self._n_found = path.stat().st_size if self.resumable and path.exists() else 0
+        self._n_found = path.stat().st_size if self.resumable and is_there(path) else 0
         if self._n_found and resume:
             self._continue()
-        elif self._n_found and self._sidecar.exists():
+        elif self._n_found and is_there(self._sidecar):
             raise UsageError(
                 f"{path}: an unfinished run lies there; continue it with --resume, or remove it"
             )
@@ -149,7 +163,7 @@ class ResultFile:
             raise self._failed(error) from error
 
     def _continue(self) -> None:
-        if self._sidecar.exists():
+        if is_there(self._sidecar):
             self._require_same(_read_run(self._sidecar))
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -157,7 +171,7 @@ class ResultFile:
                     break
                 self.done.add(self._key(number, line))
                 self._n_whole += len(line)
-        if not self._sidecar.exists() and not self.is_complete:
+        if not is_there(self._sidecar) and not self.is_complete:
             raise UsageError(
                 f"{self.path}: {len(self.done)} of {self.n_total} completions, and no "
                 f"{self._sidecar.name} that says which run they are of; leave --resume out to "
@@ -203,7 +217,7 @@ class ResultFile:
 
     def _sign(self) -> None:
         """Say beside the file, for good and at once, which run its lines are of."""
-        growing = self._sidecar.with_name(self._sidecar.name + ".part")
+        growing = _growing(self.path)
         with growing.open("w", encoding="utf-8") as file:
             json.dump(self.run, file, indent=1)
             file.flush()
@@ -216,7 +230,7 @@ class ResultFile:
 
 
 def _is_resumable(path: Path) -> bool:
-    return path.is_file() or not path.exists()
+    return is_file(path) or not is_there(path)
 
 
 def _expected(requests: Sequence[Request]) -> dict[Key, int]:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.bounded_files import is_folder
 from parallel_llama.cli.arguments import JSON, Flag, Verb, filled_text, shown
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import BOLD, GREEN, RED, Loading, painted, printable, size
@@ -16,7 +17,7 @@ MAX_LINES = 100
 def prepare(dir: str, against: str | None, json: bool) -> Job:
     """Check that there is something to verify, and return the job that does."""
     for model in (dir, against):
-        if model is not None and not Path(model).is_dir():
+        if model is not None and not is_folder(Path(model)):
             find_model(model).require_weights()
     return Job(lambda: _verify(dir, against, json))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.bounded_files import is_file
 from parallel_llama.errors import UsageError
 from parallel_llama.fields import Fields, read_json_object
 from parallel_llama.gguf_header import read_gguf_header
@@ -78,7 +79,7 @@ def _from_hf(files: ModelFiles) -> GenerationDefaults:
     """generation_config.json, and config.json for the ids that it does not state."""
     path = files.path / "generation_config.json"
     stated = GenerationDefaults()
-    if path.is_file():
+    if is_file(path):
         stated = _with_path(path, Fields(read_json_object(path)), _sampling_from_hf)
     own = _with_path(files.config, Fields(read_json_object(files.config)), _ids_from_hf)
     return replace(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from parallel_llama.bounded_files import is_file
 from parallel_llama.config.gguf_config import args_from_gguf
 from parallel_llama.config.hf_config import args_from_hf
 from parallel_llama.config.meta_config import args_from_meta_config, is_meta_config
@@ -36,7 +37,7 @@ def load_model_args(
             return args_from_gguf(read_gguf_header(files.config), files.config)
         params = read_json_object(files.config)
         beside = files.path / "config.json"
-        if files.kind == "meta" and beside.is_file():
+        if files.kind == "meta" and is_file(beside):
             values = read_json_object(beside)
             if is_meta_config(values):
                 source = beside

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.bounded_files import read_bytes
+from parallel_llama.bounded_files import is_there, read_bytes
 from parallel_llama.errors import CheckpointError
 
 MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use hold about 35 MB
@@ -23,7 +23,7 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no such file."""
-    if not path.exists():
+    if not is_there(path):
         return {}
     try:
         value = json.loads(read_text(path, max_bytes))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.bounded_files import read_bytes
+from parallel_llama.bounded_files import is_file, is_there, open_file, read_bytes
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.gguf_header import read_gguf_header
 from parallel_llama.tokenizer.bounded_files import (
@@ -36,12 +36,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises: UsageError if there is none or its kind is not supported, CheckpointError if its file
     is damaged.
     """
-    if not path.exists():
+    if not is_there(path):
         raise UsageError(f"{path}: no such file or folder")
-    if path.is_file():
+    if is_file(path):
         return _tokenizer_in(path, _Config())
     for name in _FILES:
-        if (path / name).is_file():
+        if is_file(path / name):
             return _tokenizer_in(path / name, _read_config(path))
     raise UsageError(
         f"{path}: holds no tokenizer; looked for {' and '.join(_FILES)}. Copy the model's own there"
@@ -55,12 +55,12 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
 
     Raises: CheckpointError if a file is damaged.
     """
-    if path.is_file():
+    if is_file(path):
         return _gguf_template(path, tokenizer)
     template, source = _folder_template(path)
     if template is not None:
         return JinjaChat(template, tokenizer, _read_config(path).names, source)
-    if (path / "params.json").is_file():
+    if is_file(path / "params.json"):
         return _meta_chat(tokenizer)
     return None
 
@@ -115,7 +115,7 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[AddedToken, ...
 
 def _tokenizer_in(path: Path, config: _Config) -> Tokenizer:
     source = str(path)
-    with path.open("rb") as file:
+    with open_file(path) as file:
         head = file.read(4096)
     if head.startswith(b"GGUF"):
         return build_gguf_tokenizer(read_gguf_header(path).fields, source)
@@ -181,7 +181,7 @@ def _gguf_template(path: Path, tokenizer: Tokenizer) -> JinjaChat | None:
 def _folder_template(folder: Path) -> tuple[str | None, str]:
     """The template of a HF folder and the file that it is from."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if is_file(path):
         return _checked_template(read_text(path, MAX_TEMPLATE_BYTES), str(path)), str(path)
     path = folder / "tokenizer_config.json"
     template = read_json_object(path).get("chat_template")

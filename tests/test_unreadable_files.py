@@ -1,0 +1,263 @@
+"""Paths that the system does not let us follow or read: one line and exit code 2, in every verb.
+
+The superuser may read everything, so where these tests run as root they give that up for the time
+of a command (setresuid).
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import gguf_builder
+import pytest
+import torch
+from model_folders import add_manifest
+from safetensors.torch import load_file
+from tiny_folder import write_chat_folder
+from tiny_models import TINY_MODELS, write_hf, write_meta
+
+from parallel_llama import LLM
+from parallel_llama.cli.main import main
+from parallel_llama.errors import CheckpointError
+
+NOBODY = 65534
+LONG = "x" * 300
+
+VERBS: dict[str, Callable[[str], list[str]]] = {
+    "plan": lambda model: ["plan", "--model", model],
+    "generate": lambda model: ["generate", "--model", model, "--prompt=Hi", "--max-tokens=2"],
+    "score": lambda model: ["score", "--model", model, "--text-file", "text.txt"],
+    "verify": lambda model: ["verify", model],
+    "reshard": lambda model: ["reshard", model, "out", "--tp", "1", "--format", "native"],
+}
+
+
+@pytest.fixture(scope="module")
+def good() -> Iterator[Path]:
+    """Models in a folder that anybody may enter, which pytest's own is not."""
+    home = Path(tempfile.mkdtemp())
+    home.chmod(0o777)
+    write_chat_folder(home / "hf")
+    shutil.copytree(home / "hf", home / "indexed")
+    _write_index(home / "indexed", {"a": f"{LONG}.safetensors"})
+    shutil.copytree(home / "hf", home / "bin")
+    torch.save(load_file(home / "hf" / "model.safetensors"), home / "bin" / "pytorch_model.bin")
+    (home / "bin" / "model.safetensors").unlink()
+    write_meta(TINY_MODELS["9/3"], write_hf(TINY_MODELS["9/3"], home / "x"), home / "meta", 1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(home / "hf" / name, home / "meta")
+    shutil.copytree(home / "hf", home / "listed")
+    add_manifest(home / "listed")
+    (home / "gguf").mkdir()
+    (home / "gguf" / "m.gguf").write_bytes(gguf_builder.GGUF().to_bytes())
+    (home / "text.txt").write_text("some text")
+    for path in home.rglob("*"):  # some writers leave files that are their owner's alone
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    yield home
+    shutil.rmtree(home)
+
+
+def _write_index(folder: Path, weight_map: dict[str, str]) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@contextmanager
+def powerless() -> Iterator[None]:
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.setresuid(NOBODY, NOBODY, 0)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.setresuid(0, 0, 0)
+
+
+@contextmanager
+def locked(path: Path, mode: int = 0) -> Iterator[None]:
+    before = path.stat().st_mode
+    path.chmod(mode)
+    try:
+        yield
+    finally:
+        path.chmod(before)
+
+
+def outcome(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    capsys.readouterr()
+    with powerless():
+        code = main(argv)
+    return code, capsys.readouterr().err.splitlines()
+
+
+Refuses = Callable[[str, str], str]
+
+
+@pytest.fixture
+def refuses(
+    good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Refuses:
+    """Runs a verb on a model and returns its message, held to be one line, with exit code 2."""
+    monkeypatch.chdir(good)
+
+    def refuses(verb: str, model: str) -> str:
+        code, lines = outcome(VERBS[verb](model), capsys)
+        said = [line for line in lines if line.startswith("parallel-llama:")]
+        assert (code, len(said)) == (2, 1), "\n".join(lines)
+        assert "Traceback" not in "".join(lines)
+        assert len(said[0]) < 1000
+        return said[0]
+
+    return refuses
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111])
+def test_a_folder_that_is_somebody_elses(
+    good: Path, refuses: Refuses, verb: str, mode: int
+) -> None:
+    """Not to be entered, only to be listed, only to be entered."""
+    with locked(good / "hf", mode):
+        assert "hf" in (said := refuses(verb, "hf"))
+        assert "Permission denied" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "file", "spared"),
+    [
+        ("hf", "config.json", []),
+        ("hf", "model.safetensors", ["plan"]),
+        ("hf", "tokenizer.json", ["plan", "verify", "reshard"]),
+        ("hf", "generation_config.json", ["plan", "verify", "score"]),
+        ("hf", "tokenizer_config.json", ["plan", "verify", "reshard"]),
+        ("bin", "pytorch_model.bin", ["plan"]),
+        ("meta", "params.json", []),
+        ("meta", "consolidated.00.pth", ["plan"]),
+        ("listed", "manifest.json", ["plan", "generate", "score", "reshard"]),
+        ("indexed", "model.safetensors.index.json", []),
+        ("gguf/m.gguf", "", []),
+    ],
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_file_that_is_somebody_elses(
+    good: Path, refuses: Refuses, verb: str, model: str, file: str, spared: list[str]
+) -> None:
+    """`spared` are the verbs that do not read it."""
+    path = good / model / file
+    with locked(path):
+        if verb not in spared:
+            said = refuses(verb, model)
+            assert f"{path.relative_to(good)}: cannot be read: Permission denied" in said
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("name", [LONG, f"{LONG}/m.gguf", f"hf/{LONG}", "a/" * 2500])
+def test_a_path_that_is_too_long(refuses: Refuses, verb: str, name: str) -> None:
+    refuses(verb, name)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "verify"])
+def test_an_index_that_names_a_file_of_300_letters(refuses: Refuses, verb: str) -> None:
+    assert "1 of the 1 files" in refuses(verb, "indexed")
+
+
+def test_verify_reports_an_index_that_names_a_file_of_300_letters(
+    good: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it does any file that is missing: the folder is damaged, and that is a verdict."""
+    assert main(["verify", str(good / "indexed")]) == 1
+    assert "1 of the 1 files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("name", ["loop", "loop/m.gguf", "loop.gguf"])
+def test_a_loop_of_links(good: Path, refuses: Refuses, verb: str, name: str) -> None:
+    links = [good / "loop", good / "loop.gguf"]
+    for link in links:
+        link.symlink_to(link.name)
+    try:
+        assert "Too many levels of symbolic links" in refuses(verb, name)
+    finally:
+        for link in links:
+            link.unlink()
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_file_that_is_a_loop_of_links(good: Path, refuses: Refuses, verb: str, file: str) -> None:
+    path = good / "hf" / file
+    path.rename(good / "away")
+    path.symlink_to(path.name)
+    try:
+        if verb not in {"model.safetensors": ["plan"], "tokenizer.json": ["plan"]}.get(file, []):
+            assert file in refuses(verb, "hf")
+    finally:
+        path.unlink()
+        (good / "away").rename(path)
+
+
+@pytest.mark.parametrize(
+    "target", [LONG, f"hf/{LONG}/new", "closed/new", "closed/in/new", "y" * 250]
+)
+def test_a_target_that_cannot_be_written(
+    good: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+) -> None:
+    monkeypatch.chdir(good)
+    closed = good / "closed"
+    closed.mkdir(exist_ok=True)
+    with locked(closed):
+        argv = ["reshard", "hf", target, "--tp", "1", "--format", "native"]
+        code, lines = outcome(argv, capsys)
+    assert (code, len(lines)) == (2, 1), lines
+    assert len(lines[0]) < 1000
+
+
+FLAGS = [
+    ("score", "--text-file"),
+    ("score", "--tokens-file"),
+    ("generate", "--prompts"),
+    ("generate", "--output"),
+    ("generate", "--json-schema"),
+    ("generate", "--grammar"),
+]
+
+
+@pytest.mark.parametrize(("verb", "flag"), FLAGS)
+@pytest.mark.parametrize("path", ["closed/file", "closed.txt", "loop", "loop/file", LONG])
+def test_a_file_of_a_flag_that_cannot_be_read(
+    good: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    flag: str,
+    path: str,
+) -> None:
+    monkeypatch.chdir(good)
+    (good / "closed").mkdir(exist_ok=True)
+    (good / "closed.txt").write_text("{}")
+    (good / "loop").symlink_to("loop")
+    argv = [verb, "--model", "hf", flag, path]
+    if verb == "generate" and flag != "--prompts":
+        argv += ["--prompt", "Hi", "--max-tokens", "2"]
+    try:
+        with locked(good / "closed"), locked(good / "closed.txt"):
+            code, lines = outcome(argv, capsys)
+    finally:
+        (good / "loop").unlink()
+    assert (code, len(lines)) == (2, 1), "\n".join(lines)
+    assert len(lines[0]) < 1000
+
+
+def test_a_program_gets_the_same_error(good: Path) -> None:
+    refused = pytest.raises(CheckpointError, match=r"config\.json: cannot be read: Permission")
+    with locked(good / "hf" / "config.json"), powerless(), refused:
+        LLM(str(good / "hf"))
