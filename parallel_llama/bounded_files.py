@@ -50,6 +50,14 @@ def names_in(folder: Path) -> list[str]:
         raise _unreadable(folder, error) from error
 
 
+def expanded(path: str) -> Path:
+    """The path with a leading ~ or ~user replaced, as far as there is such a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def resolved(path: Path) -> Path:
     """The path with all links followed."""
     try:

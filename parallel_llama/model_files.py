@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from parallel_llama.bounded_files import is_file, is_folder, is_there, names_in, resolved
+from parallel_llama.bounded_files import expanded, is_file, is_folder, is_there, names_in, resolved
 from parallel_llama.errors import UnreadableFile, UsageError
 from parallel_llama.fields import did_you_mean, listed, read_json_object
+from parallel_llama.hub_cache import find_snapshot, hub_folder, is_hub_name
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NATIVE_FILES = 99_999
@@ -62,12 +63,14 @@ class ModelFiles:
 
 
 def find_model(name: str) -> ModelFiles:
-    """The files of a model, given as a folder, a .gguf file, `smollm2` or a name in configs/models.
+    """The files of a model, given as a folder, a .gguf file or a name.
+
+    A name is `smollm2`, one in configs/models, or a downloaded model's name on the HF hub.
 
     Raises: UsageError if nothing is there, or what is there is not a whole model; CheckpointError
     if it cannot be read, or an index is damaged.
     """
-    path = _expanded(name)
+    path = expanded(name)
     if name and is_there(path):
         return _in_folder(path) if is_folder(path) else _single_file(path)
     if name == SMOLLM2:
@@ -76,17 +79,23 @@ def find_model(name: str) -> ModelFiles:
     shape = shapes.get(name.removesuffix(".json"))
     if shape is not None:
         return _single_file(shape)
+    if is_hub_name(name):
+        return _downloaded(name, path)
     raise UsageError(
         f"model {name[:200]!r} is not a path that exists, not {SMOLLM2!r} and not a name in "
         f"configs/models{did_you_mean(name, [SMOLLM2, *shapes, *_neighbours(path)])}"
     )
 
 
-def _expanded(name: str) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:  # a user that does not exist
-        return Path(name)
+def _downloaded(name: str, path: Path) -> ModelFiles:
+    snapshot = find_snapshot(name)
+    if snapshot is None:
+        raise UsageError(
+            f"model {name!r} is not a path that exists, and was not downloaded from the hub (there "
+            f"is no {hub_folder(name)}); if it is a name there, run: hf download {name}"
+            f"{did_you_mean(name, _neighbours(path))}"
+        )
+    return _in_folder(snapshot)
 
 
 def _neighbours(path: Path) -> list[str]:

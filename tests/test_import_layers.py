@@ -20,7 +20,7 @@ PACKAGE = ROOT / "parallel_llama"
 FLOORS = [
     {"errors"},
     {"bounded_files"},
-    {"fields", "gguf_header"},
+    {"fields", "gguf_header", "hub_cache"},
     {"model_files"},
     {"config"},
     {"plan", "target_folder"},
@@ -46,6 +46,7 @@ TORCH_FREE = {
     "bounded_files",
     "fields",
     "gguf_header",
+    "hub_cache",
     "config",
     "model_files",
     "plan",
