@@ -10,6 +10,7 @@ from checkpoint_samples import TINY, hf_name, weights_of, write_hf, write_safete
 from parallel_llama.checkpoint import byte_ranges, open_checkpoint
 from parallel_llama.checkpoint import safetensors_header as header_module
 from parallel_llama.checkpoint.safetensors_header import read_safetensors_header
+from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.errors import CheckpointError
 from parallel_llama.plan import make_plan, parameters
 
@@ -205,3 +206,25 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
     files.weights[1].write_bytes(files.weights[0].read_bytes())
     with pytest.raises(CheckpointError, match=r"is in model-00001\S* and in model-00002"):
         open_checkpoint(files, TINY)
+
+
+def test_a_message_quotes_no_more_than_the_beginning_of_a_long_name(tmp_path):
+    """A name may be as long as the header, and went whole to the person's terminal."""
+    tensors = {hf_name(name): whole for name, whole in weights_of(TINY).items()}
+    (tmp_path / "safe").mkdir()
+    (tmp_path / "torch").mkdir()
+    long = "x" * 100_000
+    safe = write_safetensors(tmp_path / "safe", {**tensors, long: torch.ones(1)})
+    torch_file = tmp_path / "torch" / "pytorch_model.bin"
+    torch.save({**tensors, long: torch.ones(1)}, torch_file)
+    for files in (safe, replace(safe, path=torch_file.parent, weights=(torch_file,))):
+        with pytest.raises(CheckpointError, match="extra: 'xxx") as caught:
+            opened(files)
+        assert len(str(caught.value)) < 1000
+    torch.save({long: "no tensor"}, torch_file)
+    header = json.dumps({long: {**GOOD, "dtype": long}}).encode()
+    safe.weights[0].write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    for path, read in ((safe.weights[0], read_safetensors_header), (torch_file, read_torch_header)):
+        with pytest.raises(CheckpointError, match=r"unknown dtype|expected a tensor") as caught:
+            read(path)
+        assert len(str(caught.value)) < 1000

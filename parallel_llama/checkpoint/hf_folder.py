@@ -68,7 +68,7 @@ def _header(path: Path) -> dict[str, FileTensor]:
         full_name = hf_full_name(name)
         if full_name in tensors:
             raise CheckpointError(
-                f"{path}: holds {full_name!r} with and without the 'model.'; remove one of them"
+                f"{path}: holds {full_name!r:.200} with and without the 'model.'; remove one"
             )
         tensors[full_name] = tensor
     return tensors
@@ -86,8 +86,8 @@ def merged(
         for name, tensor in header.items():
             if name in tensors:
                 raise CheckpointError(
-                    f"{where}: tensor {name!r} is in {tensors[name][0].name} and in {path.name}; "
-                    "remove the file that does not belong to this checkpoint"
+                    f"{where}: tensor {name!r:.200} is in {tensors[name][0].name} and in "
+                    f"{path.name}; remove the file that does not belong to this checkpoint"
                 )
             tensors[name] = path, tensor
     return tensors

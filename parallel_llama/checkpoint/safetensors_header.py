@@ -85,21 +85,21 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
 
 def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor:
     def refuse(why: str) -> CheckpointError:
-        return CheckpointError(f"{path}: tensor {name!r} {why}; the file is damaged")
+        return CheckpointError(f"{path}: tensor {name!r:.200} {why}; the file is damaged")
 
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise refuse("needs exactly dtype, shape and data_offsets in the header")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise refuse(f"has the unknown dtype {dtype!r}")
+        raise refuse(f"has the unknown dtype {dtype!r:.200}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMS:
-        raise refuse(f"has the shape {shape!r}, not a list of at most {MAX_DIMS} sizes")
+        raise refuse(f"has the shape {shape!r:.200}, not a list of at most {MAX_DIMS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise refuse(f"has the data_offsets {offsets!r}, not two rising numbers")
+        raise refuse(f"has the data_offsets {offsets!r:.200}, not two rising numbers")
     start, stop = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (stop - start) * 8:
-        raise refuse(f"of shape {shape} and dtype {dtype} claims {stop - start} bytes")
+        raise refuse(f"of shape {shape!s:.200} and dtype {dtype} claims {stop - start} bytes")
     return FileTensor(name, dtype, tuple(shape), data_start + start, stop - start)
 
 
@@ -116,7 +116,7 @@ def _require_cover(path: Path, tensors: list[FileTensor], data_start: int, size:
         if tensor.offset != position:
             fault = "overlaps the tensor before it" if tensor.offset < position else "leaves a gap"
             raise CheckpointError(
-                f"{path}: tensor {tensor.name!r} begins at byte {tensor.offset}, expected "
+                f"{path}: tensor {tensor.name!r:.200} begins at byte {tensor.offset}, expected "
                 f"{position}: it {fault}; the file is damaged"
             )
         position += tensor.n_bytes

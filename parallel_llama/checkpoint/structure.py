@@ -42,4 +42,5 @@ def refuse_difference(where: object, difference: Mapping[str, Sequence[str]]) ->
 def listed(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     more = len(names) - MAX_LISTED
-    return ", ".join(names[:MAX_LISTED]) + (f" ... and {more} more" if more > 0 else "")
+    shown = ", ".join(name[:200] for name in names[:MAX_LISTED])
+    return shown + (f" ... and {more} more" if more > 0 else "")

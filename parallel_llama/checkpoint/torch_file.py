@@ -46,8 +46,8 @@ def read_torch_header(path: Path) -> dict[str, FileTensor]:
     for name, tensor in state.items():
         if not tensor.is_contiguous():
             raise CheckpointError(
-                f"{path}: tensor {name!r} is not stored row by row; load the model where you trust "
-                "it and save it anew"
+                f"{path}: tensor {name!r:.200} is not stored row by row; load the model where you "
+                "trust it and save it anew"
             )
         offset = tensor.data_ptr() + shift if tensor.numel() else 0
         dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
@@ -62,7 +62,7 @@ def _opened(path: Path) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # an unpickler fed with hostile bytes can raise nearly anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path}: cannot be read as plain weights ({reason})") from error
+        raise CheckpointError(f"{path}: cannot be read as plain weights ({reason:.500})") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, expected names and tensors")
     for name, tensor in state.items():
@@ -101,7 +101,7 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
         end = offset + member.file_size
         if member.header_offset < position or end > size:
             raise CheckpointError(
-                f"{path}: record {member.filename!r} claims bytes {offset} to {end}, and "
+                f"{path}: record {member.filename!r:.200} claims bytes {offset} to {end}, and "
                 f"{position} to {size} are left; truncated or forged"
             )
         position = end
@@ -139,7 +139,7 @@ def _is_zip(path: Path) -> bool:
 
 def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
     def refuse(why: str) -> CheckpointError:
-        return CheckpointError(f"{path}: record {member.filename!r} {why}; forged or damaged")
+        return CheckpointError(f"{path}: record {member.filename!r:.200} {why}; forged or damaged")
 
     if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
         raise refuse("is compressed, which torch.save never does")
@@ -159,11 +159,11 @@ def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
 def _require_plain(path: Path, name: object, tensor: object) -> None:
     if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise CheckpointError(
-            f"{path}: entry {name!r} is a {type(tensor).__name__}, expected a tensor; only flat "
-            "dictionaries of weights are read"
+            f"{path}: entry {name!r:.200} is a {type(tensor).__name__}, expected a tensor; only "
+            "flat dictionaries of weights are read"
         )
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-        raise CheckpointError(f"{path}: tensor {name!r} is not a plain dense tensor")
+        raise CheckpointError(f"{path}: tensor {name!r:.200} is not a plain dense tensor")
 
 
 def _require_own_records(path: Path, tensors: list[Tensor], records: list[tuple[int, int]]) -> None:
