@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +166,17 @@ def test_torchs_own_files_are_read(tmp_path: Path, name: str, n_files: int) -> N
     assert_loads_as_in_transformers(folder)
 
 
-def test_a_tensor_may_be_a_part_of_another_ones_storage(folder: Path) -> None:
+def as_one_vector(folder: Path) -> None:
     """As in files that were put together from a training run: views into one long vector."""
     state = as_bin(folder)
     flat = torch.cat([tensor.flatten() for tensor in state.values()])
-    views, start = {}, 0
-    for name, tensor in state.items():
-        views[name] = flat[start : start + tensor.numel()].view(tensor.shape)
-        start += tensor.numel()
-    torch.save(views, folder / BIN)
+    pieces = flat.split([tensor.numel() for tensor in state.values()])
+    pairs = zip(state.items(), pieces, strict=True)
+    torch.save({name: piece.view(old.shape) for (name, old), piece in pairs}, folder / BIN)
+
+
+def test_a_tensor_may_be_a_part_of_a_longer_storage(folder: Path) -> None:
+    as_one_vector(folder)
     assert_loads_as_in_transformers(folder)
 
 
@@ -266,18 +269,23 @@ def test_torchs_own_files_are_verified_and_resharded(
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("n_files", [1, 2])
+@pytest.mark.parametrize(
+    "write", [as_bin, lambda folder: as_bin(folder, 2), as_one_vector], ids=["one", "two", "vector"]
+)
 def test_damage_to_torchs_own_files_is_named_with_tensor_and_bytes(
-    folder: Path, n_files: int
+    folder: Path, write: Callable[[Path], object]
 ) -> None:
-    as_bin(folder, n_files)
+    write(folder)
     add_manifest(folder)
     path = sorted(folder.glob("*.bin"))[0]
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    at = len(data) // 2
+    data[at] ^= 1
     path.write_bytes(data)
     (line,) = verify(str(folder)).problems
-    assert re.fullmatch(rf"{path.name}: damaged in \S+\.weight, bytes \d+ to \d+", line)
+    match = re.fullmatch(rf"{path.name}: damaged in \S+\.weight, bytes (\d+) to (\d+)", line)
+    assert match is not None, line
+    assert int(match[1]) <= at < int(match[2]) <= len(data)
 
 
 def test_a_folder_of_torchs_own_files_that_is_not_whole_is_refused(folder: Path) -> None:

@@ -156,6 +156,19 @@ def test_a_file_that_is_somebody_elses(
             assert f"{path.relative_to(good)}: cannot be read: Permission denied" in said
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "tokenizer.json", "model.safetensors"])
+def test_a_file_to_be_verified_that_is_somebody_elses(
+    good: Path, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    """It used to count as damaged, which nobody can know."""
+    argv = ["generate", "--model", str(good / "listed"), "--prompt=Hi", "--max-tokens=2"]
+    assert main([*argv, "--verify"]) == 0
+    with locked(good / "listed" / file):
+        code, lines = outcome([*argv, "--verify"], capsys)
+    assert code == 2
+    assert f"listed/{file}: cannot be read: Permission denied" in lines[-1]
+
+
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", [LONG, f"{LONG}/m.gguf", f"hf/{LONG}", "a/" * 2500])
 def test_a_path_that_is_too_long(refuses: Refuses, verb: str, name: str) -> None:
