@@ -135,6 +135,8 @@ class VocabParallelEmbedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, with the mean of squares in at least float32.
 
+    A row whose squares are too large for that becomes nan, not zeros.
+
     Shapes: x [T, dim] replicated, and so is the result.
     Source: arXiv 1910.07467.
     """
@@ -153,7 +155,7 @@ class RMSNorm(nn.Module):
         length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         # One call for eps + norm^2 / dim: at one row each call takes as long as what it computes.
         mean = torch.full_like(length, self.eps).addcmul_(length, length, value=1 / x.shape[-1])
-        inverse_rms = mean.rsqrt_()
+        inverse_rms = (mean * 0).add_(mean.rsqrt())  # nan for an infinite mean
         y = (wide * inverse_rms).to(x.dtype)
         return y.mul_(self.weight)
 

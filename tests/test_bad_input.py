@@ -407,6 +407,29 @@ def test_a_weight_that_does_not_fit_the_dtype_is_found_while_reading(
     refused(*argv, code=1, says=["1e+06", "float16", "use bfloat16 or float32"])
 
 
+@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+    ],
+)
+def test_a_weight_that_is_too_large_to_compute_with_ends_with_1(
+    folder: Path, refused: Refused, name: str, nproc: str
+) -> None:
+    """Squares of its row are infinite in float32; the norm made zeros of it, and token 0."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[1] = 3e38
+
+    edit_weights(folder, edit)
+    argv = ("generate", "--model", str(folder), *TEXT, "--dtype", "float32", "--nproc", nproc)
+    refused(*argv, code=1, says=["the largest of its logits is", "the weights are damaged or"])
+
+
 def test_a_file_that_shrinks_while_it_is_read_ends_with_1(
     folder: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:

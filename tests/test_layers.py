@@ -35,3 +35,14 @@ def test_rms_norm_is_its_definition_and_counts_squares_in_float32():
     ours = norm(x)
     torch.testing.assert_close(ours, expected.to(torch.bfloat16) * norm.weight, rtol=1e-2, atol=0)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_is_too_large_to_be_normed_becomes_nan(dtype):
+    """It became zeros, and the model went on to token 0 with exit code 0."""
+    norm = RMSNorm(96, 1e-5, dtype=dtype, device=CPU)
+    norm.weight.fill_(1)
+    x = torch.randn(3, 96, dtype=dtype)
+    x[1, 7] = 1e38
+    y = norm(x)
+    assert y[1].isnan().all() and not y[[0, 2]].isnan().any()

@@ -19,7 +19,7 @@ from parallel_llama.kernels.program import (
 
 
 class Norm:
-    """x / rms(x) * weight.
+    """x / rms(x) * weight, and nan for a row whose squares are too large to be summed.
 
     Shapes: x [n, dim], each row in one piece; weight [dim]; the result [n, dim].
     Source: arXiv 1910.07467.
@@ -75,7 +75,8 @@ class _Body:
             total = b.fpext(total, F64)
         mean = b.fadd(b.fdiv(total, b.sitofp(dim, F64)), eps)
         root = b.call(declared(b.module, "llvm.sqrt.f64", F64, [F64]), [mean])
-        inverse = b.fdiv(F64(1), root)
+        # Nothing is added, but for an infinite mean: divided by that, the row would become zeros.
+        inverse = b.fadd(b.fdiv(F64(1), root), b.fmul(F64(0), mean))
         if lanes.bits < 64:
             inverse = b.fptrunc(inverse, lanes.scalar)
         return lanes.broadcast(b, inverse)
