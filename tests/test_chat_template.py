@@ -1,8 +1,6 @@
 """Chat formats: the models' own templates, Meta's two, and templates that mean harm."""
 
 import json
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,12 +23,7 @@ from tokenizer_data import (
 )
 
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.tokenizer import (
-    ChatTemplate,
-    load_chat_template,
-    load_tokenizer,
-    template_worker,
-)
+from parallel_llama.tokenizer import ChatTemplate, load_chat_template, load_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 from parallel_llama.tokenizer.template_renderer import TemplateRenderer
 
@@ -46,7 +39,7 @@ DIALOG = [
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[TemplateRenderer]:
     """One process for many templates, with a limit short enough for a quick test."""
-    renderer = TemplateRenderer(limit_s=0.5)
+    renderer = TemplateRenderer(cpu_s=0.5)
     yield renderer
     renderer.close()
 
@@ -387,7 +380,7 @@ def test_the_default_limit_stops_a_loop_within_two_seconds() -> None:
     renderer = TemplateRenderer()
     assert rendered(renderer, "ready") == "ready"
     start = time.monotonic()
-    with pytest.raises(CheckpointError, match=r"takes more than 1\.5 s"):
+    with pytest.raises(CheckpointError, match=r"takes more than 1\.5\d s of CPU time"):
         rendered(renderer, ENDLESS["nested ranges"])
     assert time.monotonic() - start < 2.0
     renderer.close()
@@ -395,11 +388,11 @@ def test_the_default_limit_stops_a_loop_within_two_seconds() -> None:
 
 def test_memory_of_a_hostile_template_is_bounded() -> None:
     """The kernel refuses what goes beyond 192 MiB; the highest mark of the process is read."""
-    renderer = TemplateRenderer(limit_s=10)  # memory is to end these, not time on a busy machine
+    renderer = TemplateRenderer(cpu_s=10)  # memory is to end these, not time
     rendered(renderer, "ready")
     pid = renderer_pid(renderer)
     for name in ("doubling by +", "doubling by join", "center", "ljust", "expandtabs", "batch"):
-        with pytest.raises(CheckpointError, match="needs more than 201326592 bytes"):
+        with pytest.raises(CheckpointError, match="needs more memory than it may have"):
             rendered(renderer, LARGE[name])
     assert renderer_pid(renderer) == pid
     status = Path(f"/proc/{pid}/status").read_text()
@@ -415,8 +408,9 @@ def test_output_is_bounded(renderer: TemplateRenderer) -> None:
 
 
 def renderer_pid(renderer: TemplateRenderer) -> int:
-    assert renderer._process is not None
-    return renderer._process._child.pid
+    child = renderer._process._child
+    assert child is not None
+    return child._process.pid
 
 
 def test_a_dead_renderer_is_started_again(renderer: TemplateRenderer) -> None:
@@ -425,25 +419,3 @@ def test_a_dead_renderer_is_started_again(renderer: TemplateRenderer) -> None:
     process.kill()
     process.wait(5)
     assert rendered(renderer, "again") == "again"
-
-
-def test_close_leaves_no_process_behind() -> None:
-    renderer = TemplateRenderer()
-    rendered(renderer, "ready")
-    pid = renderer_pid(renderer)
-    renderer.close()
-    assert not psutil.pid_exists(pid)
-
-
-def test_a_rendering_process_whose_parent_is_gone_ends_itself() -> None:
-    """Killed in the middle of a render, a parent can no longer end it; a timer does."""
-    worker = subprocess.Popen(
-        [sys.executable, template_worker.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    request = {"template": ENDLESS["equality of trees"], "context": {}, "limit_s": 0.01}
-    assert worker.stdin is not None and worker.stdout is not None
-    with worker.stdin, worker.stdout:
-        assert json.loads(worker.stdout.readline()) == {"ready": True}
-        worker.stdin.write(json.dumps(request).encode() + b"\n")
-        worker.stdin.flush()
-        assert worker.wait(timeout=20) == -signal.SIGALRM

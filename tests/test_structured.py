@@ -13,7 +13,7 @@ import pytest
 from bounded_schemas import check_completions
 from tokenizer_data import LLAMA3, MISTRAL_V1, MISTRAL_V3, REAL_FILES, SMOLLM2, real_tokenizer
 
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.request import Grammar
 from parallel_llama.structured import GrammarCompiler, Matcher, MatchError, compiler, trial
 from parallel_llama.structured.token_table import TokenTable
@@ -156,6 +156,21 @@ def test_text_that_the_tokenizer_would_normalise_is_spelled_by_its_longest_token
 
     table = TokenTable(Lossy(), 49152, frozenset())  # type: ignore[arg-type]
     assert b"".join(table.tokens[id] for id in table.encode(b"Hello World")) == b"Hello World"
+
+
+def test_text_that_the_tokenizer_cannot_encode_is_spelled_by_its_longest_tokens(
+    smollm2_json: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a mask, where the error went through llguidance as a panic."""
+
+    def refuse(*_: object, **__: object) -> list[int]:
+        raise CheckpointError("tokenizer.json: the tokenizer is stopped")
+
+    monkeypatch.setattr(smollm2_json, "encode", refuse)
+    maker = GrammarCompiler(smollm2_json, smollm2_json.vocab_size, smollm2_json.eos_ids)
+    assert smollm2_json.decode(draw(maker.matcher(Grammar("regex", "hello world")), 0)) == (
+        "hello world"
+    )
 
 
 def test_a_completion_that_begins_a_text_begins_with_no_token_that_would_lose_its_space() -> None:

@@ -5,9 +5,11 @@ import json
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tiktoken
 from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
@@ -21,13 +23,15 @@ from tokenizer_data import (
     random_ids,
     random_texts,
     real_tokenizer,
+    real_tokenizer_files,
 )
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import load_tokenizer
 from parallel_llama.tokenizer.special_tokens import SpecialTokens
 from parallel_llama.tokenizer.tiktoken_ranks import MAX_RUN
+from parallel_llama.tokenizer.tokenizer_json import build_guarded
 
 
 @pytest.fixture(scope="module")
@@ -364,3 +368,122 @@ def test_the_longest_special_token_at_a_place_is_taken() -> None:
     tokens = SpecialTokens({"<a": 1, "<a>": 2, "": 3})
     assert list(tokens.split("x<a><ay")) == ["x", 2, 1, "y"]
     assert list(SpecialTokens({}).split("x")) == ["x"]
+
+
+# Files that mean harm.
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-level with whole words", "sentencepiece"])
+def test_real_files_give_the_ids_that_tokenizers_gives_in_this_process(
+    tmp_path: Path, kind: str
+) -> None:
+    file = real_tokenizer_files()[kind]
+    (tmp_path / "tokenizer.json").write_bytes(file)
+    ours, oracle, plain = load_tokenizer(tmp_path), *(Tokenizer.from_buffer(file) for _ in "ab")
+    plain.encode_special_tokens = True
+    specials = list(ours.vocabulary.special_ids)[:3]
+    for text in [*random_texts(1000), " ".join(specials), "".join(f"a{s}b" for s in specials)]:
+        assert ours.encode(text, bos=False) == oracle.encode(text, add_special_tokens=False).ids
+        expected = plain.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, bos=False, special=False) == expected
+        assert ours.encode(text) == oracle.encode(text).ids
+    assert ours.vocab_size == oracle.get_vocab_size()
+
+
+def small_file(folder: Path, **parts: Any) -> Path:
+    """A tokenizer.json of all bytes with some of its parts replaced."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(byte_level_tokenizer().to_str()), **parts}))
+    return path
+
+
+def replacements(n_steps: int) -> dict[str, Any]:
+    """A normalizer that makes each `a` ten times as many, this many times over."""
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    return {"type": "Sequence", "normalizers": [step] * n_steps}
+
+
+def backtracking(pattern: str) -> dict[str, Any]:
+    return {
+        "type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False
+    }  # fmt: skip
+
+
+CHARSMAP = {
+    "type": "Precompiled",
+    "precompiled_charsmap": "AA==",
+}  # one that `tokenizers` panics at
+
+
+def test_a_file_that_asks_for_gigabytes_is_stopped_when_it_is_loaded(tmp_path: Path) -> None:
+    """These 2 kB took 90 s and 9 GB, in the process that was to load a model."""
+    path = small_file(tmp_path, normalizer=replacements(9))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* more than \d+ MiB of memory"):
+        load_tokenizer(path)
+
+
+def test_a_text_that_becomes_gigabytes_is_stopped(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(small_file(tmp_path, normalizer=replacements(4)))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*(memory|CPU time)"):
+        tokenizer.encode("a" * 10_000)
+    assert len(tokenizer.encode("ab")) == 10_001
+
+
+def test_a_pattern_that_backtracks_is_stopped(tmp_path: Path) -> None:
+    """Each of the words costs a tenth of a second: hours, for a text of some megabytes."""
+    tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a|aa)+$")))
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* of CPU time"):
+        tokenizer.encode(("a" * 28 + "!") * 1000)
+    assert time.monotonic() - started < 10
+    assert tokenizer.decode(tokenizer.encode("aab")) == "aab"
+
+
+def test_a_panic_at_loading_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*precompiled_charsmap"):
+        load_tokenizer(small_file(tmp_path, normalizer=CHARSMAP))
+
+
+def test_a_panic_at_encoding_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """It passed every handler of exceptions, as a BaseException."""
+    tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a+)+$")))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*retry-limit-in-match"):
+        tokenizer.encode("a" * 40 + "!")
+    assert tokenizer.decode(tokenizer.encode("aab")) == "aab"
+
+
+def test_a_panic_of_a_tokenizer_built_here_is_an_error_too() -> None:
+    def build() -> Tokenizer:
+        tokenizer = byte_level_tokenizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+        return tokenizer
+
+    encoder = build_guarded(build, "a.gguf")
+    with pytest.raises(CheckpointError, match=r"a\.gguf: .*retry-limit-in-match"):
+        encoder.encode("a" * 40 + "!", special=True)
+
+
+def test_a_killed_tokenizer_process_is_started_again_with_what_was_loaded(tmp_path: Path) -> None:
+    others = set(psutil.Process().children())
+    tokenizer = load_tokenizer(hf_folder(tmp_path, with_template("<s> $A"), bos_token="<s>"))
+    before = tokenizer.encode("hello</s>")
+    small_file(tmp_path, normalizer=replacements(1))
+    (process,) = set(psutil.Process().children()) - others
+    process.kill()
+    process.wait(5)
+    assert tokenizer.encode("hello</s>") == before
+
+
+@pytest.mark.parametrize(
+    ("decoder", "reason"),
+    [
+        ([{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}], "nothing longer"),
+        ([{"type": "Fuse"}] * 17, "more than 16 steps"),
+    ],
+)
+def test_a_decoder_that_costs_more_than_its_file_is_refused(
+    tmp_path: Path, decoder: list[Any], reason: str
+) -> None:
+    """Ten steps that each write ten letters for one took all memory."""
+    with pytest.raises(CheckpointError, match=reason):
+        load_tokenizer(small_file(tmp_path, decoder={"type": "Sequence", "decoders": decoder}))

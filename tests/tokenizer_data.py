@@ -5,12 +5,14 @@ import random
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unicodedata import category
 
 from tokenizers import pre_tokenizers
 
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
+from parallel_llama.tokenizer.export import export_gguf_tokenizer
 
 ALPHABET = (
     "abcXYZ 0123456789  \t\n\r'sStTllLL.,!?-_()[]{}<>|/\\\"#$%&*+=^~`@"
@@ -56,6 +58,23 @@ def smollm2_of_transformers() -> Any:
         ]
     )
     return oracle
+
+
+@cache
+def real_tokenizer_files() -> dict[str, bytes]:
+    """A tokenizer.json of each kind in use, converted from the models' own files."""
+    from transformers import LlamaTokenizer  # takes seconds, and most tests here do not need it
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    with TemporaryDirectory() as folder:
+        Path(folder, "tokenizer.model").symlink_to(MISTRAL_V1)
+        mistral = LlamaTokenizer.from_pretrained(folder).backend_tokenizer
+    llama3 = TikTokenConverter(vocab_file=str(LLAMA3)).converted()
+    return {
+        "byte-level": export_gguf_tokenizer(SMOLLM2)["tokenizer.json"],
+        "byte-level with whole words": llama3.to_str().encode(),
+        "sentencepiece": mistral.to_str().encode(),
+    }
 
 
 def random_texts(n_texts: int, seed: int = 0) -> Iterator[str]:

@@ -8,6 +8,7 @@ import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
+from parallel_llama.errors import CheckpointError
 from parallel_llama.tokenizer import Tokenizer
 
 Bits = NDArray[np.uint8]  # [ceil(vocab_size / 8)], bit t % 8 of byte t // 8 for token t
@@ -46,11 +47,15 @@ class TokenTable:
     def encode(self, text: bytes) -> list[int]:
         """Ids that spell exactly these bytes, the tokenizer's own choice where it keeps them all.
 
-        Some tokenizers normalise text, which would spell something else: there the longest tokens
-        are taken from the left, up to a byte that no token spells.
+        Some tokenizers normalise text, which would spell something else, and a damaged one may not
+        encode it: there the longest tokens are taken from the left, up to a byte that no token
+        spells.
         """
         marked = (_MARK + text).decode("utf-8", "replace")
-        ids = self._tokenizer.encode(marked, bos=False, special=False)
+        try:
+            ids = self._tokenizer.encode(marked, bos=False, special=False)
+        except CheckpointError:
+            return self._longest(text)
         spelled = [self.tokens[id] if id < len(self.tokens) else b"" for id in ids]
         start = spelled.index(_MARK) + 1 if _MARK in spelled else 0
         return ids[start:] if b"".join(spelled[start:]) == text else self._longest(text)

@@ -19,7 +19,7 @@ from parallel_llama.tokenizer.gguf_vocabulary import GGUFVocabulary, build_gguf_
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
 from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
-from parallel_llama.tokenizer.tokenizer_json import TokenizersTokenizer, parse_tokenizer_json
+from parallel_llama.tokenizer.tokenizer_json import FileEncoder, TokenizersTokenizer
 from parallel_llama.tokenizer.vocabulary import Tokenizer
 
 # HF's tokenizer.json is what its users run; a tokenizer.model beside it is the older form.
@@ -130,11 +130,11 @@ def _tokenizer_in(path: Path, config: _Config) -> Tokenizer:
 
 
 def _from_json(data: bytes, source: str, config: _Config) -> TokenizersTokenizer:
-    tokenizer = parse_tokenizer_json(data, source)
+    encoder = FileEncoder(data, source)
     eos_text = config.names.get("eos_token")
-    eos_id = tokenizer.token_to_id(eos_text) if eos_text else None
+    eos_id = encoder.contents.ids.get(eos_text) if eos_text else None
     return TokenizersTokenizer(
-        tokenizer,
+        encoder,
         source,
         bos_text=config.names.get("bos_token"),
         adds_bos=config.adds_bos,

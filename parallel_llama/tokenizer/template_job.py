@@ -1,17 +1,9 @@
-"""The process that renders chat templates, started as a script by `template_renderer`.
-
-It imports nothing of this package, so that it starts in a tenth of a second. One JSON object a line
-comes in, one goes out. What a template can do here is bounded by the kernel: memory, writing of
-files, and a timer whose signal ends the process whatever code it is in.
-"""
+"""Rendering of chat templates: a job of `worker`, whose limits stop what gets past those here."""
 
 import json
-import resource
-import signal
-import sys
 from collections.abc import Mapping
 from datetime import datetime
-from pathlib import Path
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,10 +14,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_OUTPUT_CHARS = 1 << 20
-MAX_EXTRA_BYTES = 192 << 20
 MAX_INT_BITS = 1 << 16
 MAX_FORMAT_WIDTH = 1 << 12
-GRACE_S = 1.0  # beyond the limit that the parent keeps: for a parent that is no longer there
 
 
 class RefusedByTemplate(Exception):
@@ -109,7 +99,7 @@ def _tojson(
     )
 
 
-def _environment() -> Sandbox:
+def environment() -> Sandbox:
     environment = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -119,6 +109,11 @@ def _environment() -> Sandbox:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+@lru_cache(maxsize=4)  # a model has one template or two, and compiling takes longer than rendering
+def _compiled(template: str) -> jinja2.Template:
+    return environment().from_string(template)
 
 
 def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
@@ -132,45 +127,20 @@ def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
     return "".join(pieces)
 
 
-def answer(request: Mapping[str, Any]) -> dict[str, str]:
-    """The rendered text under `text`, or the kind of failure and its message."""
-    try:
-        template = _environment().from_string(request["template"])
-        return {"text": _render(template, request["context"])}
-    except RefusedByTemplate as error:
-        return {"failure": "refused", "message": str(error)[:1000]}
-    except jinja2.TemplateSyntaxError as error:
-        return {"failure": "syntax", "message": f"line {error.lineno}: {error}"[:1000]}
-    except (BeyondLimit, SecurityError, OverflowError, RecursionError) as error:
-        return {"failure": "limit", "message": str(error)[:1000]}
-    except MemoryError:
-        return {"failure": "limit", "message": f"it needs more than {MAX_EXTRA_BYTES} bytes"}
-    except Exception as error:
-        return {"failure": "error", "message": f"{type(error).__name__}: {error}"[:1000]}
+class Job:
+    """Renders the template of a request with the names of its context."""
 
-
-def _limit_process() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    try:
-        n_pages = int(Path("/proc/self/statm").read_text().split()[0])
-        bound = n_pages * resource.getpagesize() + MAX_EXTRA_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
-    except (OSError, ValueError):
-        pass  # not Linux: time is bounded there, memory is not
-
-
-def main() -> None:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _limit_process()
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + GRACE_S)
-        reply = json.dumps(answer(request))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(reply, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    def answer(self, request: Mapping[str, Any], _: bytes) -> dict[str, str]:
+        """The rendered text under `text`, or the kind of failure and its message."""
+        try:
+            return {"text": _render(_compiled(request["template"]), request["context"])}
+        except RefusedByTemplate as error:
+            return {"failure": "refused", "message": str(error)[:1000]}
+        except jinja2.TemplateSyntaxError as error:
+            return {"failure": "syntax", "message": f"line {error.lineno}: {error}"[:1000]}
+        except (BeyondLimit, SecurityError, OverflowError, RecursionError) as error:
+            return {"failure": "limit", "message": str(error)[:1000]}
+        except MemoryError:
+            return {"failure": "limit", "message": "it needs more memory than it may have"}
+        except Exception as error:
+            return {"failure": "error", "message": f"{type(error).__name__}: {error}"[:1000]}

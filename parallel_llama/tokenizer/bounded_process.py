@@ -1,0 +1,202 @@
+"""Work on untrusted input in a process of its own, within limits that the kernel holds.
+
+Nothing less stops all of it: a tracing function or a signal handler of Python runs only between
+two byte codes, and one call into C or Rust (the comparison of a list with 2**40 leaves, a regular
+expression that backtracks) may not return for hours while it takes all memory, or end the process.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.errors import CheckpointError
+
+START_LIMIT_S = 30.0
+# By the clock, for a process that is stopped or gets no time on a busy machine.
+WALL_BASE_S = 30.0
+WALL_PER_CPU_S = 20.0
+MAX_REPLY_BYTES = 16 << 20
+MAX_REPLY_PER_BYTE = 8  # more of them for each byte of the request
+_WORKER = Path(__file__).with_name("worker.py")
+
+
+class Stopped(Exception):
+    """The process is no more: it went beyond a limit, or ended, and the message says how."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a job is asked, values that JSON knows and bytes, and the CPU time that it may take."""
+
+    cpu_s: float
+    cpu_s_per_byte: float  # more of it for each byte of the request
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    data: bytes = b""
+
+
+class BoundedProcess:
+    """Does one kind of job for any thread, one request after the other, where limits hold.
+
+    The process is started when it is needed, in about 0.1 s, and again after it was stopped. `job`
+    is the module beside `worker.py` that does the work; `max_extra_bytes` is the memory that the
+    process may take beyond what it starts with.
+    """
+
+    def __init__(self, job: str, max_extra_bytes: int) -> None:
+        self._job, self._max_extra_bytes = job, max_extra_bytes
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._opening: Request | None = None
+
+    def ask(self, request: Request) -> dict[str, Any]:
+        """The job's answer.
+
+        Raises: Stopped if there is none.
+        """
+        with self._lock:
+            if self._child is None or not self._child.is_alive():
+                self._start()
+            return self._exchange(request)
+
+    def open(self, request: Request) -> dict[str, Any]:
+        """Ask this of a new process now, and first of every later one."""
+        with self._lock:
+            self._opening = None
+            self._start()
+            self._opening = request
+            return self._exchange(request)
+
+    def close(self) -> None:
+        """End the process; it starts again when needed."""
+        with self._lock:
+            self._drop()
+
+    def _start(self) -> None:
+        self._drop()
+        self._child = _Child([self._job, str(self._max_extra_bytes)])
+        if self._opening is not None:
+            self._exchange(self._opening)
+
+    def _exchange(self, request: Request) -> dict[str, Any]:
+        assert self._child is not None
+        body = json.dumps(request.fields).encode() + b"\n" + request.data
+        cpu_s = request.cpu_s + request.cpu_s_per_byte * len(body)
+        limit_s = WALL_BASE_S + WALL_PER_CPU_S * cpu_s
+        head = json.dumps({"n_bytes": len(request.data), "cpu_s": cpu_s}).encode() + b"\n"
+        try:
+            return self._child.exchange(head + body, limit_s)
+        except TimeoutError as error:
+            raise Stopped(f"it does not end within {limit_s:.3g} s") from error
+        except OverflowError as error:
+            raise Stopped("its result is too long") from error
+        except EOFError as error:
+            if self._child.end() == -signal.SIGPROF:
+                raise Stopped(f"it takes more than {cpu_s:.3g} s of CPU time") from error
+            raise Stopped(
+                f"it needs more than {self._max_extra_bytes >> 20} MiB of memory, or ends the "
+                "process that it runs in"
+            ) from error
+        finally:
+            if not self._child.is_idle:  # also after Ctrl-C: what it still says answers nothing
+                self._drop()
+
+    def _drop(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+
+class _Child:
+    """One process and its two pipes."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        # A session of its own, so that Ctrl-C at the terminal reaches the parent alone.
+        self._process = subprocess.Popen(
+            [sys.executable, str(_WORKER), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.end = weakref.finalize(self, _end, self._process)
+        self.is_idle = False
+        for pipe in (self._process.stdin, self._process.stdout):
+            os.set_blocking(pipe.fileno(), False)  # type: ignore[union-attr]
+        try:
+            self.exchange(b"", START_LIMIT_S)
+        except (TimeoutError, EOFError) as error:
+            self.end()
+            raise CheckpointError(
+                f"a process did not start: {sys.executable} {_WORKER.name} {' '.join(arguments)}; "
+                "is all that parallel_llama needs installed for it"
+            ) from error
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def exchange(self, message: bytes, limit_s: float) -> dict[str, Any]:
+        """Send a message and wait for the line that answers it.
+
+        Raises: TimeoutError at the limit, EOFError if the process ends, OverflowError if it says
+        too much.
+        """
+        self.is_idle = False
+        deadline = time.monotonic() + limit_s
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        left, reply = memoryview(message), bytearray()
+        bound = MAX_REPLY_BYTES + MAX_REPLY_PER_BYTE * len(message)
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            if left:
+                selector.register(stdin, selectors.EVENT_WRITE)
+            while not reply.endswith(b"\n"):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready and time.monotonic() >= deadline:
+                    raise TimeoutError
+                for key, _ in ready:
+                    if key.fileobj is stdout:
+                        reply += _read(stdout.fileno())
+                        continue
+                    left = left[_write(stdin.fileno(), left) :]
+                    if not left:
+                        selector.unregister(stdin)
+                if len(reply) > bound:
+                    raise OverflowError
+        value: dict[str, Any] = json.loads(reply)
+        self.is_idle = True
+        return value
+
+
+def _read(descriptor: int) -> bytes:
+    data = os.read(descriptor, 1 << 16)
+    if not data:
+        raise EOFError
+    return data
+
+
+def _write(descriptor: int, data: memoryview) -> int:
+    try:
+        return os.write(descriptor, data[: 1 << 16])
+    except BrokenPipeError as error:
+        raise EOFError from error
+
+
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    """End a process, if it has not ended; how it did."""
+    process.kill()
+    code = process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    return code

@@ -1,0 +1,45 @@
+"""The process of a `BoundedProcess`, started as a script: worker.py JOB MAX_EXTRA_BYTES.
+
+JOB is a module of this folder with a class Job. Like it, this imports nothing of the package, so
+that it starts in a tenth of a second. A request is two JSON objects, a line each, its limits and
+its fields, and as many bytes behind them as the first one says; the answer is one line. What a job
+can do is bounded by the kernel: memory, writing of files, and a timer of CPU time whose signal ends
+the process whatever code it is in. It ends with its parent, whose end closes its input.
+"""
+
+import importlib
+import json
+import resource
+import signal
+import sys
+from pathlib import Path
+
+
+def main(name: str, max_extra_bytes: int) -> None:
+    job = importlib.import_module(name).Job()
+    _limit_process(max_extra_bytes)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin.buffer:
+        head = json.loads(line)
+        fields = json.loads(sys.stdin.buffer.readline())
+        data = sys.stdin.buffer.read(head["n_bytes"])
+        signal.setitimer(signal.ITIMER_PROF, head["cpu_s"])
+        reply = json.dumps(job.answer(fields, data))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(reply, flush=True)
+
+
+def _limit_process(max_extra_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    try:
+        n_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        bound = n_pages * resource.getpagesize() + max_extra_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+    except (OSError, ValueError):
+        pass  # not Linux: time is bounded there, memory is not
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
