@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,17 @@ def test_time_of_earlier_requests_is_not_counted(process: BoundedProcess) -> Non
     while worker_of(process).cpu_times().user < 0.5:
         process.ask(request(slow))
     assert worker_of(process).pid == pid
+
+
+def test_a_process_that_waits_for_a_busy_machine_is_not_stopped(process: BoundedProcess) -> None:
+    """The clock ran on while other programs had the cores, and a second of waiting was too much."""
+    process.ask(request("ready"))
+    child = worker_of(process)
+    child.suspend()
+    timer = threading.Timer(1.0, child.resume)
+    timer.start()
+    assert process.ask(request("late", cpu_s=0.3)) == {"text": "late"}
+    timer.join()
 
 
 def test_a_process_that_is_stopped_is_given_up_by_the_clock(

@@ -376,6 +376,20 @@ def test_a_template_does_not_leave_the_sandbox(renderer: TemplateRenderer, templ
         rendered(renderer, template)
 
 
+def test_long_messages_may_take_a_template_longer() -> None:
+    """Templates of models that watch over others look at each character, and were stopped."""
+    renderer = TemplateRenderer(cpu_s=0.1)
+    template = (
+        "{% for c in messages[0].content %}{% for i in range(40) %}{% endfor %}{{ c }}{% endfor %}"
+    )
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    text = "word " * 20_000
+    assert chat.render([{"role": "user", "content": text}]) == text
+    with pytest.raises(CheckpointError, match=r"takes more than 0\.\d+ s of CPU time"):
+        rendered(renderer, ENDLESS["nested ranges"])
+    renderer.close()
+
+
 def test_the_default_limit_stops_a_loop_within_two_seconds() -> None:
     renderer = TemplateRenderer()
     assert rendered(renderer, "ready") == "ready"
