@@ -25,10 +25,16 @@ from parallel_llama.request import (
     resolve_stop_ids,
 )
 from parallel_llama.structured import GrammarCompiler
-from parallel_llama.tokenizer import ChatTemplate, Tokenizer, load_chat_template, load_tokenizer
+from parallel_llama.tokenizer import (
+    Chat,
+    ChatTemplate,
+    Tokenizer,
+    load_chat_template,
+    load_tokenizer,
+)
 
-Message = dict[str, str]
-Prompt = str | Sequence[int] | Sequence[Message]
+Message = dict[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message] | Chat
 
 
 class Intake:
@@ -163,17 +169,19 @@ class Intake:
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt)) if prompt else ()
-        messages = [turn for turn in prompt if isinstance(turn, dict)]
-        if not messages:
-            return tuple(token for token in prompt if not isinstance(token, dict))
-        if len(messages) != len(prompt):
-            raise UsageError("messages and token ids are mixed; give one or the other")
+        if not isinstance(prompt, Chat):
+            messages = [turn for turn in prompt if isinstance(turn, dict)]
+            if not messages:
+                return tuple(token for token in prompt if not isinstance(token, dict))
+            if len(messages) != len(prompt):
+                raise UsageError("messages and token ids are mixed; give one or the other")
+            prompt = Chat(messages)
         if self.chat_template is None:
             raise UsageError(
                 f"{self.files.path} has no chat template, so it is no chat model; "
                 "give text without a chat"
             )
-        return tuple(self.chat_template.encode(messages))
+        return tuple(self.chat_template.encode(prompt))
 
     @cached_property
     def _eos_ids(self) -> frozenset[int]:

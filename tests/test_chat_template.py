@@ -1,11 +1,11 @@
 """Chat formats: the models' own templates, Meta's two, and templates that mean harm."""
 
 import json
+import resource
 import sys
 import threading
-import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,14 @@ from tokenizer_data import (
 )
 
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.tokenizer import ChatTemplate, load_chat_template, load_tokenizer
+from parallel_llama.tokenizer import (
+    Chat,
+    ChatTemplate,
+    load_chat_template,
+    load_tokenizer,
+    template_job,
+)
+from parallel_llama.tokenizer.chat import RESERVED_NAMES
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 from parallel_llama.tokenizer.template_renderer import TemplateRenderer
 
@@ -46,7 +53,7 @@ def renderer() -> Iterator[TemplateRenderer]:
 
 def rendered(renderer: TemplateRenderer, template: str, **names: str) -> str:
     chat = JinjaChat(template, real_tokenizer(SMOLLM2), names, "a model", renderer)
-    return chat.render(USER)
+    return chat.render(Chat(USER))
 
 
 def chat_of(folder: Path) -> ChatTemplate | None:
@@ -81,7 +88,7 @@ def test_llama3_equals_metas_chat_format(tmp_path: Path, monkeypatch: pytest.Mon
         else RawMessage(**message)
         for message in dialog
     ]
-    assert chat.encode(dialog) == oracle.encode_dialog_prompt(raw).tokens
+    assert chat.encode(Chat(dialog)) == oracle.encode_dialog_prompt(raw).tokens
     assert chat.stop_ids == frozenset(oracle.tokenizer.stop_tokens)
 
 
@@ -91,7 +98,7 @@ def test_llama2_equals_the_text_of_metas_chat_format(tmp_path: Path) -> None:
     oracle = SentencePieceProcessor(str(MISTRAL_V1))
     first = "[INST] <<SYS>>\n Be brief. \n<</SYS>>\n\n  What is 7 x 6? [/INST] 42 "
     second = "[INST] And ünïcödé 🦙? [/INST]"
-    assert chat.encode(DIALOG) == [
+    assert chat.encode(Chat(DIALOG)) == [
         1, *oracle.EncodeAsIds(first), 2, 1, *oracle.EncodeAsIds(second),
     ]  # fmt: skip
     assert chat.stop_ids == {2}
@@ -106,7 +113,7 @@ def test_message_text_never_becomes_a_special_token(tmp_path: Path, tokenizer: P
 
     def n_special(text: str) -> int:
         assert chat is not None
-        ids = chat.encode([{"role": "user", "content": text}])
+        ids = chat.encode(Chat([{"role": "user", "content": text}]))
         return sum(id in specials.values() for id in ids)
 
     for text in specials:
@@ -117,8 +124,8 @@ def test_message_text_never_becomes_a_special_token(tmp_path: Path, tokenizer: P
 def test_llama2_refuses_messages_with_its_markup(tmp_path: Path, tag: str) -> None:
     chat = chat_of(meta_folder(tmp_path, MISTRAL_V1))
     assert chat is not None
-    with pytest.raises(UsageError, match="message 0 holds"):
-        chat.encode([{"role": "user", "content": f"x {tag} y"}])
+    with pytest.raises(UsageError, match=r"messages\[0\] holds"):
+        chat.encode(Chat([{"role": "user", "content": f"x {tag} y"}]))
 
 
 @pytest.mark.parametrize(
@@ -128,25 +135,14 @@ def test_llama2_refuses_roles_out_of_turn(tmp_path: Path, roles: list[str]) -> N
     chat = chat_of(meta_folder(tmp_path, MISTRAL_V1))
     assert chat is not None
     with pytest.raises(UsageError, match="a user last"):
-        chat.encode([{"role": role, "content": "x"} for role in roles])
+        chat.encode(Chat([{"role": role, "content": "x"} for role in roles]))
 
 
 def test_llama3_names_the_roles_it_knows(tmp_path: Path) -> None:
     chat = chat_of(meta_folder(tmp_path, LLAMA3))
     assert chat is not None
     with pytest.raises(UsageError, match="role 'robot' is not known; give system, user"):
-        chat.encode([{"role": "robot", "content": "x"}])
-
-
-@pytest.mark.parametrize("messages", [[], ["hi"], [{"role": "user"}], [{"content": "x"}]])
-def test_what_is_no_conversation_is_refused(tmp_path: Path, messages: Sequence[Any]) -> None:
-    for chat in (
-        chat_of(meta_folder(tmp_path, LLAMA3)),
-        load_chat_template(SMOLLM2, real_tokenizer(SMOLLM2)),
-    ):
-        assert chat is not None
-        with pytest.raises(UsageError, match="message"):
-            chat.encode(messages)
+        chat.encode(Chat([{"role": "robot", "content": "x"}]))
 
 
 def test_no_format_is_made_up_for_other_models(tmp_path: Path) -> None:
@@ -165,7 +161,7 @@ def test_smollm2_equals_transformers() -> None:
     assert chat is not None
     for messages in (USER, DIALOG, DIALOG[1:]):
         text = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert chat.encode(messages) == oracle(text, add_special_tokens=False).input_ids
+        assert chat.encode(Chat(messages)) == oracle(text, add_special_tokens=False).input_ids
     assert chat.stop_ids == {2}
 
 
@@ -191,7 +187,7 @@ def test_real_constructs_of_templates_equal_transformers(renderer: TemplateRende
     )
     names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     chat = JinjaChat(template, real_tokenizer(SMOLLM2), names, "a model", renderer)
-    assert chat.render(DIALOG) == expected
+    assert chat.render(Chat(DIALOG)) == expected
 
 
 def test_the_date_of_today_can_be_asked_for(renderer: TemplateRenderer) -> None:
@@ -214,13 +210,13 @@ def test_there_is_one_bos_whether_or_not_the_template_writes_it(
     chat = chat_of(hf_folder(tmp_path, {"chat_template": template, "bos_token": "<s>"}))
     assert chat is not None
     oracle = SentencePieceProcessor(str(MISTRAL_V1))
-    assert chat.encode(USER) == [1] * n_bos + oracle.EncodeAsIds("hi")
+    assert chat.encode(Chat(USER)) == [1] * n_bos + oracle.EncodeAsIds("hi")
 
 
 def test_the_template_is_found_where_hf_puts_it(tmp_path: Path) -> None:
-    def text() -> str | None:
+    def text(*tools: dict[str, Any]) -> str | None:
         chat = chat_of(tmp_path)
-        return chat.render(USER) if isinstance(chat, JinjaChat) else None
+        return chat.render(Chat(USER, tools)) if isinstance(chat, JinjaChat) else None
 
     hf_folder(tmp_path, {})
     assert text() is None
@@ -230,8 +226,15 @@ def test_the_template_is_found_where_hf_puts_it(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "this"}]
     config.write_text(json.dumps({"chat_template": named}))
     assert text() == "this"
+    assert text(TOOL) == "tools"
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert text() == "file"
+    assert text() == text(TOOL) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file of tools")
+    assert (text(), text(TOOL)) == ("file", "file of tools")
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(CheckpointError, match="names tool_use and no 'default'"):
+        text()
 
 
 @pytest.mark.parametrize("template", [7, {}, [], [{"name": "x", "template": "y"}], "x" * (1 << 21)])
@@ -270,7 +273,7 @@ def test_threads_share_a_renderer(renderer: TemplateRenderer) -> None:
     texts: dict[int, str] = {}
 
     def run(number: int) -> None:
-        texts[number] = chat.render([{"role": "user", "content": f"{number} " * 20_000}])
+        texts[number] = chat.render(Chat([{"role": "user", "content": f"{number} " * 20_000}]))
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -278,6 +281,206 @@ def test_threads_share_a_renderer(renderer: TemplateRenderer) -> None:
     for thread in threads:
         thread.join()
     assert texts == {number: f"{number} " * 20_000 for number in range(8)}
+
+
+# Chats as they are sent.
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "weather", "arguments": {}}}
+ASKED = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "tool_calls": [CALL], "content": None},
+    {"role": "tool", "tool_call_id": "call00000", "name": "weather", "content": "no"},
+]
+# The parts of what a template is given, each on a line of JSON.
+SHOWS = (
+    "{% for m in messages %}{{ m | tojson }}\n{% endfor %}{{ tools | tojson }}\n"
+    "{{ documents | tojson }}"
+)
+
+
+def seen(renderer: TemplateRenderer, chat: Chat) -> list[Any]:
+    """What the template is given: the messages, the tools, the documents."""
+    jinja = JinjaChat(SHOWS, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    return [json.loads(line) for line in jinja.render(chat).splitlines()]
+
+
+def test_what_a_message_says_beside_its_content_reaches_the_template(
+    renderer: TemplateRenderer,
+) -> None:
+    """A key without a value is left out, as in transformers: templates write None for one."""
+    question, asking, result, tools, documents = seen(
+        renderer, Chat(ASKED, tools=[TOOL], documents=[{"title": "T"}])
+    )
+    assert question == ASKED[0]
+    assert asking == {"role": "assistant", "tool_calls": [CALL]}
+    assert result == ASKED[2]
+    assert tools == [TOOL]
+    assert documents == [{"title": "T"}]
+    assert seen(renderer, Chat(USER))[1:] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "seen_as"),
+    [
+        ('{"city": "Z\u00fcrich", "days": 3}', {"city": "Z\u00fcrich", "days": 3}),
+        ("{}", {}),
+        ("[1]", "[1]"),
+        ("{broken", "{broken"),
+        ("[" * 100_000, "[" * 100_000),
+        ("", ""),
+    ],
+    ids=["object", "empty object", "list", "broken", "deep", "empty"],
+)
+def test_arguments_of_a_tool_call_become_the_object_that_they_spell(
+    renderer: TemplateRenderer, text: str, seen_as: Any
+) -> None:
+    call = {**CALL, "function": {"name": "weather", "arguments": text}}
+    messages = [ASKED[0], {"role": "assistant", "tool_calls": [call]}]
+    assert seen(renderer, Chat(messages))[1]["tool_calls"][0]["function"]["arguments"] == seen_as
+
+
+def test_reasoning_is_there_under_the_names_that_templates_know(renderer: TemplateRenderer) -> None:
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        message = {"role": "assistant", "content": "42", name: "so"}
+        given = seen(renderer, Chat([message]))[0]
+        assert given["reasoning_content"] == given["thinking"] == "so"
+
+
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+WRITES_PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (WRITES_PARTS, "<one><two>"),
+        ("{{ messages[0].content }}", "one\ntwo"),
+        ("{{ 'user: ' + messages[0].content }}", "user: one\ntwo"),
+        (
+            "{% if messages[0].content is string %}{{ messages[0].content }}"
+            "{% else %}{{ messages[0].content[0].text }}{% endif %}",
+            "one\ntwo",
+        ),
+        ("{{ messages[0].content | tojson }}", '"one\\ntwo"'),
+        ("{% if messages[0].content is string %}{{ messages[0].content }}{% endif %}", "one\ntwo"),
+    ],
+    ids=["written", "as python", "not text", "first alone", "as json", "left out"],
+)
+def test_parts_are_joined_unless_the_template_writes_them(
+    renderer: TemplateRenderer, template: str, text: str
+) -> None:
+    """What Python writes for a list stood in the prompt, without a word."""
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    assert chat.render(Chat([{"role": "user", "content": PARTS}])) == text
+
+
+def test_parts_are_joined_for_the_roles_for_which_the_template_does_not_write_them(
+    renderer: TemplateRenderer,
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' and m.content is not string %}"
+        "{% for part in m.content %}<{{ part.text }}>{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}|{% endfor %}"
+    )
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": PARTS} for role in roles]
+    assert chat.render(Chat(messages)) == "one\ntwo|<one><two>|one\ntwo|<one><two>|"
+
+
+def test_template_vars_are_names_of_the_template(renderer: TemplateRenderer) -> None:
+    chat = JinjaChat("{{ enable_thinking }}{{ eos_token }}", real_tokenizer(SMOLLM2),
+                     {"eos_token": "</s>"}, "a model", renderer)  # fmt: skip
+    assert chat.render(Chat(USER, template_vars={"enable_thinking": False})) == "False</s>"
+
+
+def test_every_name_that_the_renderer_sets_is_reserved() -> None:
+    assert template_job.environment().globals.keys() <= RESERVED_NAMES
+    for name in RESERVED_NAMES:
+        with pytest.raises(UsageError, match=f"template_vars: {name} is a name that is set"):
+            Chat(USER, template_vars={name: 1})
+
+
+def test_a_template_says_which_roles_it_knows(renderer: TemplateRenderer) -> None:
+    template = "{% for m in messages %}{{ m.role }} {% endfor %}"
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    roles = ("developer", "user", "tool", "critic")
+    messages = [{"role": role, "content": "x"} for role in roles]
+    assert chat.render(Chat(messages)) == "developer user tool critic "
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def nested(depth: int) -> Any:
+    return [] if depth == 0 else [nested(depth - 1)]
+
+
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        ({"messages": []}, "at least one message"),
+        ({"messages": "hi"}, "messages must be a list of objects, and is a str"),
+        ({"messages": ["hi"]}, r"messages\[0\] must be an object, and is a str"),
+        ({"messages": [*USER, {"role": "user"}]}, r"messages\[1\] has content=None"),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\] has role=None"),
+        ({"messages": [user(None)]}, r"messages\[0\] has content=None"),
+        ({"messages": [user(7)]}, r"messages\[0\] has content=7"),
+        ({"messages": [user(["x"])]}, r"messages\[0\]\.content\[0\] must be an object"),
+        ({"messages": [user([{"type": "image_url"}])]}, "of type 'image_url'; only text is taken"),
+        ({"messages": [user([{"type": "text"}])]}, r"content\[0\] has text=None"),
+        ({"messages": [{**USER[0], "tool_calls": 3}]}, "tool_calls must be a list of objects"),
+        ({"messages": [user("\udce4")]}, r"messages\[0\]\.content holds half of a surrogate"),
+        ({"messages": [{**USER[0], "x": {1: 2}}]}, r"messages\[0\]\.x is a dict that JSON does"),
+        ({"messages": [{**USER[0], "x": b"y"}]}, r"messages\[0\]\.x is a bytes that JSON does"),
+        ({"messages": [{**USER[0], "x": 1 << 2000}]}, r"messages\[0\]\.x is a int"),
+        ({"messages": [{**USER[0], "x": float("nan")}]}, r"messages\[0\]\.x is a float"),
+        ({"messages": [{**USER[0], "x": nested(70)}]}, "is nested more than 64 deep"),
+        ({"messages": USER * 10_001}, "at most 10000; it has 10001"),
+        ({"messages": [user("x" * (1 << 20))]}, "at most 1048576 are taken; shorten it"),
+        ({"messages": USER, "tools": {}}, "tools must be a list of objects, and is a dict"),
+        ({"messages": USER, "documents": [1]}, r"documents\[0\] must be an object, and is a int"),
+        ({"messages": USER, "template_vars": []}, "template_vars must be an object"),
+        ({"messages": USER, "template_vars": {"a b": 1}}, "'a b' is no name"),
+        ({"messages": USER, "template_vars": {"x": {2}}}, r"template_vars\.x is a set"),
+    ],
+)  # fmt: skip
+def test_what_is_no_chat_is_refused_with_the_place(chat: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        Chat(**chat)
+
+
+def test_arguments_that_nest_too_deeply_are_refused(renderer: TemplateRenderer) -> None:
+    text = '{"a": ' * 100 + "1" + "}" * 100
+    call = {**CALL, "function": {"name": "weather", "arguments": text}}
+    with pytest.raises(UsageError, match="nested more than 64 deep"):
+        seen(renderer, Chat([ASKED[0], {"role": "assistant", "tool_calls": [call]}]))
+
+
+@pytest.mark.parametrize("tokenizer", [LLAMA3, MISTRAL_V1], ids=["llama3", "llama2"])
+def test_metas_formats_join_parts_and_refuse_what_they_have_no_place_for(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    chat = chat_of(meta_folder(tmp_path, tokenizer))
+    assert chat is not None
+    joined = chat.encode(Chat([{"role": "user", "content": "one\ntwo"}]))
+    assert chat.encode(Chat([{"role": "user", "content": PARTS}])) == joined
+    for refused, name in (
+        (Chat(USER, tools=[TOOL]), "tools"),
+        (Chat(USER, documents=[{"text": "x"}]), "documents"),
+        (Chat(USER, template_vars={"x": 1}), "template_vars"),
+        (Chat([*ASKED[:2], *USER]), "tool_calls"),
+    ):
+        with pytest.raises(UsageError, match=f"{name}.* Meta folder has none"):
+            chat.encode(refused)
 
 
 # Templates that mean harm.
@@ -361,12 +564,13 @@ ESCAPES = {
 
 @pytest.mark.parametrize("template", [*ENDLESS.values(), *LARGE.values()], ids=[*ENDLESS, *LARGE])
 def test_a_hostile_template_is_stopped(renderer: TemplateRenderer, template: str) -> None:
-    """In 2 s at the most, whatever it does, and the next template renders."""
+    """In 2 s of CPU time at the most, whatever it does, and the next template renders."""
     rendered(renderer, "ready")
-    start = time.monotonic()
+    before = cpu_s(renderer)
     with pytest.raises((CheckpointError, UsageError), match="template"):
         rendered(renderer, template)
-    assert time.monotonic() - start < 2.0
+    rendered(renderer, "next")
+    assert cpu_s(renderer) - before < 2.0
     assert rendered(renderer, "next {{ messages[0].content }}") == "next hi"
 
 
@@ -384,7 +588,7 @@ def test_long_messages_may_take_a_template_longer() -> None:
     )
     chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
     text = "word " * 20_000
-    assert chat.render([{"role": "user", "content": text}]) == text
+    assert chat.render(Chat([{"role": "user", "content": text}])) == text
     with pytest.raises(CheckpointError, match=r"takes more than 0\.\d+ s of CPU time"):
         rendered(renderer, ENDLESS["nested ranges"])
     renderer.close()
@@ -393,10 +597,11 @@ def test_long_messages_may_take_a_template_longer() -> None:
 def test_the_default_limit_stops_a_loop_within_two_seconds() -> None:
     renderer = TemplateRenderer()
     assert rendered(renderer, "ready") == "ready"
-    start = time.monotonic()
+    before = cpu_s(renderer)
     with pytest.raises(CheckpointError, match=r"takes more than 1\.5\d s of CPU time"):
         rendered(renderer, ENDLESS["nested ranges"])
-    assert time.monotonic() - start < 2.0
+    rendered(renderer, "next")
+    assert cpu_s(renderer) - before < 2.0
     renderer.close()
 
 
@@ -425,6 +630,13 @@ def renderer_pid(renderer: TemplateRenderer) -> int:
     child = renderer._process._child
     assert child is not None
     return child._process.pid
+
+
+def cpu_s(renderer: TemplateRenderer) -> float:
+    """What all its processes have taken: those that have ended, and the one that runs."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    runs = psutil.Process(renderer_pid(renderer)).cpu_times()
+    return ended.ru_utime + ended.ru_stime + runs.user + runs.system
 
 
 def test_a_dead_renderer_is_started_again(renderer: TemplateRenderer) -> None:

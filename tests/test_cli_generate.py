@@ -16,6 +16,7 @@ from parallel_llama.cli.prompts import Line, read_lines
 from parallel_llama.cli.sampling_flags import given_sampling
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, Grammar, Request, SamplingParams
+from parallel_llama.tokenizer import Chat
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,7 @@ LINES: list[tuple[dict[str, Any], Sequence[str]]] = [
     ({"grammar": {"kind": "ebnf", "text": "a"}}, ["line 2", "'ebnf'", "json_schema, regex, lark"]),
     ({"grammar": {"kind": "regex", "text": "["}}, ["line 2", "the regular expression cannot"]),
     ({"tokens": [5]}, ["line 2", "exactly one of prompt, tokens, messages"]),
+    ({"tools": []}, ["line 2", "tools: for a chat; give messages beside it"]),
 ]  # fmt: skip
 
 
@@ -154,6 +156,51 @@ def test_settings_of_a_line_become_sampling_params(tmp_path: Path) -> None:
     assert params.logit_bias == ((3, -2.5), (7, 1.0))
     assert params.grammar == Grammar("regex", "a+")
     assert params.stop_token_ids == {4}
+
+
+CHATTED = {
+    "messages": [
+        {"role": "developer", "content": [{"type": "text", "text": "Brief."}]},
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "no"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "rain"}}],
+    "documents": [{"title": "T", "text": "x"}],
+    "template_vars": {"enable_thinking": False},
+}
+
+
+def test_a_line_may_hold_a_chat_as_it_is_sent(run: Run, tmp_path: Path) -> None:
+    line = line_of(tmp_path, {**CHATTED, "max_tokens": 3})
+    assert line.prompt == Chat(**CHATTED)
+    assert line.settings == {"max_tokens": 3}
+    lines = [{**CHATTED, "max_tokens": 3}, {"messages": [CHATTED["messages"][0]]}]
+    code, out, err = run("--prompts", write_prompts(tmp_path, lines), "--max-tokens", "3")
+    assert code == 0, err
+    assert "[0] 'no'" in out
+    assert "[1] 'Brief.'" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
+        ({"messages": [{"role": "user", "content": "x", "y": float("nan")}]}, "messages[0].y is"),
+        ({"tools": {"type": "function"}}, "tools must be a list of objects"),
+        ({"documents": ["x"]}, "documents[0] must be an object"),
+        ({"template_vars": {"messages": []}}, "messages is a name that is set already"),
+        ({"tool": []}, "unknown key 'tool'; did you mean 'tools'?"),
+    ],
+)
+def test_a_wrong_chat_of_a_line_is_named(
+    run: Run, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    lines = [{"prompt": "a"}, {**CHATTED, **changes}]
+    code, out, err = run("--prompts", write_prompts(tmp_path, lines))
+    assert (code, out) == (2, "")
+    assert "line 2: " in err
+    assert says in err
 
 
 def test_flags_become_sampling_params() -> None:

@@ -14,6 +14,7 @@ from parallel_llama.config import load_model_args
 from parallel_llama.errors import UsageError
 from parallel_llama.intake import Intake
 from parallel_llama.model_files import find_model
+from parallel_llama.tokenizer import Chat
 
 TOKENS = [0, 5, 17, 3, 200, 42, 42, 9]
 
@@ -62,3 +63,11 @@ def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder: 
     assert intake(folder).sampling_params(top_k=0).top_k == 0
     with pytest.raises(UsageError, match=r"^top_p=2"):  # the caller's own mistake
         intake(folder).sampling_params(top_k=0, top_p=2)
+
+
+def test_a_chat_is_a_prompt_beside_texts_token_ids_and_messages(folder: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    listed, chat = intake(folder).requests([messages, Chat(messages)])
+    assert chat.prompt == listed.prompt
+    with pytest.raises(UsageError, match=r"prompt 1: messages\[0\] has content=7"):
+        intake(folder).requests(["a", [{"role": "user", "content": 7}]])

@@ -39,6 +39,7 @@ from parallel_llama.request import (
     Completion,
     Request,
 )
+from parallel_llama.tokenizer import Chat, text_of
 
 INTERRUPTED = 130
 
@@ -235,8 +236,10 @@ def _remedy(file: ResultFile | None) -> str:
 def _title(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return shown(prompt)
+    if isinstance(prompt, Chat):
+        return shown(text_of(prompt.messages[-1]))
     last = prompt[-1]
-    return shown(last["content"]) if isinstance(last, dict) else f"{len(prompt)} token ids"
+    return shown(text_of(last)) if isinstance(last, dict) else f"{len(prompt)} token ids"
 
 
 VERB = Verb(

@@ -12,11 +12,13 @@ from parallel_llama.cli.sampling_flags import SETTINGS, settings_of
 from parallel_llama.errors import UsageError
 from parallel_llama.fields import did_you_mean
 from parallel_llama.request import MAX_TOKEN_ID
+from parallel_llama.tokenizer import Chat
 
-Message = dict[str, str]
-Prompt = str | list[int] | list[Message]
+Message = dict[str, Any]
+Prompt = str | list[int] | list[Message] | Chat
 
 KINDS = ("prompt", "tokens", "messages")
+BESIDE_MESSAGES = ("tools", "documents", "template_vars")
 
 MAX_PROMPTS = 1_000_000
 MAX_LINE_BYTES = 64 << 20
@@ -127,32 +129,23 @@ def _in_chat(line: Line, system: str | None) -> Line:
 def _line(where: str, value: Any) -> Line:
     if not isinstance(value, dict):
         raise ValueError('not an object; write {"prompt": "..."}')
-    known = (*KINDS, *SETTINGS)
+    known = (*KINDS, *BESIDE_MESSAGES, *SETTINGS)
     for key in value:
         if key not in known:
             raise ValueError(f"unknown key {shown(key)}{did_you_mean(key, known)}")
-    settings = settings_of({key: value[key] for key in value if key not in KINDS})
-    if len(value) - len(settings) != 1:
+    if sum(kind in value for kind in KINDS) != 1:
         raise ValueError(f"give exactly one of {', '.join(KINDS)}")
+    settings = settings_of({key: value[key] for key in value if key in SETTINGS})
     return Line(where, _prompt(value), settings or NO_SETTINGS)
 
 
 def _prompt(value: dict[str, Any]) -> Prompt:
-    if "tokens" in value:
-        return check_tokens(value["tokens"])
-    return _messages(value["messages"]) if "messages" in value else _text(value["prompt"], "prompt")
-
-
-def _messages(value: Any) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("messages must be a list with at least one message")
-    return [_message(position, message) for position, message in enumerate(value)]
-
-
-def _message(position: int, value: Any) -> Message:
-    if not isinstance(value, dict) or value.keys() != {"role", "content"}:
-        raise ValueError(f'messages[{position}] must be {{"role": "...", "content": "..."}}')
-    return {key: _text(value[key], f"messages[{position}].{key}") for key in ("role", "content")}
+    chat = {key: value[key] for key in BESIDE_MESSAGES if key in value}
+    if "messages" in value:
+        return Chat(value["messages"], **chat)
+    if chat:
+        raise ValueError(f"{', '.join(chat)}: for a chat; give messages beside it")
+    return check_tokens(value["tokens"]) if "tokens" in value else _text(value["prompt"], "prompt")
 
 
 def _text(value: Any, what: str) -> str:

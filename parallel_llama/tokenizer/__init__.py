@@ -3,16 +3,18 @@
 Nothing here knows the model; a tokenizer is told apart from the others by what is in its file.
 """
 
-from parallel_llama.tokenizer.chat import ChatTemplate
+from parallel_llama.tokenizer.chat import Chat, ChatTemplate, text_of
 from parallel_llama.tokenizer.loading import load_chat_template, load_tokenizer
 from parallel_llama.tokenizer.streaming import StreamDecoder
 from parallel_llama.tokenizer.vocabulary import Tokenizer, Vocabulary
 
 __all__ = [
+    "Chat",
     "ChatTemplate",
     "StreamDecoder",
     "Tokenizer",
     "Vocabulary",
     "load_chat_template",
     "load_tokenizer",
+    "text_of",
 ]

@@ -1,17 +1,65 @@
-"""Chat formats: a list of messages to the tokens that ask for the next answer.
+"""A conversation, and what turns one into the tokens that ask for its next answer."""
 
-The built-in ones are Meta's, for folders that carry no template. They are put together from
-tokens, so that nothing a message says can become a special token.
-"""
-
+import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from parallel_llama.errors import UsageError
-from parallel_llama.tokenizer.spm import SentencePieceTokenizer
-from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
-Message = Mapping[str, str]
+MAX_MESSAGES = 10_000
+MAX_CHARS = 1 << 20  # of all texts, with one for each value; a template writes as many at most
+MAX_DEPTH = 64
+MAX_INT_BITS = 1 << 10
+
+# Special tokens, by the names under which templates know them.
+TOKEN_NAMES = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+# What a template finds under these names is not a person's to say.
+RESERVED_NAMES = frozenset(
+    (
+        *TOKEN_NAMES, "messages", "tools", "documents", "add_generation_prompt", "range", "dict",
+        "lipsum", "cycler", "joiner", "namespace", "raise_exception", "strftime_now",
+    )
+)  # fmt: skip
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, in the form of OpenAI's interface and of transformers.
+
+    A message has a `role` and a `content`: text, a list of parts {"type": "text", "text": ..}, or
+    nothing beside `tool_calls`. Its other keys, `tools`, `documents` and `template_vars`, which are
+    names for the template, mean what the model's template makes of them.
+
+    Raises: UsageError for what is no conversation, or one beyond the limits above.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    documents: Sequence[Mapping[str, Any]] = ()
+    template_vars: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("messages", "tools", "documents"):
+            _require_objects(getattr(self, name), name)
+        if not 0 < len(self.messages) <= MAX_MESSAGES:
+            raise UsageError(
+                f"messages must be a list with at least one message and at most {MAX_MESSAGES}; "
+                f"it has {len(self.messages)}"
+            )
+        for number, message in enumerate(self.messages):
+            _require_message(message, f"messages[{number}]")
+        _require_names(self.template_vars)
+        size = sum(_size(value, name, MAX_DEPTH) for name, value in vars(self).items())
+        if size > MAX_CHARS:
+            raise UsageError(
+                f"the conversation has {size} characters, and at most {MAX_CHARS} are taken; "
+                "shorten it"
+            )
 
 
 class ChatTemplate(Protocol):
@@ -23,7 +71,7 @@ class ChatTemplate(Protocol):
     @property
     def stop_ids(self) -> frozenset[int]: ...
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, chat: Chat) -> list[int]:
         """Tokens of the conversation up to where the assistant's next answer begins.
 
         Raises: UsageError if the messages do not fit the format.
@@ -31,106 +79,87 @@ class ChatTemplate(Protocol):
         ...
 
 
-def require_messages(messages: Sequence[Message]) -> None:
-    """Refuse what is not a conversation: each message has a role and a content, both text."""
-    if not messages:
-        raise UsageError("there are no messages; give at least one, such as a user's")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise UsageError(f"message {number} is a {type(message).__name__}, not an object")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise UsageError(
-                    f"message {number} has {key}={message.get(key)!r:.80}; give text as its {key}"
-                )
+def text_of(message: Message) -> str:
+    """The text of a message, its parts joined by newlines; none where it has only tool calls."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-class Llama3Chat:
-    """Llama 3's format: a header of its own tokens before each message, <|eot_id|> behind it.
+def _require_objects(value: Any, where: str) -> None:
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{where} must be a list of objects, and is {_kind(value)}")
+    for number, item in enumerate(value):
+        if not isinstance(item, Mapping):
+            raise UsageError(f"{where}[{number}] must be an object, and is {_kind(item)}")
 
-    Source: llama3/chat_format.py in Meta's llama-models.
+
+def _require_message(message: Message, where: str) -> None:
+    if not isinstance(message.get("role"), str):
+        raise UsageError(f"{where} has role={message.get('role')!r:.80}; give text as its role")
+    if (calls := message.get("tool_calls")) is not None:
+        _require_objects(calls, f"{where}.tool_calls")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        _require_objects(content, f"{where}.content")
+        for number, part in enumerate(content):
+            _require_text(part, f"{where}.content[{number}]")
+    elif not isinstance(content, str) and (content is not None or not calls):
+        raise UsageError(f"{where} has content={content!r:.80}; give text or a list of text parts")
+
+
+def _require_text(part: Mapping[str, Any], where: str) -> None:
+    if part.get("type") != "text":
+        raise UsageError(f"{where} is of type {part.get('type')!r:.80}; only text is taken")
+    if not isinstance(part.get("text"), str):
+        raise UsageError(f"{where} has text={part.get('text')!r:.80}; give a string")
+
+
+def _require_names(names: Any) -> None:
+    if not isinstance(names, Mapping):
+        raise UsageError(f"template_vars must be an object, and is {_kind(names)}")
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UsageError(f"template_vars: {name!r:.80} is no name; use letters, digits and _")
+        if name in RESERVED_NAMES:
+            raise UsageError(f"template_vars: {name} is a name that is set already; use another")
+
+
+def _size(value: Any, where: str, depth: int) -> int:
+    """How much a value of JSON's kinds holds: the characters of its texts, and one for each value.
+
+    Raises: UsageError for a value of another kind, or one that is nested too deeply.
     """
-
-    ROLES: Mapping[str, str] = {
-        "system": "system", "user": "user", "assistant": "assistant", "tool": "ipython",
-        "ipython": "ipython",
-    }  # fmt: skip
-
-    def __init__(self, tokenizer: TiktokenTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids = tokenizer.vocabulary.special_ids
-        self.stop_ids = tokenizer.eos_ids
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        require_messages(messages)
-        ids = [self._tokenizer.bos_id]
-        for message in messages:
-            role = self.ROLES.get(message["role"])
-            if role is None:
-                raise UsageError(
-                    f"role {message['role']!r:.80} is not known; give " + ", ".join(self.ROLES)
-                )
-            ids += [*self._header(role), *self._text(message["content"]), self._ids["<|eot_id|>"]]
-        return ids + self._header("assistant")
-
-    def _header(self, role: str) -> list[int]:
-        start, end = self._ids["<|start_header_id|>"], self._ids["<|end_header_id|>"]
-        return [start, *self._text(role), end, *self._text("\n\n")]
-
-    def _text(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, bos=False, special=False)
-
-
-class Llama2Chat:
-    """Llama 2's format: each question in [INST] tags, bos and eos around question and answer.
-
-    Its tags are ordinary text that a message could forge, so messages that hold one are refused,
-    as Meta's own code refuses them.
-
-    Source: llama/generation.py (chat_completion) in Meta's llama.
-    """
-
-    TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
-
-    def __init__(self, tokenizer: SentencePieceTokenizer, bos_id: int, eos_id: int) -> None:
-        self._tokenizer = tokenizer
-        self._bos_id, self._eos_id = bos_id, eos_id
-        self.stop_ids = tokenizer.eos_ids
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        require_messages(messages)
-        self._refuse_tags(messages)
-        turns = self._turns(messages)
-        ids: list[int] = []
-        for question, answer in zip(turns[::2], turns[1::2], strict=False):
-            ids += self._text(f"[INST] {question.strip()} [/INST] {answer.strip()} ")
-            ids.append(self._eos_id)
-        return ids + self._text(f"[INST] {turns[-1].strip()} [/INST]")
-
-    def _turns(self, messages: Sequence[Message]) -> list[str]:
-        """Contents from user and assistant in turn, the system's put into the first."""
-        system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        spoken = messages if system is None else messages[1:]
-        expected = [("user", "assistant")[index % 2] for index in range(len(spoken))]
-        roles = [message["role"] for message in spoken]
-        if roles != expected or len(roles) % 2 == 0:
-            raise UsageError(
-                f"roles are {', '.join(message['role'] for message in messages):.200}; Llama 2's "
-                "format takes an optional system, then user and assistant in turn, a user last"
+    if depth == 0:
+        raise UsageError(f"{where:.80} is nested more than {MAX_DEPTH} deep")
+    match value:
+        case str():
+            return 1 + len(_unicode(value, where))
+        case None | bool():
+            return 1
+        case int() if value.bit_length() <= MAX_INT_BITS:
+            return 1
+        case float() if math.isfinite(value):
+            return 1
+        case list() | tuple():
+            items = ((f"{where}[{number}]", item) for number, item in enumerate(value))
+            return 1 + sum(_size(item, name, depth - 1) for name, item in items)
+        case Mapping() if all(isinstance(key, str) for key in value):
+            return 1 + sum(
+                len(_unicode(key, where)) + _size(item, f"{where}.{key}", depth - 1)
+                for key, item in value.items()
             )
-        contents = [message["content"] for message in spoken]
-        if system is not None:
-            contents[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}"
-        return contents
+    raise UsageError(f"{where:.80} is {_kind(value)} that JSON does not know")
 
-    def _refuse_tags(self, messages: Sequence[Message]) -> None:
-        for number, message in enumerate(messages):
-            for tag in self.TAGS:
-                if tag in message["content"]:
-                    raise UsageError(
-                        f"message {number} holds {tag}, which is markup of Llama 2's chat format; "
-                        "take it out"
-                    )
 
-    def _text(self, text: str) -> list[int]:
-        return [self._bos_id, *self._tokenizer.encode(text, bos=False, special=False)]
+def _unicode(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{where:.80} holds half of a surrogate pair, which is no character"
+        ) from None
+    return text
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"

@@ -32,7 +32,13 @@ def export_gguf_tokenizer(path: Path) -> dict[str, bytes]:
         if id is not None:
             config[name] = tokens[id]
     if (template := fields.get("tokenizer.chat_template")) is not None:
-        config["chat_template"] = template
+        tool_use = fields.get("tokenizer.chat_template.tool_use")
+        named = {"default": template, "tool_use": tool_use}
+        config["chat_template"] = (
+            template
+            if tool_use is None
+            else [{"name": name, "template": text} for name, text in named.items()]
+        )
     if isinstance(tokenizer, SentencePieceTokenizer):
         config |= _sentencepiece_config(vocabulary, tokenizer, tokens)
         files = {"tokenizer.model": tokenizer.to_model()}

@@ -1,8 +1,12 @@
 """The chat format that a model brings along as a jinja template."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from parallel_llama.tokenizer.chat import Message, require_messages
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.tokenizer.chat import Chat, Message, text_of
 from parallel_llama.tokenizer.template_renderer import TemplateRenderer
 from parallel_llama.tokenizer.vocabulary import Tokenizer
 
@@ -13,13 +17,21 @@ _TURN_ENDS = (
     "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
 
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
 
 class JinjaChat:
     """Renders the model's template and encodes the text, special tokens included.
 
     A message that spells a special token thereby becomes one: the template gives text alone, and
-    every library that follows HF's convention reads it so.
-    `names` are the special tokens by the names that templates use, such as `bos_token`.
+    every library that follows HF's convention reads it so. A `tool_use` template is the one for
+    chats with tools. `names` are the special tokens by the names that templates use, such as
+    `bos_token`.
+
+    The template gets what transformers gives it: keys without a value are left out, and reasoning
+    is there under both of its names. Beyond that, arguments of tool calls that are JSON's text of
+    an object become that object, and parts of text are joined by newlines for messages of roles
+    whose parts the template does not write out itself.
     """
 
     def __init__(
@@ -29,30 +41,64 @@ class JinjaChat:
         names: Mapping[str, str],
         source: str,
         renderer: TemplateRenderer | None = None,
+        tool_use: str | None = None,
     ) -> None:
         self._template, self._names, self._source = template, dict(names), source
+        self._tool_use = tool_use or template
         self._tokenizer = tokenizer
         self._renderer = renderer or TemplateRenderer()
+        self._takes_parts: dict[tuple[str, str], bool] = {}
         special_ids = tokenizer.vocabulary.special_ids
+        written = template + self._tool_use
         self.stop_ids = tokenizer.eos_ids | {
-            special_ids[text] for text in _TURN_ENDS if text in special_ids and text in template
+            special_ids[text] for text in _TURN_ENDS if text in special_ids and text in written
         }
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        text = self.render(messages)
+    def encode(self, chat: Chat) -> list[int]:
+        text = self.render(chat)
         return self._tokenizer.encode(text, bos=not self._begins_with_bos(text))
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, chat: Chat) -> str:
         """The text of the conversation, up to where the assistant's next answer begins."""
-        require_messages(messages)
+        template = self._tool_use if chat.tools else self._template
+        chat = replace(
+            chat, messages=[self._message(message, template) for message in chat.messages]
+        )
+        return self._render(template, chat)
+
+    def _render(self, template: str, chat: Chat) -> str:
         context = {
             **self._names,
-            "messages": [dict(message) for message in messages],
+            **chat.template_vars,
+            "messages": chat.messages,
             "add_generation_prompt": True,
-            "tools": None,
-            "documents": None,
+            "tools": chat.tools or None,
+            "documents": chat.documents or None,
         }
-        return self._renderer.render(self._template, context, self._source)
+        return self._renderer.render(template, context, self._source)
+
+    def _message(self, message: Message, template: str) -> Message:
+        given = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((given[key] for key in _REASONING if key in given), None)
+        if reasoning is not None:
+            given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
+        if "tool_calls" in given:
+            given["tool_calls"] = [_with_object(call) for call in given["tool_calls"]]
+        if not isinstance(given.get("content", ""), str):
+            key = (template, given["role"])
+            if key not in self._takes_parts:
+                self._takes_parts[key] = self._try_parts(*key)
+            if not self._takes_parts[key]:
+                given["content"] = text_of(given)
+        return given
+
+    def _try_parts(self, template: str, role: str) -> bool:
+        """Whether the template writes the text of all parts of a message, and nothing else."""
+        try:
+            text = self._render(template, _probe(role))
+        except (UsageError, CheckpointError):
+            return False
+        return "part-one" in text and "part-two" in text and "part-mark" not in text
 
     def _begins_with_bos(self, text: str) -> bool:
         bos_id = self._tokenizer.bos_id
@@ -60,3 +106,38 @@ class JinjaChat:
             return False
         spelled = self._tokenizer.decode([bos_id], skip_special=False)
         return text.startswith(spelled)
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool call whose arguments, where they are the JSON text of an object, are that object."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _probe(role: str) -> Chat:
+    """A conversation in which this role says two parts, each with a mark that is not to be seen."""
+    parts = [
+        {"type": "text", "text": text, "mark": "part-mark"} for text in ("part-one", "part-two")
+    ]
+    message = {"role": role, "content": parts, "tool_call_id": "call00000", "name": "f"}
+    user = {"role": "user", "content": "text"}
+    function = {"name": "f", "arguments": {}}
+    call = {"id": "call00000", "type": "function", "function": function}
+    match role:
+        case "system" | "developer":
+            return Chat([message, user])
+        case "assistant":
+            return Chat([user, message, user])
+        case "tool":
+            caller = {"role": "assistant", "content": "", "tool_calls": [call]}
+            return Chat([user, caller, message])
+        case _:
+            return Chat([message])

@@ -14,9 +14,10 @@ from parallel_llama.tokenizer.bounded_files import (
     read_json_object,
     read_text,
 )
-from parallel_llama.tokenizer.chat import ChatTemplate, Llama2Chat, Llama3Chat
+from parallel_llama.tokenizer.chat import TOKEN_NAMES, ChatTemplate
 from parallel_llama.tokenizer.gguf_vocabulary import GGUFVocabulary, build_gguf_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
+from parallel_llama.tokenizer.meta_chat import Llama2Chat, Llama3Chat
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
 from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
 from parallel_llama.tokenizer.tokenizer_json import FileEncoder, TokenizersTokenizer
@@ -25,7 +26,6 @@ from parallel_llama.tokenizer.vocabulary import Tokenizer
 # HF's tokenizer.json is what its users run; a tokenizer.model beside it is the older form.
 _FILES = ("tokenizer.json", "tokenizer.model")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
-_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -57,9 +57,11 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """
     if is_file(path):
         return _gguf_template(path, tokenizer)
-    template, source = _folder_template(path)
-    if template is not None:
-        return JinjaChat(template, tokenizer, _read_config(path).names, source)
+    templates, source = _folder_templates(path)
+    if templates:
+        names = _read_config(path).names
+        tool_use = templates.get("tool_use")
+        return JinjaChat(templates["default"], tokenizer, names, source, tool_use=tool_use)
     if is_file(path / "params.json"):
         return _meta_chat(tokenizer)
     return None
@@ -79,7 +81,7 @@ def _read_config(folder: Path) -> _Config:
     config = read_json_object(path)
     special = read_json_object(folder / "special_tokens_map.json")
     names = {}
-    for name in _TOKEN_NAMES:
+    for name in TOKEN_NAMES:
         text = _token_text(config.get(name)) or _token_text(special.get(name))
         if text:
             names[name] = text
@@ -175,29 +177,45 @@ def _gguf_template(path: Path, tokenizer: Tokenizer) -> JinjaChat | None:
         id = vocabulary.token_id(key, len(tokens))
         if id is not None:
             names[name] = tokens[id]
-    return JinjaChat(_checked_template(template, str(path)), tokenizer, names, str(path))
+    tool_use = fields.get("tokenizer.chat_template.tool_use")
+    return JinjaChat(
+        _checked_template(template, str(path)),
+        tokenizer,
+        names,
+        str(path),
+        tool_use=None if tool_use is None else _checked_template(tool_use, str(path)),
+    )
 
 
-def _folder_template(folder: Path) -> tuple[str | None, str]:
-    """The template of a HF folder and the file that it is from."""
-    path = folder / "chat_template.jinja"
-    if is_file(path):
-        return _checked_template(read_text(path, MAX_TEMPLATE_BYTES), str(path)), str(path)
-    path = folder / "tokenizer_config.json"
-    template = read_json_object(path).get("chat_template")
-    if isinstance(template, list):
-        template = _default_template(template, str(path))
-    return (None if template is None else _checked_template(template, str(path))), str(path)
+def _folder_templates(folder: Path) -> tuple[dict[str, str], str]:
+    """The default and tool_use templates of a HF folder, as far as it has them, and their file.
+
+    Files of their own go before what the configuration says.
+    """
+    source = folder / "chat_template.jinja"
+    files = {"default": source, "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
+    templates: dict[str, Any] = {
+        name: read_text(path, MAX_TEMPLATE_BYTES) for name, path in files.items() if is_file(path)
+    }
+    if not templates:
+        source = folder / "tokenizer_config.json"
+        template = read_json_object(source).get("chat_template")
+        if template is None:
+            return {}, str(source)
+        templates = _named(template)
+    if "default" not in templates:
+        names = ", ".join(templates) or "nothing"
+        raise CheckpointError(f"{source}: chat_template names {names:.200} and no 'default'")
+    return {
+        name: _checked_template(templates[name], str(source)) for name in files if name in templates
+    }, str(source)
 
 
-def _default_template(templates: list[Any], source: str) -> Any:
-    named = {item.get("name"): item.get("template") for item in templates if isinstance(item, dict)}
-    if "default" not in named:
-        raise CheckpointError(
-            f"{source}: chat_template names {', '.join(map(str, named)) or 'nothing':.200} and no "
-            "'default'"
-        )
-    return named["default"]
+def _named(template: Any) -> dict[str, Any]:
+    """Templates by name, as a list gives them; one alone is the default."""
+    if not isinstance(template, list):
+        return {"default": template}
+    return {str(item.get("name")): item.get("template") for item in template if type(item) is dict}
 
 
 def _checked_template(template: Any, source: str) -> str:

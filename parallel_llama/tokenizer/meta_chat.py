@@ -1,0 +1,118 @@
+"""Meta's own chat formats, for folders that carry no template.
+
+They are put together from tokens, so that nothing a message says can become a special token.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from parallel_llama.errors import UsageError
+from parallel_llama.tokenizer.chat import Chat, Message, text_of
+from parallel_llama.tokenizer.spm import SentencePieceTokenizer
+from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
+
+
+class Llama3Chat:
+    """Llama 3's format: a header of its own tokens before each message, <|eot_id|> behind it.
+
+    Source: llama3/chat_format.py in Meta's llama-models.
+    """
+
+    ROLES: Mapping[str, str] = {
+        "system": "system", "user": "user", "assistant": "assistant", "tool": "ipython",
+        "ipython": "ipython",
+    }  # fmt: skip
+
+    def __init__(self, tokenizer: TiktokenTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids = tokenizer.vocabulary.special_ids
+        self.stop_ids = tokenizer.eos_ids
+
+    def encode(self, chat: Chat) -> list[int]:
+        _require_plain(chat)
+        ids = [self._tokenizer.bos_id]
+        for message in chat.messages:
+            role = self.ROLES.get(message["role"])
+            if role is None:
+                raise UsageError(
+                    f"role {message['role']!r:.80} is not known; give " + ", ".join(self.ROLES)
+                )
+            ids += [*self._header(role), *self._text(text_of(message)), self._ids["<|eot_id|>"]]
+        return ids + self._header("assistant")
+
+    def _header(self, role: str) -> list[int]:
+        start, end = self._ids["<|start_header_id|>"], self._ids["<|end_header_id|>"]
+        return [start, *self._text(role), end, *self._text("\n\n")]
+
+    def _text(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, bos=False, special=False)
+
+
+class Llama2Chat:
+    """Llama 2's format: each question in [INST] tags, bos and eos around question and answer.
+
+    Its tags are ordinary text that a message could forge, so messages that hold one are refused,
+    as Meta's own code refuses them.
+
+    Source: llama/generation.py (chat_completion) in Meta's llama.
+    """
+
+    TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
+
+    def __init__(self, tokenizer: SentencePieceTokenizer, bos_id: int, eos_id: int) -> None:
+        self._tokenizer = tokenizer
+        self._bos_id, self._eos_id = bos_id, eos_id
+        self.stop_ids = tokenizer.eos_ids
+
+    def encode(self, chat: Chat) -> list[int]:
+        _require_plain(chat)
+        self._refuse_tags(chat.messages)
+        turns = self._turns(chat.messages)
+        ids: list[int] = []
+        for question, answer in zip(turns[::2], turns[1::2], strict=False):
+            ids += self._text(f"[INST] {question.strip()} [/INST] {answer.strip()} ")
+            ids.append(self._eos_id)
+        return ids + self._text(f"[INST] {turns[-1].strip()} [/INST]")
+
+    def _turns(self, messages: Sequence[Message]) -> list[str]:
+        """Contents from user and assistant in turn, the system's put into the first."""
+        system = text_of(messages[0]) if messages[0]["role"] == "system" else None
+        spoken = messages if system is None else messages[1:]
+        expected = [("user", "assistant")[index % 2] for index in range(len(spoken))]
+        roles = [message["role"] for message in spoken]
+        if roles != expected or len(roles) % 2 == 0:
+            raise UsageError(
+                f"roles are {', '.join(message['role'] for message in messages):.200}; Llama 2's "
+                "format takes an optional system, then user and assistant in turn, a user last"
+            )
+        contents = [text_of(message) for message in spoken]
+        if system is not None:
+            contents[0] = f"<<SYS>>\n{system}\n<</SYS>>\n\n{contents[0]}"
+        return contents
+
+    def _refuse_tags(self, messages: Sequence[Message]) -> None:
+        for number, message in enumerate(messages):
+            for tag in self.TAGS:
+                if tag in text_of(message):
+                    raise UsageError(
+                        f"messages[{number}] holds {tag}, which is markup of Llama 2's chat "
+                        "format; take it out"
+                    )
+
+    def _text(self, text: str) -> list[int]:
+        return [self._bos_id, *self._tokenizer.encode(text, bos=False, special=False)]
+
+
+def _require_plain(chat: Chat) -> None:
+    """Refuse what these formats have no place for."""
+    for name in ("tools", "documents", "template_vars"):
+        if getattr(chat, name):
+            raise UsageError(
+                f"{name} are for a chat template, and a Meta folder has none; use the model's "
+                "Hugging Face folder"
+            )
+    for number, message in enumerate(chat.messages):
+        if message.get("tool_calls"):
+            raise UsageError(
+                f"messages[{number}] has tool_calls, which are for a chat template, and a Meta "
+                "folder has none; use the model's Hugging Face folder"
+            )
