@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from gguf_builder import GGUF
 from sentencepiece import SentencePieceProcessor
 from tokenizer_data import (
     LLAMA3,
@@ -31,6 +32,7 @@ from parallel_llama.tokenizer import (
     template_job,
 )
 from parallel_llama.tokenizer.chat import RESERVED_NAMES
+from parallel_llama.tokenizer.export import export_gguf_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 from parallel_llama.tokenizer.template_renderer import TemplateRenderer
 
@@ -200,17 +202,60 @@ def hf_folder(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("template", "n_bos"),
-    [("{{ bos_token }}{{ messages[0].content }}", 1), ("{{ messages[0].content }}", 1)],
-)
-def test_there_is_one_bos_whether_or_not_the_template_writes_it(
-    tmp_path: Path, template: str, n_bos: int
+@pytest.mark.parametrize("adds_bos", [True, False, None])
+@pytest.mark.parametrize("template", ["{{ bos_token }}{{ messages[0].content }}", "x"])
+def test_the_template_of_a_folder_writes_bos_or_there_is_none(
+    tmp_path: Path, template: str, adds_bos: bool | None
 ) -> None:
-    chat = chat_of(hf_folder(tmp_path, {"chat_template": template, "bos_token": "<s>"}))
+    """One was added where the tokenizer adds one to text, which transformers and vLLM do not."""
+    config = {"chat_template": template, "bos_token": "<s>", "add_bos_token": adds_bos}
+    chat = chat_of(hf_folder(tmp_path, config))
     assert chat is not None
-    oracle = SentencePieceProcessor(str(MISTRAL_V1))
-    assert chat.encode(Chat(USER)) == [1] * n_bos + oracle.EncodeAsIds("hi")
+    assert chat.encode(Chat(USER)).count(1) == ("bos_token" in template)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("template", ["{{ bos_token }}{{ messages[0].content }}", "x"])
+def test_the_chat_of_a_gguf_file_has_the_one_bos_that_the_file_adds(
+    tmp_path: Path, template: str, adds_bos: bool
+) -> None:
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "h", "i", "x"],
+        "tokenizer.ggml.scores": [0.0] * 6,
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": adds_bos,
+        "tokenizer.chat_template": template,
+    }
+    path = tmp_path / "a.gguf"
+    path.write_bytes(GGUF(fields, tensors=[]).to_bytes())
+    chat = load_chat_template(path, load_tokenizer(path))
+    assert chat is not None
+    assert chat.encode(Chat(USER)).count(1) == (adds_bos or "bos_token" in template)
+
+
+def test_the_chat_of_a_gguf_file_with_tools_has_its_own_template(tmp_path: Path) -> None:
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>"],
+        "tokenizer.ggml.scores": [0.0] * 3,
+        "tokenizer.ggml.token_type": [2, 3, 3],
+        "tokenizer.chat_template": "plain",
+        "tokenizer.chat_template.tool_use": "tools",
+    }
+    path = tmp_path / "a.gguf"
+    path.write_bytes(GGUF(fields, tensors=[]).to_bytes())
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, data in export_gguf_tokenizer(path).items():
+        (folder / name).write_bytes(data)
+    for place in (path, folder):
+        chat = load_chat_template(place, load_tokenizer(place))
+        assert isinstance(chat, JinjaChat)
+        assert chat.render(Chat(USER)) == "plain"
+        assert chat.render(Chat(USER, tools=[TOOL])) == "tools"
 
 
 def test_the_template_is_found_where_hf_puts_it(tmp_path: Path) -> None:

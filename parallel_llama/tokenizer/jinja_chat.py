@@ -32,6 +32,10 @@ class JinjaChat:
     is there under both of its names. Beyond that, arguments of tool calls that are JSON's text of
     an object become that object, and parts of text are joined by newlines for messages of roles
     whose parts the template does not write out itself.
+
+    The bos token is the template's to write, as in transformers and vLLM: none is added. With
+    `adds_bos`, as in llama.cpp for GGUF files, the tokenizer puts its own in front of a text that
+    does not begin with it; there are never two.
     """
 
     def __init__(
@@ -42,10 +46,11 @@ class JinjaChat:
         source: str,
         renderer: TemplateRenderer | None = None,
         tool_use: str | None = None,
+        adds_bos: bool = False,
     ) -> None:
         self._template, self._names, self._source = template, dict(names), source
         self._tool_use = tool_use or template
-        self._tokenizer = tokenizer
+        self._tokenizer, self._adds_bos = tokenizer, adds_bos
         self._renderer = renderer or TemplateRenderer()
         self._takes_parts: dict[tuple[str, str], bool] = {}
         special_ids = tokenizer.vocabulary.special_ids
@@ -56,7 +61,7 @@ class JinjaChat:
 
     def encode(self, chat: Chat) -> list[int]:
         text = self.render(chat)
-        return self._tokenizer.encode(text, bos=not self._begins_with_bos(text))
+        return self._tokenizer.encode(text, bos=self._adds_bos and not self._begins_with_bos(text))
 
     def render(self, chat: Chat) -> str:
         """The text of the conversation, up to where the assistant's next answer begins."""

@@ -184,6 +184,7 @@ def _gguf_template(path: Path, tokenizer: Tokenizer) -> JinjaChat | None:
         names,
         str(path),
         tool_use=None if tool_use is None else _checked_template(tool_use, str(path)),
+        adds_bos=True,
     )
 
 
