@@ -16,6 +16,7 @@ from parallel_llama.intake import Intake
 from parallel_llama.model_files import find_model
 from parallel_llama.plan import make_plan, parameters
 from parallel_llama.resharding import reshard
+from parallel_llama.tokenizer import Chat
 
 GGUF = find_model("smollm2")
 TEXTS = [
@@ -67,7 +68,7 @@ def test_the_tokenizer_that_is_written_encodes_as_the_one_in_the_gguf_file(folde
         assert one.tokenizer.encode(text) == other.tokenizer.encode(text)
     ids = list(range(0, one.tokenizer.vocab_size, 7))
     assert one.tokenizer.decode(ids) == other.tokenizer.decode(ids)
-    assert one.chat_template.encode(MESSAGES) == other.chat_template.encode(MESSAGES)
+    assert one.chat_template.encode(Chat(MESSAGES)) == other.chat_template.encode(Chat(MESSAGES))
     assert load_generation_defaults(files).eos_ids == load_generation_defaults(GGUF).eos_ids
 
 
@@ -77,7 +78,7 @@ def test_transformers_reads_the_tokenizer_that_is_written(folders):
     for text in TEXTS:
         assert theirs.encode(text) == ours.tokenizer.encode(text)
     chat = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True)
-    assert list(chat["input_ids"]) == ours.chat_template.encode(MESSAGES)
+    assert list(chat["input_ids"]) == ours.chat_template.encode(Chat(MESSAGES))
 
 
 @pytest.mark.parametrize("layout", ["hf", "native"])

@@ -168,11 +168,16 @@ def test_a_sentencepiece_model_with_changed_bytes_works_or_gives_the_error(tmp_p
     assert 100 < n_refused < 300
 
 
-def test_a_file_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.touch()
-    os.truncate(path, (64 << 20) + 1)
-    with pytest.raises(CheckpointError, match="larger than 67108864 bytes"):
+@pytest.mark.parametrize(
+    ("name", "start", "bound"),
+    [("tokenizer.json", b"{", 64 << 20), ("tokenizer.model", b"\n", 16 << 20)],
+)
+def test_a_file_beyond_the_bound_is_not_read(
+    tmp_path: Path, name: str, start: bytes, bound: int
+) -> None:
+    (tmp_path / name).write_bytes(start)
+    os.truncate(tmp_path / name, bound + 1)
+    with pytest.raises(CheckpointError, match=f"larger than {bound} bytes"):
         load_tokenizer(tmp_path)
 
 
@@ -180,6 +185,46 @@ def test_another_models_rank_file_is_refused() -> None:
     """Llama 4's file looks the same and cuts text by another pattern."""
     with pytest.raises(CheckpointError, match=r"has 200000 ranks and Llama 3 has 128000"):
         load_tokenizer(LLAMA3.parents[1] / "llama4" / "tokenizer.model")
+
+
+def sentencepiece_model(path: Path, **changes: bytes) -> Any:
+    """The first pieces of a real model; `changes` are fields of its normalizer."""
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto.ParseFromString(path.read_bytes())
+    del proto.pieces[400:]
+    for name, value in changes.items():
+        setattr(proto.normalizer_spec, name, value)
+    return proto
+
+
+def test_a_sentencepiece_model_that_lengthens_texts_without_bound_is_refused(
+    tmp_path: Path,
+) -> None:
+    """A rule that writes a kB for each letter took gigabytes; another may write megabytes."""
+    charsmap = (4).to_bytes(4, "little") + b"trie" + b"b" * 65 + b"\0"
+    proto = sentencepiece_model(MISTRAL_V1, precompiled_charsmap=charsmap)
+    (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
+    with pytest.raises(CheckpointError, match="normalises a character to more than 64 bytes"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_sentencepiece_model_with_long_pieces_is_refused(tmp_path: Path) -> None:
+    """A unigram model looks for as many pieces at each place as it has that long."""
+    proto = sentencepiece_model(MISTRAL_V1)
+    proto.pieces[300].piece = "a" * 1025
+    (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
+    with pytest.raises(CheckpointError, match="piece 300 has more than 1024 bytes"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_rank_file_without_a_token_for_a_byte_is_refused(tmp_path: Path) -> None:
+    """tiktoken panicked at the first text with that byte, past every handler of exceptions."""
+    lines = LLAMA3.read_bytes().splitlines()
+    (at,) = (n for n, line in enumerate(lines) if line.split()[0] == base64.b64encode(b"~"))
+    lines[at] = base64.b64encode(b"~ and more") + b" " + lines[at].split()[1]
+    (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines))
+    with pytest.raises(CheckpointError, match="no token is the byte 0x7e alone"):
+        load_tokenizer(tmp_path)
 
 
 # HF folders.
@@ -314,7 +359,14 @@ def test_an_unknown_decoder_is_refused_with_those_that_are_known(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "config", ["[]", "{", '{"add_bos_token": "yes"}', '{"added_tokens_decoder": {"x": 1}}']
+    "config",
+    [
+        "[]",
+        "{",
+        '{"add_bos_token": "yes"}',
+        '{"added_tokens_decoder": {"x": 1}}',
+        '{"added_tokens_decoder": {"%s": {"content": "x"}}}' % ("9" * 5000),
+    ],
 )
 def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
     hf_folder(tmp_path, byte_level_tokenizer())
@@ -338,11 +390,20 @@ def test_added_tokens_extend_a_sentencepiece_model(tmp_path: Path) -> None:
     assert ours.decode(ids, skip_special=False) == "<|im_start|> hi<tool>"
 
 
-def test_an_added_token_beyond_the_end_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("id", [4000000000, -1])
+def test_an_added_token_beyond_the_end_is_refused(tmp_path: Path, id: int) -> None:
     (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
-    (tmp_path / "added_tokens.json").write_text('{"<x>": 4000000000}')
-    with pytest.raises(CheckpointError, match="id 4000000000 and the model ends at 32000"):
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": id}))
+    with pytest.raises(CheckpointError, match=f"id {id} and the model ends at 32000"):
         load_tokenizer(tmp_path)
+
+
+def test_an_added_token_may_be_its_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
+    config = {"added_tokens_decoder": {"32000": "<tool>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = load_tokenizer(tmp_path)
+    assert ours.decode(ours.encode("a<tool>")) == "a<tool>"
 
 
 def test_ranks_may_stand_in_any_order(tmp_path: Path) -> None:

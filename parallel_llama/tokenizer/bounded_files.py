@@ -8,6 +8,7 @@ from parallel_llama.bounded_files import is_there, read_bytes
 from parallel_llama.errors import CheckpointError
 
 MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use hold about 35 MB
+MAX_MODEL_BYTES = 16 << 20  # of a tokenizer.model; the largest in use hold about 5 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_PIECES = 1 << 20

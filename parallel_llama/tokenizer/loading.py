@@ -9,6 +9,7 @@ from parallel_llama.bounded_files import is_file, is_there, open_file, read_byte
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.gguf_header import read_gguf_header
 from parallel_llama.tokenizer.bounded_files import (
+    MAX_MODEL_BYTES,
     MAX_TEMPLATE_BYTES,
     MAX_TOKENIZER_BYTES,
     read_json_object,
@@ -106,12 +107,13 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[AddedToken, ...
     decoder = config.get("added_tokens_decoder")
     for key, value in decoder.items() if isinstance(decoder, dict) else ():
         text = _token_text(value)
-        if text is None or not key.isdecimal():
+        if text is None or not re.fullmatch("[0-9]{1,10}", key):
             raise CheckpointError(
                 f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has {key!r:.80} with "
                 f"{value!r:.80}; it maps ids to tokens"
             )
-        texts[int(key)] = AddedToken(int(key), text, bool(value.get("special")))
+        is_special = isinstance(value, dict) and bool(value.get("special"))
+        texts[int(key)] = AddedToken(int(key), text, is_special)
     return tuple(texts.values())
 
 
@@ -121,11 +123,11 @@ def _tokenizer_in(path: Path, config: _Config) -> Tokenizer:
         head = file.read(4096)
     if head.startswith(b"GGUF"):
         return build_gguf_tokenizer(read_gguf_header(path).fields, source)
-    data = read_bytes(path, MAX_TOKENIZER_BYTES)
+    if head.lstrip().startswith(b"{"):
+        return _from_json(read_bytes(path, MAX_TOKENIZER_BYTES), source, config)
+    data = read_bytes(path, MAX_MODEL_BYTES)
     if not data:
         raise CheckpointError(f"{source}: the file is empty")
-    if head.lstrip().startswith(b"{"):
-        return _from_json(data, source, config)
     if _RANK_LINE.match(head):
         return TiktokenTokenizer(data, source)
     return _from_spm(data, source, config)

@@ -16,6 +16,10 @@ SPM_PROTO: Any = sentencepiece_model_pb2  # its classes are made at import, unse
 # Kinds of pieces; the token types of GGUF files are the same numbers.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\u2581"
+# What a text of a hostile model may cost in time and memory hangs on these; those in use have
+# pieces of up to 50 bytes, and normalise no character to more than 40.
+MAX_PIECE_BYTES = 1024
+MAX_NORMALIZED_BYTES = 64
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -106,10 +110,24 @@ def _require_supported(proto: Any, source: str) -> None:
         raise CheckpointError(
             f"{source}: has {len(proto.pieces)} pieces, allowed 1 to {MAX_PIECES}"
         )
+    for id, piece in enumerate(proto.pieces):
+        if len(piece.piece.encode()) > MAX_PIECE_BYTES:
+            raise CheckpointError(f"{source}: piece {id} has more than {MAX_PIECE_BYTES} bytes")
+    if _longest_normalized(proto.normalizer_spec.precompiled_charsmap) > MAX_NORMALIZED_BYTES:
+        raise CheckpointError(
+            f"{source}: normalises a character to more than {MAX_NORMALIZED_BYTES} bytes"
+        )
     if proto.trainer_spec.treat_whitespace_as_suffix:
         raise CheckpointError(f"{source}: writes spaces after words, which is not supported")
     if proto.denormalizer_spec.precompiled_charsmap:
         raise CheckpointError(f"{source}: rewrites decoded text, which is not supported")
+
+
+def _longest_normalized(charsmap: bytes) -> int:
+    """The length of the longest text in a charsmap: the size of a trie, the trie, then texts that
+    each end with a zero."""
+    n_trie = int.from_bytes(charsmap[:4], "little")
+    return max(map(len, charsmap[4 + n_trie :].split(b"\0")))
 
 
 def _vocabulary(proto: Any, added: Sequence[AddedToken], source: str) -> Vocabulary:
@@ -132,7 +150,7 @@ def _vocabulary(proto: Any, added: Sequence[AddedToken], source: str) -> Vocabul
             if drops_space and text.startswith(SPACE):
                 openings[id] = spelled[1:]
     for id, text, is_special in sorted(added):
-        if id > len(pieces):
+        if not 0 <= id <= len(pieces):
             raise CheckpointError(
                 f"{source}: added token {text!r} has id {id} and the model ends at {len(pieces)}"
             )

@@ -61,6 +61,9 @@ def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
             f"{source}: has {len(ranks)} ranks and Llama 3 has {N_RANKS}; the splitting pattern of "
             "another model is not in this file, use its tokenizer.json"
         )
+    for byte in range(256):
+        if bytes([byte]) not in ranks:  # tiktoken panics at a text that has it
+            raise CheckpointError(f"{source}: no token is the byte {byte:#04x} alone")
     return ranks
 
 
