@@ -440,6 +440,14 @@ def test_parts_are_joined_for_the_roles_for_which_the_template_does_not_write_th
     assert chat.render(Chat(messages)) == "one\ntwo|<one><two>|one\ntwo|<one><two>|"
 
 
+def test_roles_without_end_are_not_all_remembered(renderer: TemplateRenderer) -> None:
+    chat = JinjaChat(WRITES_PARTS, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    for number in range(100):
+        messages = [{"role": f"role {number}", "content": PARTS}]
+        assert chat.render(Chat(messages)) == "<one><two>"
+    assert len(chat._takes_parts) <= 32
+
+
 def test_template_vars_are_names_of_the_template(renderer: TemplateRenderer) -> None:
     chat = JinjaChat("{{ enable_thinking }}{{ eos_token }}", real_tokenizer(SMOLLM2),
                      {"eos_token": "</s>"}, "a model", renderer)  # fmt: skip
@@ -474,6 +482,7 @@ def nested(depth: int) -> Any:
     [
         ({"messages": []}, "at least one message"),
         ({"messages": "hi"}, "messages must be a list of objects, and is a str"),
+        ({"messages": [types.MappingProxyType(USER[0])]}, "be an object, and is a mappingproxy"),
         ({"messages": ["hi"]}, r"messages\[0\] must be an object, and is a str"),
         ({"messages": [*USER, {"role": "user"}]}, r"messages\[1\] has content=None"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\] has role=None"),

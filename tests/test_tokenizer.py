@@ -13,19 +13,21 @@ import psutil
 import pytest
 import tiktoken
 from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
-from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+from sentencepiece import SentencePieceProcessor
 from tokenizer_data import (
     LLAMA3,
     MISTRAL_V1,
     MISTRAL_V3,
     REAL_FILES,
     SMOLLM2,
+    byte_level_tokenizer,
     random_ids,
     random_texts,
     real_tokenizer,
     real_tokenizer_files,
+    sentencepiece_model,
 )
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import load_tokenizer
@@ -149,10 +151,7 @@ def test_a_damaged_file_is_named_with_the_reason(
 
 def test_a_sentencepiece_model_with_changed_bytes_works_or_gives_the_error(tmp_path: Path) -> None:
     """protobuf accepts text that is not UTF-8, which then failed far from the file."""
-    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-    proto.ParseFromString(MISTRAL_V1.read_bytes())
-    del proto.pieces[400:]
-    whole = proto.SerializeToString()
+    whole = sentencepiece_model(MISTRAL_V1).SerializeToString()
     draw = random.Random(0)
     n_refused = 0
     for _ in range(300):
@@ -187,16 +186,6 @@ def test_another_models_rank_file_is_refused() -> None:
         load_tokenizer(LLAMA3.parents[1] / "llama4" / "tokenizer.model")
 
 
-def sentencepiece_model(path: Path, **changes: bytes) -> Any:
-    """The first pieces of a real model; `changes` are fields of its normalizer."""
-    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-    proto.ParseFromString(path.read_bytes())
-    del proto.pieces[400:]
-    for name, value in changes.items():
-        setattr(proto.normalizer_spec, name, value)
-    return proto
-
-
 def test_a_sentencepiece_model_that_lengthens_texts_without_bound_is_refused(
     tmp_path: Path,
 ) -> None:
@@ -228,18 +217,6 @@ def test_a_rank_file_without_a_token_for_a_byte_is_refused(tmp_path: Path) -> No
 
 
 # HF folders.
-
-
-def byte_level_tokenizer() -> Tokenizer:
-    """All bytes, a few merges, and three special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: id for id, token in enumerate([*alphabet, "he", "ll", "hell"])}
-    tokenizer = Tokenizer(models.BPE(vocab, [("h", "e"), ("l", "l"), ("he", "ll")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", "<|im_end|>"])
-    tokenizer.add_tokens([AddedToken("<think>", special=False)])
-    return tokenizer
 
 
 def with_template(single: str) -> Tokenizer:

@@ -9,7 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unicodedata import category
 
-from tokenizers import pre_tokenizers
+import tokenizers
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
 from parallel_llama.tokenizer.export import export_gguf_tokenizer
@@ -75,6 +77,28 @@ def real_tokenizer_files() -> dict[str, bytes]:
         "byte-level with whole words": llama3.to_str().encode(),
         "sentencepiece": mistral.to_str().encode(),
     }
+
+
+def byte_level_tokenizer() -> tokenizers.Tokenizer:
+    """All bytes, a few merges, and three special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: id for id, token in enumerate([*alphabet, "he", "ll", "hell"])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [("h", "e"), ("l", "l"), ("he", "ll")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|im_end|>"])
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    return tokenizer
+
+
+def sentencepiece_model(path: Path, **changes: bytes) -> Any:
+    """The first pieces of a real model; `changes` are fields of its normalizer."""
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto.ParseFromString(path.read_bytes())
+    del proto.pieces[400:]
+    for name, value in changes.items():
+        setattr(proto.normalizer_spec, name, value)
+    return proto
 
 
 def random_texts(n_texts: int, seed: int = 0) -> Iterator[str]:

@@ -70,7 +70,7 @@ def read_lines(path: str) -> list[Line]:
     """The prompts of a JSONL file, one object a line; blank lines are skipped.
 
     Raises: UsageError naming the first line that is not {"prompt"}, {"tokens"} or {"messages"},
-    with sampling settings beside it or none.
+    with sampling settings beside it or none, and what belongs to a chat beside messages.
     """
     lines: list[Line] = []
     for number, data in enumerate(_split(path), start=1):

@@ -89,7 +89,7 @@ def _require_objects(value: Any, where: str) -> None:
     if not isinstance(value, list | tuple):
         raise UsageError(f"{where} must be a list of objects, and is {_kind(value)}")
     for number, item in enumerate(value):
-        if not isinstance(item, Mapping):
+        if not isinstance(item, dict):
             raise UsageError(f"{where}[{number}] must be an object, and is {_kind(item)}")
 
 
@@ -115,7 +115,7 @@ def _require_text(part: Mapping[str, Any], where: str) -> None:
 
 
 def _require_names(names: Any) -> None:
-    if not isinstance(names, Mapping):
+    if not isinstance(names, dict):
         raise UsageError(f"template_vars must be an object, and is {_kind(names)}")
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
@@ -143,7 +143,7 @@ def _size(value: Any, where: str, depth: int) -> int:
         case list() | tuple():
             items = ((f"{where}[{number}]", item) for number, item in enumerate(value))
             return 1 + sum(_size(item, name, depth - 1) for name, item in items)
-        case Mapping() if all(isinstance(key, str) for key in value):
+        case dict() if all(isinstance(key, str) for key in value):
             return 1 + sum(
                 len(_unicode(key, where)) + _size(item, f"{where}.{key}", depth - 1)
                 for key, item in value.items()

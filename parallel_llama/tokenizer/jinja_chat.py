@@ -17,6 +17,7 @@ _TURN_ENDS = (
     "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
 
+_MAX_KNOWN = 32
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -92,6 +93,8 @@ class JinjaChat:
         if not isinstance(given.get("content", ""), str):
             key = (template, given["role"])
             if key not in self._takes_parts:
+                if len(self._takes_parts) == _MAX_KNOWN:  # a role is any text
+                    self._takes_parts.clear()
                 self._takes_parts[key] = self._try_parts(*key)
             if not self._takes_parts[key]:
                 given["content"] = text_of(given)
