@@ -1,23 +1,59 @@
 """A tensor-parallel inference runtime for Llama-family models."""
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parallel_llama.async_llm import AsyncLLM
+    from parallel_llama.errors import (
+        CheckpointError,
+        DamagedWeights,
+        NumericalError,
+        OutOfMemory,
+        UsageError,
+    )
+    from parallel_llama.llm import LLM
+    from parallel_llama.parallel.failures import RankError
+    from parallel_llama.request import Completion, Grammar, SamplingParams
+    from parallel_llama.tokenizer import Chat, Tokenizer, load_tokenizer
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Completion", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Chat",
+    "CheckpointError",
+    "Completion",
+    "DamagedWeights",
+    "Grammar",
+    "NumericalError",
+    "OutOfMemory",
+    "RankError",
+    "SamplingParams",
+    "Tokenizer",
+    "UsageError",
+    "load_tokenizer",
+]
+
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "RankError": "parallel.failures",
+    **dict.fromkeys(("Completion", "Grammar", "SamplingParams"), "request"),
+    **dict.fromkeys(("Chat", "Tokenizer", "load_tokenizer"), "tokenizer"),
+    **dict.fromkeys(
+        ("CheckpointError", "DamagedWeights", "NumericalError", "OutOfMemory", "UsageError"),
+        "errors",
+    ),
+}
 
 
 def __getattr__(name: str) -> Any:
     # torch is loaded when a name needs it, so that commands without a model start at once.
-    if name == "LLM":
-        from parallel_llama.llm import LLM
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
-        return LLM
-    if name == "AsyncLLM":
-        from parallel_llama.async_llm import AsyncLLM
 
-        return AsyncLLM
-    if name in ("SamplingParams", "Completion"):
-        from parallel_llama import request
-
-        return getattr(request, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

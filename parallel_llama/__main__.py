@@ -10,10 +10,13 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 from parallel_llama.cli.main import main
 from parallel_llama.parallel.launch import hear_ctrl_c
+from parallel_llama.parallel.place import end_with_parent, is_under_torchrun
 
 
 def entry() -> None:
     hear_ctrl_c()
+    if is_under_torchrun():
+        end_with_parent()
     code = main(sys.argv[1:])
     # All is said: a Ctrl-C from here on would only end Python's own cleaning up with a traceback.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

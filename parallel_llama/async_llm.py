@@ -16,8 +16,8 @@ import torch
 
 from parallel_llama.engine import Progress, StepTimes
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.intake import Prompt
 from parallel_llama.llm import LLM
+from parallel_llama.prompts import Prompt
 from parallel_llama.request import Completion, Request, SamplingParams
 
 
@@ -209,7 +209,6 @@ class AsyncLLM:
                 self._llm.engine.cancel(ticket)
             while not self._llm.engine.idle:
                 self._step()
-            self._llm.rest()
         except Exception as error:
             self._error = error
             self._fail(error)
@@ -219,8 +218,6 @@ class AsyncLLM:
         """Take what has come, waiting where there is nothing to do; whether to go on."""
         engine = self._llm.engine
         while engine.idle or not self._mail.empty():
-            if self._mail.empty():
-                self._llm.rest()
             letter = self._mail.get()
             if letter is None:
                 return False

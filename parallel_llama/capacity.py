@@ -1,12 +1,16 @@
 """How many tokens the KV cache holds: from the memory at hand, agreed across the ranks."""
 
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.parallel import Communicator
 from parallel_llama.plan import ShardPlan, kv_bytes_per_token
 
@@ -14,6 +18,8 @@ from parallel_llama.plan import ShardPlan, kv_bytes_per_token
 CPU_SHARE, CUDA_SHARE = 0.5, 0.9
 # On the CPU no more than this without being asked: beside the model there are other programs.
 MAX_CPU_BYTES = 2 << 30
+
+_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -95,15 +101,33 @@ def free_memory(device: torch.device) -> int:
     return available_memory()
 
 
+@contextmanager
+def memory_for(what: str, remedy: str) -> Iterator[None]:
+    """Says what memory was wanted for, and what makes it less, where it cannot be had.
+
+    Raises: OutOfMemory.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        # torch has no error of its own for the CPU's memory.
+        if isinstance(error, RuntimeError) and not _NO_MEMORY.search(text):
+            raise
+        asked = re.search(r"(\d+) bytes", text)
+        size = f" ({asked[1]} bytes at once)" if asked else ""
+        raise OutOfMemory(f"there is no memory for {what}{size}; {remedy}") from error
+
+
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that programs can still take without swapping, a container's limit heeded.
+    """Bytes that programs can still take without swapping, limits of container and process heeded.
 
     Where the system below `root` does not say, as much as the cache wants at the most.
     """
     available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
     if available is None:
         return int(MAX_CPU_BYTES / CPU_SHARE)
-    left = [available << 10]
+    left = [available << 10, *_room_in_address_space(root)]
     cgroup = root / "sys" / "fs" / "cgroup"
     for folder, limit, used, prefix in (  # versions 2 and 1
         (cgroup, "memory.max", "memory.current", ""),
@@ -117,6 +141,15 @@ def available_memory(root: Path = Path("/")) -> int:
         stat = _numbers(folder / "memory.stat")
         left.append(n_left + sum(stat.get(f"{prefix}{s}active_file", 0) for s in ("", "in")))
     return max(0, min(left))
+
+
+def _room_in_address_space(root: Path) -> list[int]:
+    """What `ulimit -v` leaves this process, where it is set."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    taken = _numbers(root / "proc" / "self" / "status").get("VmSize:")
+    if limit == resource.RLIM_INFINITY or taken is None:
+        return []
+    return [limit - (taken << 10)]
 
 
 def _room_for_cache(free: int, n_ranks: int, device: torch.device) -> int:

@@ -25,9 +25,13 @@ def rows_to_draw(works: Sequence[Work]) -> list[int]:
 
 
 def draws_of(work: Work, history: History | None, mask: bytes | None) -> Iterator[Draw]:
-    """The draws of one work, `mask` being what its grammar allows next."""
+    """The draws of one work, `mask` being which tokens may come next at all."""
     choice, request, drafts = work.choice, work.choice.request, work.drafts
     for n in range(1 + len(drafts)):
+        banned = request.banned_ids(choice.n_drawn + n)
+        if request.bad_ids:
+            drawn = [*choice.tokens[choice.n_prompt :], *drafts[:n]]
+            banned |= request.ends_of_bad_words(drawn)
         yield Draw(
             request.params,
             request.seed,
@@ -36,7 +40,7 @@ def draws_of(work: Work, history: History | None, mask: bytes | None) -> Iterato
             request.index,
             history=history,
             drafts=drafts[:n],
-            banned=request.banned_ids(choice.n_drawn + n),
+            banned=banned,
             mask=mask,
         )
 

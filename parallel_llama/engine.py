@@ -7,11 +7,12 @@ no rank can go another way. It does not know files, flags or terminals.
 A step: obey orders -> schedule -> forward -> sample -> decide -> commit.
 """
 
+import logging
 import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -27,11 +28,13 @@ from parallel_llama.parallel import broadcast_bytes
 from parallel_llama.request import Completion, FinishReason, Request, TokenLogprob
 from parallel_llama.rope import base_len
 from parallel_llama.runner import Piece, Runner
-from parallel_llama.sampling import History, Sampled, score_tokens
+from parallel_llama.sampling import Draw, History, Sampled, both, mask_of, score_tokens
 from parallel_llama.scheduler import Choice, Scheduler, Work
 from parallel_llama.structured import GrammarCompiler, Matcher, MatchError
 from parallel_llama.tokenizer import Tokenizer
 from parallel_llama.transcript import Transcript
+
+logger = logging.getLogger(__name__)
 
 # Tokens of one forward pass: enough to make prefill a matter of matrix products and not of weight
 # traffic, few enough that those who decode do not wait long and an interruption is heard.
@@ -84,6 +87,7 @@ class _Job:
 
     ticket: int
     request: Request
+    allowed: bytes | None  # the mask of its allowed_token_ids
     branches: list["_Branch"] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
@@ -104,7 +108,7 @@ class _Branch:
 class Engine:
     """Requests on their way to completion, on one rank.
 
-    All ranks build it alike and call `step` equally often; `submit`, `cancel` and `pause` are for
+    All ranks build it alike and call `step` equally often; `submit`, `cancel` and `send` are for
     rank 0. Requests start in the order in which they come, as many as the cache holds; a long
     prompt goes in pieces, mixed with the others' decode steps.
 
@@ -123,7 +127,7 @@ class Engine:
     ) -> None:
         self.runner, self.comm, self.capacity = runner, runner.comm, capacity
         self.step_tokens, self.max_drafts = step_tokens, max_drafts
-        self.paused = True
+        self.errand = b""
         self.times = StepTimes()
         self._tokenizer, self._grammars = tokenizer, grammars
         self._jobs: dict[int, _Job] = {}
@@ -167,16 +171,18 @@ class Engine:
         """End a request at the next step; one that has ended already stays as it is."""
         self._outgoing.append((ticket, reason))
 
-    def pause(self) -> None:
-        """Let the other ranks leave the loop; requests that are here wait for the next step.
+    def send(self, errand: bytes) -> None:
+        """Give the other ranks something else to do, which they find in `errand` after `step`.
 
         Collective: like `step`, for which the others take it.
         """
-        broadcast_bytes(self.comm, Orders(pause=True).encode())
-        self.paused = True
+        broadcast_bytes(self.comm, Orders(errand=errand).encode(), patient=True)
 
     def step(self) -> list[Progress]:
         """Run one forward pass and give every choice that is through its prompt a token or more.
+
+        Ranks above 0 wait for rank 0 to call it without a limit of time. What it has sent them to
+        do instead is in `errand` then, which is empty after a step.
 
         Collective: a broadcast of orders; where something runs, 2 n_layers + 1 all_reduces, one
         head exchange and one broadcast; two broadcasts more for grammars.
@@ -195,10 +201,10 @@ class Engine:
 
     def _step(self, clock: "_Clock") -> list[Progress]:
         orders = self._exchange_orders()
-        self.paused = orders.pause
+        self.errand = orders.errand
         progress = self._obey(orders)
         self.times.orders_s += clock.lap()
-        works = [] if self.paused else self.scheduler.schedule()
+        works = [] if self.errand else self.scheduler.schedule()
         self.times.schedule_s += clock.lap()
         return progress + self._run(works, clock) if works else progress
 
@@ -236,7 +242,7 @@ class Engine:
     def _exchange_orders(self) -> Orders:
         """Rank 0's orders on every rank."""
         own = self._new_orders().encode() if self.comm.rank == 0 else None
-        return decode_orders(broadcast_bytes(self.comm, own))
+        return decode_orders(broadcast_bytes(self.comm, own, patient=True))
 
     def _new_orders(self) -> Orders:
         if self._deadlines:
@@ -266,7 +272,9 @@ class Engine:
         return progress
 
     def _begin(self, ticket: int, request: Request) -> None:
-        job = self._jobs[ticket] = _Job(ticket, request)
+        allowed = request.params.allowed_token_ids
+        job = _Job(ticket, request, None if allowed is None else mask_of(allowed))
+        self._jobs[ticket] = job
         matchers = self._matchers.pop(ticket, [])
         for choice in self.scheduler.add(request):
             branch = _Branch(
@@ -354,15 +362,11 @@ class Engine:
         if not drawing:
             return []
         masks = iter(self._exchange_masks(drawing))
-        draws = [
-            draw
-            for work in drawing
-            for draw in draws_of(
-                work,
-                self._branches[work.choice].history,
-                next(masks) if work.choice.request.params.grammar is not None else None,
-            )
-        ]
+        draws: list[Draw] = []
+        for work in drawing:
+            branch = self._branches[work.choice]
+            grammar = next(masks) if work.choice.request.params.grammar is not None else None
+            draws += draws_of(work, branch.history, both(grammar, branch.job.allowed))
         drawn = iter(draw_or_none(logits, self.runner.share.vocab, draws, self.comm))
         return [until_none(islice(drawn, 1 + work.n_drafts)) for work in drawing]
 
@@ -417,13 +421,15 @@ class Engine:
             return ids, transcript.close(), _NO_TOKEN
         for token, draft in zip(drawn, (*work.drafts, None), strict=False):
             ids.append(token)
-            is_last = work.choice.n_drawn + len(ids) == work.choice.request.params.max_tokens
+            is_last = work.choice.n_drawn + len(ids) == work.choice.request.max_tokens
             if branch.matcher is not None:
                 try:
                     branch.matcher.accept(token)
                 except MatchError:  # beyond a limit of the grammar's
                     return ids[:-1], text + transcript.close(), _NO_TOKEN
-                is_last |= branch.matcher.is_finished
+                if branch.matcher.is_finished:
+                    _warn_if_early(work.choice.request, work.choice.n_drawn + len(ids))
+                    is_last = True
             piece, stopped = transcript.push(token, is_last)
             text += piece
             if stopped or is_last:
@@ -452,7 +458,7 @@ class Engine:
     ) -> Progress:
         """What a choice got; with a reason it ends here."""
         job, choice = branch.job, branch.choice
-        completion = None if reason is None else _completion(branch, reason)
+        completion = None if reason is None else self._completion(branch, reason)
         if reason is not None:
             self._end(branch)
         return Progress(
@@ -464,6 +470,35 @@ class Engine:
             completion=completion,
             is_last=not job.branches,
         )
+
+    def _completion(self, branch: _Branch, reason: FinishReason) -> Completion:
+        job, choice = branch.job, branch.choice
+        params = job.request.params
+        logprobs = tuple(map(self._spelled, branch.logprobs))
+        prompt_logprobs = (None, *map(self._spelled, job.prompt_logprobs))
+        return Completion(
+            index=job.request.index,
+            text=branch.transcript.text if branch.transcript else "",
+            tokens=tuple(choice.tokens[choice.n_prompt :]),
+            finish_reason=reason,
+            n_prompt_tokens=choice.n_prompt,
+            logprobs=logprobs if params.logprobs is not None else None,
+            choice=choice.number,
+            n_choices=params.n,
+            prompt_logprobs=prompt_logprobs if params.prompt_logprobs is not None else None,
+            seed=None if params.is_greedy else job.request.seed,
+        )
+
+    def _spelled(self, scored: TokenLogprob) -> TokenLogprob:
+        """With the text of its tokens, on rank 0."""
+        if self._tokenizer is None:
+            return scored
+        vocabulary = self._tokenizer.vocabulary
+        text, *others = (
+            vocabulary.piece(token, skip_special=False).decode("utf-8", "replace")
+            for token in (scored.token, *(token for token, _ in scored.top))
+        )
+        return replace(scored, text=text, top_texts=tuple(others))
 
     def _end(self, branch: _Branch) -> None:
         job = branch.job
@@ -495,23 +530,16 @@ class _Clock:
         return self._last - before
 
 
+def _warn_if_early(request: Request, n_drawn: int) -> None:
+    """Say where a grammar's end comes before the tokens that were asked for as well."""
+    if n_drawn < request.params.min_tokens:
+        logger.warning(
+            "request %d: its grammar ends the completion after %d tokens, before min_tokens=%d",
+            request.index,
+            n_drawn,
+            request.params.min_tokens,
+        )
+
+
 def _total_len(request: Request) -> int:
-    return len(request.prompt) + request.params.max_tokens
-
-
-def _completion(branch: _Branch, reason: FinishReason) -> Completion:
-    job, choice = branch.job, branch.choice
-    params = job.request.params
-    return Completion(
-        index=job.request.index,
-        text=branch.transcript.text if branch.transcript else "",
-        tokens=tuple(choice.tokens[choice.n_prompt :]),
-        finish_reason=reason,
-        n_prompt_tokens=choice.n_prompt,
-        logprobs=tuple(branch.logprobs) if params.logprobs is not None else None,
-        choice=choice.number,
-        n_choices=params.n,
-        prompt_logprobs=(
-            (None, *job.prompt_logprobs) if params.prompt_logprobs is not None else None
-        ),
-    )
+    return len(request.prompt) + request.max_tokens

@@ -10,6 +10,10 @@ class UsageError(ValueError):
     """What was asked for cannot be done; found before any work starts."""
 
 
+class ContextExceeded(UsageError):
+    """A prompt and its completion together do not fit into the model's context."""
+
+
 class CheckpointError(ValueError):
     """A model's files are missing, damaged or disagree with each other; their headers show it."""
 
@@ -24,6 +28,10 @@ class DamagedWeights(CheckpointError):
 
 class WriteError(OSError):
     """What is being written cannot be: the disk is full, or fails."""
+
+
+class OutOfMemory(MemoryError):
+    """Memory that the work needs cannot be had."""
 
 
 class NumericalError(ArithmeticError):

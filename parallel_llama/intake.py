@@ -4,7 +4,9 @@ The whole of it happens before any weight is read, so that a prompt that is too 
 once. It imports no torch and does not know how requests run.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +18,14 @@ from parallel_llama.config import (
 )
 from parallel_llama.errors import UsageError
 from parallel_llama.model_files import ModelFiles
+from parallel_llama.prompts import Prompt, Prompts, as_prompt, as_prompts
 from parallel_llama.request import (
     Grammar,
     Request,
     SamplingParams,
-    check_fits,
+    listed,
+    new_seed,
+    resolve_max_tokens,
     resolve_seed,
     resolve_stop_ids,
 )
@@ -33,23 +38,30 @@ from parallel_llama.tokenizer import (
     load_tokenizer,
 )
 
-Message = dict[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message] | Chat
+logger = logging.getLogger(__name__)
 
 
 class Intake:
     """The text side of one model: its tokenizer, chat template, sampling defaults and limits.
 
-    `max_seq_len` lowers the model's own context; `seed` is the run's, for requests without one.
+    `max_seq_len` lowers the model's own context; `seed` is for requests without one, and None
+    draws a new one whenever requests are made.
 
     Raises: UsageError if `max_seq_len` is beyond the model's context.
     """
 
     def __init__(
-        self, files: ModelFiles, args: ModelArgs, *, max_seq_len: int | None = None, seed: int = 0
+        self,
+        files: ModelFiles,
+        args: ModelArgs,
+        *,
+        max_seq_len: int | None = None,
+        seed: int | None = None,
     ) -> None:
         self.files, self.args, self.seed = files, args, seed
         self.max_seq_len = context_length(args, max_seq_len)
+        # What the KV cache holds, once there is one: an open max_tokens goes no further.
+        self.n_cache_tokens: int | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -98,52 +110,100 @@ class Intake:
 
     def requests(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Request]:
-        """Requests for texts, token ids and conversations, mixed as they come.
+        """Requests for a prompt or some of them, whatever their forms.
 
-        Raises: UsageError naming the prompt that is empty, too long or not made for this model.
+        Raises: UsageError naming the prompt that is none, empty, too long or not made for this
+        model.
         """
+        given = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or self.sampling_params()] * len(prompts)
-        if len(params) != len(prompts):
-            raise UsageError(
-                f"{len(prompts)} prompts and {len(params)} sampling params; match them"
-            )
+            params = [params or self.sampling_params()] * len(given)
+        if len(params) != len(given):
+            raise UsageError(f"{len(given)} prompts and {len(params)} sampling params; match them")
+        seed = self.run_seed()
         requests = []
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, own) in enumerate(zip(given, params, strict=True)):
             try:
-                requests.append(self.request(index, prompt, own))
+                requests.append(self.request(index, prompt, own, seed))
             except UsageError as error:
                 raise UsageError(f"prompt {index}: {error}") from error
         return requests
 
-    def request(self, index: int, prompt: Prompt, params: SamplingParams | None = None) -> Request:
-        """The request for one prompt; `index` is its number, and the seed's where it has none.
+    def run_seed(self) -> int:
+        """What requests without a seed get theirs from: the one that was given, else a new one."""
+        return new_seed() if self.seed is None else self.seed
+
+    def request(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        run_seed: int | None = None,
+    ) -> Request:
+        """The request for one prompt; where it has no seed, it gets one of `run_seed` and `index`.
 
         Raises: UsageError for a prompt or settings that this model cannot take.
         """
         params = params or self.sampling_params()
-        tokens = self._tokens(prompt)
-        check_fits(len(tokens), params, self.max_seq_len)
+        tokens = self._tokens(as_prompt(prompt))
+        limit = self.max_seq_len
+        if params.max_tokens is None and self.n_cache_tokens is not None:
+            limit = min(limit, self.n_cache_tokens)
+        most = resolve_max_tokens(len(tokens), params, limit)
         self.check_sequence(tokens)
-        if params.stop and not self.has_tokenizer:
-            raise UsageError("stop strings need a tokenizer and this model has none")
+        if not self.has_tokenizer:
+            for name in ("stop", "bad_words", "grammar"):
+                if getattr(params, name):
+                    raise UsageError(f"{name} needs a tokenizer and this model has none")
         if params.grammar is not None:
             self._check_grammar(params.grammar)
-        largest = max((token for token, _ in params.logit_bias), default=0)
-        if largest >= self.args.vocab_size:
+        self._check_ids("logit_bias", (token for token, _ in params.logit_bias))
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        return Request(
+            index,
+            tokens,
+            replace(params, max_tokens=most),
+            resolve_seed(params, self.run_seed() if run_seed is None else run_seed, index),
+            resolve_stop_ids(params, self._eos_ids),
+            self._spellings(params.bad_words),
+        )
+
+    def chats(
+        self,
+        messages: Any,
+        tools: Sequence[Mapping[str, Any]],
+        documents: Sequence[Mapping[str, Any]],
+        template_vars: Mapping[str, Any],
+    ) -> list[Chat]:
+        """The chats of one conversation, or of each of a list of them.
+
+        Raises: UsageError for what is neither.
+        """
+        items = listed(messages)
+        if not items:
+            raise UsageError("give a conversation, a list of messages, or a list of conversations")
+        conversations = [items] if isinstance(items[0], Mapping) else items
+        return [Chat(each, tools, documents, template_vars) for each in conversations]
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        if (largest := max(ids, default=0)) >= self.args.vocab_size:
             raise UsageError(
-                f"logit_bias: token id {largest} is outside the vocabulary, "
+                f"{name}: token id {largest} is outside the vocabulary, "
                 f"0 to {self.args.vocab_size - 1}"
             )
-        seed = resolve_seed(params, self.seed, index)
-        return Request(index, tokens, params, seed, resolve_stop_ids(params, self._eos_ids))
+
+    def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The ids of each word, as it is spelled at the beginning of a text and inside one."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip(" ")):
+                found[tuple(self.tokenizer.encode(text, bos=False, special=False))] = None
+        return tuple(filter(None, found))
 
     def _check_grammar(self, grammar: Grammar) -> None:
-        if not self.has_tokenizer:
-            raise UsageError("a grammar needs a tokenizer and this model has none")
         self.grammars.matcher(grammar)  # kept, so that the engine finds it compiled
 
     def check_sequence(self, tokens: Sequence[int]) -> None:
@@ -166,16 +226,11 @@ class Intake:
                     f"token id {token} is outside the vocabulary, 0 to {self.args.vocab_size - 1}"
                 )
 
-    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+    def _tokens(self, prompt: str | list[int] | Chat) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt)) if prompt else ()
-        if not isinstance(prompt, Chat):
-            messages = [turn for turn in prompt if isinstance(turn, dict)]
-            if not messages:
-                return tuple(token for token in prompt if not isinstance(token, dict))
-            if len(messages) != len(prompt):
-                raise UsageError("messages and token ids are mixed; give one or the other")
-            prompt = Chat(messages)
+        if isinstance(prompt, list):
+            return tuple(prompt)
         if self.chat_template is None:
             raise UsageError(
                 f"{self.files.path} has no chat template, so it is no chat model; "

@@ -1,20 +1,27 @@
 """The class that users hold: a model on one rank or many, prompts in, completions out.
 
-In a plain process the model runs on one rank. In a process that torchrun started it joins the
-other ranks: rank 0 leads, and what it is asked goes to all ranks as bytes. It does not know flags
+Where the model runs on several ranks, rank 0 runs the user's program and the others serve it: ranks
+that the LLM starts itself on this host, or those that torchrun has started. It does not know flags
 or terminals.
 """
 
+import hashlib
+import signal
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any
 
-import msgspec
 import torch
 
-from parallel_llama.capacity import agree_on_capacity, check_one_block_fits
+import parallel_llama
+from parallel_llama import errands
+from parallel_llama.capacity import agree_on_capacity, check_one_block_fits, memory_for
 from parallel_llama.checkpoint import (
     Checkpoint,
     meta_vocab_size,
@@ -24,16 +31,20 @@ from parallel_llama.checkpoint import (
 )
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, Progress
-from parallel_llama.errors import CheckpointError, DamagedWeights, NumericalError, UsageError
-from parallel_llama.intake import Intake, Prompt
-from parallel_llama.machine import Machine, measure
+from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
+from parallel_llama.fingerprint import fingerprint
+from parallel_llama.intake import Intake
+from parallel_llama.machine import Machine
 from parallel_llama.model_files import ModelFiles, find_model
-from parallel_llama.parallel import broadcast_bytes, join
-from parallel_llama.parallel.launch import world
-from parallel_llama.plan import default_dtype, make_plan, weight_bytes
+from parallel_llama.parallel import Communicator, join
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.launch import MAX_RANKS, Followers, threads_per_rank
+from parallel_llama.parallel.place import is_started_as_rank, world
+from parallel_llama.plan import ShardPlan, default_dtype, make_plan, weight_bytes
+from parallel_llama.prompts import Prompt, Prompts
 from parallel_llama.request import Completion, Request, SamplingParams
-from parallel_llama.runner import Piece, Runner
-from parallel_llama.sampling import score
+from parallel_llama.runner import Runner
+from parallel_llama.tokenizer import Tokenizer
 
 DTYPES = {
     "float32": torch.float32,
@@ -42,11 +53,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 
-_SCORED_AT_ONCE = 256  # positions whose logits exist at once
-_ANSWER_COMPLETIONS = 4096  # in one message
-
-# What rank 0 asks of the others.
-_STEP, _SCORE, _MEASURE, _ANSWER, _CLOSE = b"e", b"s", b"m", b"a", b"c"
+_LAST_WORDS_S = 1.0
 
 
 @dataclass
@@ -77,127 +84,164 @@ class Statistics:
 
 
 class LLM:
-    """A model, ready to generate.
+    """A model, ready to generate; `with LLM(..) as llm` closes it at the end.
 
-    `model` is what `--model` takes: a folder, a .gguf file, or a name. `dtype` is one of float32,
-    bfloat16, float16, float64; None takes the device's default. `random_weights` fills a named
-    shape with random numbers from that seed. `verify` compares every file with the folder's
-    manifest before any is read, the files dealt to the ranks. `kv_cache_bytes` limits each rank's
-    KV cache, which otherwise takes a part of the memory at hand; `block_size` is its unit in
-    tokens. `max_drafts` limits the tokens that are guessed from earlier text and verified in one
-    step, 0 for none: they change how fast tokens come, not which. `intake` is the model's text
-    side where the caller has made it already.
+    `model` is what `--model` takes: a folder, a .gguf file, or a name. `tp_size` is the number of
+    ranks, of which the others are started on this host and end with this one;
+    `tensor_parallel_size`, vLLM's name for it, is taken too. Under torchrun the ranks are there
+    already: rank 0 runs the program, and in every other process the constructor serves rank 0 until
+    that closes, and ends the process then.
+
+    `dtype` is one of float32, bfloat16, float16, float64; None takes the device's default.
+    `max_seq_len` lowers the model's context. Requests without a seed of their own get one from
+    `seed`, and without that a new one in every call. `random_weights` fills a named shape with
+    random numbers from that seed. `verify` compares every file with the folder's manifest before
+    any is read, the files dealt to the ranks. `kv_cache_bytes` limits each rank's KV cache, which
+    otherwise takes a part of the memory at hand; `block_size` is its unit in tokens. `max_drafts`
+    limits the tokens that are guessed from earlier text and verified in one step, 0 for none: they
+    change how fast tokens come, not which. No rank waits for another longer than `timeout_s`; by
+    default it is 30 s in a step and 60 s at the start.
+
+    Whoever has made the model's text side already gives it as `intake`; `facts` are more that must
+    be the same on all ranks. `on_bytes` hears of weights as they are read, `on_wait` of the ranks
+    that are awaited.
 
     Raises: UsageError for what cannot be done, CheckpointError for files that cannot be used
-    (before any weight is read), DamagedWeights for what only reading them shows.
-    Collective: the constructor and every method that runs the model, under torchrun.
+    (before any weight is read), DamagedWeights for what only reading them shows, RankError for a
+    rank that does not come, fails, or is about to do something else.
+    Collective: the constructor, under torchrun, with the same arguments on all ranks.
     """
 
     def __init__(
         self,
         model: str = "smollm2",
         *,
+        tp_size: int | None = None,
         dtype: str | None = None,
         device: str = "auto",
         max_seq_len: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         random_weights: int | None = None,
         verify: bool = False,
         kv_cache_bytes: int | None = None,
         block_size: int = BLOCK_SIZE,
         max_drafts: int = MAX_DRAFTS,
+        timeout_s: float | None = None,
+        tensor_parallel_size: int | None = None,
         intake: Intake | None = None,
+        facts: Mapping[str, str] | None = None,
         on_bytes: Callable[[int], None] = lambda _: None,
+        on_wait: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
         started = time.monotonic()
+        settings = {
+            "model": model,
+            "dtype": dtype,
+            "device": device,
+            "max_seq_len": max_seq_len,
+            "seed": seed,
+            "random_weights": random_weights,
+            "verify": verify,
+            "kv_cache_bytes": kv_cache_bytes,
+            "block_size": block_size,
+            "max_drafts": max_drafts,
+            "timeout_s": timeout_s,
+        }
+        size = _resolve_size(tensor_parallel_size if tp_size is None else tp_size)
         if verify:
-            rank, size = world()
             where = model if intake is None else str(intake.files.path)
-            require_whole(where, part=slice(rank, None, size))
+            require_whole(where, part=slice(world()[0], None, size))
         if intake is None:
             files = find_model(model)
             args = load_model_args(files, meta_vocab_size)
             intake = Intake(files, args, max_seq_len=max_seq_len, seed=seed)
         self.intake, self.args = intake, intake.args
         kind = resolve_device(device)
-        dtype_name = dtype or default_dtype(self.args, kind)
-        if dtype_name not in DTYPES:
-            raise UsageError(f"dtype={dtype_name!r}: use one of {', '.join(DTYPES)}")
-        try:
-            checkpoint = open_weights(intake.files, self.args, random_weights)
-        except CheckpointError as error:
-            if verify:  # in a file that another rank is verifying
-                raise DamagedWeights(str(error)) from error
-            raise
-        self.comm = join(kind)
-        self.rank, self.tp_size = self.comm.rank, self.comm.size
-        plan = make_plan(self.args, self.tp_size)
-        torch_dtype = DTYPES[dtype_name]
+        self.dtype = dtype or default_dtype(self.args, kind)
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
+        torch_dtype = DTYPES[self.dtype]
+        plan = make_plan(self.args, size)
         check_one_block_fits(
             self.args, plan, dtype=torch_dtype, block_size=block_size, n_bytes=kv_cache_bytes
         )
+        checkpoint = _open_weights(intake.files, self.args, random_weights, verify)
+        settings["max_seq_len"] = intake.max_seq_len
+        all_facts = {**(facts or {}), **_facts(settings, intake.files, self.args, plan, kind)}
+        self._group = _Group(settings, size)
+        self._end = weakref.finalize(self, self._group.end)
+        try:
+            with self._group.explaining():
+                comm = self._group.join(kind, all_facts, timeout_s, on_wait)
+                self.rank, self.tp_size = comm.rank, comm.size
+                self.engine = self._group.engine = self._load(
+                    checkpoint,
+                    plan,
+                    comm,
+                    torch.device(kind),
+                    on_bytes,
+                    kv_cache_bytes=kv_cache_bytes,
+                    block_size=block_size,
+                    max_drafts=max_drafts,
+                )
+        except BaseException:
+            self._end()
+            raise
+        intake.n_cache_tokens = self.engine.capacity.n_tokens
         width = torch_dtype.itemsize
         self.statistics = Statistics(
-            tuple(weight_bytes(self.args, share, width) for share in plan.shares)
-        )
-        self.runner = Runner.load(
-            self.args,
-            checkpoint,
-            plan,
-            self.comm,
-            dtype=torch_dtype,
-            device=torch.device(kind),
-            on_bytes=on_bytes,
-        )
-        checkpoint.close()
-        capacity = agree_on_capacity(
-            self.args,
-            plan,
-            self.comm,
-            dtype=self.runner.dtype,
-            device=self.runner.device,
-            block_size=block_size,
-            n_bytes=kv_cache_bytes,
-        )
-        writes = self.rank == 0 and intake.has_tokenizer
-        self.engine = Engine(
-            self.runner,
-            capacity,
-            intake.tokenizer if writes else None,
-            intake.grammars if writes else None,
-            max_drafts=max_drafts,
+            tuple(weight_bytes(self.args, share, width) for share in plan.shares),
+            load_s=time.monotonic() - started,
         )
         self._runs: dict[int, _Run] = {}
-        self._closed = False
-        self.comm.barrier()
-        self.statistics.load_s = time.monotonic() - started
+        if self.rank > 0:
+            errands.follow(self.engine)
+            self.close()
+            raise SystemExit(0)
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """Complete all prompts, in one ragged batch; texts, token ids and chats may be mixed.
+        """Complete a prompt or a list of them, in one ragged batch.
+
+        A prompt is a text, a list of token ids, a conversation (a list of messages), or vLLM's
+        {"prompt": ..} and {"prompt_token_ids": ..}; they may be mixed.
 
         Returns: completions in the order of the prompts, the choices of each in their order.
-
-        Collective: under torchrun every rank calls it, rank 0's arguments count, and every rank
-        gets the completions.
+        Raises: UsageError naming what cannot be done, before anything runs; NumericalError.
         """
-        if self.rank:
-            return self._follow_until_answer()
-        with self._answering() as completions:
-            for progress in self.run(self.intake.requests(prompts, params)):
-                if progress.completion is not None:
-                    completions.append(progress.completion)
-            completions.sort(key=lambda each: (each.index, each.choice))
-        return completions
+        completions = [
+            progress.completion
+            for progress in self.run(self.intake.requests(prompts, params))
+            if progress.completion is not None
+        ]
+        return sorted(completions, key=lambda each: (each.index, each.choice))
+
+    def chat(
+        self,
+        messages: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        documents: Sequence[Mapping[str, Any]] = (),
+        template_vars: Mapping[str, Any] | None = None,
+    ) -> list[Completion]:
+        """Answer a conversation, or each of a list of them, through the model's chat template.
+
+        A conversation is a list of messages, {"role": .., "content": ..}. `tools` and `documents`
+        go to the template, as do `template_vars` under their names.
+
+        Returns, Raises: as `generate`.
+        """
+        chats = self.intake.chats(messages, tools, documents, template_vars or {})
+        return self.generate(chats, params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt and give its text piece by piece, as it comes.
 
         Raises: UsageError for more than one choice, whose texts would mix.
-        Collective: the other ranks serve in `follow`.
         """
         requests = self.intake.requests([prompt], params)
         if requests[0].params.n > 1:
@@ -208,13 +252,12 @@ class LLM:
     def run(
         self, requests: Sequence[Request], interrupted: Callable[[], bool] = lambda: False
     ) -> Iterator[Progress]:
-        """Run requests that the intake made, and tell of every step of each; for rank 0.
+        """Run requests that the intake made, and tell of every step of each.
 
         Where `interrupted` says so, or the caller stops iterating, all of them end. Several runs
         at once share the batch: each step of one is a step of all.
 
         Raises: UsageError, before any of them runs, if a request can never fit into the cache.
-        Collective: like `stream`.
         """
         run = _Run()
         self.statistics.begin()
@@ -225,65 +268,59 @@ class LLM:
                     self._cancel(run)
                 if not run.inbox:
                     self._require_alive(run)
-                    self._deliver(self.step())
+                    with self._whole_step():
+                        self._deliver(self.step())
                 while run.inbox:
                     progress = run.inbox.popleft()
                     self.statistics.count(len(progress.tokens), run.seconds())
                     yield progress
-        except BaseException:  # the caller wants no more, or fails: the other ranks must hear of it
+        except BaseException:  # the caller wants no more, or fails: its requests must not go on
             self._abandon(run)
             raise
-        self.rest()
 
     def step(self) -> list[Progress]:
-        """One step of the engine, for rank 0; the other ranks come in from `follow`.
+        """One step of the engine, in which the other ranks take part.
 
-        Raises: NumericalError like `Engine.step`, with the other ranks at rest.
-        Collective: like `Engine.step`.
+        Raises: NumericalError like `Engine.step`.
         """
-        if self.engine.paused:
-            self._tell(_STEP)
+        self._require_open()
         try:
-            return self.engine.step()
+            with self._group.explaining():
+                return self.engine.step()
         except BaseException:
             self._runs.clear()
-            if self.engine.idle:  # it has begun anew, and the other ranks with it
-                self.rest()
             raise
-
-    def rest(self) -> None:
-        """Let the other ranks wait without work, however long; for rank 0."""
-        if not self.engine.paused:
-            self.engine.pause()
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Natural-log probabilities of every token after the first, given those before it.
 
-        Returns: on ranks above 0 nothing.
-
         Raises: UsageError for a sequence that cannot be scored, or for which the cache has no room.
-        Collective: like `generate`.
         """
-        if self.rank:
-            self._follow_until_answer()
-            return []
-        with self._answering():
-            for index, tokens in enumerate(sequences):
-                try:
-                    self.intake.check_sequence(tokens)
-                    self._require_room(len(tokens))
-                except UsageError as error:
-                    raise UsageError(f"sequence {index}: {error}") from error
-            self._tell(_SCORE, msgspec.msgpack.encode(sequences))
-            return self._score(sequences)
+        self._require_open()
+        for index, tokens in enumerate(sequences):
+            try:
+                self.intake.check_sequence(tokens)
+                self._require_room(len(tokens))
+            except UsageError as error:
+                raise UsageError(f"sequence {index}: {error}") from error
+        scores = []
+        for tokens in sequences:
+            with self._whole_step():
+                scores.append(errands.score_sequence(self.engine, tokens))
+        return scores
 
     def machine(self) -> Machine:
-        """How fast the ranks read their memory, and how much of it they have held; for rank 0.
+        """How fast the ranks read their memory, and how much of it they have held."""
+        self._require_open()
+        with self._whole_step():
+            return errands.measure_machine(self.engine)
 
-        Collective: like `stream`.
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises: UsageError if the model has none.
         """
-        self._tell(_MEASURE)
-        return measure(self.comm, self.runner.device)
+        return self.intake.tokenizer
 
     @property
     def weight_bytes_per_step(self) -> int:
@@ -293,26 +330,81 @@ class LLM:
         """
         looked_up = 0
         if not self.args.tied_embeddings:
-            looked_up = self.args.vocab_size * self.args.dim * self.runner.dtype.itemsize
+            looked_up = self.args.vocab_size * self.args.dim * DTYPES[self.dtype].itemsize
         return sum(self.statistics.weight_bytes) - looked_up
 
-    @property
-    def dtype(self) -> str:
-        return str(self.runner.dtype).removeprefix("torch.")
-
-    def follow(self) -> None:
-        """Serve rank 0's calls until it closes; for ranks above 0."""
-        while not self._closed:
-            self._follow_one()
-
     def close(self) -> None:
-        """End the group; ranks that follow return from `follow`. It can be called twice."""
-        if self.rank == 0 and not self._closed:
-            self._tell(_CLOSE)
-        self._closed = True
-        self.comm.close()
+        """End the other ranks; it can be called twice, and after a fault.
+
+        A program that ends without it closes what it holds.
+        """
+        self._end()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _load(
+        self,
+        checkpoint: Checkpoint,
+        plan: ShardPlan,
+        comm: Communicator,
+        device: torch.device,
+        on_bytes: Callable[[int], None],
+        *,
+        kv_cache_bytes: int | None,
+        block_size: int,
+        max_drafts: int,
+    ) -> Engine:
+        """The engine, once all ranks have read their weights, however long that takes."""
+
+        def note(n_bytes: int) -> None:
+            comm.pulse()
+            on_bytes(n_bytes)
+
+        dtype = DTYPES[self.dtype]
+        try:
+            with memory_for("the weights", "use more ranks, or a smaller dtype"):
+                runner = Runner.load(
+                    self.args, checkpoint, plan, comm, dtype=dtype, device=device, on_bytes=note
+                )
+        finally:
+            checkpoint.close()
+        comm.barrier()
+        capacity = agree_on_capacity(
+            self.args,
+            plan,
+            comm,
+            dtype=runner.dtype,
+            device=runner.device,
+            block_size=block_size,
+            n_bytes=kv_cache_bytes,
+        )
+        writes = comm.rank == 0 and self.intake.has_tokenizer
+        with memory_for("the KV cache", "lower kv_cache_bytes"):
+            engine = Engine(
+                runner,
+                capacity,
+                self.intake.tokenizer if writes else None,
+                self.intake.grammars if writes else None,
+                max_drafts=max_drafts,
+            )
+        comm.barrier()
+        return engine
+
+    def _require_open(self) -> None:
+        if not self._end.alive:
+            raise UsageError("this LLM is closed; make another one")
 
     def _submit(self, run: "_Run", requests: Sequence[Request]) -> None:
+        self._require_open()
         for request in requests:
             self.engine.check(request)
         for request in requests:
@@ -322,18 +414,36 @@ class LLM:
 
     def _abandon(self, run: "_Run") -> None:
         """End what is left of a run; where a step has failed there is nothing left."""
-        if not self._is_alive(run) or self._closed:
+        if not self._is_alive(run) or not self._end.alive:
             return
         self._cancel(run)
         while self._is_alive(run):
-            self._deliver(self.step())
-        self.rest()
+            with self._whole_step():
+                self._deliver(self.step())
+
+    @contextmanager
+    def _whole_step(self) -> Iterator[None]:
+        """Holds Ctrl-C back until a step is over: half a collective would be the group's end."""
+        handler = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        if self.tp_size == 1 or not is_main or not callable(handler):
+            yield
+            return
+        pressed: list[tuple[int, FrameType | None]] = []
+        signal.signal(signal.SIGINT, lambda *press: pressed.append(press))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        if pressed:
+            handler(*pressed[-1])
 
     def _is_alive(self, run: "_Run") -> bool:
         """Whether some of its requests are still in the engine."""
         return not run.open.isdisjoint(self._runs)
 
     def _require_alive(self, run: "_Run") -> None:
+        self._require_open()
         if not self._is_alive(run):
             raise RuntimeError("this run's requests ended when another run failed; ask again")
 
@@ -356,105 +466,6 @@ class LLM:
                 f"{n_tokens} tokens and the KV cache has room for {room}; raise kv_cache_bytes"
             )
 
-    def _score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Every rank's part of `score`: prompts in pieces, logits a few rows at a time."""
-        results = []
-        pool = self.engine.pool
-        for tokens in sequences:
-            blocks = pool.take(-(-len(tokens) // pool.block_size))
-            try:
-                results.append(self._score_one(tokens, blocks))
-            finally:
-                pool.release(blocks)
-        return results
-
-    def _score_one(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[float]:
-        logprobs: list[float] = []
-        for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
-            piece = tuple(tokens[start : min(start + _SCORED_AT_ONCE, len(tokens) - 1)])
-            hidden = self.runner.forward([Piece(piece, start, blocks, len(tokens))])
-            targets = torch.tensor(
-                tokens[start + 1 : start + 1 + len(piece)], device=self.runner.device
-            )
-            logits = self.runner.logits(hidden)
-            logprobs += score(logits, self.runner.share.vocab, targets, self.comm).tolist()
-        return logprobs
-
-    @contextmanager
-    def _answering(self) -> Iterator[list[Completion]]:
-        """Tell the ranks that made the same call what came of it: completions, or an error."""
-        completions: list[Completion] = []
-        try:
-            yield completions
-        except (UsageError, NumericalError) as error:
-            self._tell(_ANSWER, _Answer([], type(error).__name__, str(error)).encode())
-            raise
-        for start in range(0, max(1, len(completions)), _ANSWER_COMPLETIONS):
-            part = completions[start : start + _ANSWER_COMPLETIONS]
-            is_last = start + _ANSWER_COMPLETIONS >= len(completions)
-            self._tell(_ANSWER, _Answer(part, is_last=is_last).encode())
-
-    def _tell(self, verb: bytes, body: bytes = b"") -> None:
-        if self.tp_size > 1:
-            self.rest()
-            self.comm.ring()
-            broadcast_bytes(self.comm, verb + body)
-
-    def _follow_until_answer(self) -> list[Completion]:
-        """Serve rank 0 until it says what came of the call that this rank makes too."""
-        completions: list[Completion] = []
-        while not self._closed:
-            answer = self._follow_one()
-            if answer is not None:
-                answer.raise_error()
-                completions += answer.completions
-                if answer.is_last:
-                    break
-        return completions
-
-    def _follow_one(self) -> "_Answer | None":
-        """Wait for rank 0's next call and do this rank's part of it; its answer, if it is one."""
-        self.comm.wait_for_ring()
-        message = broadcast_bytes(self.comm, None)
-        verb, body = message[:1], message[1:]
-        if verb == _ANSWER:
-            return msgspec.msgpack.decode(body, type=_Answer)
-        if verb == _CLOSE:
-            self._closed = True
-        elif verb == _MEASURE:
-            measure(self.comm, self.runner.device)
-        elif verb == _SCORE:
-            with suppress(NumericalError):  # rank 0 has it too, and is the one to tell
-                self._score(msgspec.msgpack.decode(body, type=list[list[int]]))
-        else:
-            self._follow_steps()
-        return None
-
-    def _follow_steps(self) -> None:
-        """Steps of the engine, one at least, until rank 0 lets this rank rest."""
-        while True:
-            with suppress(NumericalError):  # as above
-                self.engine.step()
-            if self.engine.paused:
-                return
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What came of a call that all ranks make; long ones go in parts."""
-
-    completions: list[Completion]
-    error: str = ""  # UsageError or NumericalError
-    text: str = ""
-    is_last: bool = True
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    def raise_error(self) -> None:
-        if self.error:
-            raise (UsageError if self.error == UsageError.__name__ else NumericalError)(self.text)
-
 
 @dataclass(eq=False)
 class _Run:
@@ -473,14 +484,117 @@ class _Run:
             self.open.remove(progress.ticket)
 
 
-def open_weights(files: ModelFiles, args: ModelArgs, random_weights: int | None) -> Checkpoint:
+class _Group:
+    """The ranks of one LLM from their start to their end.
+
+    Those that nobody else has started are started here, when the group is made.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], size: int) -> None:
+        self.engine: Engine | None = None
+        self._comm: Communicator | None = None
+        self._followers: Followers | None = None
+        self._n_threads = torch.get_num_threads()
+        if size > 1 and world() == (0, 1):
+            threads = threads_per_rank(size)
+            torch.set_num_threads(min(threads, self._n_threads))
+            self._followers = Followers("parallel_llama.cli.follower", settings, size, threads)
+
+    def join(
+        self,
+        device: str,
+        facts: Mapping[str, str],
+        timeout_s: float | None,
+        on_wait: Callable[[Sequence[int]], None],
+    ) -> Communicator:
+        followers = self._followers
+
+        def look(missing: Sequence[int]) -> None:
+            if followers is not None:
+                followers.require_alive()
+            on_wait(missing)
+
+        place = None if followers is None else followers.place
+        self._comm = join(device, place=place, facts=facts, timeout_s=timeout_s, look=look)
+        return self._comm
+
+    def end(self) -> None:
+        """End the other ranks; quietly, for who ends has no use for their faults."""
+        with suppress(RankError):
+            if self.engine is not None and self.engine.comm.rank == 0:
+                errands.close(self.engine)
+        self.engine = None
+        if self._comm is not None:
+            self._comm.close()
+        if self._followers is not None:
+            self._followers.end()
+            torch.set_num_threads(self._n_threads)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Tells of a rank's end in that rank's own words, where it has left any."""
+        try:
+            yield
+        except RankError:
+            if self._followers is not None:
+                self._followers.require_alive(_LAST_WORDS_S)
+            raise
+
+
+def _resolve_size(wanted: int | None) -> int:
+    """The number of ranks: what was asked for, or those that are there.
+
+    Raises: UsageError if the two contradict each other, or nobody could run on so many.
+    """
+    _, size = world()
+    if wanted is None or wanted == size:
+        return size
+    if type(wanted) is not int or not 1 <= wanted <= MAX_RANKS:
+        raise UsageError(f"tp_size={wanted!r}: use a whole number from 1 to {MAX_RANKS}")
+    if size > 1 or is_started_as_rank():
+        raise UsageError(
+            f"tp_size={wanted} and there are {size} ranks, which torchrun or another program has "
+            "started; leave tp_size out"
+        )
+    return wanted
+
+
+def _open_weights(
+    files: ModelFiles, args: ModelArgs, random_weights: int | None, verify: bool
+) -> Checkpoint:
     """The model's checkpoint, its structure checked, before any weight is read."""
     if random_weights is not None:
         return random_checkpoint(args, random_weights)
     files.require_weights()
-    checkpoint = open_checkpoint(files, args)
-    checkpoint.check(args)
+    try:
+        checkpoint = open_checkpoint(files, args)
+        checkpoint.check(args)
+    except CheckpointError as error:
+        if verify:  # in a file that another rank is verifying
+            raise DamagedWeights(str(error)) from error
+        raise
     return checkpoint
+
+
+def _facts(
+    settings: Mapping[str, Any], files: ModelFiles, args: ModelArgs, plan: ShardPlan, device: str
+) -> dict[str, str]:
+    """What must be the same on all ranks, for their work to be one."""
+    contents = {} if settings["random_weights"] is not None else fingerprint(files)
+    return {
+        "version of parallel_llama": parallel_llama.__version__,
+        "version of torch": torch.__version__,
+        "device": device,
+        # A path may differ between hosts; what lies there may not.
+        **{name: str(value) for name, value in settings.items() if name not in ("model", "device")},
+        "model's arguments": _digest(args),
+        "plan": _digest(plan),
+        **{f"file {name}": digest for name, digest in contents.items()},
+    }
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=32).hexdigest()
 
 
 def resolve_device(device: str) -> str:

@@ -35,7 +35,7 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
     values = torch.ones(_TOTAL_BYTES // comm.size // 4, device=device)
     slowest_s = []
     for _ in range(_REPEATS):
-        comm.barrier()
+        comm.all_reduce(torch.zeros(1))  # tighter than a barrier: all begin at once
         started = time.perf_counter()
         values.sum().item()
         elapsed = torch.tensor([time.perf_counter() - started], dtype=torch.float64)

@@ -16,15 +16,15 @@ MAX_SIZE = 1 << 18
 
 @dataclass(frozen=True)
 class Orders:
-    """Requests that begin and requests that end, each under its ticket; then whether to pause.
+    """Requests that begin and requests that end, each under its ticket; or something else to do.
 
-    A ticket is a number that no other request of the engine has had. After a pause the ranks
-    listen for another kind of work, and the requests wait.
+    A ticket is a number that no other request of the engine has had. `errand` is for whoever runs
+    the engine: with one there is no step, and the requests wait.
     """
 
     begin: tuple[tuple[int, Request], ...] = ()
     end: tuple[tuple[int, FinishReason], ...] = ()
-    pause: bool = False
+    errand: bytes = b""
 
     def encode(self) -> bytes:
         """No orders are no bytes: the usual case costs nothing."""

@@ -7,12 +7,15 @@ later has to check it again.
 
 import hashlib
 import math
+import operator
+import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import ContextExceeded, UsageError
 
 FinishReason = Literal["stop", "length", "interrupted", "cancelled", "timeout", "no_token"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
@@ -23,6 +26,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096  # of all stop strings of one request together
 MAX_STOP_IDS = 4096
+MAX_ALLOWED_IDS = 1 << 17
+MAX_BAD_WORDS = 1024
+MAX_BAD_CHARS = 1 << 16  # of all bad words of one request together
 MAX_CHOICES = 128
 MAX_BIASES = 4096
 MAX_BIAS = 100.0
@@ -62,19 +68,24 @@ class SamplingParams:
     filters top_k, top_p and min_p (relative to the likeliest token). A temperature below
     MIN_TEMPERATURE is greedy: it takes the largest logit and ignores the filters.
 
-    `n` completions are drawn, each a choice of its own. Before `min_tokens` tokens neither an eos
-    or stop id can be drawn nor a stop string ends the completion. `repetition_penalty` divides the
-    positive and multiplies the negative logits of every token of prompt and completion;
-    `presence_penalty` is subtracted once, and `frequency_penalty` once per occurrence, from those
-    of the completion. `logprobs` and `prompt_logprobs` ask for that many alternatives beside the
-    chosen token, and beside each token of the prompt. Requests with different `cache_salt` share
-    nothing through the prefix cache. `stop` and `stop_token_ids` may be given as any list, and
-    `logit_bias` as any mapping of token ids to biases.
+    `n` completions are drawn, each a choice of its own, of at most `max_tokens` tokens; None is as
+    many as the context has room for. Before `min_tokens` tokens neither an eos or stop id can be
+    drawn nor a stop string ends the completion. `repetition_penalty` divides the positive and
+    multiplies the negative logits of every token of prompt and completion; `presence_penalty` is
+    subtracted once, and `frequency_penalty` once per occurrence, from those of the completion.
+    `logprobs` and `prompt_logprobs` ask for that many alternatives beside the chosen token, and
+    beside each token of the prompt. Of `allowed_token_ids` alone tokens are drawn, and none that
+    would complete one of the `bad_words` in the completion. A stop string is a part of the text
+    with `include_stop_str_in_output`, and special tokens are without `skip_special_tokens`.
+    Requests with different `cache_salt` share nothing through the prefix cache.
+
+    Lists may be given as any sequence or array, `stop` as a single string, `logit_bias` as any
+    mapping of token ids to biases, and a `top_k` of -1 for 0, as in vLLM.
 
     Raises: UsageError for a value of the wrong type or out of range.
     """
 
-    max_tokens: int = 128
+    max_tokens: int | None = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
@@ -93,30 +104,41 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), by token id
     grammar: Grammar | None = None
     cache_salt: str | None = None
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: frozenset[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID)
-        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID)
-        if self.min_tokens > self.max_tokens:
+        whole = {
+            "min_tokens": _checked_int("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID),
+            "n": _checked_int("n", self.n, 1, MAX_CHOICES),
+            "top_k": _checked_int("top_k", self.top_k, -1, MAX_TOKEN_ID, "; 0 turns it off"),
+        }
+        whole["top_k"] = max(0, whole["top_k"])
+        limits = {
+            "max_tokens": (1, MAX_TOKEN_ID),
+            "seed": (-(2**63), 2**63 - 1),
+            "logprobs": (0, MAX_LOGPROBS),
+            "prompt_logprobs": (0, MAX_LOGPROBS),
+        }
+        for name, (low, high) in limits.items():
+            if getattr(self, name) is not None:
+                whole[name] = _checked_int(name, getattr(self, name), low, high)
+        if whole["min_tokens"] > whole.get("max_tokens", MAX_TOKEN_ID):
             raise UsageError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
                 "lower it or raise max_tokens"
             )
-        _check_int("n", self.n, 1, MAX_CHOICES)
-        _check_int("top_k", self.top_k, 0, MAX_TOKEN_ID, "; 0 turns it off")
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.cache_salt is not None:
             _check_text("cache_salt", self.cache_salt, MAX_SALT_BYTES)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UsageError(
                 f"grammar={_shown(self.grammar)} is no Grammar; give its kind and text"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise UsageError(f"ignore_eos={self.ignore_eos!r} is neither true nor false")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={_shown(getattr(self, name))} is neither true nor false")
         numbers = {
             "temperature": _checked_float("temperature", self.temperature, 0.0, math.inf),
             "top_p": _checked_float("top_p", self.top_p, 0.0, 1.0),
@@ -133,12 +155,21 @@ class SamplingParams:
         }
         if numbers["top_p"] == 0:
             raise UsageError("top_p=0 keeps no token; use temperature 0 for greedy decoding")
-        # The fields are frozen; lists and whole numbers are stored in the declared types.
-        for name, value in numbers.items():
+        lists = {
+            "stop": _checked_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS),
+            "bad_words": _checked_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_CHARS),
+            "stop_token_ids": _checked_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS),
+            "logit_bias": _checked_biases(self.logit_bias),
+        }
+        if self.allowed_token_ids is not None:
+            lists["allowed_token_ids"] = allowed = _checked_ids(
+                "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS
+            )
+            if not allowed:
+                raise UsageError("allowed_token_ids is empty; leave it out, or name some")
+        # The fields are frozen; what was given is stored in the declared types.
+        for name, value in {**whole, **numbers, **lists}.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "stop", _checked_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_ids(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", _checked_biases(self.logit_bias))
 
     @property
     def is_greedy(self) -> bool:
@@ -161,17 +192,23 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt as all ranks know it: token ids, and everything left open resolved."""
+    """One prompt as all ranks know it: token ids, and everything left open resolved.
+
+    `bad_ids` are the spellings of the bad words.
+    """
 
     index: int
     prompt: tuple[int, ...]
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int]
+    bad_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.index < 0:
             raise UsageError(f"request index {self.index} is negative; count from 0")
+        if self.params.max_tokens is None:
+            raise UsageError(f"request {self.index}: max_tokens is open; give a number")
         if not self.prompt:
             raise UsageError(f"request {self.index}: {_EMPTY_PROMPT}")
         for token in (min(self.prompt), max(self.prompt)):
@@ -180,9 +217,21 @@ class Request:
                     f"request {self.index}: prompt token id {token} is not in 0..{MAX_TOKEN_ID}"
                 )
 
+    @property
+    def max_tokens(self) -> int:
+        assert self.params.max_tokens is not None
+        return self.params.max_tokens
+
     def banned_ids(self, n_drawn: int) -> frozenset[int]:
-        """The ids that cannot be drawn as the next token of a completion of `n_drawn` tokens."""
+        """The ids that no completion of `n_drawn` tokens can go on with, whichever those are."""
         return self.stop_ids if n_drawn < self.params.min_tokens else frozenset()
+
+    def ends_of_bad_words(self, drawn: Sequence[int]) -> frozenset[int]:
+        """The ids that would complete a bad word behind what was drawn."""
+        n = len(drawn)
+        return frozenset(
+            ids[-1] for ids in self.bad_ids if tuple(drawn[n + 1 - len(ids) : n]) == ids[:-1]
+        )
 
 
 @dataclass(frozen=True)
@@ -191,12 +240,15 @@ class TokenLogprob:
 
     Natural logarithms of the model's own distribution, log_softmax of its logits before biases,
     penalties, masks, temperature and filters. `top` holds (token, logprob) pairs, never the chosen
-    token itself and no token of probability 0.
+    token itself and no token of probability 0. `text` and `top_texts` are what the tokens spell,
+    for a model with a tokenizer.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    text: str | None = None
+    top_texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,7 +258,7 @@ class Completion:
     `tokens` holds every id that was drawn, the eos or stop id or the one that completed a stop
     string included; `text` ends before them. So `tokens` may decode to more than `text`.
     `prompt_logprobs` has an entry per token of the prompt; the first, which nothing predicts, is
-    None.
+    None. A request with this `seed` gets the same again; greedy decoding has none.
     """
 
     index: int
@@ -218,6 +270,7 @@ class Completion:
     choice: int = 0  # which of the request's n_choices
     n_choices: int = 1
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    seed: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The line of `generate --json`.
@@ -233,6 +286,8 @@ class Completion:
         }
         if self.n_choices > 1:
             line["choice"] = self.choice
+        if self.seed is not None:
+            line["seed"] = self.seed
         if self.logprobs is not None:
             line["logprobs"] = [_logprob_json(each) for each in self.logprobs]
         if self.prompt_logprobs is not None:
@@ -242,26 +297,32 @@ class Completion:
         return line
 
 
-def check_fits(n_prompt: int, params: SamplingParams, max_seq_len: int) -> None:
-    """Check that prompt and completion together fit into the context.
+def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) -> int:
+    """The longest completion: what was asked for, or all that the context has room for.
 
-    Raises: UsageError with both numbers and what to lower, and for an empty prompt.
+    Raises: ContextExceeded with both numbers and what to lower where prompt and completion together
+    do not fit; UsageError for an empty prompt.
     """
     if n_prompt == 0:
         raise UsageError(_EMPTY_PROMPT)
-    if n_prompt + params.max_tokens <= max_seq_len:
-        return
     room = max_seq_len - n_prompt
+    most = max(room, params.min_tokens, 1) if params.max_tokens is None else params.max_tokens
+    if most <= room:
+        return most
     remedy = (
         f"lower max_tokens to {room}"
-        if room > 0
-        else f"shorten the prompt to at most {max_seq_len - 1} tokens"
+        if room >= max(1, params.min_tokens)
+        else f"shorten the prompt to at most {max_seq_len - max(1, params.min_tokens)} tokens"
     )
-    raise UsageError(
-        f"a prompt of {n_prompt} tokens and max_tokens={params.max_tokens} need "
-        f"{n_prompt + params.max_tokens} positions and the context has {max_seq_len}; "
-        f"{remedy} or raise max_seq_len"
+    raise ContextExceeded(
+        f"a prompt of {n_prompt} tokens and max_tokens={most} need {n_prompt + most} positions and "
+        f"the context has {max_seq_len}; {remedy} or raise max_seq_len"
     )
+
+
+def new_seed() -> int:
+    """A seed that nobody has drawn before, short enough to be typed."""
+    return secrets.randbits(32)
 
 
 def resolve_seed(params: SamplingParams, run_seed: int, line: int) -> int:
@@ -284,15 +345,16 @@ class StopText:
     """Finds stop strings in a text that arrives in pieces and shows only what is safe to show.
 
     The occurrence that is complete first wins, the longest where several end together, and the
-    text is cut before it; so the result does not depend on how the text is split into pieces. The
-    longest end of the text that begins a stop string is held back.
+    text is cut before it, or behind it with `shows_stop`; so the result does not depend on how the
+    text is split into pieces. The longest end of the text that begins a stop string is held back.
 
     Cost: building takes one step per character of the stop strings; a push takes an amortised
     constant number of steps per character, whatever the number of stop strings.
     Source: Aho and Corasick, Efficient string matching, 1975, algorithms 2 and 3.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], shows_stop: bool = False) -> None:
+        self._shows_stop = shows_stop
         # State 0 is the empty prefix. The held-back text of a state is its prefix of a stop string.
         self._next: list[dict[str, int]] = [{}]
         self._prefix: list[tuple[str, int]] = [("", 0)]
@@ -310,7 +372,7 @@ class StopText:
         return self._found
 
     def push(self, piece: str) -> str:
-        """Take the next piece and return the text that is now safe to show, without a stop string.
+        """Take the next piece and return the text that is now safe to show.
 
         Returns: "" from the first stop string on.
         """
@@ -322,7 +384,8 @@ class StopText:
             n_match = self._n_match[self._state]
             if n_match:
                 self._found = True
-                return _head(held, n_held, piece, n_held + n_read - n_match)
+                n_hidden = 0 if self._shows_stop else n_match
+                return _head(held, n_held, piece, n_held + n_read - n_hidden)
         _, n_holding = self._prefix[self._state]
         return _head(held, n_held, piece, n_held + len(piece) - n_holding)
 
@@ -364,19 +427,30 @@ class StopText:
 _EMPTY_PROMPT = "the prompt is empty; give at least one token"
 
 
-def _check_int(name: str, value: object, low: int, high: int, hint: str = "") -> None:
-    # bool is an int to Python; `top_k=True` is a mistake to a person.
-    if type(value) is not int:
+def whole_number(value: object) -> int | None:
+    """A whole number of any library as Python's; None for anything else."""
+    if isinstance(value, bool):  # an int to Python; `top_k=True` is a mistake to a person
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _checked_int(name: str, value: object, low: int, high: int, hint: str = "") -> int:
+    number = whole_number(value)
+    if number is None:
         raise UsageError(f"{name}={_shown(value)} is not a whole number{hint}")
-    if not low <= value <= high:
-        raise UsageError(f"{name}={value} is out of range; use {low} to {high}{hint}")
+    if not low <= number <= high:
+        raise UsageError(f"{name}={_shown(number)} is out of range; use {low} to {high}{hint}")
+    return number
 
 
 def _checked_float(name: str, value: object, low: float, high: float, hint: str = "") -> float:
-    if type(value) not in (int, float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageError(f"{name}={_shown(value)} is not a number")
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or not low <= number <= high:
@@ -400,29 +474,37 @@ def _check_text(name: str, value: object, max_bytes: int) -> None:
         raise UsageError(f"{name} has {n_bytes} bytes; use at most {max_bytes}")
 
 
-def _checked_stop(value: object) -> tuple[str, ...]:
-    # A bare string is refused: tuple() would take it apart into letters.
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
-        raise UsageError(f"stop={_shown(value)} is not a list of strings; write it as ['...']")
-    if "" in value:
-        raise UsageError("stop holds an empty string, which is everywhere; leave it out")
-    n_chars = sum(map(len, value))
-    if len(value) > MAX_STOP_STRINGS or n_chars > MAX_STOP_CHARS:
+def listed(value: object) -> list[Any] | None:
+    """The items of any sequence, set or array; None for what holds none, such as a text."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    to_list = getattr(value, "tolist", None)  # an array of numpy, or a tensor
+    items = to_list() if callable(to_list) else None
+    return items if isinstance(items, list) else None
+
+
+def _checked_texts(name: str, value: object, max_items: int, max_chars: int) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else listed(value)
+    if items is None or not all(isinstance(each, str) for each in items):
+        raise UsageError(f"{name}={_shown(value)} is not a list of strings; write it as ['...']")
+    if "" in items:
+        raise UsageError(f"{name} holds an empty string, which is everywhere; leave it out")
+    n_chars = sum(map(len, items))
+    if len(items) > max_items or n_chars > max_chars:
         raise UsageError(
-            f"stop holds {len(value)} strings of {n_chars} characters together; use at most "
-            f"{MAX_STOP_STRINGS} strings and {MAX_STOP_CHARS} characters"
+            f"{name} holds {len(items)} strings of {n_chars} characters together; use at most "
+            f"{max_items} strings and {max_chars} characters"
         )
-    return tuple(value)
+    return tuple(items)
 
 
-def _checked_ids(value: object) -> frozenset[int]:
-    if not isinstance(value, (list, tuple, set, frozenset)):
-        raise UsageError(f"stop_token_ids={_shown(value)} is not a list of token ids")
-    if len(value) > MAX_STOP_IDS:
-        raise UsageError(f"stop_token_ids holds {len(value)} ids; use at most {MAX_STOP_IDS}")
-    for token in value:
-        _check_int("stop_token_ids", token, 0, MAX_TOKEN_ID)
-    return frozenset(value)
+def _checked_ids(name: str, value: object, max_items: int) -> frozenset[int]:
+    items = listed(value)
+    if items is None:
+        raise UsageError(f"{name}={_shown(value)} is not a list of token ids")
+    if len(items) > max_items:
+        raise UsageError(f"{name} holds {len(items)} ids; use at most {max_items}")
+    return frozenset(_checked_int(name, token, 0, MAX_TOKEN_ID) for token in items)
 
 
 def _checked_biases(value: object) -> tuple[tuple[int, float], ...]:
@@ -434,10 +516,10 @@ def _checked_biases(value: object) -> tuple[tuple[int, float], ...]:
         raise UsageError(f"logit_bias={_shown(value)} does not map token ids to biases")
     if len(pairs) > MAX_BIASES:
         raise UsageError(f"logit_bias holds {len(pairs)} tokens; use at most {MAX_BIASES}")
-    for token, _ in pairs:
-        _check_int("logit_bias token id", token, 0, MAX_TOKEN_ID)
     biases = {
-        token: _checked_float(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+        _checked_int("logit_bias token id", token, 0, MAX_TOKEN_ID): _checked_float(
+            f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS
+        )
         for token, bias in pairs
     }
     if len(biases) < len(pairs):
@@ -446,7 +528,10 @@ def _checked_biases(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _logprob_json(each: TokenLogprob) -> dict[str, Any]:
-    return {"token": each.token, "logprob": each.logprob, "top": [list(t) for t in each.top]}
+    line = {"token": each.token, "logprob": each.logprob, "top": [list(t) for t in each.top]}
+    if each.text is not None:
+        line |= {"text": each.text, "top_texts": list(each.top_texts)}
+    return line
 
 
 def _shown(value: object) -> str:

@@ -116,7 +116,7 @@ class Scheduler:
         needed, size = self._n_blocks_at_most(request), self.pool.block_size
         if needed <= self.pool.n_blocks:
             return
-        n_prompt, most = len(request.prompt), request.params.max_tokens
+        n_prompt, most = len(request.prompt), request.max_tokens
         room = self.pool.n_blocks * size + 1 - n_prompt
         remedy = (
             f"lower max_tokens to {room}"
@@ -202,7 +202,7 @@ class Scheduler:
 
     def _n_blocks_at_most(self, request: Request) -> int:
         # Nothing follows the last token that is drawn, so it never enters the cache.
-        return self._n_blocks(len(request.prompt) + request.params.max_tokens - 1)
+        return self._n_blocks(len(request.prompt) + request.max_tokens - 1)
 
     def _n_blocks(self, n_tokens: int) -> int:
         return -(-n_tokens // self.pool.block_size)
@@ -240,7 +240,7 @@ class Scheduler:
 
     def _drafts(self, choice: Choice, most: int) -> tuple[int, ...]:
         """Guesses for which there are slots without preempting anyone."""
-        most = min(most, choice.request.params.max_tokens - choice.n_drawn - 1)
+        most = min(most, choice.request.max_tokens - choice.n_drawn - 1)
         if most <= 0:
             return ()
         drafts = tuple(self._draft(choice, most))[:most]

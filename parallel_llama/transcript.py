@@ -10,14 +10,18 @@ from parallel_llama.tokenizer import StreamDecoder, Tokenizer
 class Transcript:
     """The text of one choice as it grows; without a tokenizer there is none, only its end.
 
-    A choice ends at a stop id or stop string, neither of which is a part of the text, once it has
-    the request's min_tokens.
+    A choice ends at a stop id or stop string, once it has the request's min_tokens; neither is a
+    part of the text, unless the request wants to see it.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
-        self._request = request
-        self._decoder = StreamDecoder(tokenizer, request.prompt) if tokenizer else None
-        self._stop = StopText(request.params.stop)
+        self._request, params = request, request.params
+        self._decoder = (
+            StreamDecoder(tokenizer, request.prompt, skip_special=params.skip_special_tokens)
+            if tokenizer
+            else None
+        )
+        self._stop = StopText(params.stop, shows_stop=params.include_stop_str_in_output)
         self._shown: list[str] = []
         self._n_tokens = 0
 
@@ -33,7 +37,10 @@ class Transcript:
         """
         self._n_tokens += 1
         if token in self._request.stop_ids:
-            return self.close(), True
+            last = ""
+            if self._decoder is not None and self._request.params.include_stop_str_in_output:
+                last = self._show(self._through_stop(self._decoder.push(token)))
+            return last + self.close(), True
         if self._decoder is None:
             return "", False
         piece = self._through_stop(self._decoder.push(token))

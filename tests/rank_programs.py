@@ -7,7 +7,8 @@ import sys
 import time
 
 from parallel_llama.parallel.failures import report_crash, report_error
-from parallel_llama.parallel.launch import hear_ctrl_c, world
+from parallel_llama.parallel.launch import hear_ctrl_c
+from parallel_llama.parallel.place import world
 
 RANK = int(os.environ.get("RANK", "0"))
 hear_ctrl_c()
@@ -89,6 +90,28 @@ def sleep(behaviour: str = "") -> None:
                 sys.exit(7)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def meet(timeout_s: str, color: str = "") -> None:
+    """Join, saying what came of it and after how long."""
+    import torch  # noqa: F401, so that its own time is not counted
+
+    from parallel_llama.parallel import join
+    from parallel_llama.parallel.failures import RankError
+
+    awaited: list[list[int]] = []
+    started = time.monotonic()
+    say(pid=os.getpid())
+    try:
+        join(
+            timeout_s=float(timeout_s),
+            facts={"color": color},
+            look=lambda missing: awaited.append(list(missing)),
+        ).close()
+        outcome = "met"
+    except RankError as error:
+        outcome = str(error)
+    say(outcome=outcome, seconds=time.monotonic() - started, awaited=awaited)
 
 
 def reduce(then: str = "") -> None:

@@ -21,6 +21,7 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from parallel_llama.parallel import Communicator, Solo
+from parallel_llama.parallel.collectives import Timeouts
 from parallel_llama.parallel.groups import form_group
 
 SILENCE_S = 60.0  # a rank that says nothing for this long fails the test
@@ -180,7 +181,7 @@ def _serve(
         rank,
         size,
         FileStore(store, size),
-        timeout_s=timeout_s,
+        timeouts=Timeouts.of(timeout_s),
         shared_memory=shared_memory,
     )
     while True:

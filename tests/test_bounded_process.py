@@ -137,9 +137,12 @@ def test_close_leaves_no_process_behind(process: BoundedProcess) -> None:
     assert not psutil.pid_exists(pid)
 
 
-def test_a_process_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(CheckpointError, match=r"did not start: /bin/false worker\.py"):
+@pytest.mark.parametrize("program", ["/bin/false", "/bin/nothing"])
+def test_a_process_that_cannot_start_is_named(
+    monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(CheckpointError, match=rf"did not start: {program} .*worker\.py"):
         BoundedProcess("template_job", 128 << 20).ask(request("x"))
 
 

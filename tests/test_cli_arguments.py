@@ -35,6 +35,7 @@ from parallel_llama.cli.prompts import gather, read_lines
 from parallel_llama.cli.ranks import Job, rank_count
 from parallel_llama.cli.score import perplexity
 from parallel_llama.errors import UsageError
+from parallel_llama.tokenizer import Chat
 
 ROOT = Path(__file__).parents[1]
 GENERATE = VERBS["generate"]
@@ -340,9 +341,17 @@ def test_chat_makes_every_text_a_conversation(folder: Path) -> None:
     user = {"role": "user", "content": "Hello"}
     system = {"role": "system", "content": "Be brief"}
     path = str(folder / "good.jsonl")
-    lines = gather([], path, chat=True, system="Be brief")
-    assert [line.prompt for line in lines] == [[system, user], [1, 2]]
-    assert gather(["Hello", ""], None, chat=True, system=None)[0].prompt == [user]
+    lines = gather([], path, chat=True, system="Be brief", template_vars={})
+    assert [line.prompt for line in lines] == [Chat([system, user]), [1, 2]]
+    texts = gather(["Hello", ""], None, chat=True, system=None, template_vars={})
+    assert texts[0].prompt == Chat([user])
+    for chat, expected in ((True, Chat([user], template_vars={"a": 1})), (False, "Hello")):
+        (line,) = gather(["Hello"], None, chat=chat, system=None, template_vars={"a": 1})
+        assert line.prompt == expected
+    path = folder / "vars.jsonl"
+    path.write_text(json.dumps({"messages": [user], "template_vars": {"a": 2}}))
+    (line,) = gather([], str(path), chat=False, system=None, template_vars={"a": 1, "b": 3})
+    assert line.prompt == Chat([user], template_vars={"a": 2, "b": 3})
 
 
 def test_torchrun_decides_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

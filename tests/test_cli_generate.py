@@ -2,6 +2,10 @@
 
 import io
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,12 @@ from parallel_llama.cli.main import main
 from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.prompts import Line, read_lines
 from parallel_llama.cli.sampling_flags import given_sampling
+from parallel_llama.cli.session import closing_line
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, Grammar, Request, SamplingParams
 from parallel_llama.tokenizer import Chat
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +123,7 @@ LINES: list[tuple[dict[str, Any], Sequence[str]]] = [
     ({"max_tokens": 0}, ["line 2", "max_tokens=0", "1 to"]),
     ({"max_tokens": "3"}, ["line 2", "max_tokens='3'", "not a whole number"]),
     ({"temperature": None}, ["line 2", "temperature=None is not a number"]),
-    ({"stop": "a"}, ["line 2", "stop='a'", "list of strings"]),
+    ({"stop": 5}, ["line 2", "stop=5", "list of strings"]),
     ({"min_tokens": 100}, ["line 2", "min_tokens=100 is more than max_tokens=5"]),
     ({"logit_bias": {"a": 1}}, ["line 2", "logit_bias must map token ids"]),
     ({"logit_bias": [1]}, ["line 2", "logit_bias must map token ids"]),
@@ -303,21 +310,22 @@ def test_an_interrupted_run_and_its_resumption_are_one_run(
     """The seed of a line comes of its number, which stays what it is when others are done."""
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     argv = ("--prompts", prompts, *SAMPLED, "--dtype", "float64")
-    assert run(*argv, "--output", str(whole))[0] == 0
-
     with monkeypatch.context() as patched:
         interrupt_after(patched, 2)
         code, out, err = run(*argv, "--output", str(broken))
     assert code == 130
     assert "the same command with --resume goes on" in err
     n_lines = len(sorted_lines(broken))
-    assert 2 <= n_lines < 6 and f"{n_lines} of 6 completions in {broken}" in out
+    assert 2 <= n_lines < 6 and f"{n_lines} of 6 completions in {broken}" in err
     assert "interrupted" not in broken.read_text()
 
+    seed = str(json.loads(broken.with_name("broken.jsonl.run").read_text())["seed"])
+    assert f"seed {seed}" in err
+    assert run(*argv, "--output", str(whole), "--seed", seed)[0] == 0
     code, out, err = run(*argv, "--output", str(broken))
-    assert code == 2 and "continue it with --resume" in err
+    assert code == 2 and "go on with --resume" in err
     code, out, err = run(*argv, "--output", str(broken), "--seed", "5", "--resume")
-    assert code == 2 and "a different sampling or seed" in err
+    assert code == 2 and f"a different seed ({seed} then, 5 now)" in err
 
     with broken.open("a") as file:
         file.write('{"index": 5, "te')
@@ -328,8 +336,32 @@ def test_an_interrupted_run_and_its_resumption_are_one_run(
     assert len(shown) == 6 - n_lines and shown == sorted(shown)
     assert sorted(file.name for file in tmp_path.glob("*.jsonl.*")) == []
 
-    code, out, _ = run(*argv, "--output", str(broken), "--resume")
-    assert (code, out) == (0, f"6 completions in {broken}; nothing is left to do\n")
+    code, out, err = run(*argv, "--output", str(broken), "--resume")
+    assert (code, out) == (0, "")
+    assert err.endswith(f"6 completions in {broken}; nothing is left to do\n")
+    code, out, err = run(*argv, "--output", str(broken))
+    assert (code, out) == (2, "")
+    assert f"{broken}: results lie there; go on with --resume" in err and "remove the file" in err
+    assert sorted_lines(broken) == sorted_lines(whole)
+
+
+def test_two_runs_without_a_seed_differ_and_either_can_be_repeated(run: Run) -> None:
+    """Two command lines gave the same text at temperature 1."""
+    argv = ("--prompt", "Hi", "--prompt", "Hi", "--temperature", "1.5", "--max-tokens", "9")
+    runs = [run(*argv, "--json") for _ in range(2)]
+    texts = [[json.loads(line)["text"] for line in out.splitlines()] for _, out, _ in runs]
+    assert len({text for pair in texts for text in pair}) == 4
+    seed = re.search(r"seed (\d+)", runs[0][2])
+    assert seed is not None
+    assert run(*argv, "--json", "--seed", seed[1])[1] == runs[0][1]
+    own = json.loads(runs[0][1].splitlines()[1])
+    one = ("--prompts", "-", "--json", "--max-tokens", "9", "--temperature", "1.5")
+    assert own["seed"] != int(seed[1])
+    assert "seed" not in run("--prompt", "Hi", "--max-tokens", "2")[2]  # nothing is drawn
+    with pytest.MonkeyPatch.context() as patch:
+        line = json.dumps({"prompt": "Hi", "seed": own["seed"]}).encode()
+        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line)))
+        assert json.loads(run(*one)[1])["text"] == own["text"]
 
 
 def test_a_full_disk_ends_the_run_with_what_is_wrong(run: Run) -> None:
@@ -346,6 +378,8 @@ def requests(*max_tokens: int) -> list[Request]:
 
 
 class Step:
+    choice = 0
+
     def __init__(self, index: int, token: int | None = 1, n_tokens: int = 0) -> None:
         self.index, self.tokens = index, () if token is None else (token,)
         ended = Completion(index, "", (1,) * n_tokens, "stop", 1)
@@ -367,3 +401,76 @@ def test_the_time_left_is_of_the_tokens_that_may_still_come() -> None:
     meter.take(Step(0, token=None, n_tokens=2))
     meter.take(Step(1, token=None, n_tokens=2))
     assert (meter.n_done, meter.n_tokens_left) == (3, 0)
+
+
+def test_answers_of_one_token_have_no_speed() -> None:
+    """They came out of one pass over their prompts, and were told as thousands a second."""
+    now_s = 0.0
+    meter = Meter(requests(1, 1, 1), lambda: now_s)
+    for index in range(3):
+        now_s += 0.001
+        meter.take(Step(index, n_tokens=1))
+    assert meter.tokens_per_s == 0
+    assert (
+        closing_line(meter, [5], None) == "3 tokens, the first after 0.00 s, 1 rank, 5 B of weights"
+    )
+
+
+def test_prompts_come_from_stdin_and_from_pipes(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A pipe was no such file, and - a prompt of one dash."""
+    line = json.dumps({"prompt": "Hi"})
+    _, expected, _ = run("--prompt", "Hi", "--json", "--max-tokens", "4")
+    for argv, text in ((("--prompts", "-"), line), (("--prompt", "-"), "Hi\n")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert run(*argv, "--json", "--max-tokens", "4")[:2] == (0, expected)
+    reader, writer = os.pipe()
+    os.write(writer, line.encode())
+    os.close(writer)
+    assert run("--prompts", f"/dev/fd/{reader}", "--json", "--max-tokens", "4")[1] == expected
+    os.close(reader)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    code, _, err = run("--prompt", "-")
+    assert code == 2 and "--prompt -: not UTF-8 text (byte 0 of it)" in err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": 5}')))
+    code, _, err = run("--prompts", "-")
+    assert code == 2 and "stdin, line 1: prompt is '5', not a string" in err
+    assert run("--prompt", "-", "--prompt", "-")[0] == 2
+    assert "a folder; give a file in it" in run("--prompts", str(tmp_path))[2]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_rank_0_reads_what_a_shell_gives(model: Path, nproc: int) -> None:
+    """The process that starts the ranks read it, and nothing was left for the rank."""
+    generate = f"{sys.executable} -m parallel_llama generate --model {model} --nproc {nproc}"
+    line = json.dumps({"prompt": "Hi"})
+    answers = []
+    for source in (f"--prompts <(echo '{line}')", f"--prompts - <<<'{line}'", "--prompt - <<<Hi"):
+        done = subprocess.run(
+            ["bash", "-c", f"{generate} --json --max-tokens 4 {source}"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout)["tokens"])
+    assert answers == [answers[0]] * 3
+
+
+def test_log_probabilities_are_shown_with_their_texts(run: Run) -> None:
+    """Asked for, they were in no text, and in JSON as numbers of tokens alone."""
+    argv = ("--prompt", "Hi", "--max-tokens", "2", "--logprobs", "2", "--prompt-logprobs", "0")
+    _, out, _ = run(*argv, "--json")
+    line = json.loads(out)
+    spelled = [chr(token) for token in range(33, 127)]
+    for each in (*line["logprobs"], *line["prompt_logprobs"][1:]):
+        assert isinstance(each["text"], str) and len(each["top_texts"]) == len(each["top"])
+    assert [each["text"] for each in line["prompt_logprobs"][1:]] == ["H", "i"]
+    _, out, _ = run(*argv)
+    rows = out.split("instead\n")[1].splitlines()
+    assert len(rows) == 3 and rows[2] == "" and spelled
+    for row, each in zip(rows, line["logprobs"], strict=False):
+        assert row.split()[0] == f"{each['logprob']:.3f}"
+        assert repr(each["text"]) in row and repr(each["top_texts"][1]) in row

@@ -1,6 +1,8 @@
 """Collectives give the sum, the parts or the source's values: the same bits on every rank."""
 
+import os
 import random
+import signal
 import time
 from dataclasses import dataclass, field
 
@@ -209,8 +211,8 @@ class Announcing(Solo):
     rank: int = 1
     seen: list[int] = field(default_factory=list)
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        assert src == 0
+    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+        assert src == 0 and not patient
         self.seen.append(x.numel())
         return x.fill_(self.announced)
 
@@ -228,16 +230,15 @@ def test_rank_0_must_have_something_to_say():
         broadcast_bytes(Solo(), None)
 
 
-def wait_for_a_late_bell(comm: Communicator) -> float:
-    """Rank 0 rings after longer than any collective may take."""
+def wait_for_a_late_word(comm: Communicator) -> float:
+    """Rank 0 has something to say after longer than any collective may take."""
     comm.barrier()
     started = time.monotonic()
     if comm.rank == 0:
         time.sleep(2.5)
-        comm.ring()
-    else:
-        comm.wait_for_ring()
+    word = broadcast_bytes(comm, b"word" if comm.rank == 0 else None, patient=True)
     waited = time.monotonic() - started
+    assert word == b"word"
     assert float(comm.all_reduce(torch.ones(1))) == comm.size
     return waited
 
@@ -247,24 +248,99 @@ def test_a_rank_without_work_waits_longer_than_the_timeout(shared_memory):
     """Rank 0 may wait for a person for hours; the others must not take that for a fault."""
     pool = Ranks(2, shared_memory, timeout_s=1.5)
     try:
-        for waited in pool.run(wait_for_a_late_bell):
+        for waited in pool.run(wait_for_a_late_word):
             assert waited > 2.0
     finally:
         pool.end()
 
 
-def ring_ahead(comm: Communicator) -> None:
-    for _ in range(50):
-        if comm.rank == 0:
-            comm.ring()
-        else:
-            comm.wait_for_ring()
+def load_for_long(comm: Communicator) -> float:
+    """Rank 1 takes twice the timeout to load, and pulses; the others wait at the barrier."""
+    started = time.monotonic()
+    if comm.rank == 1:
+        for _ in range(30):
+            time.sleep(0.1)
+            comm.pulse()
+    comm.barrier()
+    assert float(comm.all_reduce(torch.ones(1))) == comm.size
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+def test_a_rank_that_gets_on_with_loading_is_not_late(shared_memory):
+    """Ranks load from disks of different speed; one that reads its last file held up nobody."""
+    pool = Ranks(3, shared_memory, timeout_s=1.5)
+    try:
+        for waited in pool.run(load_for_long):
+            assert waited > 2.9
+    finally:
+        pool.end()
+
+
+def stop_loading(comm: Communicator) -> tuple[float, str]:
+    """Rank 1 stops getting on in the middle of loading."""
+    if comm.rank == 1:
+        comm.pulse()
+        time.sleep(60)
+    started = time.monotonic()
+    try:
+        comm.barrier()
+    except RankError as error:
+        return time.monotonic() - started, str(error)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+def test_a_rank_that_gets_stuck_in_loading_is_named(shared_memory):
+    pool = Ranks(3, shared_memory, timeout_s=1.5, silence_s=6)
+    try:
+        for rank, outcome in enumerate(pool.outcomes(stop_loading)):
+            if rank != 1:
+                waited, message = outcome
+                assert 1.4 < waited < 4
+                assert message.startswith("rank 1 of 3 is late")
+    finally:
+        pool.end()
+
+
+def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
+    """Rank 1 sends itself a signal, and the others go on."""
+    comm.barrier()
+    started = time.monotonic()
+    if comm.rank == 1:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+    try:
+        while True:
+            comm.all_reduce(torch.ones(8))
+    except RankError as error:
+        return time.monotonic() - started, str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_gloo_too_names_the_rank_that_has_died_or_is_stopped(number):
+    """Its own message has an address and a port, and no rank."""
+    pool = Ranks(3, False, timeout_s=1.5, silence_s=8)
+    try:
+        for rank, outcome in enumerate(pool.outcomes(fall_silent, number)):
+            if rank != 1:
+                waited, message = outcome
+                assert waited < 1.5 + 2
+                assert "of 3: rank 1 has died, is stopped or cannot be reached" in message
+    finally:
+        pool.end()
+
+
+def take_turns(comm: Communicator) -> None:
+    for turn in range(50):
+        word = b"%d" % turn if comm.rank == 0 else None
+        assert broadcast_bytes(comm, word, patient=True) == b"%d" % turn
         assert float(comm.all_reduce(torch.ones(1))) == comm.size
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_rings_and_collectives_can_alternate(ranks, shared_memory):
-    ranks(3, shared_memory).run(ring_ahead)
+def test_patient_and_other_collectives_can_alternate(ranks, shared_memory):
+    ranks(3, shared_memory).run(take_turns)
 
 
 def test_one_rank_alone_needs_nobody():

@@ -15,9 +15,8 @@ from thread_ranks import run_on_threads
 from tiny_folder import write_chat_folder
 from tokenizer_data import MISTRAL_V1, SMOLLM2, real_tokenizer
 
-from parallel_llama import LLM
+from parallel_llama import LLM, errands
 from parallel_llama import engine as engine_module
-from parallel_llama import llm as llm_module
 from parallel_llama.capacity import Capacity
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
@@ -264,11 +263,11 @@ def fail_everywhere(comm: Communicator) -> bool:
         engine.runner.model.norm.weight.fill_(torch.nan)
     with pytest.raises(NumericalError):
         engine.step()
-    engine.pause() if comm.rank == 0 else engine.step()
-    return engine.paused and engine.idle
+    engine.send(b"errand") if comm.rank == 0 else engine.step()
+    return engine.idle and engine.errand == (b"errand" if comm.rank else b"")
 
 
-def test_after_a_failure_on_all_ranks_all_can_be_paused():
+def test_after_a_failure_on_all_ranks_all_can_be_sent_elsewhere():
     assert run_on_threads(3, fail_everywhere) == [True] * 3
 
 
@@ -347,7 +346,7 @@ def test_a_score_that_fails_gives_its_blocks_back(folder, monkeypatch):
         raise NumericalError("the logits are nan")
 
     llm = LLM(folder, dtype="float64")
-    monkeypatch.setattr(llm_module, "score", score)
+    monkeypatch.setattr(errands, "score", score)
     with pytest.raises(NumericalError):
         llm.score([[5] * 60])
     assert llm.engine.pool.n_used == 0
@@ -358,7 +357,7 @@ def test_a_run_can_be_closed_after_another_one_failed(folder, monkeypatch):
     llm = LLM(folder, dtype="float64")
     one, other = (llm.run(llm.intake.requests([text], LONG)) for text in ("Hello", "World"))
     next(one), next(other)
-    fail_once(monkeypatch, llm.runner, NumericalError("the logits are nan"))
+    fail_once(monkeypatch, llm.engine.runner, NumericalError("the logits are nan"))
     with pytest.raises(NumericalError):
         list(one)
     step, n_steps = llm.step, iter(range(50))

@@ -57,8 +57,8 @@ def test_what_is_given_stands_before_what_is_stated(folder: Path) -> None:
 
 
 def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder: Path) -> None:
-    state(folder, do_sample=True, top_k=-1)
-    with pytest.raises(UsageError, match=r"own settings, in .*chat: top_k=-1.*give a value"):
+    state(folder, do_sample=True, top_k=-2)
+    with pytest.raises(UsageError, match=r"own settings, in .*chat: top_k=-2.*give a value"):
         intake(folder).sampling_params(temperature=1)
     assert intake(folder).sampling_params(top_k=0).top_k == 0
     with pytest.raises(UsageError, match=r"^top_p=2"):  # the caller's own mistake

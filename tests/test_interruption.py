@@ -111,7 +111,7 @@ def test_ctrl_c_ends_all_ranks_and_shows_what_there_is(start: Start, nproc: int)
     code, out, err = command.end(within_s=5)
     assert code == 130
     assert "interrupted; the completions so far are above" in err
-    assert "tokens/s" in out.splitlines()[-1]
+    assert out and "tokens/s" in err
 
 
 def test_ctrl_c_while_a_model_is_loaded_ends_it(start: Start) -> None:
@@ -161,7 +161,7 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_word(start: Start, 
     assert command.process.stdout is not None and command.process.stderr is not None
     command.process.stdout.close()
     err = command.process.stderr.read()
-    assert command.process.wait(timeout=10) == 1
+    assert command.process.wait(timeout=10) == 141
     assert "Traceback" not in err and "BrokenPipe" not in err
     assert still_running(command.ranks) == []
 

@@ -1,20 +1,24 @@
 """The class that users hold: alone, and in a script of theirs under torchrun."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import pairwise, zip_longest
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 from llm_program import PARAMS, fail_once
 from tiny_folder import write_chat_folder
 
-from parallel_llama import LLM, SamplingParams
-from parallel_llama.errors import UsageError
+from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
 from parallel_llama.runner import Piece, Runner
@@ -39,27 +43,262 @@ def llm(model: Path) -> Iterator[LLM]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(llm: LLM) -> Iterator[None]:
     yield
-    assert llm.engine.idle and llm.engine.paused
+    assert llm.engine.idle
     assert llm.engine.pool.n_used == 0 and not llm._runs
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_a_script_under_torchrun_gets_the_same_completions_on_every_rank(
+def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(
     model: Path, llm: LLM, nproc: int
 ) -> None:
-    """Beside that, rank 0 fails, is refused and leaves streams early: nobody hangs."""
+    """It fails, is refused, leaves streams early and lets one wait: nobody hangs or goes away."""
     torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
     program = str(ROOT / "tests" / "llm_program.py")
     command = [sys.executable, "-m", *torchrun, program, "script", str(model)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=90)
     assert done.returncode == 0, done.stderr
-    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert sorted(lines) == [str(rank) for rank in range(nproc)]
+    (line,) = done.stdout.splitlines()
+    completions = msgspec.json.decode(line.removeprefix("0 "), type=list[Completion])
     alone = llm.generate(["Hello", [5, 6, 7]], PARAMS)
-    for line in lines.values():
-        completions = msgspec.json.decode(line, type=list[Completion])
-        assert [(c.text, c.tokens) for c in completions] == [(c.text, c.tokens) for c in alone]
+    assert [(c.text, c.tokens) for c in completions] == [(c.text, c.tokens) for c in alone]
+
+
+# Ranks of its own.
+
+
+def followers() -> list[psutil.Process]:
+    """The ranks that this process has started; it has others that run tokenizers."""
+    children = psutil.Process().children()
+    return [each for each in children if "parallel_llama.cli.follower" in each.cmdline()]
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 5])
+def test_an_llm_starts_its_other_ranks_and_ends_them(model: Path, llm: LLM, tp_size: int) -> None:
+    alone = llm.generate(["Hello", [5, 6, 7]], PARAMS)
+    n_threads, environment = torch.get_num_threads(), dict(os.environ)
+    with LLM(str(model), dtype="float64", tp_size=tp_size) as many:
+        assert many.tp_size == tp_size
+        ranks = followers()
+        assert len(ranks) == tp_size - 1
+        found = many.generate(["Hello", [5, 6, 7]], PARAMS)
+        assert [(c.text, c.tokens) for c in found] == [(c.text, c.tokens) for c in alone]
+        sockets = [each for rank in (psutil.Process(), *ranks) for each in rank.net_connections()]
+        addresses = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+        assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert psutil.wait_procs(ranks, timeout=3)[1] == []
+    assert (torch.get_num_threads(), dict(os.environ)) == (n_threads, environment)
+
+
+def test_vllms_name_for_the_number_of_ranks_is_taken(model: Path) -> None:
+    with LLM(str(model), tensor_parallel_size=2) as llm:
+        assert llm.tp_size == 2
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "says"),
+    [(0, "from 1 to 1024"), (-1, "from 1 to 1024"), ("2", "from 1 to 1024"), (10, "use 1 to 9")],
+)
+def test_an_impossible_number_of_ranks_is_refused(model: Path, tp_size: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=f"tp_size={tp_size!r}.*{says}"):
+        LLM(str(model), tp_size=tp_size)
+    assert followers() == []
+
+
+def test_a_number_of_ranks_that_torchrun_contradicts_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UsageError, match="tp_size=2 and there are 1 ranks"):
+        LLM(str(model), tp_size=2)
+
+
+def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own process says what is wrong with it, and rank 0 saw only that it had gone."""
+    monkeypatch.setattr("parallel_llama.llm.fingerprint", lambda _: {"weights": "other"})
+    began = time.monotonic()
+    with pytest.raises(RankError, match="the ranks are not about to do the same"):
+        LLM(str(model), tp_size=2)
+    assert time.monotonic() - began < 30
+    assert followers() == []
+
+
+def test_a_rank_that_dies_is_named_and_closing_is_quiet(model: Path) -> None:
+    """`close` raised, and the ranks that were left stayed."""
+    llm = LLM(str(model), tp_size=3, timeout_s=10)
+    ranks = followers()
+    ranks[0].kill()
+    with pytest.raises(RankError, match=r"rank 1 of 3 died of SIGKILL"):
+        llm.generate("Hello", PARAMS)
+    llm.close()
+    llm.close()
+    assert psutil.wait_procs(ranks, timeout=3)[1] == []
+
+
+def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model: Path) -> None:
+    program = """if True:
+        import os, sys
+        from parallel_llama import LLM
+        from test_llm import followers
+        llm = LLM(sys.argv[1], tp_size=2)
+        print(*(child.pid for child in followers()), flush=True)
+        if sys.argv[2] == "killed":
+            os.kill(os.getpid(), 9)
+    """
+    for way, code in (("forgets", 0), ("killed", -9)):
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(model), way],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+            timeout=60,
+        )
+        assert done.returncode == code, done.stderr
+        (pid,) = map(int, done.stdout.split())
+        deadline = time.monotonic() + 5
+        while psutil.pid_exists(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+def test_ctrl_c_in_the_middle_of_a_step_leaves_many_ranks_usable(model: Path) -> None:
+    """Half a collective was the end of the group: a notebook had to load the model again."""
+    with LLM(str(model), dtype="float64", tp_size=2) as llm:
+        before = llm.generate("Hello", PARAMS)
+        reduce = llm.engine.comm.all_reduce
+
+        def interrupted(x: torch.Tensor) -> torch.Tensor:
+            llm.engine.comm.all_reduce = reduce
+            signal.raise_signal(signal.SIGINT)
+            return reduce(x)
+
+        llm.engine.comm.all_reduce = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("Hello", PARAMS)
+        assert llm.engine.idle
+        assert llm.generate("Hello", PARAMS) == before
+
+
+def test_a_closed_llm_says_so(model: Path) -> None:
+    with LLM(str(model)) as llm:
+        stream = llm.stream("Hello", PARAMS)
+        next(stream)
+    for call in (
+        lambda: llm.generate("Hello"),
+        lambda: next(llm.stream("Hello")),
+        lambda: next(stream),
+        lambda: llm.score([[1, 2]]),
+        llm.machine,
+        llm.step,
+    ):
+        with pytest.raises(UsageError, match="this LLM is closed"):
+            call()
+    llm.engine.cancel(0)
+
+
+# What people give.
+
+
+def test_one_prompt_alone_gets_one_completion(llm: LLM) -> None:
+    """A text was taken for a list of letters."""
+    for prompt in ("Hi!", [5, 6, 7], {"prompt": "Hi!"}, {"prompt_token_ids": [5, 6, 7]}):
+        (completion,) = llm.generate(prompt, PARAMS)
+        again = prompt if not isinstance(prompt, dict) else next(iter(prompt.values()))
+        assert [completion] == llm.generate([again], PARAMS)
+
+
+def test_a_conversation_goes_through_the_chat_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hi!"}]
+    text = "<|begin|><|turn|>user: Hi!\n<|turn|>assistant: "
+    (expected,) = llm.generate([llm.get_tokenizer().encode(text, bos=False)], PARAMS)
+    for (answer,) in (llm.chat(messages, PARAMS), llm.generate(messages, PARAMS)):
+        assert (answer.n_prompt_tokens, answer.tokens) == (24, expected.tokens)
+    assert len(llm.chat([messages, messages], PARAMS)) == 2
+    for wrong in ([], "Hi!", 5, None):
+        with pytest.raises(UsageError, match="conversation"):
+            llm.chat(wrong, PARAMS)
+
+
+def test_requests_without_a_seed_are_drawn_anew_in_every_call(model: Path, llm: LLM) -> None:
+    """Two calls gave the same text, and so did two programs."""
+    params = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
+    first, second = llm.generate(["Hello"] * 2, params), llm.generate(["Hello"] * 2, params)
+    assert len({completion.tokens for completion in first + second}) == 4
+    for completion in first:
+        again = replace(params, seed=completion.seed)
+        assert llm.generate("Hello", again)[0].tokens == completion.tokens
+    assert llm.generate("Hello", replace(params, temperature=0.0))[0].seed is None
+    for _ in range(2):
+        with LLM(str(model), dtype="float64", seed=7, kv_cache_bytes=CACHE_BYTES) as seeded:
+            calls = [seeded.generate(["Hello"], params) for _ in range(2)]
+        assert calls[0] == calls[1]
+
+
+def test_an_open_length_ends_with_the_context_or_the_cache(model: Path, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    (completion,) = llm.generate([[5] * 500], params)
+    assert len(completion.tokens) == llm.intake.max_seq_len - 500
+    with LLM(str(model), dtype="float64", kv_cache_bytes=50_000) as small:
+        room = small.engine.capacity.n_tokens
+        assert len(small.generate([[5] * 10], params)[0].tokens) == room - 10
+
+
+def test_bad_words_are_never_completed(llm: LLM) -> None:
+    """Of one token, of several, and in any place; others are drawn as before."""
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)
+    tokens = llm.generate("Hello", params)[0].tokens
+    decode = llm.get_tokenizer().decode
+    pairs = [(a, b) for a, b in pairwise(tokens) if 33 <= a < 120 and 33 <= b < 120]
+    word = decode(pairs[0])
+    kept = llm.generate("Hello", replace(params, bad_words=("\u00fe\u00fe",)))[0].tokens
+    assert kept == tokens
+    for words in ((word,), (word[0],), word):
+        banned = llm.generate("Hello", replace(params, bad_words=words))[0]
+        assert banned.tokens != tokens
+        assert all(word not in banned.text for word in ([words] if words is word else words))
+
+
+def test_tokens_are_drawn_from_the_allowed_ones_alone(llm: LLM) -> None:
+    params = SamplingParams(
+        max_tokens=30, temperature=2.0, seed=1, ignore_eos=True, allowed_token_ids=[40, 41, 200]
+    )
+    (completion,) = llm.generate("Hello", params)
+    assert set(completion.tokens) == {40, 41, 200}
+    assert llm.generate("Hello", replace(params, logit_bias={7: 100.0}))[0].tokens
+    digits = Grammar("regex", "[0-9]{5}")
+    one, two = llm.get_tokenizer().encode("12", bos=False)
+    params = replace(params, allowed_token_ids=[one, two, 200], grammar=digits)
+    assert set(llm.generate("Hello", params)[0].text) <= {"1", "2"}
+    with pytest.raises(UsageError, match="allowed_token_ids: token id 211 is outside"):
+        llm.generate("Hello", SamplingParams(allowed_token_ids=[211]))
+
+
+def test_the_stop_string_and_special_tokens_are_shown_where_they_are_wanted(llm: LLM) -> None:
+    bias = dict.fromkeys(llm.get_tokenizer().encode("a", bos=False), 100.0)
+    params = SamplingParams(max_tokens=5, logit_bias=bias, stop="aaa")
+    assert llm.generate("Hello", params)[0].text == ""
+    shown = replace(params, include_stop_str_in_output=True)
+    assert llm.generate("Hello", shown)[0].text == "aaa"
+    special = SamplingParams(max_tokens=2, logit_bias={2: 100.0})
+    assert llm.generate("Hello", special)[0].text == ""
+    assert llm.generate("Hello", replace(special, skip_special_tokens=False))[0].text == (
+        "<|turn|><|turn|>"
+    )
+    end = SamplingParams(logit_bias={1: 100.0}, skip_special_tokens=False)
+    assert llm.generate("Hello", end)[0].text == ""
+    assert llm.generate("Hello", replace(end, include_stop_str_in_output=True))[0].text == "<|end|>"
+
+
+def test_a_grammar_that_ends_before_min_tokens_says_so(
+    llm: LLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    params = SamplingParams(grammar=Grammar("regex", "[0-9]{3}"), min_tokens=10)
+    (completion,) = llm.generate("Hello", params)
+    assert len(completion.tokens) < 10
+    assert "its grammar ends the completion after 3 tokens, before min_tokens=10" in caplog.text
 
 
 # Scores.
@@ -67,7 +306,7 @@ def test_a_script_under_torchrun_gets_the_same_completions_on_every_rank(
 
 def test_a_score_is_the_log_softmax_of_the_full_logits(llm: LLM) -> None:
     (ours,) = llm.score([TOKENS])
-    runner = Runner(llm.args, make_plan(llm.args, 1), llm.comm, llm.runner.model)
+    runner = Runner(llm.args, make_plan(llm.args, 1), llm.engine.comm, llm.engine.runner.model)
     runner.reserve(1, len(TOKENS))
     hidden = runner.forward([Piece(TOKENS, 0, [0], len(TOKENS))])
     logprobs = runner.full_logits(hidden).double().log_softmax(-1)
@@ -142,7 +381,7 @@ def test_completions_while_a_stream_is_suspended_are_the_same(llm: LLM) -> None:
     pieces = llm.stream("Hello", params)
     begun = next(pieces)
     assert llm.generate(["A", [5, 6]], PARAMS) == alone
-    assert llm.engine.paused and not llm.engine.idle
+    assert not llm.engine.idle
     assert begun + "".join(pieces) == whole
 
 
@@ -256,7 +495,7 @@ def test_an_interruption_in_the_middle_of_a_step_leaves_the_model_usable(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, "logits", interrupt)
+        patch.setattr(llm.engine.runner, "logits", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["Hello"], PARAMS)
     assert llm.generate(["Hello"], PARAMS) == before

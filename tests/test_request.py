@@ -6,11 +6,13 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import ContextExceeded, UsageError
 from parallel_llama.orders import Orders, decode_orders
 from parallel_llama.request import (
     Completion,
@@ -19,7 +21,7 @@ from parallel_llama.request import (
     SamplingParams,
     StopText,
     TokenLogprob,
-    check_fits,
+    resolve_max_tokens,
     resolve_seed,
     resolve_stop_ids,
 )
@@ -30,7 +32,7 @@ BAD_PARAMS = [
     ("max_tokens", 1.5),
     ("max_tokens", True),
     ("max_tokens", "8"),
-    ("max_tokens", None),
+    ("max_tokens", [8]),
     ("max_tokens", 2**40),
     ("temperature", -0.1),
     ("temperature", math.nan),
@@ -43,7 +45,7 @@ BAD_PARAMS = [
     ("top_p", 1.0001),
     ("top_p", -1),
     ("top_p", math.nan),
-    ("top_k", -1),
+    ("top_k", -2),
     ("top_k", 5.0),
     ("top_k", False),
     ("min_p", -0.5),
@@ -53,7 +55,7 @@ BAD_PARAMS = [
     ("seed", -(2**63) - 1),
     ("seed", 1.0),
     ("seed", True),
-    ("stop", "###"),
+    ("stop", ""),
     ("stop", [""]),
     ("stop", [3]),
     ("stop", None),
@@ -103,6 +105,19 @@ BAD_PARAMS = [
     ("cache_salt", 5),
     ("cache_salt", "x" * 257),
     ("cache_salt", "\ud800"),
+    ("bad_words", [""]),
+    ("bad_words", [5]),
+    ("bad_words", ["x"] * 1025),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]),
+    ("allowed_token_ids", "12"),
+    ("allowed_token_ids", [1.0]),
+    ("include_stop_str_in_output", 1),
+    ("skip_special_tokens", None),
+    ("top_p", np.float64("nan")),
+    ("temperature", np.array([1.0])),
+    ("n", np.int64(0)),
+    ("n", np.bool_(True)),
     ("grammar", "a+"),
     ("grammar", {"kind": "regex", "text": "a+"}),
 ]
@@ -122,6 +137,32 @@ def test_good_parameters_are_stored_in_the_declared_types() -> None:
     assert params.stop == ("a", "b")
     assert params.stop_token_ids == frozenset({3, 4})
     hash(params)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ({"stop": "###"}, {"stop": ("###",)}),
+        ({"bad_words": "mud"}, {"bad_words": ("mud",)}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"max_tokens": None}, {"max_tokens": None}),
+        ({"max_tokens": np.int32(7), "n": np.uint8(2)}, {"max_tokens": 7, "n": 2}),
+        ({"temperature": np.float32(0.5), "seed": np.int64(3)}, {"temperature": 0.5, "seed": 3}),
+        ({"stop_token_ids": np.array([3, 4])}, {"stop_token_ids": frozenset({3, 4})}),
+        ({"allowed_token_ids": torch.tensor([5])}, {"allowed_token_ids": frozenset({5})}),
+        ({"logit_bias": {np.int64(5): np.float32(1)}}, {"logit_bias": ((5, 1.0),)}),
+    ],
+)
+def test_what_users_of_other_engines_type_is_understood(
+    given: dict[str, Any], stored: dict[str, Any]
+) -> None:
+    """A bare stop string, a top_k of -1, numbers of numpy: each was an error."""
+    params = SamplingParams(**given)
+    for name, value in stored.items():
+        found = getattr(params, name)
+        assert found == value and type(found) is type(value)
+    (again,) = msgspec.json.decode(msgspec.json.encode([params]), type=list[SamplingParams])
+    assert again == params
 
 
 def test_a_logit_bias_is_stored_by_token_id_whatever_it_came_as() -> None:
@@ -179,7 +220,13 @@ def test_only_a_filter_makes_a_draw_filtered(filters: dict[str, Any], filtered: 
 
 
 def test_a_request_that_fills_the_context_exactly_fits() -> None:
-    check_fits(100, SamplingParams(max_tokens=28), 128)
+    assert resolve_max_tokens(100, SamplingParams(max_tokens=28), 128) == 28
+
+
+def test_an_open_length_goes_to_the_end_of_the_context() -> None:
+    assert resolve_max_tokens(100, SamplingParams(max_tokens=None), 128) == 28
+    with pytest.raises(ContextExceeded, match="shorten the prompt to at most 98 tokens"):
+        resolve_max_tokens(100, SamplingParams(max_tokens=None, min_tokens=30), 128)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +242,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_numbers(
     n_prompt: int, max_tokens: int, words: list[str]
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        check_fits(n_prompt, SamplingParams(max_tokens=max_tokens), 128)
+        resolve_max_tokens(n_prompt, SamplingParams(max_tokens=max_tokens), 128)
     for word in words:
         assert word in str(caught.value)
 
@@ -301,7 +348,7 @@ def _tampered(**changes: object) -> bytes:
     for path, value in changes.items():
         target = fields["params"] if path in fields["params"] else fields
         target[path] = value
-    return msgspec.msgpack.encode({"begin": [[0, fields]], "end": [], "pause": False})
+    return msgspec.msgpack.encode({"begin": [[0, fields]], "end": [], "errand": b""})
 
 
 def _whole_message() -> bytes:
@@ -315,8 +362,10 @@ def _whole_message() -> bytes:
         b"\x91",
         msgspec.msgpack.encode({"begin": 0}),
         _tampered(temperature=math.nan),
-        _tampered(top_k=-1),
+        _tampered(top_k=-2),
         _tampered(max_tokens=True),
+        _tampered(max_tokens=None),
+        _tampered(bad_ids=[["x"]]),
         _tampered(prompt=[]),
         _tampered(prompt=[-1]),
         _tampered(prompt=[2**31]),

@@ -64,11 +64,13 @@ def test_a_finished_run_leaves_nothing_but_its_lines(path: Path) -> None:
     assert os.listdir(path.parent) == [path.name]  # noqa: PTH208
 
 
-def test_a_finished_file_is_written_anew_by_the_next_run(path: Path) -> None:
-    """Scripts run the same command again; what is finished was asked for once more."""
+def test_a_finished_file_is_not_overwritten(path: Path) -> None:
+    """The same command again wiped out hours of answers, without a word."""
     write(path, [(0, 0), (1, 0), (2, 0)], requests())
-    write(path, [(0, 0)], requests())
-    assert keys_in(path) == [(0, 0)]
+    said = refusal(path, requests(), resume=False)
+    assert "results lie there; go on with --resume" in said
+    assert "remove the file, or give another name" in said
+    assert len(keys_in(path)) == 3
 
 
 def test_what_is_there_is_not_run_again(path: Path) -> None:
@@ -129,7 +131,8 @@ def test_every_line_is_in_the_file_once_it_is_written(path: Path) -> None:
 
 def test_an_unfinished_file_is_not_overwritten(path: Path) -> None:
     write(path, [(0, 0)], requests())
-    assert "continue it with --resume, or remove it" in refusal(path, requests(), resume=False)
+    said = refusal(path, requests(), resume=False)
+    assert "an unfinished run lies there; go on with --resume" in said and "remove" in said
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -254,8 +257,8 @@ def model_in(folder: Path) -> ModelFiles:
 def test_a_run_is_what_decides_its_completions(tmp_path: Path) -> None:
     model = model_in(tmp_path)
     asked = requests()
-    run = run_of(asked, model, dtype=None)
-    assert run == run_of(requests(), model, dtype=None)
+    run = run_of(asked, model, seed=5, dtype=None)
+    assert run == run_of(requests(), model, seed=5, dtype=None)
     others: list[tuple[str, list[Request]]] = [
         ("set of prompts", [replace(asked[0], prompt=(2,)), *asked[1:]]),
         ("sampling or seed", [replace(asked[0], seed=9), *asked[1:]]),
@@ -265,12 +268,13 @@ def test_a_run_is_what_decides_its_completions(tmp_path: Path) -> None:
         ("number of prompts", asked[:2]),
     ]
     for what, other in others:
-        assert run_of(other, model, dtype=None)[what] != run[what]
-    assert run_of(asked, model, dtype="float64")["dtype"] != run["dtype"]
+        assert run_of(other, model, seed=5, dtype=None)[what] != run[what]
+    assert run_of(asked, model, seed=5, dtype="float64")["dtype"] != run["dtype"]
+    assert run_of(asked, model, seed=6, dtype=None)["seed"] != run["seed"]
 
 
 def test_weights_that_were_changed_are_another_model(tmp_path: Path) -> None:
     model = model_in(tmp_path)
-    run = run_of(requests(), model)
+    run = run_of(requests(), model, seed=5)
     os.utime(model.weights[0], ns=(1, 1))
-    assert run_of(requests(), model)["model"] != run["model"]
+    assert run_of(requests(), model, seed=5)["model"] != run["model"]

@@ -15,6 +15,7 @@ from ranks import Ranks
 from test_collectives import race
 
 from parallel_llama.parallel import Communicator, Solo, shared_memory
+from parallel_llama.parallel.collectives import Timeouts
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.peers import Peers
 from parallel_llama.parallel.shared_memory import SharedMemory, share
@@ -54,7 +55,8 @@ def test_a_stopped_rank_is_named_as_late_after_the_timeout():
     try:
         first = pool.outcomes(fault, 1, signal.SIGSTOP)[0]
         assert 1.5 <= first[0] < 5
-        assert first[1].startswith("rank 1 of 2 is late: alive")
+        assert first[1].startswith("rank 1 of 2 is late: nothing heard of it for 1.5 s")
+        assert first[1].endswith("it is stopped by a signal or a debugger")
     finally:
         pool.end()
 
@@ -112,7 +114,7 @@ def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
         }
         monkeypatch.setattr(shared_memory, *spoils[what])
     with monkeypatch.context():
-        again = share(comm._group, 5.0)
+        again = share(comm._group, Timeouts(5.0, 5.0))
     monkeypatch.undo()
     assert int(again.all_reduce(torch.tensor([comm.rank]))) == sum(range(comm.size))
     return "same" if again is comm._group else type(again).__name__
@@ -152,7 +154,7 @@ def spins(comm: Communicator, cores: list[set[int]]) -> int:
     assert isinstance(comm, SharedMemory)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores[comm.rank])
-        again = share(comm._group, 5.0)
+        again = share(comm._group, Timeouts(5.0, 5.0))
     assert isinstance(again, SharedMemory)
     return again._spins
 
@@ -202,24 +204,68 @@ def test_a_wait_can_be_interrupted_and_the_group_is_not_used_after_it():
     assert message.startswith("rank 0 left a collective unfinished")
 
 
-def ring_and_leave(comm: Communicator) -> None:
+def meet_and_leave(comm: Communicator) -> None:
+    comm.barrier()
     if comm.rank == 0:
-        comm.ring()
         os._exit(0)
-    time.sleep(0.5)
-    comm.wait_for_ring()
     try:
-        comm.wait_for_ring()
+        comm.barrier()
     except RankError as error:
         assert str(error).startswith("rank 0 of 2 has died or left")
     else:
-        raise AssertionError("nobody rang")
+        raise AssertionError("nobody was there")
 
 
 def test_what_a_rank_did_before_it_left_still_counts():
     pool = Ranks(2, shared_memory=True)
     try:
-        assert pool.outcomes(ring_and_leave)[1] is None
+        assert pool.outcomes(meet_and_leave)[1] is None
+    finally:
+        pool.end()
+
+
+def wait_for_a_stopped_rank(comm: Communicator) -> str:
+    comm.barrier()
+    if comm.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        comm.broadcast(torch.zeros(1), patient=True)
+    except RankError as error:
+        return str(error)
+    return "it came"
+
+
+def test_patience_ends_where_a_rank_is_stopped():
+    """It may wait for a person for hours, but not without running."""
+    pool = Ranks(2, shared_memory=True, timeout_s=2, silence_s=8)
+    try:
+        message = pool.outcomes(wait_for_a_stopped_rank)[1]
+        assert message.startswith("rank 0 of 2 is late") and "stopped by a signal" in message
+    finally:
+        pool.end()
+
+
+def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:
+    """Rank 1 waits for rank 0, and both are stopped for longer than the timeout meanwhile."""
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(seconds)
+    comm.barrier()
+    return "both went on"
+
+
+def test_a_stop_of_all_ranks_makes_none_of_them_late():
+    """Ctrl-Z and fg: the time in between counted as waiting, and ended the talk."""
+    pool = Ranks(2, shared_memory=True, timeout_s=2, silence_s=15)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(pool.outcomes, sleep_through_a_stop, 1.0)
+            time.sleep(0.5)
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for process in pool.processes:
+                    os.kill(process.pid, number)
+                time.sleep(4)
+            assert running.result() == ["both went on"] * 2
     finally:
         pool.end()
 
@@ -237,7 +283,7 @@ def test_the_memory_for_views_of_slots_is_bounded(ranks):
 
 def use_after_close(comm: Communicator) -> None:
     assert isinstance(comm, SharedMemory)
-    again = share(comm._group, 5.0)
+    again = share(comm._group, Timeouts(5.0, 5.0))
     assert isinstance(again, SharedMemory)
     again._group = Solo()  # the pool's own group stays open
     again.close()

@@ -37,7 +37,13 @@ class ThreadComm(Solo):
         self.counts["all_gather"] += 1
         return self._exchange(x)
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+    def broadcast(
+        self,
+        x: Tensor,
+        src: int = 0,
+        *,
+        patient: bool = False,  # noqa: ARG002, a thread waits anyhow
+    ) -> Tensor:
         self.counts["broadcast"] += 1
         return x.copy_(self._exchange(x)[src])
 

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.bounded_files import is_file
+from parallel_llama.bounded_files import is_folder, is_there
+from parallel_llama.cli.json_text import parse_json
 from parallel_llama.errors import UsageError
 from parallel_llama.fields import did_you_mean
 from parallel_llama.parallel.launch import MAX_RANKS
 
 LARGEST = 2**63 - 1
 GIB = 1 << 30
+
+# What stands for stdin in the place of a prompt or a file, as in other programs.
+STDIN = "-"
 
 Parse = Callable[[str], Any]
 
@@ -275,10 +279,33 @@ def count_or_range(text: str) -> list[int]:
 
 
 def input_file(text: str) -> str:
-    """The path of a file that is there."""
-    if not is_file(Path(filled_text(text))):
+    """The path of something that is there to be read, a file or a pipe."""
+    path = Path(filled_text(text))
+    if not is_there(path):
         raise ValueError("no such file")
+    if is_folder(path):
+        raise ValueError("a folder; give a file in it")
     return text
+
+
+def input_file_or_stdin(text: str) -> str:
+    """The same, or - for stdin."""
+    return text if text == STDIN else input_file(text)
+
+
+def template_var(text: str) -> list[Any]:
+    """A variable of a chat template as NAME=VALUE: JSON where it is any, else text.
+
+    >>> template_var("enable_thinking=false"), template_var("date=1 May")
+    (['enable_thinking', False], ['date', '1 May'])
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError("not NAME=VALUE, such as enable_thinking=false")
+    try:
+        return [name, parse_json(value)]
+    except ValueError:
+        return [name, plain_text(value)]
 
 
 MODEL = Flag(
@@ -329,7 +356,25 @@ RANDOM_WEIGHTS = Flag(
     "SEED",
 )
 SEED = Flag(
-    "seed", "of all random draws; the same seed gives the same text", whole(0), "N", default=0
+    "seed",
+    "of all random draws; the same seed gives the same text",
+    whole(0),
+    "N",
+    default_text="a new one, which is shown",
+)
+TIMEOUT = Flag(
+    "timeout",
+    "how long a rank waits for another before it is called late",
+    number(0, 1e6, above=True),
+    "SECONDS",
+    default_text="30 in a step, 60 at the start",
+)
+TEMPLATE_VAR = Flag(
+    "template-var",
+    "a variable for the chat template, such as enable_thinking=false",
+    template_var,
+    "NAME=VALUE",
+    repeatable=True,
 )
 VERIFY = Flag("verify", "check every file of the model against its manifest before it is read")
 JSON = Flag("json", "JSON on stdout and nothing else there")

@@ -18,6 +18,7 @@ from parallel_llama.cli.arguments import (
     MODEL,
     NPROC,
     RANDOM_WEIGHTS,
+    TIMEOUT,
     Flag,
     Verb,
     whole,
@@ -51,6 +52,7 @@ def prepare(
     device: str,
     max_seq_len: int | None,
     random_weights: int | None,
+    timeout: float | None,
 ) -> Job:
     """Check the sizes, model and plan, and return the job that measures."""
     intake, n_ranks = check_model(
@@ -72,8 +74,14 @@ def prepare(
         return 0
 
     # Guesses would make a step's tokens, and so its speed, a matter of what random prompts hold.
-    options = {"dtype": dtype, "device": device, "random_weights": random_weights, "max_drafts": 0}
-    return Job(lambda: lead(work, model, intake=intake, **options), n_ranks)
+    options = {
+        "dtype": dtype,
+        "device": device,
+        "random_weights": random_weights,
+        "max_drafts": 0,
+        "timeout_s": timeout,
+    }
+    return Job(lambda: lead(work, "bench", model, intake=intake, **options), n_ranks)
 
 
 def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
@@ -167,6 +175,7 @@ VERB = Verb(
         DEVICE,
         MAX_SEQ_LEN,
         RANDOM_WEIGHTS,
+        TIMEOUT,
     ),
     "parallel-llama bench --nproc 2",
     prepare,

@@ -1,8 +1,11 @@
 """`chat`: a conversation in the terminal."""
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from parallel_llama.cli.arguments import (
@@ -13,6 +16,8 @@ from parallel_llama.cli.arguments import (
     NPROC,
     RANDOM_WEIGHTS,
     SEED,
+    TEMPLATE_VAR,
+    TIMEOUT,
     VERIFY,
     Flag,
     Verb,
@@ -21,21 +26,33 @@ from parallel_llama.cli.arguments import (
     whole,
 )
 from parallel_llama.cli.model import check_model
-from parallel_llama.cli.prompts import Message
+from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.ranks import Job, leads
-from parallel_llama.cli.sampling_flags import SAMPLING, given_sampling, warn_of_idle_filters
+from parallel_llama.cli.sampling_flags import FLAGS, SAMPLING, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, printable
-from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError
 from parallel_llama.fields import did_you_mean
+from parallel_llama.request import Request, SamplingParams
+from parallel_llama.tokenizer import Chat, Message
 
 COMMANDS = {
     "/help": "this list",
     "/clear": "begin a new conversation",
     "/system TEXT": "begin a new conversation with this instruction",
-    "/quit": "leave, as Ctrl-D does",
+    "/retry": "answer the last message again",
+    "/set NAME VALUE": "draw differently from here on, as the flag --NAME does; alone it lists",
+    "/save FILE": "write the conversation to a new file, a line for generate --prompts",
+    "/exit": "leave, as /quit and Ctrl-D do",
 }
+NAMES = (*(command.split()[0] for command in COMMANDS), "/quit")
 HINT = "/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves"
+SETTINGS = {flag.key: flag for flag in FLAGS if flag.key in ("max_tokens", "seed")} | {
+    flag.key: flag for flag in SAMPLING
+}
+
+# An answer has room for this many tokens at the least, where older turns can make way for it.
+LEAST_ANSWER = 256
 
 
 def prepare(
@@ -47,13 +64,15 @@ def prepare(
     top_k: int | None,
     min_p: float | None,
     repetition_penalty: float | None,
-    seed: int,
+    seed: int | None,
+    template_var: list[tuple[str, Any]],
     nproc: int | None,
     dtype: str | None,
     device: str,
     max_seq_len: int | None,
     random_weights: int | None,
     verify: bool,
+    timeout: float | None,
 ) -> Job:
     """Check sampling, model and plan, and return the job that chats."""
     sampling = given_sampling(
@@ -72,39 +91,53 @@ def prepare(
         seed=seed,
         verify=verify,
     )
-    if leads() and intake.chat_template is None:
-        raise UsageError(f"{model} has no chat template, so it is no chat model; use generate")
-    params = intake.sampling_params(**sampling) if leads() else None
+    options = {
+        "dtype": dtype,
+        "device": device,
+        "seed": seed,
+        "random_weights": random_weights,
+        "verify": verify,
+        "timeout_s": timeout,
+    }
 
-    def work(llm: Any) -> int:
-        assert params is not None  # rank 0 alone works, and it leads
-        warn_of_idle_filters(sampling, [params])
-        return Conversation(llm, params, system).run(model)
+    def run() -> int:
+        if not leads():
+            return lead(lambda _: 0, "chat", model, intake=intake, **options)
+        if intake.chat_template is None:
+            raise UsageError(f"{model} has no chat template, so it is no chat model; use generate")
+        params = intake.sampling_params(**sampling)
 
-    options = {"dtype": dtype, "device": device, "random_weights": random_weights, "verify": verify}
-    return Job(lambda: lead(work, model, intake=intake, **options), n_ranks, interactive=True)
+        def work(llm: Any) -> int:
+            warn_of_idle_filters(sampling, [params])
+            return Conversation(llm, params, system, dict(template_var)).run(model)
+
+        return lead(work, "chat", model, intake=intake, **options)
+
+    return Job(run, n_ranks, interactive=True)
 
 
 class Conversation:
     """The turns so far, and the loop that reads a line and answers it."""
 
-    def __init__(self, llm: Any, params: Any, system: str | None) -> None:
+    def __init__(
+        self, llm: Any, params: SamplingParams, system: str | None, variables: Mapping[str, Any]
+    ) -> None:
         # Needed by this verb alone, and slow to load.
         from rich.console import Console
 
-        self.llm, self.params, self.system = llm, params, system
+        self.llm, self.params, self.system, self.variables = llm, params, system, variables
         self.console = Console(highlight=False, markup=False, emoji=False)
         self.remarks = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.turns: list[Message] = []
 
     def run(self, model: str) -> int:
-        """Talk until the input ends; Ctrl-C gives up a line, not the program."""
+        """Talk until the input ends; Ctrl-C gives up a line or an answer, not the program."""
         ctrl_c_raises()
         self._say(f"{model} on {self.llm.tp_size} rank{'s' * (self.llm.tp_size > 1)}. {HINT}")
         for text in self._lines():
+            if text.split()[0] in ("/quit", "/exit"):
+                break
             if text.startswith("/"):
-                if text.split()[0] == "/quit":
-                    break
                 self._command(text)
             else:
                 self._answer(text)
@@ -112,6 +145,8 @@ class Conversation:
 
     def _lines(self) -> Iterator[str]:
         """What the person enters; a line that ends in a backslash goes on in the next."""
+        if sys.stdin is None:
+            return
         if sys.stdin.isatty():
             # Line editing and a history with the arrow keys; a pasted text stays in one piece.
             with suppress(ImportError):
@@ -128,6 +163,7 @@ class Conversation:
                 return
             except KeyboardInterrupt:  # gives up the line, not the program
                 print()
+                self._say("Ctrl-D or /exit leaves")
                 held = ""
                 continue
             if line.endswith("\\"):
@@ -138,49 +174,114 @@ class Conversation:
 
     def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
+        rest = rest.strip()
         if name == "/help":
             for command, meaning in COMMANDS.items():
-                self._say(f"  {command:<14}{meaning}")
+                self._say(f"  {command:<17}{meaning}")
             self._say("  a line that ends in \\ goes on in the next")
         elif name == "/clear" and not rest:
             self.turns = []
             self._say("a new conversation")
-        elif name == "/system" and rest.strip():
-            self.turns, self.system = [], rest.strip()
+        elif name == "/system" and rest:
+            self.turns, self.system = [], rest
             self._say("a new conversation, with this instruction")
+        elif name == "/retry" and not rest:
+            self._retry()
+        elif name == "/set":
+            self._set(rest)
+        elif name == "/save" and rest:
+            self._save(Path(rest).expanduser())
         else:
-            known = [command.split()[0] for command in COMMANDS]
-            usage = "" if name not in known else f"; write {_usage(name)}"
-            self._say(f"not a command: {shown(text)}{usage or did_you_mean(name, known)}")
+            usage = "" if name not in NAMES else f"; write {_usage(name)}"
+            self._say(f"not a command: {shown(text)}{usage or did_you_mean(name, NAMES)}")
 
     def _answer(self, text: str) -> None:
         turn = {"role": "user", "content": text}
+        meter = None
         pieces = []
         try:
-            with ctrl_c() as interrupted:
-                for piece in self._stream([*self._first(), *self.turns, turn], interrupted):
-                    pieces.append(piece)
-                    self.console.print(printable(piece), end="", style="cyan", soft_wrap=True)
+            request = self._request(turn)
+            meter = Meter([request])
+            # Closed even if the terminal goes away in between: the other ranks wait for the end.
+            with (
+                ctrl_c(raises_at=0) as interrupted,
+                closing(self.llm.run([request], interrupted)) as steps,
+            ):
+                for step in steps:
+                    meter.take(step)
+                    pieces.append(step.text)
+                    self.console.print(printable(step.text), end="", style="cyan", soft_wrap=True)
         except (UsageError, CheckpointError) as error:
             self._say(f"{error}; /clear begins a new conversation")
             return
-        except KeyboardInterrupt:  # pressed twice: the answer is given up at once
-            pass
         print(flush=True)
-        stats = self.llm.statistics
         if sys.stdout.isatty():
-            self._say(f"{stats.n_new_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s")
+            rate = f", {meter.tokens_per_s:.1f} tokens/s" if meter.tokens_per_s else ""
+            self._say(f"{meter.n_tokens} token{'s' * (meter.n_tokens != 1)}{rate}")
         self.turns += [turn, {"role": "assistant", "content": "".join(pieces)}]
 
-    def _stream(self, messages: list[Message], interrupted: Any) -> Iterator[str]:
-        # Closed even if the terminal goes away in between: the other ranks wait for the end.
-        requests = self.llm.intake.requests([messages], self.params)
-        with closing(self.llm.run(requests, interrupted)) as progress:
-            for step in progress:
-                yield step.text
+    def _request(self, turn: Message) -> Request:
+        """The request for an answer to a turn, within what the context has room for.
+
+        The oldest turns make way for it, with a remark.
+        """
+        intake, n_dropped = self.llm.intake, 0
+        wanted = self.params.max_tokens or intake.max_seq_len
+        while True:
+            chat = Chat([*self._first(), *self.turns, turn], template_vars=self.variables)
+            try:
+                request: Request = intake.request(0, chat, replace(self.params, max_tokens=None))
+            except ContextExceeded:
+                if not self.turns:
+                    raise
+            else:
+                if request.max_tokens >= min(wanted, LEAST_ANSWER) or not self.turns:
+                    break
+            self.turns, n_dropped = self.turns[2:], n_dropped + 2
+        if n_dropped:
+            self._say(f"the context is full: the {n_dropped} oldest messages are left out")
+        most = min(wanted, request.max_tokens)
+        return replace(request, params=replace(request.params, max_tokens=most))
 
     def _first(self) -> list[Message]:
         return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def _retry(self) -> None:
+        if not self.turns:
+            self._say("nothing was said yet")
+            return
+        question = self.turns[-2]["content"]
+        self.turns = self.turns[:-2]
+        self._answer(question)
+
+    def _set(self, text: str) -> None:
+        name, _, value = text.partition(" ")
+        flag = SETTINGS.get(name.removeprefix("--").replace("-", "_"))
+        if flag is not None and value.strip():
+            assert flag.parse is not None
+            try:
+                given = {flag.key: flag.parse(value.strip())}
+                self.params = replace(self.params, **given)
+            except ValueError as error:
+                self._say(f"{name} {shown(value.strip())}: {error}")
+                return
+            warn_of_idle_filters(given, [self.params])
+        elif text:
+            usage = did_you_mean(name, SETTINGS) if flag is None else "; write /set NAME VALUE"
+            self._say(f"not a setting: {shown(text)}{usage}")
+            return
+        values = (f"{key.replace('_', '-')} {getattr(self.params, key)}" for key in SETTINGS)
+        self._say(", ".join(values))
+
+    def _save(self, path: Path) -> None:
+        line = json.dumps({"messages": [*self._first(), *self.turns]}, ensure_ascii=False)
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            self._say(f"{path}: {error.strerror}; give another name")
+            return
+        self._say(f"{len(self.turns)} messages in {path}")
 
     def _say(self, text: str) -> None:
         """A remark of the program's own, apart from what the model says."""
@@ -188,7 +289,7 @@ class Conversation:
 
 
 def _usage(name: str) -> str:
-    return next(command for command in COMMANDS if command.split()[0] == name)
+    return next((usage for usage in COMMANDS if usage.split()[0] == name), name)
 
 
 VERB = Verb(
@@ -201,12 +302,14 @@ VERB = Verb(
         Flag("max-tokens", "longest answer", whole(1, 2**31 - 1), "N", 512),
         *SAMPLING,
         SEED,
+        TEMPLATE_VAR,
         NPROC,
         DTYPE,
         DEVICE,
         MAX_SEQ_LEN,
         RANDOM_WEIGHTS,
         VERIFY,
+        TIMEOUT,
     ),
     "parallel-llama chat --nproc 2",
     prepare,

@@ -16,29 +16,38 @@ from parallel_llama.cli.arguments import (
     MODEL,
     NPROC,
     RANDOM_WEIGHTS,
+    TEMPLATE_VAR,
+    TIMEOUT,
     VERIFY,
     Flag,
     Verb,
     filled_text,
-    input_file,
+    input_file_or_stdin,
     plain_text,
     shown,
     warn,
 )
 from parallel_llama.cli.model import check_model
 from parallel_llama.cli.progress import Meter
-from parallel_llama.cli.prompts import Line, Prompt, gather
-from parallel_llama.cli.ranks import Job, inside_torchrun, leads
-from parallel_llama.cli.results import ResultFile, check_path, run_of
+from parallel_llama.cli.prompts import Line, Prompt, gather, require_one_source
+from parallel_llama.cli.ranks import Job, leads
+from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run_of
 from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import closing_line, lead
-from parallel_llama.cli.terminal import BOLD, DIM, StatusLine, ctrl_c, painted, printable
+from parallel_llama.cli.terminal import (
+    BOLD,
+    DIM,
+    Activity,
+    StatusLine,
+    ctrl_c,
+    painted,
+    printable,
+    table,
+)
 from parallel_llama.errors import UsageError
 from parallel_llama.intake import Intake
-from parallel_llama.request import (
-    Completion,
-    Request,
-)
+from parallel_llama.parallel.place import is_under_torchrun
+from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
 
 INTERRUPTED = 130
@@ -50,7 +59,8 @@ def prepare(
     prompts: str | None,
     chat: bool,
     system: str | None,
-    seed: int,
+    template_var: list[tuple[str, Any]],
+    seed: int | None,
     json: bool,
     output: str | None,
     resume: bool,
@@ -62,10 +72,11 @@ def prepare(
     block_size: int | None,
     random_weights: int | None,
     verify: bool,
+    timeout: float | None,
     **sampling: Any,
 ) -> Job:
-    """Check prompts, sampling, model, plan and output, and return the job that generates."""
-    lines = gather(prompt, prompts, chat, system)
+    """Check what can be checked without reading a prompt, and return the job that generates."""
+    require_one_source(prompt, prompts, chat, system, template_var)
     given = given_sampling(**sampling)
     if resume and output is None:
         raise UsageError("--resume goes on with the file of --output; add --output FILE")
@@ -78,27 +89,45 @@ def prepare(
         seed=seed,
         verify=verify,
     )
-    requests, file = [], None
-    if leads():
-        # Tokenised here, so that a prompt that is too long is refused before anything is loaded.
-        requests = _requests(lines, intake, given)
-        if path is not None:
-            run = run_of(requests, intake.files, dtype=dtype, random_weights=random_weights)
-            file = ResultFile(path, requests, run, resume)
-            requests = file.missing(requests)
-    if file is not None and not requests and not inside_torchrun():
-        return Job(lambda: _say_complete(file, json))
-
-    def work(llm: Any) -> int:
-        warn_of_idle_filters(given, (request.params for request in requests))
-        if file is not None and file.done:
-            warn(f"{_count(file)}; going on with the others")
-        return _generate(llm, requests, Results(lines, requests, json, file))
-
-    options = {"dtype": dtype, "device": device, "random_weights": random_weights, "verify": verify}
+    options = {
+        "dtype": dtype,
+        "device": device,
+        "seed": seed,
+        "random_weights": random_weights,
+        "verify": verify,
+        "timeout_s": timeout,
+    }
     cache = {"kv_cache_bytes": kv_cache_bytes, "block_size": block_size}
     options |= {name: value for name, value in cache.items() if value is not None}
-    return Job(lambda: lead(work, model, intake=intake, **options), n_ranks)
+
+    def run() -> int:
+        if not leads():
+            return lead(lambda _: 0, "generate", model, intake=intake, **options)
+        # All of this before a weight is read, so that what is wrong is said at once.
+        with Activity("reading the prompts", sys.stderr):
+            lines = gather(prompt, prompts, chat, system, dict(template_var))
+            run_seed = earlier_seed(path) if resume and path and seed is None else None
+            run_seed = intake.run_seed() if run_seed is None else run_seed
+            requests = _requests(lines, intake, given, run_seed)
+            file = None
+            if path is not None:
+                weights = {"dtype": dtype, "random_weights": random_weights}
+                run = run_of(requests, intake.files, seed=run_seed, **weights)
+                file = ResultFile(path, requests, run, resume)
+                requests = file.missing(requests)
+        if file is not None and not requests and not is_under_torchrun():
+            return _say_complete(file)
+
+        def work(llm: Any) -> int:
+            warn_of_idle_filters(given, (request.params for request in requests))
+            if file is not None and file.done:
+                warn(f"{_count(file)}; going on with the others")
+            results = Results(lines, requests, json, file)
+            return _generate(llm, requests, results, _shown_seed(requests, run_seed))
+
+        return lead(work, "generate", model, intake=intake, **options)
+
+    return Job(run, n_ranks)
 
 
 class Results:
@@ -166,6 +195,8 @@ class Results:
             print(painted(self._title(completion), BOLD, sys.stdout))
             write_text(completion.text)
             print("\n", flush=True)
+        if not self.as_json and completion.logprobs is not None:
+            print("\n".join([*_logprob_rows(completion.logprobs), ""]), flush=True)
 
     def _title(self, completion: Completion) -> str:
         number = f"{completion.index}"
@@ -180,7 +211,9 @@ def write_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def _requests(lines: Sequence[Line], intake: Intake, given: Mapping[str, Any]) -> list[Request]:
+def _requests(
+    lines: Sequence[Line], intake: Intake, given: Mapping[str, Any], run_seed: int
+) -> list[Request]:
     """A request for each line, drawn as the line says, else the flags, else the model.
 
     Raises: UsageError that names the line.
@@ -190,13 +223,19 @@ def _requests(lines: Sequence[Line], intake: Intake, given: Mapping[str, Any]) -
     for index, line in enumerate(lines):
         try:
             own = intake.sampling_params(**{**given, **line.settings}) if line.settings else shared
-            requests.append(intake.request(index, line.prompt, own))
+            requests.append(intake.request(index, line.prompt, own, run_seed))
         except UsageError as error:
             raise UsageError(f"{line.where}: {error}") from error
     return requests
 
 
-def _generate(llm: Any, requests: Sequence[Request], results: Results) -> int:
+def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
+    """The seed that repeats the run with --seed, where anything was drawn from it."""
+    drawn = any(not each.params.is_greedy and each.params.seed is None for each in requests)
+    return run_seed if drawn else None
+
+
+def _generate(llm: Any, requests: Sequence[Request], results: Results, seed: int | None) -> int:
     with results, ctrl_c() as interrupted:
         # Closed even if the reader goes away in between: the other ranks wait for the end.
         with closing(llm.run(requests, interrupted)) as steps:
@@ -204,20 +243,34 @@ def _generate(llm: Any, requests: Sequence[Request], results: Results) -> int:
                 results.take(progress)
         code = INTERRUPTED if interrupted() else 0
     file = results.file
-    stream = sys.stderr if results.as_json else sys.stdout
     if file is not None:
-        print(_count(file), file=stream)
-    line = closing_line(results.meter, llm.statistics.weight_bytes)
-    print(painted(line, DIM, stream), file=stream, flush=True)
+        warn(_count(file))
+    line = closing_line(results.meter, llm.statistics.weight_bytes, seed)
+    print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
     if code:
         warn(f"interrupted; {_remedy(file)}")
     return code
 
 
-def _say_complete(file: ResultFile, as_json: bool) -> int:
-    stream = sys.stderr if as_json else sys.stdout
-    print(f"{_count(file)}; nothing is left to do", file=stream)
+def _say_complete(file: ResultFile) -> int:
+    warn(f"{_count(file)}; nothing is left to do")
     return 0
+
+
+def _logprob_rows(logprobs: Sequence[TokenLogprob]) -> list[str]:
+    """A row for each token: its log-probability, its text, and what else was likely."""
+    rows = []
+    for each in logprobs:
+        others = [
+            f"{text!r} {logprob:.3f}"
+            for (_, logprob), text in zip(each.top, each.top_texts, strict=False)
+        ]
+        rows.append([f"{each.logprob:.3f}", repr(each.text), ", ".join(others)])
+    return table(
+        ["logprob", "token", "instead" if any(each.top for each in logprobs) else ""],
+        rows,
+        sys.stdout,
+    )
 
 
 def _count(file: ResultFile) -> str:
@@ -238,8 +291,7 @@ def _title(prompt: Prompt) -> str:
         return shown(prompt)
     if isinstance(prompt, Chat):
         return shown(text_of(prompt.messages[-1]))
-    last = prompt[-1]
-    return shown(text_of(last)) if isinstance(last, dict) else f"{len(prompt)} token ids"
+    return f"{len(prompt)} token ids"
 
 
 VERB = Verb(
@@ -247,16 +299,19 @@ VERB = Verb(
     "Completes prompts.",
     "--prompt TEXT | --prompts FILE.jsonl [flags]",
     (
-        Flag("prompt", "text to complete", plain_text, "TEXT", repeatable=True),
+        Flag(
+            "prompt", "text to complete; - reads it from stdin", plain_text, "TEXT", repeatable=True
+        ),
         Flag(
             "prompts",
             'a {"prompt"}, {"tokens"} or {"messages"} object per line, beside it perhaps settings '
-            'of its own, such as "max_tokens"',
-            input_file,
+            'of its own, such as "max_tokens"; - is stdin',
+            input_file_or_stdin,
             "FILE.jsonl",
         ),
         Flag("chat", "put each prompt into the model's chat template"),
         Flag("system", "what a chat begins with", plain_text, "TEXT"),
+        TEMPLATE_VAR,
         MODEL,
         *FLAGS,
         JSON,
@@ -270,6 +325,7 @@ VERB = Verb(
         BLOCK_SIZE,
         RANDOM_WEIGHTS,
         VERIFY,
+        TIMEOUT,
     ),
     "parallel-llama generate --chat --prompt 'What is the capital of France?' --nproc 2",
     prepare,

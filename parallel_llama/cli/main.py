@@ -1,9 +1,14 @@
-"""From argv to an exit code: 0 done, 1 failed while running, 2 wrong use, 130 interrupted."""
+"""From argv to an exit code.
+
+0 is done, 1 failed while running, 2 wrong use, 130 interrupted, and 141 says that the reader of a
+pipe has gone, as of any program that the system ends for it.
+"""
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import fire
@@ -15,13 +20,15 @@ from parallel_llama.errors import (
     CheckpointError,
     DamagedWeights,
     NumericalError,
+    OutOfMemory,
     UsageError,
     WriteError,
 )
 from parallel_llama.fields import did_you_mean
 from parallel_llama.parallel.failures import RankError, report_crash, report_error
 
-DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_USE = 0, 1, 2
+INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 VERBS: dict[str, Verb] = {
     module.VERB.name: module.VERB
@@ -31,9 +38,17 @@ VERBS: dict[str, Verb] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; what is wrong with it is said on stderr."""
+    return exit_code(lambda: _run(list(argv)))
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Run something and return its exit code; what goes wrong is said on stderr."""
     try:
-        return _run(list(argv))
-    except (DamagedWeights, NumericalError, WriteError, RankError) as error:
+        _require_streams()
+        code = run()
+        sys.stdout.flush()
+        return code
+    except (DamagedWeights, NumericalError, OutOfMemory, WriteError, RankError) as error:
         report_error(str(error))
         return FAILED
     except (UsageError, CheckpointError) as error:
@@ -42,12 +57,30 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has enough (a pipe into head). Python would complain again as it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
+        return UNHEARD
+    except OSError as error:
+        if error.filename is not None:
+            report_crash(error)
+        else:  # every file has a name but this one
+            _give_up_stdout()
+            report_error(f"stdout cannot be written: {error.strerror}; answers may be lost")
         return FAILED
     except Exception as error:
         report_crash(error)
         return FAILED
+
+
+def _require_streams() -> None:
+    """Raises: WriteError if there is nowhere to say anything, before a file can take that place."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            raise WriteError(f"{name} is closed; send it to a file, or to /dev/null")
+
+
+def _give_up_stdout() -> None:
+    """Python would complain again as it closes stdout, about what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _run(argv: list[str]) -> int:

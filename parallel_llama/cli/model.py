@@ -21,7 +21,7 @@ def check_model(
     *,
     max_seq_len: int | None,
     random_weights: int | None,
-    seed: int = 0,
+    seed: int | None = None,
     verify: bool = False,
 ) -> tuple[Intake, int]:
     """The text side of a model that is to run, and the number of ranks that its plan allows.

@@ -21,8 +21,9 @@ class Meter:
         self.first_token_s = self.last_token_s = 0.0
         self.n_total = sum(request.params.n for request in requests)
         self.n_done = self.n_tokens = 0
-        self._max_tokens = {request.index: request.params.max_tokens for request in requests}
-        self._most_left = sum(request.params.n * request.params.max_tokens for request in requests)
+        self._begun: set[tuple[int, int]] = set()
+        self._max_tokens = {request.index: request.max_tokens for request in requests}
+        self._most_left = sum(request.params.n * request.max_tokens for request in requests)
 
     def take(self, progress: Any) -> None:
         """One step's progress of one choice."""
@@ -30,6 +31,7 @@ class Meter:
             self.last_token_s = self.clock() - self.began_s
             self.first_token_s = self.first_token_s or self.last_token_s
             self.n_tokens += len(progress.tokens)
+            self._begun.add((progress.index, progress.choice))
             self._most_left -= len(progress.tokens)
         if progress.completion is not None:
             self.n_done += 1
@@ -37,9 +39,14 @@ class Meter:
 
     @property
     def tokens_per_s(self) -> float:
-        """New tokens per second after the first, over all requests."""
+        """New tokens per second after the first, over all requests; 0 where nothing can be told.
+
+        Answers of one token each come out of one reading of their prompts, at no speed of theirs.
+        """
         after_first_s = self.last_token_s - self.first_token_s
-        return (self.n_tokens - 1) / after_first_s if after_first_s > 0 else 0.0
+        if self.n_tokens == len(self._begun) or after_first_s <= 0:
+            return 0.0
+        return (self.n_tokens - 1) / after_first_s
 
     @property
     def n_tokens_left(self) -> float:

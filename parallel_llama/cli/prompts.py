@@ -1,12 +1,14 @@
 """Prompts as a person gives them: --prompt texts or a JSONL file, checked line by line."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.cli.arguments import plain_text, shown
+from parallel_llama.cli.arguments import STDIN, plain_text, shown
 from parallel_llama.cli.json_text import parse_json
 from parallel_llama.cli.sampling_flags import SETTINGS, settings_of
 from parallel_llama.errors import UsageError
@@ -14,8 +16,7 @@ from parallel_llama.fields import did_you_mean
 from parallel_llama.request import MAX_TOKEN_ID
 from parallel_llama.tokenizer import Chat
 
-Message = dict[str, Any]
-Prompt = str | list[int] | list[Message] | Chat
+Prompt = str | list[int] | Chat
 
 KINDS = ("prompt", "tokens", "messages")
 BESIDE_MESSAGES = ("tools", "documents", "template_vars")
@@ -35,35 +36,52 @@ class Line:
 
 NO_SETTINGS: Mapping[str, Any] = {}
 
+MAX_STDIN_BYTES = MAX_LINE_BYTES
 
-def gather(texts: Sequence[str], path: str | None, chat: bool, system: str | None) -> list[Line]:
-    """All prompts in input order; with `chat`, each text is a user's message.
 
-    Raises: UsageError naming the prompt or line that cannot be used.
-    """
+def require_one_source(
+    texts: Sequence[str], path: str | None, chat: bool, system: str | None, template_vars: Any
+) -> None:
+    """Raises: UsageError unless prompts come from one place, as chats where they have to be."""
     if bool(texts) == (path is not None):
         raise UsageError(
             "give the prompt with --prompt TEXT or a file of them with --prompts FILE.jsonl"
             + (", not both" if texts else "")
         )
+    if list(texts).count(STDIN) > 1:
+        raise UsageError("--prompt - is given twice, and stdin can be read once")
     if system is not None and not chat:
         raise UsageError("--system is a part of a chat; add --chat")
+    if template_vars and not chat and path is None:
+        raise UsageError("--template-var is for the chat template; add --chat")
+
+
+def gather(
+    texts: Sequence[str],
+    path: str | None,
+    chat: bool,
+    system: str | None,
+    template_vars: Mapping[str, Any],
+) -> list[Line]:
+    """All prompts in input order; with `chat`, each text is a user's message.
+
+    Raises: UsageError naming the prompt or line that cannot be used.
+    """
     if path is None:
-        lines = [Line(f"prompt {i}", text, NO_SETTINGS) for i, text in enumerate(texts)]
+        lines = [
+            Line(f"prompt {i}", _read_stdin() if text == STDIN else text, NO_SETTINGS)
+            for i, text in enumerate(texts)
+        ]
     else:
         lines = read_lines(path)
     if chat:
-        return [_in_chat(line, system) for line in lines]
+        lines = [_in_chat(line, system) for line in lines]
+    if template_vars:
+        lines = [_with_vars(line, template_vars) for line in lines]
     for line in lines:
         if line.prompt == "":
             raise UsageError(f"{line.where} is empty; give at least one character")
     return lines
-
-
-def as_chat(text: str, system: str | None) -> list[Message]:
-    """A conversation that begins with this message."""
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": text}]
 
 
 def read_lines(path: str) -> list[Line]:
@@ -76,7 +94,7 @@ def read_lines(path: str) -> list[Line]:
     for number, data in enumerate(_split(path), start=1):
         if not data.strip():
             continue
-        where = f"{path}, line {number}"
+        where = f"{'stdin' if path == STDIN else path}, line {number}"
         if len(lines) == MAX_PROMPTS:
             raise UsageError(f"{where}: more than {MAX_PROMPTS} prompts; split the file")
         try:
@@ -104,13 +122,24 @@ def check_tokens(value: Any, what: str = "tokens") -> list[int]:
 def _split(path: str) -> Iterator[bytes]:
     """The lines of a file, one at a time in memory."""
     try:
-        with Path(path).open("rb") as file:
+        with nullcontext(sys.stdin.buffer) if path == STDIN else Path(path).open("rb") as file:
             while data := file.readline(MAX_LINE_BYTES + 1):
                 if len(data) > MAX_LINE_BYTES:
                     raise UsageError(f"{path}: a line of more than {MAX_LINE_BYTES} bytes")
                 yield data
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
+
+
+def _read_stdin() -> str:
+    """What stdin holds, without the end of its last line."""
+    try:
+        data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
+        if len(data) > MAX_STDIN_BYTES:
+            raise UsageError(f"--prompt -: stdin holds more than {MAX_STDIN_BYTES} bytes")
+        return _decoded(data).removesuffix("\n")
+    except ValueError as error:
+        raise UsageError(f"--prompt -: {error}") from None
 
 
 def _decoded(data: bytes) -> str:
@@ -121,9 +150,19 @@ def _decoded(data: bytes) -> str:
 
 
 def _in_chat(line: Line, system: str | None) -> Line:
+    """A text as a user's message."""
     if not isinstance(line.prompt, str):
         return line
-    return Line(line.where, as_chat(line.prompt, system), line.settings)
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return replace(line, prompt=Chat([*first, {"role": "user", "content": line.prompt}]))
+
+
+def _with_vars(line: Line, template_vars: Mapping[str, Any]) -> Line:
+    """With variables for the template, unless a chat has its own."""
+    if not isinstance(line.prompt, Chat):
+        return line
+    own = {**template_vars, **line.prompt.template_vars}
+    return replace(line, prompt=replace(line.prompt, template_vars=own))
 
 
 def _line(where: str, value: Any) -> Line:

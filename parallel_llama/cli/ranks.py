@@ -1,11 +1,11 @@
 """From a checked command to the ranks that run it: started here, or joined under torchrun."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from parallel_llama.errors import UsageError
-from parallel_llama.parallel.launch import run_ranks, world
+from parallel_llama.parallel.launch import run_ranks, threads_per_rank
+from parallel_llama.parallel.place import is_started_as_rank, world
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,6 @@ class Job:
     interactive: bool = False
 
 
-def inside_torchrun() -> bool:
-    """Whether this process is a rank that someone else started."""
-    return "RANK" in os.environ
-
-
 def leads() -> bool:
     """Whether this process checks what was asked: the one that was called, or rank 0."""
     rank, _ = world()
@@ -37,7 +32,7 @@ def rank_count(nproc: int | None) -> int:
     Raises: UsageError if --nproc contradicts torchrun, or torchrun's variables each other.
     """
     _, size = world()
-    if not inside_torchrun():
+    if not is_started_as_rank():
         return nproc or 1
     if nproc is not None and nproc != size:
         raise UsageError(
@@ -46,14 +41,9 @@ def rank_count(nproc: int | None) -> int:
     return size
 
 
-def threads_per_rank(nproc: int) -> int:
-    """An equal part of the cores that this process may use, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // nproc)
-
-
 def execute(job: Job, argv: list[str]) -> int:
     """Run a job to its end and return its exit code; `argv` repeats the command on each rank."""
-    if job.nproc == 1 or inside_torchrun():
+    if job.nproc == 1 or is_started_as_rank():
         return job.run()
     threads = threads_per_rank(job.nproc)
     return run_ranks(argv, job.nproc, threads, interactive=job.interactive)

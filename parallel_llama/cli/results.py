@@ -43,7 +43,7 @@ def check_path(output: str, prompts: str | None) -> Path:
     if not has_short_name(_growing(path)):
         raise UsageError(f"--output {path.name[:80]}...: too long for a name; give a shorter one")
     exists = is_there(path)
-    if prompts is not None and exists and path.samefile(prompts):
+    if prompts not in (None, "-") and exists and path.samefile(prompts):
         raise UsageError(f"--output {output}: the file of the prompts itself; give another name")
     if not os.access(path if exists else path.parent, os.W_OK):
         raise UsageError(f"--output {output}: it cannot be written; name a file that can")
@@ -62,10 +62,13 @@ def _growing(path: Path) -> Path:
     return path.with_name(f"{path.name}.run.part")
 
 
-def run_of(requests: Sequence[Request], model: ModelFiles, **weights: Any) -> dict[str, Any]:
+def run_of(
+    requests: Sequence[Request], model: ModelFiles, *, seed: int, **weights: Any
+) -> dict[str, Any]:
     """What makes a run's completions what they are; equal for equal runs.
 
-    `weights` are the settings that decide how the model's files become weights.
+    `seed` is the run's, and `weights` are the settings that decide how the model's files become
+    weights.
     """
     prompts, sampling = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     for request in requests:
@@ -73,6 +76,7 @@ def run_of(requests: Sequence[Request], model: ModelFiles, **weights: Any) -> di
         sampling.update(_ENCODER.encode((request.params, request.seed, request.stop_ids)))
     return {
         "model": _model_digest(model),
+        "seed": seed,
         **weights,
         "number of prompts": len(requests),
         "set of prompts": prompts.hexdigest(),
@@ -80,12 +84,19 @@ def run_of(requests: Sequence[Request], model: ModelFiles, **weights: Any) -> di
     }
 
 
+def earlier_seed(path: Path) -> int | None:
+    """The seed of the unfinished run of a file, which a resumed one draws from as well."""
+    sidecar = _sidecar(path)
+    seed = _read_run(sidecar).get("seed") if is_there(sidecar) else None
+    return seed if isinstance(seed, int) else None
+
+
 class ResultFile:
     """The lines of one run, those of an earlier process included; nothing is written before `open`.
 
     A path that is no regular file, such as a pipe, is written to and cannot be resumed.
 
-    Raises: UsageError if an unfinished run lies there that is not to be, or cannot be, continued.
+    Raises: UsageError if a run lies there that is not to be, or cannot be, continued.
     """
 
     def __init__(
@@ -104,9 +115,11 @@ class ResultFile:
         self._n_found = path.stat().st_size if self.resumable and is_there(path) else 0
         if self._n_found and resume:
             self._continue()
-        elif self._n_found and is_there(self._sidecar):
+        elif self._n_found:
+            what = "an unfinished run lies" if is_there(self._sidecar) else "results lie"
             raise UsageError(
-                f"{path}: an unfinished run lies there; continue it with --resume, or remove it"
+                f"{path}: {what} there; go on with --resume, which runs what is missing, or remove "
+                "the file, or give another name"
             )
 
     @property

@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from parallel_llama.cli.arguments import (
@@ -14,6 +15,7 @@ from parallel_llama.cli.arguments import (
     MODEL,
     NPROC,
     RANDOM_WEIGHTS,
+    TIMEOUT,
     VERIFY,
     Flag,
     Verb,
@@ -40,26 +42,28 @@ def prepare(
     max_seq_len: int | None,
     random_weights: int | None,
     verify: bool,
+    timeout: float | None,
 ) -> Job:
-    """Check the input, model and plan, and return the job that scores."""
+    """Check model and plan, and return the job that reads the input, checks it and scores."""
     if (text_file is None) == (tokens_file is None):
         raise UsageError("give the input with --text-file FILE or --tokens-file FILE, one of them")
-    text = read_text(text_file) if text_file is not None else ""
-    if text_file is not None and not text:
-        raise UsageError(f"{text_file}: the file is empty; there is nothing to score")
-    sequences = _read_sequences(tokens_file) if tokens_file is not None else []
     intake, n_ranks = check_model(
         model, nproc, max_seq_len=max_seq_len, random_weights=random_weights, verify=verify
     )
-    if leads():
-        sequences = sequences or [intake.tokenizer.encode(text)]
-        _check_sequences(text_file or tokens_file, sequences, intake)
+    options = {
+        "dtype": dtype,
+        "device": device,
+        "random_weights": random_weights,
+        "verify": verify,
+        "timeout_s": timeout,
+    }
 
-    def work(llm: Any) -> int:
-        return _score(llm, sequences, json)
+    def run() -> int:
+        sequences = _read_sequences(text_file, tokens_file, intake) if leads() else []
+        work = partial(_score, sequences=sequences, as_json=json)
+        return lead(work, "score", model, intake=intake, **options)
 
-    options = {"dtype": dtype, "device": device, "random_weights": random_weights, "verify": verify}
-    return Job(lambda: lead(work, model, intake=intake, **options), n_ranks)
+    return Job(run, n_ranks)
 
 
 def perplexity(logprobs: Sequence[float]) -> float | None:
@@ -69,7 +73,7 @@ def perplexity(logprobs: Sequence[float]) -> float | None:
     return math.exp(-math.fsum(logprobs) / len(logprobs))
 
 
-def _score(llm: Any, sequences: Sequence[Sequence[int]], as_json: bool) -> int:
+def _score(llm: Any, *, sequences: Sequence[Sequence[int]], as_json: bool) -> int:
     scored = list(zip(sequences, llm.score(sequences), strict=True))
     if as_json:
         for tokens, logprobs in scored:
@@ -91,26 +95,39 @@ def _score(llm: Any, sequences: Sequence[Sequence[int]], as_json: bool) -> int:
     return 0
 
 
-def _read_sequences(path: str) -> list[list[int]]:
-    """A JSON list of ids, or a list of such lists."""
+def _read_sequences(
+    text_file: str | None, tokens_file: str | None, intake: Intake
+) -> list[list[int]]:
+    """The sequences of token ids to score, checked.
+
+    Raises: UsageError naming the file that cannot be scored, and the list in it.
+    """
+    path = text_file or tokens_file
+    assert path is not None
+    text = read_text(path)
+    if text_file is not None and not text:
+        raise UsageError(f"{path}: the file is empty; there is nothing to score")
     try:
-        value = parse_json(read_text(path))
-        if isinstance(value, list) and value and isinstance(value[0], list):
-            return [check_tokens(tokens, f"list {i}") for i, tokens in enumerate(value)]
-        return [check_tokens(value, "the file")]
+        sequences = [intake.tokenizer.encode(text)] if text_file else _token_lists(text)
     except UsageError:
         raise
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-
-
-def _check_sequences(path: str | None, sequences: Sequence[Sequence[int]], intake: Intake) -> None:
     for index, tokens in enumerate(sequences):
         try:
             intake.check_sequence(tokens)
         except UsageError as error:
             where = f"{path}, list {index}" if len(sequences) > 1 else path
             raise UsageError(f"{where}: {error}") from None
+    return sequences
+
+
+def _token_lists(text: str) -> list[list[int]]:
+    """One JSON list of token ids, or a list of such lists."""
+    value = parse_json(text)
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return [check_tokens(tokens, f"list {i}") for i, tokens in enumerate(value)]
+    return [check_tokens(value, "the file")]
 
 
 VERB = Verb(
@@ -128,6 +145,7 @@ VERB = Verb(
         MAX_SEQ_LEN,
         RANDOM_WEIGHTS,
         VERIFY,
+        TIMEOUT,
     ),
     "parallel-llama score --text-file README.md",
     prepare,

@@ -1,44 +1,48 @@
 """A loaded model for the length of one command, on every rank that the command runs on."""
 
+import io
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.ranks import leads
-from parallel_llama.cli.terminal import DIM, Loading, painted, size
-from parallel_llama.parallel.failures import RankError
+from parallel_llama.cli.terminal import DIM, Activity, painted, size
+from parallel_llama.parallel.patience import listed
+from parallel_llama.parallel.place import world
 
 
-def lead(work: Callable[[Any], int], model: str, **options: Any) -> int:
+def lead(work: Callable[[Any], int], command: str, model: str, **options: Any) -> int:
     """Load the model, let rank 0 do the work with it and the other ranks follow; the exit code.
 
     `work` gets the LLM (Any in this package's annotations, since its module loads torch);
-    `options` are LLM's own.
+    `options` are LLM's own. Ranks above 0 end inside.
 
     Collective: every rank of the command calls it.
     """
-    # torch and the model come in here: what is above this line starts at once.
-    from parallel_llama.llm import LLM
+    n_read = 0
 
-    loading = Loading(model, sys.stderr)
+    def show_bytes(n_bytes: int) -> None:
+        nonlocal n_read
+        n_read += n_bytes
+        activity.what = f"loading {model}: {size(n_read)}"
+
+    def show_missing(missing: Sequence[int]) -> None:
+        if missing:
+            activity.what = f"waiting for rank {listed(missing)} of {world()[1]}"
+
     # The other ranks share rank 0's terminal.
-    llm = LLM(model, **options, on_bytes=loading.add if leads() else lambda _: None)
-    loading.end()
-    if leads():
+    with Activity("loading torch", sys.stderr if leads() else io.StringIO()) as activity:
+        # torch and the model come in here: what is above this line starts at once.
+        from parallel_llama.llm import LLM
+
+        activity.what = f"loading {model}"
+        facts = {"command": command}
+        llm = LLM(model, **options, facts=facts, on_bytes=show_bytes, on_wait=show_missing)
+    with llm:
         line = capacity_line(llm.engine.capacity, llm.intake.max_seq_len)
         print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
-    if llm.rank:
-        llm.follow()
-        llm.close()
-        return 0
-    try:
         return work(llm)
-    finally:
-        # After a second Ctrl-C in the middle of a collective there is no group left to close.
-        with suppress(RankError):
-            llm.close()
 
 
 def capacity_line(capacity: Any, max_seq_len: int) -> str:
@@ -50,15 +54,21 @@ def capacity_line(capacity: Any, max_seq_len: int) -> str:
     )
 
 
-def closing_line(meter: Meter, weight_bytes: Sequence[int]) -> str:
-    """How fast it went and what each rank held, in one line."""
+def closing_line(meter: Meter, weight_bytes: Sequence[int], seed: int | None) -> str:
+    """How fast it went, what each rank held and what the draws began from, in one line."""
     least, most = size(min(weight_bytes)), size(max(weight_bytes))
     pieces = [f"{meter.n_tokens} token{'s' * (meter.n_tokens != 1)}"]
     if meter.n_tokens:
         pieces.append(f"the first after {meter.first_token_s:.2f} s")
-    if meter.n_tokens > 1:
+    if meter.tokens_per_s:
         pieces.append(f"{meter.tokens_per_s:.1f} tokens/s")
     weights = most if least == most else f"{least} to {most}"
     n_ranks = len(weight_bytes)
-    ranks = f"{n_ranks} ranks, {weights} of weights each" if n_ranks > 1 else f"1 rank, {most}"
-    return ", ".join([*pieces, ranks if n_ranks > 1 else f"{ranks} of weights"])
+    pieces.append(
+        f"{n_ranks} ranks, {weights} of weights each"
+        if n_ranks > 1
+        else f"1 rank, {most} of weights"
+    )
+    if seed is not None:
+        pieces.append(f"seed {seed}")
+    return ", ".join(pieces)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,9 @@ from typing import TextIO
 
 BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
 KIB = 1024
+
+_PATIENCE_S = 0.5  # what takes no longer needs no explanation
+_REDRAWN_S = 0.1
 
 
 def has_colors(stream: TextIO) -> bool:
@@ -100,13 +104,14 @@ class StatusLine:
         """Draw the line, unless it was drawn a moment ago."""
         now = time.monotonic()
         if self.shown and now >= self.next_s:
-            self.next_s = now + 0.1
+            self.next_s = now + _REDRAWN_S
             # A line that is wrapped could not be drawn over.
             self._write(f"\r\x1b[K{text()[: _columns(self.stream) - 1]}")
 
     def clear(self) -> None:
         """Leave the place to other text."""
         if self.shown and self.next_s:
+            self.next_s = 0.0
             self._write("\r\x1b[K")
 
     def _write(self, text: str) -> None:
@@ -114,19 +119,39 @@ class StatusLine:
         self.stream.flush()
 
 
-class Loading:
-    """How much of a model is read, on a line of the terminal."""
+class Activity:
+    """What takes its time, on a line of the terminal from half a second on; silent anywhere else.
 
-    def __init__(self, what: str, stream: TextIO, doing: str = "loading") -> None:
-        self.what, self.doing, self.status = what, doing, StatusLine(stream)
-        self.n_bytes = 0
+    A thread draws the line: what is under way may be a call that does not come back for seconds.
+    """
 
-    def add(self, n_bytes: int) -> None:
-        self.n_bytes += n_bytes
-        self.status.show(lambda: f"{self.doing} {self.what}: {size(self.n_bytes)}")
+    def __init__(self, what: str, stream: TextIO) -> None:
+        self.what = what
+        self._status = StatusLine(stream)
+        self._began_s = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._draw, daemon=True)
+        if self._status.shown:
+            self._thread.start()
+
+    def __enter__(self) -> "Activity":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def end(self) -> None:
-        self.status.clear()
+        """Leave the place to other text; it can be called twice."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._status.clear()
+
+    def _draw(self) -> None:
+        wait_s = _PATIENCE_S
+        while not self._ended.wait(wait_s):
+            wait_s = _REDRAWN_S
+            self._status.show(lambda: f"{self.what} ({time.monotonic() - self._began_s:.0f} s)")
 
 
 def ctrl_c_raises() -> None:
@@ -135,19 +160,22 @@ def ctrl_c_raises() -> None:
 
 
 @contextmanager
-def ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a yes to the question that this yields; a second one raises."""
-    pressed = False
+def ctrl_c(raises_at: int = 2) -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C into a yes to the question that this yields.
+
+    The one that is number `raises_at` raises KeyboardInterrupt; 0 stands for none.
+    """
+    n_pressed = 0
 
     def press(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
+        nonlocal n_pressed
+        n_pressed += 1
+        if n_pressed == raises_at:
             signal.default_int_handler(signum, frame)
-        pressed = True
 
     before = signal.signal(signal.SIGINT, press)
     try:
-        yield lambda: pressed
+        yield lambda: n_pressed > 0
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -8,7 +8,7 @@ from typing import Any
 from parallel_llama.bounded_files import is_folder
 from parallel_llama.cli.arguments import JSON, Flag, Verb, filled_text, shown
 from parallel_llama.cli.ranks import Job
-from parallel_llama.cli.terminal import BOLD, GREEN, RED, Loading, painted, printable, size
+from parallel_llama.cli.terminal import BOLD, GREEN, RED, Activity, painted, printable, size
 from parallel_llama.model_files import find_model
 
 MAX_LINES = 100
@@ -26,9 +26,15 @@ def _verify(model: str, against: str | None, as_json: bool) -> int:
     # torch comes in here: what is above this line starts at once.
     from parallel_llama.checkpoint.verify import verify
 
-    progress = Loading(model, sys.stderr, doing="verifying")
-    report = verify(model, against, progress.add)
-    progress.end()
+    n_read = 0
+
+    def note(n_bytes: int) -> None:
+        nonlocal n_read
+        n_read += n_bytes
+        progress.what = f"verifying {model}: {size(n_read)}"
+
+    with Activity(f"verifying {model}", sys.stderr) as progress:
+        report = verify(model, against, note)
     if as_json:
         keys = ("ok", "files", "tensors", "hashed", "bytes", "problems", "notes")
         print(json.dumps({key: getattr(report, key) for key in keys}), flush=True)

@@ -1,25 +1,36 @@
 """What ranks do together, seen from one of them.
 
 `Communicator` is the whole of it: models and engines know no other way to another rank. Here are
-its two plain forms, one rank alone and a process group of torch; ranks of one host have a faster
-one in `shared_memory`.
+the group of one rank and how bytes travel; several ranks talk through a `process_group` of torch
+or, on one host, through `shared_memory`.
 """
 
-from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel_llama.parallel.failures import RankError
 
-# A message between ranks holds requests or completions; a length beyond this is no length.
+# A message between ranks holds requests or numbers to score; a length beyond this is no length.
 MAX_MESSAGE_BYTES = 1 << 30
 
-# What a rank that waits for work waits at the most: rank 0 may be waiting for a person.
-IDLE_LIMIT = timedelta(days=365)
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long a rank waits for another before it calls it late.
+
+    Units: seconds; `step_s` in a collective, `start_s` while ranks meet and load.
+    """
+
+    step_s: float = 30.0
+    start_s: float = 60.0
+
+    @classmethod
+    def of(cls, timeout_s: float | None) -> "Timeouts":
+        """One limit for both, or the defaults."""
+        return cls() if timeout_s is None else cls(timeout_s, timeout_s)
 
 
 class Communicator(Protocol):
@@ -27,7 +38,9 @@ class Communicator(Protocol):
 
     Not for several threads at once. A collective that raised leaves the group unusable.
 
-    Collective: every method but `close`.
+    Raises: RankError, from every collective, that names a rank which has died, is late or has gone
+    another way.
+    Collective: every method but `pulse` and `close`.
     """
 
     rank: int
@@ -44,20 +57,20 @@ class Communicator(Protocol):
         """Everybody's x. Shapes: x the same on every rank; the result is [size, *x.shape]."""
         ...
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        """Rank src's x on every rank, in place. Returns: x."""
+    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+        """Rank src's x on every rank, in place. Returns: x.
+
+        With `patient`, the same on all ranks, the others wait for src without a limit of time, as
+        long as it lives: it may be waiting for a person.
+        """
         ...
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called it; a rank that pulses is not late."""
         ...
 
-    def ring(self) -> None:
-        """End every other rank's `wait_for_ring`; for rank 0."""
-        ...
-
-    def wait_for_ring(self) -> None:
-        """Wait for rank 0 to ring, with no limit of time as long as it lives; for the others."""
+    def pulse(self) -> None:
+        """Let those who wait at a barrier know that this rank is getting on with its own work."""
         ...
 
     def close(self) -> None:
@@ -77,97 +90,27 @@ class Solo(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         return x.detach().clone(memory_format=torch.contiguous_format).unsqueeze(0)
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:  # noqa: ARG002, there is only rank 0
+    def broadcast(
+        self,
+        x: Tensor,
+        src: int = 0,  # noqa: ARG002, there is only rank 0
+        *,
+        patient: bool = False,  # noqa: ARG002
+    ) -> Tensor:
         return x
 
     def barrier(self) -> None:
         pass
 
-    def ring(self) -> None:
-        pass
-
-    def wait_for_ring(self) -> None:
+    def pulse(self) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-class ProcessGroup(Communicator):
-    """A process group of torch: gloo for tensors on the CPU, NCCL for those on CUDA.
-
-    `leave` is called once, on close. Every group's rank numbers must be the world's.
-
-    Raises: RankError from every collective that another rank's death or lateness ends.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, leave: Callable[[], None]) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
-        self._leave: Callable[[], None] | None = leave
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        if not x.is_contiguous():
-            return x.copy_(self.all_reduce(x.contiguous()))
-        try:
-            dist.all_reduce(x, group=self._group)
-        except RuntimeError as error:
-            raise self._failed("all_reduce", error) from error
-        return x
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        gathered = x.new_empty((self.size, *x.shape))
-        if x.numel() == 0:
-            return gathered
-        try:
-            dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self._group)
-        except RuntimeError as error:
-            raise self._failed("all_gather", error) from error
-        return gathered
-
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        if not x.is_contiguous():
-            return x.copy_(self.broadcast(x.contiguous(), src))
-        try:
-            dist.broadcast(x, src, group=self._group)
-        except RuntimeError as error:
-            raise self._failed("broadcast", error) from error
-        return x
-
-    def barrier(self) -> None:
-        # Not dist.barrier: under NCCL that one guesses a device.
-        self.all_reduce(torch.zeros(1, dtype=torch.int64))
-
-    def ring(self) -> None:
-        self._bell()
-
-    def wait_for_ring(self) -> None:
-        self._bell()
-
-    def close(self) -> None:
-        if self._leave is not None:
-            leave, self._leave = self._leave, None
-            leave()
-
-    def _bell(self) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = 0, IDLE_LIMIT
-        try:
-            work = self._group.broadcast([torch.zeros(1, dtype=torch.uint8)], options)
-            work.wait(IDLE_LIMIT)
-        except RuntimeError as error:
-            raise self._failed("wait_for_ring", error) from error
-
-    def _failed(self, what: str, error: RuntimeError) -> RankError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return RankError(
-            f"{what} failed on rank {self.rank} of {self.size}, another rank has died or is late: "
-            f"{reason[:300]}"
-        )
-
-
-def broadcast_bytes(comm: Communicator, data: bytes | None) -> bytes:
-    """Rank 0's bytes on every rank; the others give None.
+def broadcast_bytes(comm: Communicator, data: bytes | None, *, patient: bool = False) -> bytes:
+    """Rank 0's bytes on every rank; the others give None, and with `patient` wait without a limit.
 
     Raises: ValueError for more than MAX_MESSAGE_BYTES; RankError for a length that is none.
     Collective: two broadcasts, the length and the bytes.
@@ -176,7 +119,7 @@ def broadcast_bytes(comm: Communicator, data: bytes | None) -> bytes:
         size = "nothing" if data is None else f"{len(data)} bytes"
         raise ValueError(f"rank 0 broadcasts {size}; give 0 to {MAX_MESSAGE_BYTES} bytes")
     length = torch.tensor([len(data or b"")], dtype=torch.int64)
-    n_bytes = int(comm.broadcast(length)[0])
+    n_bytes = int(comm.broadcast(length, patient=patient)[0])
     if not 0 <= n_bytes <= MAX_MESSAGE_BYTES:
         raise RankError(f"rank 0 announced a message of {n_bytes} bytes: the ranks disagree")
     if n_bytes == 0:

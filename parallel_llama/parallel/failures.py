@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +30,16 @@ class Report:
 
 
 def report_error(message: str) -> None:
-    """Tell the person what went wrong: through whoever started this rank, else on stderr."""
+    """Tell the person what went wrong: through whoever started this rank, else on stderr.
+
+    Where stderr is closed it is said on stdout, and where neither can be written, not at all.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
-        sys.stderr.write(f"parallel-llama: {message}\n")
-        sys.stderr.flush()
+        if (stream := sys.stderr or sys.stdout) is not None:
+            with suppress(OSError):
+                stream.write(f"parallel-llama: {message}\n")
+                stream.flush()
         return
     # torchrun reads message and timestamp; the launcher orders reports by the finer clock.
     body = {"message": message, "timestamp": int(time.time()), "monotonic_ns": time.monotonic_ns()}
@@ -47,8 +53,9 @@ def report_crash(error: BaseException) -> None:
     """
     rank = os.environ.get("RANK")
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    sys.stderr.write(lines if rank is None else f"[rank {rank}]\n{lines}")
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.write(lines if rank is None else f"[rank {rank}]\n{lines}")
+        sys.stderr.flush()
     if rank is not None:
         (summary, *_) = traceback.format_exception_only(type(error), error)
         report_error(f"{summary.strip()[:1000]} (its traceback is above)")

@@ -1,13 +1,17 @@
 """How a rank finds the others and becomes part of their group.
 
 The only place that initialises torch.distributed and fairscale. Under torchrun the ranks meet at
-torchrun's own store; under `launch` at a store of rank 0 that listens on loopback alone.
+torchrun's own store; elsewhere at a store of rank 0, which listens at the address of MASTER_ADDR
+alone.
 """
 
+import errno
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from datetime import timedelta
 from io import StringIO
@@ -16,37 +20,66 @@ import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fairscale_groups
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
-from parallel_llama.errors import UsageError
-from parallel_llama.parallel.collectives import Communicator, ProcessGroup, Solo
+from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.parallel.launch import STORE_FD, world
+from parallel_llama.parallel.handshake import Card, meet
+from parallel_llama.parallel.patience import listed, within
+from parallel_llama.parallel.place import (
+    Place,
+    end_with_parent,
+    is_under_torchrun,
+    place_in_environment,
+)
+from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.shared_memory import share
 
+_KNOCK_S = 0.05
 
-def join(device: str = "cpu", timeout_s: float = 300.0) -> Communicator:
-    """The group of all ranks that torchrun or `launch` started; one rank alone without them.
 
-    `device` is cpu or cuda, and says where the model's tensors will be. No collective waits for
-    another rank longer than `timeout_s`.
+def join(
+    device: str = "cpu",
+    *,
+    place: Place | None = None,
+    facts: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    look: Callable[[Sequence[int]], None] = lambda _: None,
+) -> Communicator:
+    """The group of all ranks; one rank alone where nobody has started others.
 
-    Raises: UsageError for an incomplete environment, RankError naming ranks that never came.
+    `device` is cpu or cuda, and says where the model's tensors will be. `place` is this process's
+    own, and without it the environment's. `facts` must be the same on all ranks. `look` is called
+    with the ranks that are missing while they are awaited, and may raise. No rank is waited for
+    longer than `timeout_s`, or the default of `Timeouts`.
+
+    Raises: UsageError for an incomplete environment; RankError naming ranks that never came, or
+    that are about to do something else.
     Collective: every rank calls it, once.
     """
-    rank, size = world()
-    if size == 1:
+    place = place or place_in_environment()
+    if place.size == 1:
         return Solo()
     if dist.is_initialized():
         raise RuntimeError("this process has joined its group already; close that one first")
-    if rank > 0 and threading.current_thread() is threading.main_thread():
+    if is_under_torchrun():
+        end_with_parent()
+    if place.rank > 0 and threading.current_thread() is threading.main_thread():
         # Ctrl-C reaches every process of the terminal; rank 0 alone decides what it means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    store = _meet(rank, size, timedelta(seconds=timeout_s))
-    return form_group(rank, size, store, device, timeout_s)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", place.rank)))
+    timeouts = Timeouts.of(timeout_s)
+    missing = set(range(place.size))
+
+    def come_together() -> Communicator:
+        store = _open_store(place, timeouts)
+        meet(store, Card.of_this_process(place.rank, place.size, facts or {}), missing)
+        return form_group(place.rank, place.size, store, device, timeouts)
+
+    try:
+        return within(timeouts.start_s, come_together, lambda: look(sorted(missing)))
+    except TimeoutError as error:
+        raise RankError(_never_came(place, missing, timeouts)) from error
 
 
 def form_group(
@@ -54,78 +87,122 @@ def form_group(
     size: int,
     store: Store,
     device: str = "cpu",
-    timeout_s: float = 300.0,
+    timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     shared_memory: bool = True,
 ) -> Communicator:
-    """The group of `size` ranks that meet at a store.
+    """The group of `size` ranks that have a store in common.
 
     Without `shared_memory` the ranks of one host talk through gloo, as those of several do.
 
-    Raises: RankError naming the ranks that never came.
+    Raises: RankError if they cannot connect.
     Collective: every rank calls it, with the same arguments but `rank`.
     """
-    timeout = timedelta(seconds=timeout_s)
-    _call_the_roll(rank, size, store, timeout)
+    timeout = timedelta(seconds=timeouts.start_s)
     # Both back ends under CUDA: what is not a tensor of the model travels on the CPU.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout
-    )
-    with redirect_stdout(StringIO()):  # fairscale announces itself, and stdout belongs to --json
-        fairscale_groups.initialize_model_parallel(size)
+    try:
+        dist.init_process_group(
+            backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout
+        )
+        with redirect_stdout(StringIO()):  # fairscale announces itself; stdout belongs to --json
+            fairscale_groups.initialize_model_parallel(size)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank} of {size} met the others and cannot connect to them: {_first_line(error)}"
+            "; where hosts have several networks, GLOO_SOCKET_IFNAME names the one to use"
+        ) from error
     group = fairscale_groups.get_model_parallel_group()
     for own in (
         group,
         fairscale_groups.get_data_parallel_group(),
         fairscale_groups.get_pipeline_parallel_group(),
     ):
-        _set_pg_timeout(timeout, own)  # fairscale's groups start with torch's default of 30 minutes
-    comm: Communicator = ProcessGroup(group, _leave(store))
-    # Nobody goes on before all have met: the store may end with rank 0.
-    comm.barrier()
-    return share(comm, timeout_s) if shared_memory and device == "cpu" else comm
-
-
-def _meet(rank: int, size: int, timeout: timedelta) -> Store:
-    """The store that the environment names; rank 0 of a local start opens it."""
-    listening = os.environ.pop(STORE_FD, None)
-    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise UsageError(
-            f"RANK={rank} and MASTER_ADDR={host!r}, MASTER_PORT={port!r}: the ranks need an "
-            "address to meet; start them with torchrun or with --nproc"
-        )
+        # fairscale's groups start with torch's default of 30 minutes.
+        own.set_timeout(timedelta(seconds=timeouts.step_s))
+    comm: Communicator = ProcessGroup(group, store, timeouts, _leave(store))
     try:
-        if listening is not None:
-            return TCPStore(
-                host,
-                int(port),
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timeout,
-                master_listen_fd=int(listening),
-            )
-        store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
-    except (RuntimeError, ValueError) as error:
-        raise RankError(
-            f"rank {rank} of {size} found nobody at MASTER_ADDR={host}, MASTER_PORT={port}: "
-            f"{str(error).splitlines()[0][:300]}"
-        ) from error
-    return store
+        # Nobody goes on before all have met: the store may end with rank 0.
+        comm.barrier()
+        return share(comm, timeouts) if shared_memory and device == "cpu" else comm
+    except RankError:
+        comm.close()
+        raise
 
 
-def _call_the_roll(rank: int, size: int, store: Store, timeout: timedelta) -> None:
-    """Wait for every rank to show up, so that a missing one has a name."""
-    present = {other: f"present/{other}" for other in range(size)}
-    store.set(present[rank], "")
+def _open_store(place: Place, timeouts: Timeouts) -> Store:
+    """The store where the ranks meet: rank 0 keeps it, unless torchrun does."""
+    # Between restarts under torchrun the store may be the same one.
+    prefix = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    timeout = timedelta(seconds=timeouts.start_s)
+    bound = None if place.is_served or place.rank > 0 else _bound_socket(place)
+    if bound is None:
+        _knock(place, timeouts.start_s)
+    store = TCPStore(
+        place.host,
+        place.port,
+        is_master=bound is not None,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=bound,
+    )
+    return PrefixStore(prefix, store)
+
+
+def _bound_socket(place: Place) -> int | None:
+    """The number of a socket bound to the meeting place; None if another process listens there.
+
+    Torch's own would listen on every interface, without any authorisation.
+    """
+    if place.bound is not None:
+        return place.bound
     try:
-        store.wait(list(present.values()), timeout)
-    except RuntimeError as error:
-        missing = [str(other) for other, key in present.items() if not store.check([key])]
+        address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(address[0], socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address[4])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # another rank 0, perhaps: it is met there
+            return None
         raise RankError(
-            f"rank {', '.join(missing[:8])} of {size} never joined within "
-            f"{timeout.total_seconds():g} s; see what it says, or whether it was started"
+            f"rank 0 of {place.size} cannot listen at MASTER_ADDR={place.host}, MASTER_PORT="
+            f"{place.port}: {error.strerror or error}; give an address of rank 0's own host"
         ) from error
+    return bound.detach()
+
+
+def _knock(place: Place, limit_s: float) -> None:
+    """Wait until somebody listens at the meeting place; torch's store would complain at length.
+
+    Raises: TimeoutError.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((place.host, place.port), timeout=limit_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise TimeoutError from error
+            time.sleep(_KNOCK_S)
+
+
+def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
+    where = f"MASTER_ADDR={place.host}, MASTER_PORT={place.port}"
+    if len(missing) == place.size:
+        keeper = "torchrun's agent" if place.is_served else f"rank 0 of {place.size}"
+        who = f"rank {place.rank} of {place.size} met nobody: {keeper} did not answer at {where}"
+    elif missing:
+        who = f"rank {listed(missing)} of {place.size} never joined"
+    else:
+        who = f"the {place.size} ranks met and one of them stopped answering"
+    return (
+        f"{who} within {timeouts.start_s:g} s; see what it says, or whether it was started "
+        "(--timeout waits longer)"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _leave(store: Store) -> Callable[[], None]:

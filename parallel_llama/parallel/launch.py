@@ -1,11 +1,12 @@
 """The start and the end of ranks on one host, without torchrun and without torch.
 
-The ranks get torchrun's environment and meet on loopback alone: the parent binds and listens on
-127.0.0.1, rank 0 inherits that socket under the number in STORE_FD, and nothing else listens. The
-parent does no rank's work. Its one invariant: when it ends, however it ends, no rank is left.
+The ranks get torchrun's environment and meet on loopback alone: the parent binds a socket to
+127.0.0.1, at which rank 0 listens and nobody else. Rank 0 is one of the processes that `run_ranks`
+starts, and the parent itself with `Followers`. The one invariant: when the parent ends, however it
+ends, no rank is left.
 """
 
-import ctypes
+import json
 import math
 import os
 import secrets
@@ -14,29 +15,26 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.parallel.failures import MAX_REPORT_BYTES, Report, read_report
-from parallel_llama.parallel.failures import report_error as report_error
-
-# Rendezvous data for rank 0 alone: the number of the inherited socket that listens at MASTER_PORT.
-STORE_FD = "PARALLEL_LLAMA_STORE_FD"
+from parallel_llama.parallel.failures import MAX_REPORT_BYTES, RankError, Report, read_report
+from parallel_llama.parallel.place import STORE_FD, Place, end_with_parent
 
 MAX_RANKS = 1024
 
+WRONG_USE = 2  # the exit code of a rank whose message is about what was asked, not about the rank
+
 _LOOK_S = 0.02
-_TERM_GRACE_S = 2.0
+_TERM_GRACE_S = 1.0
 _CTRL_C_LIMIT_S = 4.0  # from the first Ctrl-C to the end of a program that is not interactive
-_TWICE_S = 2.0  # two Ctrl-C within this time mean an end in any case
-_TWICE_GRACE_S = 1.0  # which rank 0 may still make in its own way
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -55,36 +53,13 @@ class _Asked:
     """What a person or a supervisor has asked of the parent. Units: monotonic seconds."""
 
     is_terminated: bool = False
-    interrupts: list[float] = field(default_factory=list)
+    interrupted_s: float | None = None
 
     def deadline(self, interactive: bool) -> float:
-        """When Ctrl-C has been pressed long or often enough to end everything."""
-        pressed = self.interrupts
-        limits = [
-            second + _TWICE_GRACE_S
-            for first, second in pairwise(pressed)
-            if second - first <= _TWICE_S
-        ]
-        if pressed and not interactive:
-            limits.append(pressed[0] + _CTRL_C_LIMIT_S)
-        return min(limits, default=math.inf)
-
-
-def world() -> tuple[int, int]:
-    """This process's rank and the number of ranks, from torchrun's environment; (0, 1) without.
-
-    Raises: UsageError if RANK and WORLD_SIZE are not a rank and a number of ranks.
-    """
-    texts = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if texts == (None, None):
-        return 0, 1
-    rank, size = (int(t) if t and t.isascii() and t.isdigit() else -1 for t in texts)
-    if not 0 <= rank < size:
-        raise UsageError(
-            f"RANK={texts[0]!r} and WORLD_SIZE={texts[1]!r}: need integers, "
-            "0 <= RANK < WORLD_SIZE; start with torchrun, or unset both"
-        )
-    return rank, size
+        """When everything has to end because of a Ctrl-C."""
+        if self.interrupted_s is None or interactive:
+            return math.inf
+        return self.interrupted_s + _CTRL_C_LIMIT_S
 
 
 def run_ranks(
@@ -98,9 +73,9 @@ def run_ranks(
     """Run `python -m module *arguments` as `nproc` ranks of this host and return the exit code.
 
     The code is that of the rank that failed first, 1 if a signal ended it, 130 after Ctrl-C, 143
-    after SIGTERM. Rank 0 alone has this process's stdin and stdout. It gets Ctrl-C too: what is not
-    `interactive` is over 4 seconds later; in what is, rank 0 decides what Ctrl-C means, and a
-    second one within 2 seconds ends everything.
+    after SIGTERM. Rank 0 alone has this process's stdin and stdout, and all have the other files
+    that it has inherited. Rank 0 gets Ctrl-C too: what is not `interactive` is over 4 seconds
+    later; in what is, rank 0 alone decides what Ctrl-C means. The terminal is left as it was found.
 
     Call it from the main thread: signals arrive there, and ranks die with the thread that started
     them.
@@ -111,9 +86,9 @@ def run_ranks(
         raise UsageError(f"nproc={nproc}: use 1 to {MAX_RANKS} ranks")
     command = [sys.executable, "-m", module, *arguments]
     ranks: list[_Rank] = []
-    with _listening_to_signals() as asked, ExitStack() as reports:
+    with _terminal_kept(), _listening_to_signals() as asked, ExitStack() as reports:
         try:
-            with socket.create_server(("127.0.0.1", 0), backlog=max(nproc, 128)) as store:
+            with _bound_socket() as store:
                 common = _environment(nproc, threads, store.getsockname()[1])
                 for number in range(nproc):
                     report = reports.enter_context(tempfile.TemporaryFile())
@@ -123,15 +98,111 @@ def run_ranks(
             _end(ranks, asked.deadline(interactive))
 
 
+class Followers:
+    """Ranks 1 and up of this host, started by the process that is rank 0 itself.
+
+    Each runs `python -m module` and reads `settings`, one line of JSON, from its stdin, which ends
+    when this process does. What they print goes to stderr.
+    """
+
+    def __init__(self, module: str, settings: Mapping[str, Any], size: int, threads: int) -> None:
+        self._reports = ExitStack()
+        self._ranks: list[_Rank] = []
+        try:
+            with _bound_socket() as store:
+                port = store.getsockname()[1]
+                for number in range(1, size):
+                    self._ranks.append(self._start(module, settings, number, size, threads, port))
+                self.place = Place(0, size, "127.0.0.1", port, bound=os.dup(store.fileno()))
+        except BaseException:
+            self.end()
+            raise
+
+    def require_alive(self, within_s: float = 0.0) -> None:
+        """Return once this time is over and none has ended.
+
+        Raises: RankError with the reason that the first one gave before it ended.
+        """
+        deadline = time.monotonic() + within_s
+        while True:
+            ended = [rank for rank in self._ranks if rank.process.poll() is not None]
+            if ended:
+                raise RankError(self._verdict(ended))
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_LOOK_S)
+
+    def _verdict(self, ended: Sequence[_Rank]) -> str:
+        reports = {rank.number: report for rank in ended if (report := rank.report()) is not None}
+        silent = [rank for rank in ended if rank.number not in reports]
+        if silent:
+            return f"rank {silent[0].number} of {self.place.size} {_ending(silent[0])}"
+        first = min(reports, key=lambda number: reports[number].when_ns)
+        return f"rank {first} of {self.place.size}: {reports[first].message}"
+
+    def end(self) -> None:
+        """End them, if they have not ended; it can be called twice."""
+        for rank in self._ranks:
+            assert rank.process.stdin is not None
+            with suppress(OSError):
+                rank.process.stdin.close()
+        _end(self._ranks, time.monotonic() + _TERM_GRACE_S)
+        self._ranks = []
+        self._reports.close()
+
+    def _start(
+        self,
+        module: str,
+        settings: Mapping[str, Any],
+        number: int,
+        size: int,
+        threads: int,
+        port: int,
+    ) -> _Rank:
+        report = self._reports.enter_context(tempfile.TemporaryFile())  # noqa: SIM115, closed there
+        env = {**_environment(size, threads, port), **_rank_environment(number, report)}
+        # They run this very package, wherever it was imported from.
+        home = str(Path(__file__).parents[2])
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        # A session of its own, which no Ctrl-C reaches; no code runs between fork and exec, where
+        # the threads of this process are not there.
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=2,
+            pass_fds=[report.fileno()],
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        process.stdin.flush()
+        return _Rank(number, process, report)
+
+
+def threads_per_rank(nproc: int) -> int:
+    """An equal part of the cores that this process may use, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // nproc)
+
+
 def hear_ctrl_c() -> None:
     """Let a Ctrl-C through that was pressed while rank 0 was starting; its program calls this."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
+def _bound_socket() -> socket.socket:
+    """A socket on loopback that nobody can connect to before rank 0 listens at it."""
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    return bound
+
+
 def _environment(nproc: int, threads: int, port: int) -> dict[str, str]:
-    """What all ranks find in their environment."""
+    """What all ranks find in their environment; a person's own settings go first."""
     return {
-        "OMP_NUM_THREADS": str(threads),  # a person's own setting goes first
+        "OMP_NUM_THREADS": str(threads),
+        # Of a rank that has died, torch's store warns with a page of its own source.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
@@ -139,10 +210,17 @@ def _environment(nproc: int, threads: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
-        # The store is there already: torch must not open one of its own, which listens everywhere.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+def _rank_environment(number: int, report: IO[bytes]) -> dict[str, str]:
+    return {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        # The file has no name of its own, so that nothing is left of it.
+        "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{report.fileno()}",
     }
 
 
@@ -153,14 +231,8 @@ def _start(
     store: socket.socket,
     report: IO[bytes],
 ) -> _Rank:
-    env = {
-        **common,
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        # The file has no name of its own, so that nothing is left of it.
-        "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{report.fileno()}",
-    }
-    inherited = [report.fileno()]
+    env = {**common, **_rank_environment(number, report)}
+    inherited = [report.fileno(), *_inherited_files()]
     if number == 0:
         env[STORE_FD] = str(store.fileno())
         inherited.append(store.fileno())
@@ -175,22 +247,47 @@ def _start(
     return _Rank(number, process, report)
 
 
+def _inherited_files() -> list[int]:
+    """Open files that whoever started this process meant for it, such as a shell's <(...)."""
+    numbers = []
+    for path in Path("/dev/fd").iterdir():
+        with suppress(OSError):  # the folder itself, which is closed by now
+            if int(path.name) > 2 and os.get_inheritable(int(path.name)):
+                numbers.append(int(path.name))
+    return numbers
+
+
 def _before_exec(ignores_ctrl_c: bool) -> Callable[[], None]:
     """What a rank does before it becomes Python: from here on it cannot outlive its parent."""
     parent = os.getpid()
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def prepare() -> None:
         if ignores_ctrl_c:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         else:  # held back while Python starts, which would answer with a traceback
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+        end_with_parent()
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 
     return prepare
+
+
+@contextmanager
+def _terminal_kept() -> Iterator[None]:
+    """Gives the terminal its settings back: a rank 0 that is killed at a prompt cannot."""
+    try:
+        settings = termios.tcgetattr(0)
+    except (termios.error, OSError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        # In the background it belongs to another program, and touching it would stop this one.
+        with suppress(termios.error, OSError):
+            if os.tcgetpgrp(0) == os.getpgrp() and termios.tcgetattr(0) != settings:
+                termios.tcsetattr(0, termios.TCSADRAIN, settings)
 
 
 @contextmanager
@@ -205,8 +302,8 @@ def _listening_to_signals() -> Iterator[_Asked]:
     def note(number: int, _: FrameType | None) -> None:
         if number == signal.SIGTERM:
             asked.is_terminated = True
-        else:
-            asked.interrupts.append(time.monotonic())
+        elif asked.interrupted_s is None:
+            asked.interrupted_s = time.monotonic()
 
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
     noted = [n for n, handler in before.items() if handler is not signal.SIG_IGN]
@@ -243,50 +340,55 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
     ended left no word and is a cause; else the earliest report is.
     """
     codes = {rank.process.returncode for rank in failed}
-    if codes & {-signal.SIGINT, 128 + signal.SIGINT} and asked.interrupts:
+    if codes & {-signal.SIGINT, 128 + signal.SIGINT} and asked.interrupted_s is not None:
         return 128 + signal.SIGINT
     reports = {rank.number: report for rank in ranks if (report := rank.report()) is not None}
     silent = [rank for rank in failed if rank.number not in reports]
     killed = [rank for rank in silent if rank.process.returncode < 0]
     if killed:
         first = killed[0]
-        name = _signal_name(-first.process.returncode)
-        _say(first, f"died of {name}" + (_MEMORY_HINT if name == "SIGKILL" else ""))
+        ending = _ending(first)
+        _say(f"[rank {first.number}] {ending}" + (_MEMORY_HINT if "SIGKILL" in ending else ""))
         return 1
     if not reports:
         first = silent[0]
         if first.number > 0:  # rank 0 speaks for itself
-            _say(first, f"ended with exit code {first.process.returncode}")
+            _say(f"[rank {first.number}] {_ending(first)}")
         return first.process.returncode
     first = min(
         (rank for rank in ranks if rank.number in reports),
         key=lambda rank: reports[rank.number].when_ns,
     )
-    _say(first, reports[first.number].message)
     try:
         code = first.process.wait(_TERM_GRACE_S)
     except subprocess.TimeoutExpired:
-        return 1
+        code = 1
+    message = reports[first.number].message
+    _say(message if code == WRONG_USE else f"[rank {first.number}] {message}")
     return code if code > 0 else 1
 
 
 _MEMORY_HINT = "; where nobody did that, the host ran out of memory"
 
 
-def _say(rank: _Rank, message: str) -> None:
-    sys.stderr.write(f"parallel-llama: [rank {rank.number}] {message}\n")
+def _say(message: str) -> None:
+    sys.stderr.write(f"parallel-llama: {message}\n")
     sys.stderr.flush()
 
 
-def _signal_name(number: int) -> str:
+def _ending(rank: _Rank) -> str:
+    """How a rank's process ended."""
+    code = rank.process.returncode
+    if code >= 0:
+        return f"ended with exit code {code}"
     try:
-        return signal.Signals(number).name
+        return f"died of {signal.Signals(-code).name}"
     except ValueError:
-        return f"signal {number}"
+        return f"died of signal {-code}"
 
 
 def _end(ranks: list[_Rank], deadline: float) -> None:
-    """End what still runs: first politely, and by force at the deadline or 2 seconds from now."""
+    """End what still runs: first politely, and by force at the deadline or a second from now."""
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.terminate()

@@ -1,8 +1,9 @@
-"""Which of the other ranks of this host are still alive."""
+"""Which of the other ranks of this host are still alive, and which are stopped."""
 
 import os
 import select
 from collections.abc import Mapping
+from pathlib import Path
 
 
 class Peers:
@@ -15,6 +16,7 @@ class Peers:
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.gone: set[int] = set()
+        self._pids = dict(pids)
         self._ranks: dict[int, int] = {}
         self._poller = select.poll()
         try:
@@ -32,6 +34,15 @@ class Peers:
             self._poller.unregister(fd)
             self.gone.add(self._ranks.pop(fd))
             os.close(fd)
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a signal or a debugger holds a rank's process, so that none of its code runs."""
+        try:
+            stat = Path(f"/proc/{self._pids[rank]}/stat").read_text(encoding="utf-8")
+        except OSError:  # it has ended
+            return False
+        # The state stands behind the name, which may hold anything.
+        return stat[stat.rindex(")") + 1 :].split()[0] in ("T", "t")
 
     def close(self) -> None:
         for fd in self._ranks:

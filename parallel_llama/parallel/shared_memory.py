@@ -7,7 +7,7 @@ slower communicator sets it up.
 The memory never has a name: rank 0 creates it as an anonymous file, the others open it through
 /proc while they set up, and it ends with the last rank, however that one ends.
 
-    header   one line per rank: phases published, rings, signatures of its last two collectives
+    header   one line per rank: phases published, signatures of its last two collectives, pulses
     slots    two per rank, used in turn
 
 A collective is a turn: copy in, publish, wait for all, copy or sum out.
@@ -28,7 +28,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -36,8 +36,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.collectives import Communicator, Timeouts
 from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.patience import listed
 from parallel_llama.parallel.peers import Peers
 
 # One slot: small enough for all slots of some ranks to stay in a core's cache. Larger tensors go
@@ -49,14 +50,17 @@ SHARED_SUM_BYTES = 1 << 16
 
 # Cells of 8 bytes in a rank's line of the header: two cache lines, fetched as a pair.
 _LINE = 16
-# Cell 0 counts published phases; cells 2 and 3 hold the signatures of the two slots' turns.
-_BELL, _SIGNATURE = 1, 2
+# Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots' turns.
+_SIGNATURE, _PULSE = 1, 3
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read while the ranks set up
 
 # Looks at a count before the core is offered to others: some 0.2 ms.
 _SPINS = 4000
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
+_IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # who has waited a second has time
+# A wait counts no more than this between two looks: this rank itself may have been stopped.
+_LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
 _DTYPES = (
@@ -77,7 +81,15 @@ _BARRIER, _ALL_REDUCE, _ALL_GATHER, _BROADCAST = range(4)
 _MAX_VIEWS = 256
 
 
-def share(group: Communicator, timeout_s: float) -> Communicator:
+# Whether a rank that is awaited has shown since the last time that it gets on.
+_Excuse = Callable[[int], bool]
+
+
+def _no_excuse(_: int) -> bool:
+    return False
+
+
+def share(group: Communicator, timeouts: Timeouts) -> Communicator:
     """The same group through shared memory where all its ranks can, else `group` itself.
 
     Collective: every rank calls it; all get the same kind.
@@ -100,7 +112,7 @@ def share(group: Communicator, timeout_s: float) -> Communicator:
     cores = set[int]().union(*(host.cores for host in hosts))
     # Spinning helps who waits for a rank on another core, and robs one that shares the core.
     spins = _SPINS if len(cores) >= group.size else 0
-    return SharedMemory(group, memory, peers, spins, timeout_s)
+    return SharedMemory(group, memory, peers, spins, timeouts)
 
 
 class SharedMemory(Communicator):
@@ -110,18 +122,17 @@ class SharedMemory(Communicator):
     """
 
     def __init__(
-        self, group: Communicator, memory: mmap.mmap, peers: Peers, spins: int, timeout_s: float
+        self, group: Communicator, memory: mmap.mmap, peers: Peers, spins: int, timeouts: Timeouts
     ) -> None:
         self.rank, self.size = group.rank, group.size
         self._group, self._peers = group, peers
-        self._spins, self._timeout_s = spins, timeout_s
+        self._spins, self._timeouts = spins, timeouts
         self._memory = memory
         self._cells = memoryview(memory).cast("q")
         self._own = self.rank * _LINE
         self._others = [rank * _LINE for rank in range(self.size) if rank != self.rank]
         self._phase = 0
         self._parity = 0
-        self._rings = 0
         self._busy = False
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
 
@@ -156,15 +167,16 @@ class SharedMemory(Communicator):
         self._busy = False
         return gathered
 
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
         if not x.is_contiguous():
-            return x.copy_(self.broadcast(x.contiguous(), src))
+            return x.copy_(self.broadcast(x.contiguous(), src, patient=patient))
+        excuse = self._is_running if patient and self.rank != src else _no_excuse
         self._begin()
         for piece in self._pieces(_as_bytes(x)):
             slots = self._slots(piece)
             if self.rank == src:
                 slots[src].copy_(piece)
-            self._meet(_BROADCAST, piece)
+            self._meet(_BROADCAST, piece, excuse)
             if self.rank != src:
                 piece.copy_(slots[src])
             self._end_turn()
@@ -172,18 +184,19 @@ class SharedMemory(Communicator):
         return x
 
     def barrier(self) -> None:
+        pulses = [self._cells[rank * _LINE + _PULSE] for rank in range(self.size)]
+
+        def pulses_since(rank: int) -> bool:
+            before, pulses[rank] = pulses[rank], self._cells[rank * _LINE + _PULSE]
+            return pulses[rank] != before
+
         self._begin()
-        self._meet(_BARRIER, None)
+        self._meet(_BARRIER, None, pulses_since, self._timeouts.start_s)
         self._end_turn()
         self._busy = False
 
-    def ring(self) -> None:
-        self._rings += 1
-        self._cells[self._own + _BELL] = self._rings
-
-    def wait_for_ring(self) -> None:
-        self._rings += 1
-        self._wait_until([_BELL], self._rings, None)
+    def pulse(self) -> None:
+        self._cells[self._own + _PULSE] += 1
 
     def close(self) -> None:
         # The memory itself ends when the last view of it does.
@@ -255,7 +268,13 @@ class SharedMemory(Communicator):
             self._views[key] = slots
         return slots
 
-    def _meet(self, kind: int, piece: Tensor | None) -> None:
+    def _meet(
+        self,
+        kind: int,
+        piece: Tensor | None,
+        excuse: _Excuse = _no_excuse,
+        limit_s: float | None = None,
+    ) -> None:
         """Publish this rank's part of a phase and wait for everybody's."""
         signature = kind if piece is None else _signature(kind, piece)
         cells, signed = self._cells, _SIGNATURE + self._parity
@@ -267,38 +286,59 @@ class SharedMemory(Communicator):
             while cells[line] < phase:
                 spins -= 1
                 if spins < 0:
-                    self._wait_until(self._others, phase, self._timeout_s)
+                    self._wait(excuse, limit_s or self._timeouts.step_s)
             if cells[line + signed] != signature:
                 raise self._parted(line // _LINE, cells[line + signed], signature)
 
-    def _wait_until(self, cells: list[int], value: int, limit_s: float | None) -> None:
-        """Wait for some ranks' cells to reach a value, giving the core to whoever wants it."""
-        started = time.monotonic()
+    def _wait(self, excuse: _Excuse, limit_s: float) -> None:
+        """Wait for all ranks to publish this phase, giving the core to whoever wants it.
+
+        A rank is late once it has gone without an excuse for `limit_s`.
+        """
+        seen_s = time.monotonic()
+        waited_s = 0.0
+        unexcused_s = dict.fromkeys(self._others, 0.0)
         pause = _SHORTEST_SLEEP_S
-        while True:
-            late = [cell for cell in cells if self._cells[cell] < value]
-            if not late:
-                return
-            waited = time.monotonic() - started
-            if waited < _YIELD_S:
+        while late := [line for line in self._others if self._cells[line] < self._phase]:
+            gap_s = min(time.monotonic() - seen_s, _LONGEST_GAP_S)
+            seen_s = time.monotonic()
+            waited_s += gap_s
+            if waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
-            self._peers.look()
-            for cell in late:
-                # What a dead rank has published is final, so it is looked at once more.
-                if cell // _LINE in self._peers.gone and self._cells[cell] < value:
-                    raise RankError(
-                        f"rank {cell // _LINE} of {self.size} has died or left early; "
-                        f"rank {self.rank} was waiting for it"
-                    )
-            if limit_s is not None and waited > limit_s:
-                names = ", ".join(str(cell // _LINE) for cell in late[:8])
-                raise RankError(
-                    f"rank {names} of {self.size} is late: alive, and not heard of for "
-                    f"{limit_s:g} s; it may be stopped, swapping or in another collective"
-                )
+            self._require_alive(late)
+            for line in late:
+                unexcused_s[line] += gap_s
+                # An excuse is not asked for at every look: it may cost a read of a file.
+                if unexcused_s[line] > min(limit_s, 1.0) and excuse(line // _LINE):
+                    unexcused_s[line] = 0.0
+            if overdue := [line for line in late if unexcused_s[line] > limit_s]:
+                raise self._late([line // _LINE for line in overdue], limit_s)
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_SLEEP_S)
+            pause = min(2 * pause, _IDLE_SLEEP_S if waited_s > _IDLE_S else _LONGEST_SLEEP_S)
+
+    def _require_alive(self, late: Sequence[int]) -> None:
+        self._peers.look()
+        for line in late:
+            # What a dead rank has published is final, so it is looked at once more.
+            if line // _LINE in self._peers.gone and self._cells[line] < self._phase:
+                raise RankError(
+                    f"rank {line // _LINE} of {self.size} has died or left early; "
+                    f"rank {self.rank} was waiting for it"
+                )
+
+    def _is_running(self, rank: int) -> bool:
+        return not self._peers.is_stopped(rank)
+
+    def _late(self, ranks: Sequence[int], limit_s: float) -> RankError:
+        if all(self._peers.is_stopped(rank) for rank in ranks):
+            why = "stopped by a signal or a debugger"
+        else:
+            why = "alive, and swapping, starved of its core, or in another collective"
+        return RankError(
+            f"rank {listed(ranks)} of {self.size} is late: nothing heard of it for {limit_s:g} s; "
+            f"it is {why}"
+        )
 
     def _parted(self, other: int, theirs: int, ours: int) -> RankError:
         return RankError(
@@ -400,7 +440,12 @@ def _create(size: int) -> int:
         fd = os.memfd_create(_NAME)
     except OSError:
         return -1
-    os.ftruncate(fd, _total_bytes(size))
+    try:
+        # Taken now: a host that is full would end a rank that touches it later.
+        os.posix_fallocate(fd, 0, _total_bytes(size))
+    except OSError:
+        os.close(fd)
+        return -1
     return fd
 
 

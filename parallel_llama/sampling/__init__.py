@@ -1,6 +1,6 @@
 """From each rank's logits to tokens and log-probabilities: everything after the output layer."""
 
-from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled
+from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled, both, mask_of
 from parallel_llama.sampling.head import sample
 from parallel_llama.sampling.history import History
 from parallel_llama.sampling.noise import gumbel, noise_key
@@ -11,8 +11,10 @@ __all__ = [
     "History",
     "NoTokenLeft",
     "Sampled",
+    "both",
     "gather_logits",
     "gumbel",
+    "mask_of",
     "noise_key",
     "sample",
     "score",

@@ -1,6 +1,6 @@
 """What is to be drawn and what was: the two ends of sampling, as plain data."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from parallel_llama.errors import NumericalError
@@ -56,12 +56,29 @@ class Sampled:
     logprobs: TokenLogprob | None
 
 
+def mask_of(ids: Collection[int]) -> bytes:
+    """The mask that allows some tokens, one at least, and no other."""
+    bits = bytearray(max(ids) // 8 + 1)
+    for token in ids:
+        bits[token // 8] |= 1 << token % 8
+    return bytes(bits)
+
+
+def both(mask: bytes | None, other: bytes | None) -> bytes | None:
+    """The mask of what two masks allow; None allows everything."""
+    if mask is None or other is None:
+        return mask or other
+    n_bytes = min(len(mask), len(other))
+    left, right = (int.from_bytes(each[:n_bytes], "little") for each in (mask, other))
+    return (left & right).to_bytes(n_bytes, "little")
+
+
 class NoTokenLeft(NumericalError):
     """Masks and bans leave some draws no token; `rows` says which, and the others can be drawn."""
 
     def __init__(self, rows: Sequence[int], draws: Sequence[Draw]) -> None:
         super().__init__(
-            f"{draws[rows[0]]}: its grammar, min_tokens and logit_bias allow no token at all, or "
-            "only such as the model cannot give; loosen them"
+            f"{draws[rows[0]]}: its grammar, allowed_token_ids, bad_words, min_tokens and "
+            "logit_bias allow no token at all, or only such as the model cannot give; loosen them"
         )
         self.rows = tuple(rows)

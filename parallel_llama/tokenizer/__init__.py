@@ -3,7 +3,7 @@
 Nothing here knows the model; a tokenizer is told apart from the others by what is in its file.
 """
 
-from parallel_llama.tokenizer.chat import Chat, ChatTemplate, text_of
+from parallel_llama.tokenizer.chat import Chat, ChatTemplate, Message, text_of
 from parallel_llama.tokenizer.loading import load_chat_template, load_tokenizer
 from parallel_llama.tokenizer.streaming import StreamDecoder
 from parallel_llama.tokenizer.vocabulary import Tokenizer, Vocabulary
@@ -11,6 +11,7 @@ from parallel_llama.tokenizer.vocabulary import Tokenizer, Vocabulary
 __all__ = [
     "Chat",
     "ChatTemplate",
+    "Message",
     "StreamDecoder",
     "Tokenizer",
     "Vocabulary",

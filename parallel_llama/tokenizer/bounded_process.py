@@ -120,14 +120,18 @@ class _Child:
     """One process and its two pipes."""
 
     def __init__(self, arguments: list[str]) -> None:
-        # A session of its own, so that Ctrl-C at the terminal reaches the parent alone.
-        self._process = subprocess.Popen(
-            [sys.executable, str(_WORKER), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        command = [sys.executable, str(_WORKER), *arguments]
+        try:
+            # A session of its own, so that Ctrl-C at the terminal reaches the parent alone.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise _not_started(command, error.strerror or str(error)) from error
         self.end = weakref.finalize(self, _end, self._process)
         self.is_idle = False
         for pipe in (self._process.stdin, self._process.stdout):
@@ -136,10 +140,8 @@ class _Child:
             self.exchange(b"", START_LIMIT_S)
         except (TimeoutError, EOFError) as error:
             self.end()
-            raise CheckpointError(
-                f"a process did not start: {sys.executable} {_WORKER.name} {' '.join(arguments)}; "
-                "is all that parallel_llama needs installed for it"
-            ) from error
+            reason = "is all that parallel_llama needs installed for it"
+            raise _not_started(command, reason) from error
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -176,6 +178,10 @@ class _Child:
         value: dict[str, Any] = json.loads(reply)
         self.is_idle = True
         return value
+
+
+def _not_started(command: list[str], reason: str) -> CheckpointError:
+    return CheckpointError(f"a process did not start: {' '.join(command)}; {reason}")
 
 
 def _read(descriptor: int) -> bytes:

@@ -13,21 +13,25 @@ class StreamDecoder:
     once; no piece ends inside a character. A prompt gives the context: after one that spells any
     text the completion keeps its leading space, and the bytes of a character that the prompt left
     unfinished count to the completion. A chat reply begins a text of its own: give no prompt.
+    Special tokens of the completion spell nothing, unless `skip_special` is false.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
-        self._vocabulary = tokenizer.vocabulary
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special: bool = True
+    ) -> None:
+        self._vocabulary, self._skips = tokenizer.vocabulary, True
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
         for id in prompt_ids:
             self.push(id)
+        self._skips = skip_special
 
     def push(self, id: int) -> str:
         """The text that this token completes; it may be empty."""
-        piece = self._vocabulary.piece(id)
+        piece = self._vocabulary.piece(id, skip_special=self._skips)
         if piece and self._at_start:
             self._at_start = False
-            piece = self._vocabulary.first_piece(id)
+            piece = self._vocabulary.first_piece(id, skip_special=self._skips)
         return self._utf8.decode(piece)
 
     def flush(self) -> str:

@@ -1,0 +1,150 @@
+"""Who is there, and are all about to do the same? Asked at a store, before any collective.
+
+Ranks that differ in a file, a setting or a version would compute something, and nobody would
+notice that it is wrong.
+"""
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+
+from parallel_llama.parallel.failures import RankError
+
+_POLL_S = 0.02
+_GOODBYE_S = 1.0
+
+# Facts of up to this length are shown as they are; longer ones are digests of what differs.
+_SHOWN_CHARS = 40
+
+
+@dataclass(frozen=True)
+class Card:
+    """What one rank says of itself: who it is, and by name the facts that must be the same on all.
+
+    `token` tells two processes of one rank apart.
+    """
+
+    rank: int
+    size: int
+    facts: Mapping[str, str]
+    host: str
+    pid: int
+    token: str
+
+    @classmethod
+    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str]) -> "Card":
+        name = socket.gethostname()
+        return cls(rank, size, dict(facts), name, os.getpid(), secrets.token_hex(8))
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Card":
+        return cls(**json.loads(data))
+
+    def encode(self) -> str:
+        return json.dumps(vars(self))
+
+    @property
+    def process(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def meet(store: Store, own: Card, missing: set[int]) -> None:
+    """Wait until every rank is there, and see that all are about to do the same.
+
+    `missing` holds the ranks that are not there yet, brought up to date while this waits.
+
+    Raises: RankError naming what differs and where, on every rank.
+    Collective: every rank calls it. It has no limit of its own.
+    """
+    cards: dict[int, Card] = {}
+    try:
+        _enter(store, own)
+        while len(cards) < own.size:
+            _require_no_objection(store)
+            for rank in range(own.size):
+                if rank not in cards and store.check([f"card/{rank}"]):
+                    cards[rank] = _checked(store, own, store.get(f"card/{rank}"))
+                    missing.discard(rank)
+            if len(cards) < own.size:
+                time.sleep(_POLL_S)
+        require_same([cards[rank] for rank in range(own.size)])
+    except RankError:
+        _say_goodbye(store, own)
+        raise
+
+
+def require_same(cards: Sequence[Card]) -> None:
+    """Raises: RankError for a fact that is not the same on all, naming the ranks that are odd."""
+    for name in {name: None for card in cards for name in card.facts}:
+        values = [card.facts.get(name, "nothing") for card in cards]
+        usual = _most_common(values)
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if odd:
+            rank, like = odd[0], values.index(usual)
+            told = f"{name}: rank {rank} of {len(cards)} "
+            if max(len(usual), len(values[rank])) <= _SHOWN_CHARS:
+                told += f"has {values[rank]} and rank {like} has {usual}"
+            else:
+                told += f"has another one than rank {like}"
+            more = f"; so do {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise RankError(
+                f"the ranks are not about to do the same. {told}{more}. Start all of them with the "
+                "same command, files and versions"
+            )
+
+
+def _most_common(values: Sequence[str]) -> str:
+    """The commonest value; rank 0's where it is one of several."""
+    counts = Counter(values)
+    most = max(counts.values())
+    return next(value for value in values if counts[value] == most)
+
+
+def _enter(store: Store, own: Card) -> None:
+    there = store.compare_set(f"card/{own.rank}", "", own.encode())
+    other = Card.decode(there)
+    if other.token != own.token:
+        _object(
+            store,
+            f"two processes are rank {own.rank} of {own.size}: {other.process} and {own.process}; "
+            "give each process a RANK of its own",
+        )
+
+
+def _checked(store: Store, own: Card, data: bytes) -> Card:
+    card = Card.decode(data)
+    if card.size != own.size:
+        _object(
+            store,
+            f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {card.rank} "
+            f"({card.process}) one of {card.size}; give all the same WORLD_SIZE",
+        )
+    return card
+
+
+def _object(store: Store, message: str) -> None:
+    """Let everybody hear what is wrong, whoever has found it."""
+    raise RankError(store.compare_set("objection", "", message).decode())
+
+
+def _require_no_objection(store: Store) -> None:
+    if store.check(["objection"]):
+        raise RankError(store.get("objection").decode())
+
+
+def _say_goodbye(store: Store, own: Card) -> None:
+    """Wait a moment for the others to hear of it too: the store may end with this rank."""
+    store.set(f"goodbye/{own.rank}", "")
+    deadline = time.monotonic() + _GOODBYE_S
+    there = [rank for rank in range(own.size) if store.check([f"card/{rank}"])]
+    while time.monotonic() < deadline:
+        if all(store.check([f"goodbye/{rank}"]) for rank in there):
+            return
+        time.sleep(_POLL_S)

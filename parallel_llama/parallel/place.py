@@ -1,0 +1,94 @@
+"""Where a process stands among the ranks, as whoever started it has said. Imports no torch."""
+
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+from parallel_llama.errors import UsageError
+
+# The number of the socket that rank 0 has inherited, bound to MASTER_ADDR and MASTER_PORT.
+STORE_FD = "PARALLEL_LLAMA_STORE_FD"
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process's number among `size` ranks, and where they meet.
+
+    `bound` is the number of a socket that is bound to the address already, for rank 0 to listen at.
+    `is_served` says that somebody else keeps the store there, as torchrun's agent does; else rank 0
+    keeps it.
+    """
+
+    rank: int
+    size: int
+    host: str = ""
+    port: int = 0
+    bound: int | None = None
+    is_served: bool = False
+
+
+def world() -> tuple[int, int]:
+    """This process's rank and the number of ranks, from torchrun's environment; (0, 1) without.
+
+    Raises: UsageError if RANK and WORLD_SIZE are not a rank and a number of ranks.
+    """
+    texts = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if texts == (None, None):
+        return 0, 1
+    rank, size = (int(t) if t and t.isascii() and t.isdigit() else -1 for t in texts)
+    if not 0 <= rank < size:
+        raise UsageError(
+            f"RANK={texts[0]!r} and WORLD_SIZE={texts[1]!r}: need integers, "
+            "0 <= RANK < WORLD_SIZE; start with torchrun, or unset both"
+        )
+    return rank, size
+
+
+def place_in_environment() -> Place:
+    """This process's place from torchrun's environment; one rank alone without it.
+
+    The bound socket can be taken once: another call does not find it.
+
+    Raises: UsageError for an environment that is incomplete.
+    """
+    rank, size = world()
+    if size == 1:
+        return Place(0, 1)
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise UsageError(
+            f"RANK={rank} and MASTER_ADDR={host!r}, MASTER_PORT={port!r}: the ranks need an "
+            "address to meet; start them with torchrun or with --nproc"
+        )
+    bound = os.environ.pop(STORE_FD, None)
+    return Place(
+        rank,
+        size,
+        host,
+        int(port),
+        bound=None if bound is None else int(bound),
+        is_served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def is_started_as_rank() -> bool:
+    """Whether somebody has started this process as one of some ranks, or the only one."""
+    return "RANK" in os.environ
+
+
+def is_under_torchrun() -> bool:
+    """Whether torchrun's agent has started this process."""
+    return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+
+
+def end_with_parent() -> None:
+    """From here on the system ends this process when its parent ends.
+
+    More exactly: when the thread does that started it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

@@ -1,0 +1,186 @@
+"""Collectives of ranks on several hosts, or on one without shared memory: torch's own.
+
+gloo carries tensors on the CPU, NCCL those on CUDA. Their errors do not say which rank they are
+about, so every rank's heart beats at the store, and who fails looks whose has stopped.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from parallel_llama.parallel.collectives import Communicator, Timeouts
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.patience import Result, listed, within
+
+# What a rank that waits for work waits at the most: rank 0 may be waiting for a person.
+_IDLE_LIMIT = timedelta(days=365)
+
+_BEAT_S = 0.2
+_LISTEN_S = 4 * _BEAT_S
+_ANSWER_S = 1.0  # for what a store that is there answers in a millisecond
+_PULSE_S, _POLL_S = 1.0, 0.05
+
+
+class ProcessGroup(Communicator):
+    """A process group of torch whose ranks have met at a store.
+
+    `leave` is called once, on close. Every group's rank numbers must be the world's.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        store: Store,
+        timeouts: Timeouts,
+        leave: Callable[[], None],
+    ) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group, self._timeouts = group, timeouts
+        self._leave: Callable[[], None] | None = leave
+        self._signs = _Signs(store, self.rank, self.size)
+        self._n_barriers = 0
+        self._pulsed_s = 0.0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            return x.copy_(self.all_reduce(x.contiguous()))
+        try:
+            dist.all_reduce(x, group=self._group)
+        except RuntimeError as error:
+            raise self._failed("all_reduce", error) from error
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        if x.numel() == 0:
+            return gathered
+        try:
+            dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self._group)
+        except RuntimeError as error:
+            raise self._failed("all_gather", error) from error
+        return gathered
+
+    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+        if not x.is_contiguous():
+            return x.copy_(self.broadcast(x.contiguous(), src, patient=patient))
+        try:
+            if patient and self.rank != src:
+                self._receive(x, src)
+            else:
+                dist.broadcast(x, src, group=self._group)
+        except RuntimeError as error:
+            raise self._failed("broadcast", error) from error
+        return x
+
+    def barrier(self) -> None:
+        """At the store, where a rank can be seen to pulse."""
+        self._n_barriers += 1
+        self._signs.give(f"barrier {self._n_barriers}", "")
+        pulses: dict[int, bytes] = {}
+        heard_s = dict.fromkeys(range(self.size), time.monotonic())
+        while missing := self._signs.missing(f"barrier {self._n_barriers}"):
+            now = time.monotonic()
+            for rank in missing:
+                pulse = self._signs.seen("pulse", rank)
+                if pulse != pulses.setdefault(rank, pulse):
+                    pulses[rank], heard_s[rank] = pulse, now
+            if late := [rank for rank in missing if now - heard_s[rank] > self._timeouts.start_s]:
+                raise RankError(
+                    f"rank {listed(late)} of {self.size} is late: nothing heard of it for "
+                    f"{self._timeouts.start_s:g} s"
+                )
+            time.sleep(_POLL_S)
+
+    def pulse(self) -> None:
+        now = time.monotonic()
+        if now - self._pulsed_s > _PULSE_S:
+            self._pulsed_s = now
+            self._signs.give("pulse", str(now))
+
+    def close(self) -> None:
+        if self._leave is not None:
+            leave, self._leave = self._leave, None
+            self._signs.end()
+            leave()
+
+    def _receive(self, x: Tensor, src: int) -> None:
+        """A broadcast whose source may take its time: it comes or the connection ends."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = src, _IDLE_LIMIT
+        self._group.broadcast([x], options).wait(_IDLE_LIMIT)
+
+    def _failed(self, what: str, error: RuntimeError) -> RankError:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return RankError(
+            f"{what} failed on rank {self.rank} of {self.size}: {self._culprits()} ({reason[:200]})"
+        )
+
+    def _culprits(self) -> str:
+        try:
+            silent = self._signs.silent()
+        except RankError as error:
+            return str(error)
+        if silent:
+            return f"rank {listed(silent)} has died, is stopped or cannot be reached"
+        return "every rank is alive, so one is late or in another collective"
+
+
+class _Signs:
+    """What ranks show each other at their store; a thread keeps the heart beating.
+
+    Raises: RankError from every question that the store does not answer.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+
+    def give(self, what: str, value: str) -> None:
+        """Show something to all."""
+        self._ask(lambda: self._store.set(f"{what}/{self._rank}", value))
+
+    def seen(self, what: str, rank: int) -> bytes:
+        """What a rank has shown last; nothing where it has not."""
+        return self._ask(lambda: self._read(f"{what}/{rank}"))
+
+    def missing(self, what: str) -> list[int]:
+        """The ranks that have not shown it."""
+        keys = {rank: f"{what}/{rank}" for rank in range(self._size)}
+        return self._ask(lambda: [r for r, key in keys.items() if not self._store.check([key])])
+
+    def silent(self) -> list[int]:
+        """The other ranks whose hearts have stopped; it listens for some beats."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        before = {rank: self.seen("heart", rank) for rank in others}
+        time.sleep(_LISTEN_S)
+        return [rank for rank in others if self.seen("heart", rank) == before[rank]]
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _beat(self) -> None:
+        n_beats = 0
+        try:
+            while not self._ended.wait(_BEAT_S):
+                n_beats += 1
+                self._store.set(f"heart/{self._rank}", str(n_beats))
+        except RuntimeError:  # the store has ended, and with it who kept it
+            pass
+
+    def _read(self, key: str) -> bytes:
+        return self._store.get(key) if self._store.check([key]) else b""
+
+    def _ask(self, question: Callable[[], Result]) -> Result:
+        try:
+            return within(_ANSWER_S, question)
+        except (TimeoutError, RuntimeError) as error:
+            raise RankError(
+                "the store where the ranks met does not answer: its keeper, rank 0 or torchrun's "
+                "agent beside it, has died, is stopped or cannot be reached"
+            ) from error
