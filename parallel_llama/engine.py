@@ -301,7 +301,7 @@ class Engine:
     def _context(self, request: Request) -> bytes:
         """What shapes keys and values beside the tokens before them."""
         salt = (request.params.cache_salt or "").encode()
-        return struct.pack("<q", base_len(self.runner.args, _total_len(request))) + salt
+        return struct.pack("<q", base_len(self.runner.args, len(request.prompt))) + salt
 
     def _draft(self, choice: Choice, most: int) -> Sequence[int]:
         """Guesses at the next tokens: none where a grammar has to see each token first."""
@@ -318,7 +318,7 @@ class Engine:
         The middle of a prompt wants none, and a forward gives one at least.
         """
         pieces = [
-            Piece(work.tokens, work.start, work.choice.blocks, _total_len(work.choice.request))
+            Piece(work.tokens, work.start, work.choice.blocks, work.choice.n_prompt)
             for work in works
         ]
         return self.runner.forward(pieces, rows or [0])
@@ -539,7 +539,3 @@ def _warn_if_early(request: Request, n_drawn: int) -> None:
             n_drawn,
             request.params.min_tokens,
         )
-
-
-def _total_len(request: Request) -> int:
-    return len(request.prompt) + request.max_tokens

@@ -20,17 +20,16 @@ from parallel_llama.config import ModelArgs, RopeScaling
 _MAX_TABLES = 64
 
 
-def frequencies(args: ModelArgs, total_len: int) -> tuple[Tensor, float]:
+def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
     """Radians per position of each rotary pair, and the factor on cos and sin.
 
-    `total_len` is the longest the sequence may become (prompt and new tokens); only dynamic
-    scaling looks at it, and so its base stays fixed for the life of a request.
+    `n_tokens` is the length of the sequence, at which dynamic scaling alone looks.
 
     Shapes: [head_dim / 2] float64.
     """
     base, scaling = args.rope_theta, args.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
-        base = _dynamic_base(args, scaling, total_len)
+        base = _dynamic_base(args, scaling, n_tokens)
     pair = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
     freqs = base ** (-pair / args.head_dim)
     if scaling is None or scaling.kind == "dynamic":
@@ -48,6 +47,11 @@ class RotaryTables:
     """The rotations of every position, computed when a position is first asked for and kept.
 
     `dtype` is that of the model; the tables have at least float32.
+
+    Dynamic scaling raises the base with the length that a sequence has when a token comes: the
+    prompt's tokens come at once, and each later one makes it longer by itself. So nothing depends
+    on how long the sequence may become, and keys keep the rotation that they were given, as with
+    transformers' generate.
     """
 
     def __init__(self, args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,29 +59,40 @@ class RotaryTables:
         self._args, self._dtype, self._device = args, wide.to_complex(), device
         self._tables: dict[int, Tensor] = {}
 
-    def rows(self, positions: range, total_len: int) -> Tensor:
-        """Rotations of consecutive positions in a sequence that may grow to `total_len`.
+    def rows(self, positions: range, n_prompt: int) -> Tensor:
+        """Rotations of consecutive positions in a sequence that began with `n_prompt` tokens.
 
         Shapes: [T, 1, head_dim / 2] complex.
         """
-        key = base_len(self._args, total_len)
+        n_together = base_len(self._args, n_prompt)
+        if not n_together or positions.stop <= n_together:
+            return self._from_table(positions, n_prompt)
+        together = range(positions.start, max(positions.start, n_together))
+        alone = [range(at, at + 1) for at in range(together.stop, positions.stop)]
+        rows = torch.cat([rotations(self._args, position, position.stop) for position in alone])
+        rows = rows.to(device=self._device, dtype=self._dtype)
+        return torch.cat([self._from_table(together, n_prompt), rows]) if together else rows
+
+    def _from_table(self, positions: range, n_tokens: int) -> Tensor:
+        """Rotations of positions in a sequence of this length."""
+        key = base_len(self._args, n_tokens)
         table = self._tables.get(key)
         if table is None or len(table) < positions.stop:
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
             # Twice what is asked for, so that a growing sequence rarely asks again.
-            table = rotations(self._args, range(2 * positions.stop), total_len)
+            table = rotations(self._args, range(2 * positions.stop), n_tokens)
             table = table.to(device=self._device, dtype=self._dtype)
             self._tables[key] = table
         return table[positions.start : positions.stop]
 
 
-def rotations(args: ModelArgs, positions: range, total_len: int) -> Tensor:
+def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:
     """exp(i angle) of every position and pair, times the factor of the scaling.
 
     Shapes: [T, 1, head_dim / 2] complex128.
     """
-    freqs, scale = frequencies(args, total_len)
+    freqs, scale = frequencies(args, n_tokens)
     at = torch.arange(positions.start, positions.stop, dtype=torch.float64)
     angles = at[:, None, None] * freqs
     return torch.polar(torch.full_like(angles, scale), angles)
@@ -103,24 +118,24 @@ def interleaved(rows: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).flatten(0, 2)
 
 
-def base_len(args: ModelArgs, total_len: int) -> int:
+def base_len(args: ModelArgs, n_tokens: int) -> int:
     """The length that a dynamic base goes by; 0 where the base is the same for all sequences.
 
-    Keys of the same tokens are the same in two sequences where this is.
+    Keys of the same tokens are the same in two sequences where this is for their prompts.
     """
     scaling = args.rope_scaling
     if scaling is None or scaling.kind != "dynamic":
         return 0
-    return max(total_len, _trained_len(args, scaling))
+    return max(n_tokens, _trained_len(args, scaling))
 
 
 def _trained_len(args: ModelArgs, scaling: RopeScaling) -> int:
     return scaling.original_max_seq_len or args.max_seq_len
 
 
-def _dynamic_base(args: ModelArgs, scaling: RopeScaling, total_len: int) -> float:
+def _dynamic_base(args: ModelArgs, scaling: RopeScaling, n_tokens: int) -> float:
     """Source: NTK-aware scaling as in transformers' dynamic rotary embedding."""
-    stretch = scaling.factor * base_len(args, total_len) / _trained_len(args, scaling)
+    stretch = scaling.factor * base_len(args, n_tokens) / _trained_len(args, scaling)
     stretch -= scaling.factor - 1
     return float(args.rope_theta * stretch ** (args.head_dim / (args.head_dim - 2)))
 

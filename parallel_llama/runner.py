@@ -34,14 +34,14 @@ _MAX_SINGLES = 9
 class Piece:
     """Consecutive tokens of one sequence, the first of them at position `start`.
 
-    `blocks` is the sequence's block table as far as the piece's last token, or longer; `total_len`
-    is the most tokens that the sequence may come to.
+    `blocks` is the sequence's block table as far as the piece's last token, or longer; `n_prompt`
+    is the number of tokens that the sequence began with.
     """
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
-    total_len: int
+    n_prompt: int
 
     @property
     def positions(self) -> range:
@@ -123,7 +123,7 @@ class Runner:
         singles: dict[int, tuple[slice, ...]] = {}
         for piece in pieces:
             positions = piece.positions
-            assert positions and positions.stop <= piece.total_len
+            assert positions
             if self._has_kernels and len(positions) <= _MAX_SINGLES:
                 seen = slices_of(piece.blocks, block_size, positions.stop)
                 for row in reversed(range(len(tokens), len(tokens) + len(positions))):
@@ -133,7 +133,7 @@ class Runner:
                 windows += self._windows(len(tokens), positions, piece.blocks)
             tokens += piece.tokens
             slots += slots_of(piece.blocks, block_size, positions)
-            rotations.append(self.rotary.rows(positions, piece.total_len))
+            rotations.append(self.rotary.rows(positions, piece.n_prompt))
         ids = self._int64((tokens, slots))
         return Batch(
             tokens=ids[0],

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_folder import write_chat_folder
+from tiny_models import TINY_MODELS, write_hf
 from transformers import AutoModelForCausalLM
 
-from parallel_llama import LLM
+from parallel_llama import LLM, SamplingParams
 from parallel_llama.config import load_model_args
 from parallel_llama.errors import UsageError
 from parallel_llama.intake import Intake
@@ -71,3 +72,43 @@ def test_a_chat_is_a_prompt_beside_texts_token_ids_and_messages(folder: Path) ->
     assert chat.prompt == listed.prompt
     with pytest.raises(UsageError, match=r"prompt 1: messages\[0\] has content=7"):
         intake(folder).requests(["a", [{"role": "user", "content": 7}]])
+
+
+def test_dynamic_rope_scaling_gives_the_tokens_of_transformers_whatever_max_tokens_is(
+    tmp_path: Path,
+) -> None:
+    """The first tokens changed with the number that was asked for."""
+    folder = write_hf(TINY_MODELS["6/6 dynamic"], tmp_path / "dynamic")  # trained for 12 tokens
+    with LLM(str(folder), dtype="float64", kv_cache_bytes=4 << 20, block_size=4) as llm:
+        room = llm.intake.max_seq_len
+        for n_prompt in (5, 12, 13, 20):
+            # A new one: it keeps the base of the longest sequence that it has seen.
+            theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+            prompt = TOKENS * 3
+            ids = torch.tensor([prompt[:n_prompt]])
+            expected = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=room - n_prompt,
+                do_sample=False,
+                eos_token_id=None,
+            )[0, n_prompt:].tolist()
+            for n_new in (1, 4, room - n_prompt):
+                params = SamplingParams(max_tokens=n_new, ignore_eos=True)
+                (completion,) = llm.generate(prompt[:n_prompt], params)
+                assert list(completion.tokens) == expected[:n_new]
+
+
+def test_dynamic_rope_scaling_survives_preemption_and_the_prefix_cache(tmp_path: Path) -> None:
+    folder = write_hf(TINY_MODELS["6/6 dynamic"], tmp_path / "dynamic")
+    prompts = [(TOKENS * 3)[:n] for n in (5, 11, 14, 20, 11, 3)]
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    alone = []
+    for prompt in prompts:
+        with LLM(str(folder), dtype="float64", kv_cache_bytes=1 << 20) as llm:
+            alone += [each.tokens for each in llm.generate(prompt, params)]
+    with LLM(str(folder), dtype="float64", kv_cache_bytes=1536 * 45, block_size=1) as small:
+        for _ in range(2):
+            assert [each.tokens for each in small.generate(prompts, params)] == alone
+        assert small.engine.scheduler.n_preempted > 0
+        assert small.engine.scheduler.n_prefix_tokens > 0

@@ -122,7 +122,20 @@ def test_tables_grow_and_keep_one_base_per_length_where_scaling_is_dynamic():
     dynamic = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0))
     for args in (ARGS, dynamic):
         tables = RotaryTables(args, dtype=torch.float64, device=torch.device("cpu"))
-        for total_len in (200, 130, *range(201, 300), 200):
+        for n_prompt in (200, 130, *range(201, 300), 200):
             for positions in (range(0, 3), range(120, 125)):
-                own = tables.rows(positions, total_len)
-                assert torch.equal(own, rotations(args, positions, total_len))
+                own = tables.rows(positions, n_prompt)
+                assert torch.equal(own, rotations(args, positions, n_prompt))
+
+
+def test_with_dynamic_scaling_each_token_behind_the_prompt_has_the_base_of_its_own_length():
+    """The base went by the longest that a sequence might become, and max_tokens changed tokens."""
+    args = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0))  # trained for 128
+    tables = RotaryTables(args, dtype=torch.float64, device=torch.device("cpu"))
+    for n_prompt in (1, 100, 128, 129, 150):
+        expected = torch.cat(
+            [rotations(args, range(at, at + 1), max(n_prompt, at + 1, 128)) for at in range(200)]
+        )
+        for positions in (range(0, 200), range(90, 150), range(140, 141), range(150, 155)):
+            own = tables.rows(positions, n_prompt)
+            assert torch.equal(own, expected[positions.start : positions.stop])

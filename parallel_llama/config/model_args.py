@@ -29,9 +29,9 @@ MAX_SIZES = {
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    kind `linear` divides positions by `factor`; `dynamic` raises the base with the sequence length
-    (fixed per request); `llama3` and `yarn` treat low and high frequencies differently; `factors`
-    divides each frequency by its own number (GGUF files carry llama3 scaling in this form).
+    kind `linear` divides positions by `factor`; `dynamic` raises the base with the length that the
+    sequence has when a token comes; `llama3` and `yarn` treat low and high frequencies differently;
+    `factors` divides each frequency by its own number (GGUF files carry llama3 scaling so).
 
     Raises: UsageError for a value that no rotary table can be computed from.
     Source: linear arXiv 2306.15595; yarn arXiv 2309.00071; llama3 as in Meta's llama-models.
