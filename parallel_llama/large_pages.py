@@ -7,7 +7,7 @@ Source: Linux's admin guide, "Transparent Hugepage Support".
 """
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -15,30 +15,34 @@ from torch import Tensor, nn
 _LINE_BYTES = 64  # of a cache: where a weight begins
 
 
-def move_to_large_pages(parameters: Iterable[nn.Parameter]) -> None:
-    """Lay weights end to end in one stretch of the CPU's memory.
+class LargePages:
+    """One stretch of the CPU's memory with room for some weights, which move there end to end."""
 
-    Parameters that share memory go on sharing it; never is more than one weight held twice.
-    """
-    owners: dict[int, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.numel():
-            owners.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-    sizes = [_rounded(sharing[0].untyped_storage().nbytes()) for sharing in owners.values()]
-    memory = _large_pages(sum(sizes))
-    start = 0
-    for sharing, size in zip(owners.values(), sizes, strict=True):
-        old = sharing[0].untyped_storage()
-        new = memory[start : start + old.nbytes()]
-        new.copy_(torch.empty(0, dtype=torch.uint8).set_(old))
-        for parameter in sharing:
-            whole = new.view(parameter.dtype)
-            parameter.data = whole.as_strided(
-                parameter.shape,
-                parameter.stride(),
-                whole.storage_offset() + parameter.storage_offset(),
-            )
-        start += size
+    def __init__(self, parameters: Collection[nn.Parameter]) -> None:
+        self._memory = _large_pages(sum(_rounded(each.nbytes) for each in parameters))
+        self._n_used = 0
+
+    def move(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Move weights here that are there by now, so that none is held twice for long.
+
+        Parameters that share memory go on sharing it.
+        """
+        owners: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.numel():
+                owners.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+        for sharing in owners.values():
+            old = sharing[0].untyped_storage()
+            new = self._memory[self._n_used : self._n_used + old.nbytes()]
+            new.copy_(torch.empty(0, dtype=torch.uint8).set_(old))
+            for parameter in sharing:
+                whole = new.view(parameter.dtype)
+                parameter.data = whole.as_strided(
+                    parameter.shape,
+                    parameter.stride(),
+                    whole.storage_offset() + parameter.storage_offset(),
+                )
+            self._n_used += _rounded(old.nbytes())
 
 
 def _rounded(n_bytes: int) -> int:

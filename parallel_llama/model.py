@@ -15,7 +15,7 @@ from parallel_llama.attention import Attention, Batch
 from parallel_llama.cache import KVCache
 from parallel_llama.config import ModelArgs
 from parallel_llama.kernels import make_swiglu
-from parallel_llama.large_pages import move_to_large_pages
+from parallel_llama.large_pages import LargePages
 from parallel_llama.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -115,6 +115,7 @@ class Transformer(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
+        self._large_pages: LargePages | None = None  # on a CPU, from the first weight on
         self.tok_embeddings = VocabParallelEmbedding(
             share.vocab, args.dim, comm, dtype=dtype, device=device
         )
@@ -170,21 +171,27 @@ class Transformer(nn.Module):
                 f"parameter {name} is {list(current.shape)} {current.dtype} on this rank, "
                 f"got {list(value.shape)} {value.dtype}"
             )
+        if self._large_pages is None and value.device.type == "cpu":
+            self._large_pages = LargePages(list(self.parameters()))
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+        top, number = (*name.split(".", 2), "")[:2]
+        self._settle(self.get_submodule(f"{top}.{number}" if top == "layers" else top))
 
     def complete(self) -> None:
-        """Pack the blocks, once every parameter is filled; `forward` works from here on.
-
-        On a CPU the weights move to memory that is read fastest.
+        """See that every parameter is filled; `forward` works from here on.
 
         Raises: ValueError if a parameter was never filled.
         """
         missing = [name for name, value in self.named_parameters() if value.is_meta]
         if missing:
             raise ValueError(f"{len(missing)} parameters were never filled: {missing[:10]}")
-        for block in self.layers:
-            assert isinstance(block, TransformerBlock)
-            block.attention.pack()
-            block.feed_forward.pack()
-        if self.norm.weight.device.type == "cpu":
-            move_to_large_pages(self.parameters())
+
+    def _settle(self, part: nn.Module) -> None:
+        """Pack a part of the model once it is whole, in the memory that is read fastest."""
+        if any(parameter.is_meta for parameter in part.parameters()):
+            return
+        if isinstance(part, TransformerBlock):
+            part.attention.pack()
+            part.feed_forward.pack()
+        if self._large_pages is not None:
+            self._large_pages.move(part.parameters())

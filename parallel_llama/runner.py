@@ -5,6 +5,7 @@ stop conditions; every rank calls it with the same pieces.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.kernels import SingleQueries, prepare
 from parallel_llama.model import Transformer
 from parallel_llama.parallel import Communicator
-from parallel_llama.plan import ShardPlan
+from parallel_llama.plan import ShardPlan, Share
 from parallel_llama.rope import RotaryTables
 from parallel_llama.sampling import gather_logits
 
@@ -57,8 +58,7 @@ class Runner:
         weight = model.norm.weight
         self.dtype, self.device = weight.dtype, weight.device
         self.rotary = RotaryTables(args, dtype=self.dtype, device=self.device)
-        groups = {len(run.heads) // len(run.kv_heads) for run in self.share.runs}
-        self._has_kernels = prepare(self.dtype, self.device, args.head_dim, groups)
+        self._has_kernels = _compile(args, self.share, self.dtype, self.device)
         self.reserve(0, 1)
 
     @classmethod
@@ -80,9 +80,12 @@ class Runner:
         """
         share = plan.shares[comm.rank]
         model = Transformer(args, share, comm, dtype=dtype, device=torch.device("meta"))
-        for name, value in load(checkpoint, args, share, dtype, device, on_bytes):
-            model.assign(name, value)
-        model.complete()
+        with ThreadPoolExecutor(1) as thread:
+            compiled = thread.submit(_compile, args, share, dtype, device)  # beside the reading
+            for name, value in load(checkpoint, args, share, dtype, device, on_bytes):
+                model.assign(name, value)
+            model.complete()
+            compiled.result()
         return cls(args, plan, comm, model)
 
     def reserve(self, n_blocks: int, block_size: int) -> None:
@@ -172,3 +175,9 @@ class Runner:
         shape = (len(positions), positions.stop)
         hidden = torch.full(shape, -torch.inf, dtype=self.dtype, device=self.device)
         return hidden.triu(positions.start + 1)
+
+
+def _compile(args: ModelArgs, share: Share, dtype: torch.dtype, device: torch.device) -> bool:
+    """Make the kernels of a rank's model; whether there are any. A second time it costs nothing."""
+    groups = {len(run.heads) // len(run.kv_heads) for run in share.runs}
+    return prepare(dtype, device, args.head_dim, groups)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from parallel_llama.large_pages import move_to_large_pages
+from parallel_llama.large_pages import LargePages
 
 
 def parameter(value: Tensor) -> nn.Parameter:
@@ -18,7 +18,9 @@ def test_weights_are_the_same_after_the_move_and_share_what_they_shared():
     none = parameter(torch.empty(0, 4))
     moved = [whole, part, turned, small, wide, none]
     before = [(value.clone(), value.stride(), value.data_ptr()) for value in moved]
-    move_to_large_pages(moved)
+    pages = LargePages(moved)
+    pages.move(moved[:4])  # some of them, and later the others
+    pages.move(moved[4:])
     for value, (content, stride, address) in zip(moved, before, strict=True):
         assert torch.equal(value, content) and value.stride() == stride
         assert value.data_ptr() != address or value is none
@@ -29,5 +31,6 @@ def test_weights_are_the_same_after_the_move_and_share_what_they_shared():
 
 
 def test_nothing_to_move_is_no_trouble():
-    move_to_large_pages([parameter(torch.empty(0, 4))])
-    move_to_large_pages([])
+    none = parameter(torch.empty(0, 4))
+    LargePages([none]).move([none])
+    LargePages([]).move([])

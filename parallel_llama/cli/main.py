@@ -4,12 +4,12 @@
 pipe has gone, as of any program that the system ends for it.
 """
 
+import gc
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import fire
 
@@ -104,6 +104,7 @@ def _run(argv: list[str]) -> int:
     except HelpRequested:
         print(arguments.help_text(verb))
         return DONE
+    gc.enable()
     return execute(job, argv)
 
 
@@ -139,6 +140,8 @@ def overview() -> str:
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # not for every start
+
     try:
         return version("parallel_llama")
     except PackageNotFoundError:

@@ -1,8 +1,10 @@
 """A loaded model for the length of one command, on every rank that the command runs on."""
 
+import gc
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from parallel_llama.cli.progress import Meter
@@ -32,7 +34,8 @@ def lead(work: Callable[[Any], int], command: str, model: str, **options: Any) -
             activity.what = f"waiting for rank {listed(missing)} of {world()[1]}"
 
     # The other ranks share rank 0's terminal.
-    with Activity("loading torch", sys.stderr if leads() else io.StringIO()) as activity:
+    stream = sys.stderr if leads() else io.StringIO()
+    with _no_garbage(), Activity("loading torch", stream) as activity:
         # torch and the model come in here: what is above this line starts at once.
         from parallel_llama.llm import LLM
 
@@ -43,6 +46,17 @@ def lead(work: Callable[[Any], int], command: str, model: str, **options: Any) -
         line = capacity_line(llm.engine.capacity, llm.intake.max_seq_len)
         print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
         return work(llm)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """For a time in which all that is made lives on: nothing looks through it, then or later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def capacity_line(capacity: Any, max_seq_len: int) -> str:

@@ -6,9 +6,10 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Grammar
@@ -44,8 +45,7 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        self._table = TokenTable(tokenizer, vocab_size, eos_ids)
-        self._tokenizer = self._table.to_llguidance()
+        self._vocabulary = tokenizer, vocab_size, eos_ids
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -65,6 +65,15 @@ class GrammarCompiler:
             self._keep(grammar, start)
             state = start.deep_copy()
         return Matcher(state, self._table, begins_text=begins_text)
+
+    # Made for the first grammar: a model that is never given one starts sooner without.
+    @cached_property
+    def _table(self) -> TokenTable:
+        return TokenTable(*self._vocabulary)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        return self._table.to_llguidance()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         problem = _try(grammar)
