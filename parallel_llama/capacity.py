@@ -19,7 +19,9 @@ CPU_SHARE, CUDA_SHARE = 0.5, 0.9
 # On the CPU no more than this without being asked: beside the model there are other programs.
 MAX_CPU_BYTES = 2 << 30
 
-_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    r"can('t|not) allocate memory|not enough memory|out of memory", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,10 @@ def memory_for(what: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         text = str(error)
         # torch has no error of its own for the CPU's memory.
-        if isinstance(error, RuntimeError) and not _NO_MEMORY.search(text):
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text):
             raise
         asked = re.search(r"(\d+) bytes", text)
         size = f" ({asked[1]} bytes at once)" if asked else ""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel_llama.attention import Batch, Window
 from parallel_llama.cache import KVCache, slices_of, slots_of, without_last
+from parallel_llama.capacity import memory_for
 from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.config import ModelArgs
 from parallel_llama.kernels import SingleQueries, prepare
@@ -102,7 +103,8 @@ class Runner:
         their order, where they are given, which spares the last block most of its work.
         Collective: 2 n_layers + 1 all_reduces.
         """
-        return self.model(self._batch(pieces, rows), self.cache)  # type: ignore[no-any-return]
+        with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
+            return self.model(self._batch(pieces, rows), self.cache)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

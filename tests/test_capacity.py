@@ -1,6 +1,11 @@
 """How many tokens the KV cache holds: what the system says, and what the ranks make of it."""
 
+import mmap
+import resource
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +20,9 @@ from parallel_llama.capacity import (
     agree_on_capacity,
     available_memory,
     check_one_block_fits,
+    memory_for,
 )
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.parallel import Communicator, Solo
 from parallel_llama.plan import make_plan
 
@@ -75,6 +81,57 @@ def test_a_container_of_version_1_has_a_limit_too(tmp_path):
 def test_a_container_beyond_its_limit_has_nothing_left(tmp_path):
     write(tmp_path, {MEMINFO_FILE: MEMINFO, f"{V2}.max": "100", f"{V2}.current": "200"})
     assert available_memory(tmp_path) == 0
+
+
+def test_a_limit_of_the_address_space_is_heeded():
+    """`ulimit -v`; the cache was sized as if there were none, and its allocation failed."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + GIB // 4, hard))
+    try:
+        assert GIB // 8 < available_memory() <= GIB // 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda: torch.empty(1 << 50, dtype=torch.uint8),
+        lambda: mmap.mmap(-1, 1 << 50),
+        lambda: bytearray(1 << 60),
+    ],
+)
+def test_memory_that_cannot_be_had_says_what_to_lower(take: Callable[[], object]):
+    told = pytest.raises(OutOfMemory, match=r"no memory for the cache.*; lower it")
+    with told, memory_for("the cache", "lower it"):
+        take()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a shape"), FileNotFoundError(2, "none", "file")])
+def test_what_is_no_lack_of_memory_stays_what_it_is(error: Exception):
+    with pytest.raises(type(error)) as caught, memory_for("the cache", "lower it"):
+        raise error
+    assert caught.value is error
+
+
+def test_weights_that_find_no_room_end_a_command_with_1():
+    """A traceback."""
+    program = """
+import mmap, pathlib, resource, torch
+from parallel_llama.cli.main import main
+taken = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30), resource.RLIM_INFINITY))
+raise SystemExit(main(
+    "score --model llama-3.2-1b --random-weights 1 --tokens-file /dev/stdin --device cpu".split()
+))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], input="[1, 2]", capture_output=True, text=True
+    )
+    said = [line for line in done.stderr.splitlines() if "memory" in line]
+    assert (done.returncode, done.stderr.count("Traceback"), len(said)) == (1, 0, 1), done.stderr
+    assert said[0].startswith("parallel-llama: there is no memory for the weights")
 
 
 def agree(comm: Communicator, n_bytes: int | None, block_size: int = 16) -> Capacity | str:

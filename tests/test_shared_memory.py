@@ -1,6 +1,7 @@
 """Ranks of one host that share a memory: faults have names, and nothing is left behind."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -118,6 +119,28 @@ def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
     monkeypatch.undo()
     assert int(again.all_reduce(torch.tensor([comm.rank]))) == sum(range(comm.size))
     return "same" if again is comm._group else type(again).__name__
+
+
+def share_without(comm: Communicator, limit: int, room: int) -> str:
+    """Set up once more where rank 0 has no more room than this."""
+    assert isinstance(comm, SharedMemory)
+    soft, hard = resource.getrlimit(limit)
+    if comm.rank == 0:
+        resource.setrlimit(limit, (room, hard))
+    try:
+        again = share(comm._group, Timeouts(5.0, 5.0))
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    assert int(again.all_reduce(torch.tensor([comm.rank]))) == sum(range(comm.size))
+    return "same" if again is comm._group else type(again).__name__
+
+
+@pytest.mark.parametrize(
+    ("limit", "room"), [(resource.RLIMIT_FSIZE, 1 << 16), (resource.RLIMIT_NOFILE, 0)]
+)
+def test_where_rank_0_gets_no_memory_to_share_all_take_gloo(ranks, limit, room):
+    """An OSError, as rank 0 made it, and 60 s of waiting on the others."""
+    assert ranks(2).run(share_without, limit, room) == ["same", "same"]
 
 
 def _refuse(_: dict[int, int]) -> Peers:

@@ -4,6 +4,7 @@
 pipe has gone, as of any program that the system ends for it.
 """
 
+import errno
 import gc
 import json
 import os
@@ -29,6 +30,8 @@ from parallel_llama.parallel.failures import RankError, report_crash, report_err
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
 INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+
+_NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
 
 VERBS: dict[str, Verb] = {
     module.VERB.name: module.VERB
@@ -59,8 +62,13 @@ def exit_code(run: Callable[[], int]) -> int:
     except BrokenPipeError:
         _give_up_stdout()
         return UNHEARD
+    except MemoryError:
+        report_error(_NO_MEMORY)
+        return FAILED
     except OSError as error:
-        if error.filename is not None:
+        if error.errno == errno.ENOMEM:
+            report_error(_NO_MEMORY)
+        elif error.filename is not None:
             report_crash(error)
         else:  # every file has a name but this one
             _give_up_stdout()
