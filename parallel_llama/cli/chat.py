@@ -30,7 +30,7 @@ from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.sampling_flags import FLAGS, SAMPLING, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import lead
-from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, printable
+from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, ending_raises, printable
 from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError
 from parallel_llama.fields import did_you_mean
 from parallel_llama.request import Request, SamplingParams
@@ -133,6 +133,7 @@ class Conversation:
     def run(self, model: str) -> int:
         """Talk until the input ends; Ctrl-C gives up a line or an answer, not the program."""
         ctrl_c_raises()
+        ending_raises()
         self._say(f"{model} on {self.llm.tp_size} rank{'s' * (self.llm.tp_size > 1)}. {HINT}")
         for text in self._lines():
             if text.split()[0] in ("/quit", "/exit"):

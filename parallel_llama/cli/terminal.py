@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TextIO
 
+from parallel_llama.parallel.launch import ENDING_SIGNALS
+
 BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
 KIB = 1024
 
@@ -157,6 +159,17 @@ class Activity:
 def ctrl_c_raises() -> None:
     """From here on Ctrl-C raises KeyboardInterrupt, for work that has something to say of it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ending_raises() -> None:
+    """From here on what would end this process raises SystemExit, and the terminal is restored."""
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 @contextmanager

@@ -30,6 +30,8 @@ from parallel_llama.parallel.place import STORE_FD, Place, end_with_parent
 
 MAX_RANKS = 1024
 
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # by a supervisor, and with the terminal
+
 WRONG_USE = 2  # the exit code of a rank whose message is about what was asked, not about the rank
 
 _LOOK_S = 0.02
@@ -52,7 +54,7 @@ class _Rank:
 class _Asked:
     """What a person or a supervisor has asked of the parent. Units: monotonic seconds."""
 
-    is_terminated: bool = False
+    ended_by: int | None = None  # the number of the signal
     interrupted_s: float | None = None
 
     def deadline(self, interactive: bool) -> float:
@@ -73,9 +75,10 @@ def run_ranks(
     """Run `python -m module *arguments` as `nproc` ranks of this host and return the exit code.
 
     The code is that of the rank that failed first, 1 if a signal ended it, 130 after Ctrl-C, 143
-    after SIGTERM. Rank 0 alone has this process's stdin and stdout, and all have the other files
-    that it has inherited. Rank 0 gets Ctrl-C too: what is not `interactive` is over 4 seconds
-    later; in what is, rank 0 alone decides what Ctrl-C means. The terminal is left as it was found.
+    after SIGTERM, 129 after SIGHUP. Rank 0 alone has this process's stdin and stdout, and all have
+    the other files that it has inherited. Rank 0 gets Ctrl-C too: what is not `interactive` is over
+    4 seconds later; in what is, rank 0 alone decides what Ctrl-C means. The terminal is left as it
+    was found.
 
     Call it from the main thread: signals arrive there, and ranks die with the thread that started
     them.
@@ -292,20 +295,20 @@ def _terminal_kept() -> Iterator[None]:
 
 @contextmanager
 def _listening_to_signals() -> Iterator[_Asked]:
-    """Notes SIGINT and SIGTERM instead of dying of them.
+    """Notes Ctrl-C and what ends a program instead of dying of them.
 
     A handler is not inherited by the ranks, but an ignored signal is: where Ctrl-C is ignored, as
-    in a shell's background job, it stays so.
+    in a shell's background job, or the terminal's end, as with nohup, it stays so.
     """
     asked = _Asked()
 
     def note(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            asked.is_terminated = True
+        if number != signal.SIGINT:
+            asked.ended_by = number
         elif asked.interrupted_s is None:
             asked.interrupted_s = time.monotonic()
 
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, *ENDING_SIGNALS)}
     noted = [n for n, handler in before.items() if handler is not signal.SIG_IGN]
     try:
         for number in noted:
@@ -322,8 +325,8 @@ def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
     while running:
         running = [rank for rank in ranks if rank.process.poll() is None]
         failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
-        if asked.is_terminated:
-            return 128 + signal.SIGTERM
+        if asked.ended_by is not None:
+            return 128 + asked.ended_by
         if failed:
             return _verdict(ranks, failed, asked)
         if time.monotonic() >= asked.deadline(interactive):
