@@ -10,6 +10,7 @@ A step: obey orders -> schedule -> forward -> sample -> decide -> commit.
 import logging
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -224,8 +225,14 @@ class Engine:
     def _reset(self) -> None:
         """Begin without requests and with an empty cache: what it held may be worth nothing."""
         self.pool = BlockPool(self.capacity.n_blocks, self.capacity.block_size)
+        engine = weakref.proxy(
+            self
+        )  # held in turn, weights and cache would outlive their last user
         self.scheduler = Scheduler(
-            self.pool, step_tokens=self.step_tokens, context=self._context, draft=self._draft
+            self.pool,
+            step_tokens=self.step_tokens,
+            context=lambda request: engine._context(request),
+            draft=lambda choice, most: engine._draft(choice, most),
         )
         for own in (
             self._jobs,

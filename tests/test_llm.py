@@ -1,10 +1,12 @@
 """The class that users hold: alone, and in a script of theirs under torchrun."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, zip_longest
@@ -299,6 +301,20 @@ def test_a_grammar_that_ends_before_min_tokens_says_so(
     (completion,) = llm.generate("Hello", params)
     assert len(completion.tokens) < 10
     assert "its grammar ends the completion after 3 tokens, before min_tokens=10" in caplog.text
+
+
+def test_an_llm_that_nobody_holds_has_given_its_memory_back(model: Path) -> None:
+    """It waited for a collection of garbage, 2 GiB of cache a time."""
+    gc.collect()
+    gc.disable()
+    try:
+        with LLM(str(model)) as llm:
+            llm.generate("Hello", SamplingParams(max_tokens=2, n=2))
+            held = weakref.ref(llm.engine), weakref.ref(llm.engine.runner.model)
+        del llm
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 # Scores.
