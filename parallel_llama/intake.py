@@ -160,6 +160,11 @@ class Intake:
                     raise UsageError(f"{name} needs a tokenizer and this model has none")
         if params.grammar is not None:
             self._check_grammar(params.grammar)
+            if params.logit_bias:
+                logger.warning(
+                    "request %d: its logit_bias cannot bring back a token that its grammar forbids",
+                    index,
+                )
         self._check_ids("logit_bias", (token for token, _ in params.logit_bias))
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         return Request(

@@ -10,7 +10,7 @@ from tiny_folder import write_chat_folder
 from tiny_models import TINY_MODELS, write_hf
 from transformers import AutoModelForCausalLM
 
-from parallel_llama import LLM, SamplingParams
+from parallel_llama import LLM, Grammar, SamplingParams
 from parallel_llama.config import load_model_args
 from parallel_llama.errors import UsageError
 from parallel_llama.intake import Intake
@@ -112,3 +112,15 @@ def test_dynamic_rope_scaling_survives_preemption_and_the_prefix_cache(tmp_path:
             assert [each.tokens for each in small.generate(prompts, params)] == alone
         assert small.engine.scheduler.n_preempted > 0
         assert small.engine.scheduler.n_prefix_tokens > 0
+
+
+def test_a_bias_beside_a_grammar_is_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The grammar's mask overrode it without a word."""
+    digits = Grammar("regex", "[0-9]+")
+    intake(folder).request(3, "Hello", SamplingParams(logit_bias={5: 1.0}))
+    intake(folder).request(3, "Hello", SamplingParams(grammar=digits))
+    assert caplog.text == ""
+    intake(folder).request(3, "Hello", SamplingParams(grammar=digits, logit_bias={5: 1.0}))
+    assert "request 3: its logit_bias cannot bring back a token that its grammar" in caplog.text
