@@ -18,3 +18,11 @@ run plan --model smollm2 --nproc 2
 echo
 run generate --model smollm2 --chat --nproc 2 --temperature 0 --max-tokens 64 \
     --prompt "${prompt:-What is the capital of France?}"
+
+cat >&2 <<'NEXT'
+
+Next, for example:
+  .venv/bin/parallel-llama chat --nproc 2
+  .venv/bin/parallel-llama generate --model /path/to/model --prompt "Once upon a time" --nproc 2
+  .venv/bin/parallel-llama plan --model llama-3.1-70b --memory 80 --dtype bfloat16
+NEXT

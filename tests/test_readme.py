@@ -1,0 +1,93 @@
+"""README's blocks, run as they are written: commands, Python, and Python under torchrun."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_folder import write_chat_folder
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [
+    line.split(" #")[0].strip()
+    for language, text in BLOCKS
+    if not language and not text.startswith("parallel_llama/\n")  # the file tree
+    for line in text.splitlines()
+    if line.strip()
+]
+# These install packages, run all tests, or compare speeds for minutes with runtimes of others.
+TOO_MUCH = ("bash launch/", "python -m launch.bench.compare")
+RUN = [command for command in COMMANDS if not command.startswith(TOO_MUCH)]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the blocks name."""
+    desk = tmp_path_factory.mktemp("desk")
+    (desk / "README.md").write_text((ROOT / "README.md").read_text()[:2000])
+    lines = [
+        {"prompt": "Once upon", "max_tokens": 3},
+        {"tokens": [1, 2], "max_tokens": 2, "seed": 7},
+    ]
+    (desk / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    schema = {"type": "object", "properties": {"adult": {"type": "boolean"}}, "required": ["adult"]}
+    (desk / "person.schema.json").write_text(json.dumps(schema))
+    (desk / "example.py").write_text(next(text for text in PYTHON if "example.py" in text))
+    write_chat_folder(desk / "model")
+    shutil.copytree(desk / "model", desk / "another")
+    return desk
+
+
+def run(argv: list[str], desk: Path) -> "subprocess.CompletedProcess[str]":
+    programs = {
+        "parallel-llama": [sys.executable, "-m", "parallel_llama"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+        "python": [sys.executable],
+    }
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*programs[argv[0]], *argv[1:]],
+        cwd=desk,
+        env={**clean, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_every_block_is_known():
+    assert len(PYTHON) == 3 and len(RUN) >= 14
+    assert sum(command.startswith("torchrun") for command in RUN) == 2
+    for script in re.findall(r"bash (launch/\w+\.sh)", "\n".join(COMMANDS)):
+        assert (ROOT / script).is_file()
+
+
+@pytest.mark.parametrize("command", [each for each in RUN if not each.endswith("example.py")])
+def test_a_command(desk: Path, command: str) -> None:
+    if "--output" in command and "--resume" not in command:
+        (desk / "answers.jsonl").unlink(missing_ok=True)
+    command = command.replace("/path/to/", f"{desk}/")
+    done = run(shlex.split(command), desk)
+    assert done.stdout or "--output" in command or " chat " in command
+
+
+@pytest.mark.parametrize("text", PYTHON)
+def test_a_python_block(desk: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "block.py").write_text(text)
+    assert run(["python", str(tmp_path / "block.py")], desk).stdout.strip()
+
+
+def test_the_example_under_torchrun_prints_once(desk: Path) -> None:
+    """Its text came once from each rank, and `llm.close()` ended with an error."""
+    (command,) = [each for each in RUN if each.endswith("example.py")]
+    assert run(shlex.split(command), desk).stdout.count(" seed ") == 1
