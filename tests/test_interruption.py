@@ -202,6 +202,19 @@ def test_ctrl_c_in_a_reshard_says_how_to_go_on(tmp_path: Path) -> None:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=10)
-    assert (process.returncode, out) == (130, "")
+    assert (process.returncode, out) == (130, ""), err
     assert "--resume" in err and "Traceback" not in err
     assert not target.exists()
+
+
+def test_tests_in_the_background_of_a_shell_hear_ctrl_c_too() -> None:
+    """Some two dozen failed there, where the system ignores it."""
+    program = "import conftest, signal; print(signal.getsignal(signal.SIGINT).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert done.stdout == "default_int_handler\n", done.stderr
