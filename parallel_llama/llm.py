@@ -6,6 +6,7 @@ or terminals.
 """
 
 import hashlib
+import os
 import signal
 import threading
 import time
@@ -495,9 +496,12 @@ class _Group:
         self._comm: Communicator | None = None
         self._followers: Followers | None = None
         self._n_threads = torch.get_num_threads()
-        if size > 1 and world() == (0, 1):
-            threads = threads_per_rank(size)
+        if is_started_as_rank():
+            return
+        threads = threads_per_rank(size)
+        if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(min(threads, self._n_threads))
+        if size > 1:
             self._followers = Followers("parallel_llama.cli.follower", settings, size, threads)
 
     def join(
@@ -528,7 +532,7 @@ class _Group:
             self._comm.close()
         if self._followers is not None:
             self._followers.end()
-            torch.set_num_threads(self._n_threads)
+        torch.set_num_threads(self._n_threads)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:

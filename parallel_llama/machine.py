@@ -1,4 +1,4 @@
-"""What the machine gives: how fast its memory is read, and what the ranks hold of it."""
+"""What the machine gives: how fast its memory is read, what ranks hold of it, and its cores."""
 
 import resource
 import sys
@@ -12,6 +12,12 @@ from parallel_llama.parallel import Communicator
 # Together larger than any cache that the ranks have to themselves.
 _TOTAL_BYTES = 1 << 30
 _REPEATS = 5
+
+
+# Of a thread in a second, by other programs or by threads of its own rank: 1 to 15 where each has a
+# core, 85 and more where they share.
+_CROWDED = 50.0
+_LEAST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,3 +48,20 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
         slowest_s.append(float(comm.all_gather(elapsed).max()))
     n_bytes = values.nbytes * comm.size
     return Machine(n_bytes / min(slowest_s), int(peaks.max()))
+
+
+class Interruptions:
+    """How often the system takes the cores from this process's threads, from here on."""
+
+    def __init__(self) -> None:
+        self._began_s, self._before = time.monotonic(), self._count()
+
+    def are_crowded(self) -> bool:
+        """Whether the threads have shared their cores for most of the time, a second at least."""
+        elapsed_s = time.monotonic() - self._began_s
+        per_thread = (self._count() - self._before) / torch.get_num_threads()
+        return elapsed_s >= _LEAST_S and per_thread > _CROWDED * elapsed_s
+
+    @staticmethod
+    def _count() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

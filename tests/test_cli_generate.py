@@ -474,3 +474,20 @@ def test_log_probabilities_are_shown_with_their_texts(run: Run) -> None:
     for row, each in zip(rows, line["logprobs"], strict=False):
         assert row.split()[0] == f"{each['logprob']:.3f}"
         assert repr(each["text"]) in row and repr(each["top_texts"][1]) in row
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_threads_that_share_a_core_are_told_of(model: Path, n_threads: int) -> None:
+    """Answers came at a tenth of their speed, without a word."""
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel_llama", "generate", "--model", str(model),
+         "--prompt=Hello", "--max-tokens=450", "--min-tokens=450", "--n=64"],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": str(n_threads)},
+        preexec_fn=lambda: os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1]),
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert ("OMP_NUM_THREADS=1 waits less" in done.stderr) == (n_threads > 1), done.stderr

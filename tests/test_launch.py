@@ -22,7 +22,7 @@ from parallel_llama import parallel
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.failures import RankError, Report, read_report, report_error
 from parallel_llama.parallel.handshake import Card, require_same
-from parallel_llama.parallel.launch import MAX_RANKS, run_ranks
+from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_rank
 from parallel_llama.parallel.place import world
 
 TESTS = Path(__file__).parent
@@ -511,3 +511,28 @@ def test_the_lazy_names_and_their_types_agree(package):
         for alias in node.names:
             home = importlib.import_module(node.module)
             assert getattr(package, alias.name) is getattr(home, alias.name)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "600000 100000\n"}, 6),
+        ({"cpu.max": "150000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu.max": "?"}, 8),
+    ],
+)
+def test_ranks_share_the_cores_that_their_container_has_time_on(
+    tmp_path, monkeypatch, files, cores
+):
+    """A container with time on 2 of 64 cores started 64 threads, which waited for each other."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    expected = [max(1, cores // n) for n in (1, 2, 3, 9)]
+    assert [threads_per_rank(n, tmp_path) for n in (1, 2, 3, 9)] == expected

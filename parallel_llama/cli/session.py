@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from parallel_llama.cli.arguments import warn
 from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.ranks import leads
 from parallel_llama.cli.terminal import DIM, Activity, painted, size
@@ -37,7 +38,10 @@ def lead(work: Callable[[Any], int], command: str, model: str, **options: Any) -
     stream = sys.stderr if leads() else io.StringIO()
     with _no_garbage(), Activity("loading torch", stream) as activity:
         # torch and the model come in here: what is above this line starts at once.
+        import torch
+
         from parallel_llama.llm import LLM
+        from parallel_llama.machine import Interruptions
 
         activity.what = f"loading {model}"
         facts = {"command": command}
@@ -45,7 +49,14 @@ def lead(work: Callable[[Any], int], command: str, model: str, **options: Any) -
     with llm:
         line = capacity_line(llm.engine.capacity, llm.intake.max_seq_len)
         print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
-        return work(llm)
+        interruptions = Interruptions()
+        code = work(llm)
+        if (n_threads := torch.get_num_threads()) > 1 and interruptions.are_crowded():
+            warn(
+                f"the cores are busy, and the {n_threads} threads of a rank wait for each other; "
+                "OMP_NUM_THREADS=1 waits less"
+            )
+        return code
 
 
 @contextmanager

@@ -183,9 +183,23 @@ class Followers:
         return _Rank(number, process, report)
 
 
-def threads_per_rank(nproc: int) -> int:
-    """An equal part of the cores that this process may use, at least one."""
-    return max(1, len(os.sched_getaffinity(0)) // nproc)
+def threads_per_rank(nproc: int, root: Path = Path("/")) -> int:
+    """An equal part of the cores that this process may use, at least one.
+
+    Those are the cores of its affinity, or as many as its container below `root` has time on.
+    """
+    n_cores = min([len(os.sched_getaffinity(0)), *_quotas(root / "sys" / "fs" / "cgroup")])
+    return max(1, int(n_cores) // nproc)
+
+
+def _quotas(cgroup: Path) -> Iterator[float]:
+    """On how many cores a container has time, where it is limited; of versions 2 and 1."""
+    v1 = cgroup / "cpu"
+    for files in ((cgroup / "cpu.max",), (v1 / "cpu.cfs_quota_us", v1 / "cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):  # no such container, or no limit: "max", or -1
+            quota, period = " ".join(file.read_text() for file in files).split()
+            if int(quota) > 0:
+                yield int(quota) / int(period)
 
 
 def hear_ctrl_c() -> None:
