@@ -305,13 +305,16 @@ def meet() -> Iterator[Meet]:
     """Starts processes by hand, as (RANK, WORLD_SIZE, color), and gives what came of each."""
     processes: list[subprocess.Popen[str]] = []
 
-    def meet(*ranks: tuple[int, int, str], timeout_s: float = 4.0) -> list[dict[str, Any]]:
+    def meet(
+        *ranks: tuple[int, int, str], timeout_s: float = 4.0, rank_0_s: float | None = None
+    ) -> list[dict[str, Any]]:
         port = str(free_port())
         for rank, size, color in ranks:
+            limit_s = timeout_s if rank or rank_0_s is None else rank_0_s
             more = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": port}
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "rank_programs", "meet", str(timeout_s), color],
+                    [sys.executable, "-m", "rank_programs", "meet", str(limit_s), color],
                     stderr=subprocess.PIPE,
                     text=True,
                     env=environ(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", **more),
@@ -346,6 +349,16 @@ def test_where_rank_0_never_comes_it_is_named(meet):
         "rank 1 of 2 met nobody: rank 0 of 2 did not answer at MASTER_ADDR=127.0.0.1"
     )
     assert line["seconds"] < 4
+
+
+def test_where_rank_0_gives_up_the_others_hear_of_it(meet):
+    """The store ends with it, which was a traceback of torch's."""
+    given_up, left = meet((0, 3, ""), (1, 3, ""), timeout_s=30, rank_0_s=3)
+    assert given_up["outcome"].startswith("rank 2 of 3 never joined within 3 s")
+    assert left["outcome"] == (
+        "rank 0 of 3 has died or given up, and with it the store where the ranks meet; "
+        "rank 2 had not joined"
+    )
 
 
 def test_ranks_that_were_told_different_world_sizes_hear_of_it(meet):

@@ -80,6 +80,12 @@ def join(
         return within(timeouts.start_s, come_together, lambda: look(sorted(missing)))
     except TimeoutError as error:
         raise RankError(_never_came(place, missing, timeouts)) from error
+    except dist.DistNetworkError as error:
+        others = f"; rank {listed(missing)} had not joined" if missing else ""
+        raise RankError(
+            f"{_keeper(place)} has died or given up, and with it the store where the ranks meet"
+            f"{others}"
+        ) from error
 
 
 def form_group(
@@ -189,8 +195,10 @@ def _knock(place: Place, limit_s: float) -> None:
 def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
     where = f"MASTER_ADDR={place.host}, MASTER_PORT={place.port}"
     if len(missing) == place.size:
-        keeper = "torchrun's agent" if place.is_served else f"rank 0 of {place.size}"
-        who = f"rank {place.rank} of {place.size} met nobody: {keeper} did not answer at {where}"
+        who = (
+            f"rank {place.rank} of {place.size} met nobody: {_keeper(place)} did not answer at "
+            f"{where}"
+        )
     elif missing:
         who = f"rank {listed(missing)} of {place.size} never joined"
     else:
@@ -199,6 +207,10 @@ def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
         f"{who} within {timeouts.start_s:g} s; see what it says, or whether it was started "
         "(--timeout waits longer)"
     )
+
+
+def _keeper(place: Place) -> str:
+    return "torchrun's agent" if place.is_served else f"rank 0 of {place.size}"
 
 
 def _first_line(error: Exception) -> str:

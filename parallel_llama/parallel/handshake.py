@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
@@ -76,7 +77,8 @@ def meet(store: Store, own: Card, missing: set[int]) -> None:
                 time.sleep(_POLL_S)
         require_same([cards[rank] for rank in range(own.size)])
     except RankError:
-        _say_goodbye(store, own)
+        with suppress(RuntimeError):  # where the store has ended already
+            _say_goodbye(store, own)
         raise
 
 
