@@ -430,7 +430,9 @@ def test_a_rank_that_is_stopped_before_it_meets_the_others_is_named(start, rank)
     assert time.monotonic() - stopped < 3 + 2
     assert outcome.startswith("rank 1 of 2 never joined" if rank else "rank 1 of 2 met nobody")
     process.terminate()
+    asked = time.monotonic()
     assert process.wait(timeout=5) == 143
+    assert time.monotonic() - asked < 1.0  # which a rank has that hears of it and does not end
     assert all_gone(pids, 1)
 
 

@@ -409,6 +409,7 @@ def _end(ranks: list[_Rank], deadline: float) -> None:
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.terminate()
+            rank.process.send_signal(signal.SIGCONT)  # a stopped one would not hear of it
     deadline = min(deadline, time.monotonic() + _TERM_GRACE_S)
     for rank in ranks:
         try:
