@@ -323,6 +323,15 @@ def test_every_path_in_the_readme_tree_exists() -> None:
     assert not missing, f"README names {missing}"
 
 
+def test_the_readme_tree_lists_the_floors_from_below() -> None:
+    """It said so, and `intake` stood above what it imports."""
+    paths = [path.removeprefix("parallel_llama/") for path in readme_tree()]
+    floors = [
+        FLOOR[name] for path in paths if (name := path.strip("/").removesuffix(".py")) in FLOOR
+    ]
+    assert len(floors) == len(FLOOR) and floors == sorted(floors)
+
+
 def test_every_module_is_in_the_readme_tree() -> None:
     """A folder that the tree names without its files stands for all of them."""
     listed = set(readme_tree())

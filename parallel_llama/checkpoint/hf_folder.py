@@ -1,6 +1,6 @@
 """Reading a Hugging Face folder: one file or an index of many, safetensors or torch's own.
 
-Its rows of wq and wk are already in the model's rotary order. Reads exactly the bytes asked for.
+Its rows of wq and wk are in the half-split order already. Reads exactly the bytes asked for.
 """
 
 from pathlib import Path

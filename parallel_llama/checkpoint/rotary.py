@@ -2,7 +2,7 @@
 
 Rotary embedding turns pairs of rows of each head. Meta's files keep a pair in neighbouring rows
 (interleaved: 0, 1 | 2, 3 | ...), HF's keep it half a head apart (half-split: 0, D/2 | 1, D/2+1 |
-...), which lets the model rotate whole halves. The model computes in the half-split order.
+...). Every reader gives the half-split order; the model lays its rows in the other (see `rope`).
 
 Source: RoFormer, arXiv 2104.09864, section 3.2.2 (the interleaved order).
 """
