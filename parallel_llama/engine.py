@@ -225,9 +225,8 @@ class Engine:
     def _reset(self) -> None:
         """Begin without requests and with an empty cache: what it held may be worth nothing."""
         self.pool = BlockPool(self.capacity.n_blocks, self.capacity.block_size)
-        engine = weakref.proxy(
-            self
-        )  # held in turn, weights and cache would outlive their last user
+        # In a cycle, weights and cache would outlive whoever uses them last.
+        engine = weakref.proxy(self)
         self.scheduler = Scheduler(
             self.pool,
             step_tokens=self.step_tokens,
