@@ -213,14 +213,15 @@ def test_an_unknown_command_is_no_message(
     assert model.seen == []
 
 
+@pytest.mark.parametrize("max_seq_len", [75, 85])
 def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_seq_len: int
 ) -> None:
-    """It was refused from then on, whatever was said."""
-    model = EchoModel(max_seq_len=75)
+    """It was refused from then on, whatever was said; an answer goes with its question."""
+    model = EchoModel(max_seq_len=max_seq_len)
     talk(monkeypatch, "1\n2\n3\n4\n", model, "Be brief", SamplingParams(max_tokens=30))
     assert [len(request.prompt) for request in model.asked] == [20, 40, 40, 40]
-    assert all(len(each.prompt) + each.max_tokens <= 75 for each in model.asked)
+    assert all(len(each.prompt) + each.max_tokens <= max_seq_len for each in model.asked)
     assert [each.max_tokens for each in model.asked] == [30, 30, 30, 30]
     assert model.seen[-1][0]["content"] == "Be brief"
     assert [message["content"] for message in model.seen[-1][1::2]] == ["3", "4"]

@@ -20,6 +20,7 @@ import pytest
 import parallel_llama
 from parallel_llama import parallel
 from parallel_llama.errors import UsageError
+from parallel_llama.parallel import groups
 from parallel_llama.parallel.failures import RankError, Report, read_report, report_error
 from parallel_llama.parallel.handshake import Card, require_same
 from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_rank
@@ -434,6 +435,16 @@ def test_a_rank_that_is_stopped_before_it_meets_the_others_is_named(start, rank)
     assert process.wait(timeout=5) == 143
     assert time.monotonic() - asked < 1.0  # which a rank has that hears of it and does not end
     assert all_gone(pids, 1)
+
+
+def test_libraries_announce_nothing_where_answers_go(capfd):
+    """With torch 2.10 gloo's lines stood between those of --json."""
+    print("before")
+    with groups._silent_stdout():
+        print("fairscale's")
+        os.write(1, b"gloo's\n")
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
 
 
 def test_ranks_end_with_a_killed_torchrun():

@@ -470,3 +470,13 @@ def test_many_long_stop_strings_do_not_slow_a_long_stream() -> None:
     assert len(shown) == 200_000 - 102
     assert stream.push("b") == ""
     assert stream.found
+
+
+def test_only_what_completes_a_bad_word_is_banned():
+    params = SamplingParams(max_tokens=9)
+    request = Request(0, (1,), params, 0, frozenset(), bad_ids=((5,), (6, 7), (8, 9, 4)))
+    assert request.ends_of_bad_words([]) == {5}
+    assert request.ends_of_bad_words([6]) == {5, 7}
+    assert request.ends_of_bad_words([6, 1]) == {5}
+    assert request.ends_of_bad_words([2, 8, 9]) == {5, 4}
+    assert request.ends_of_bad_words([9]) == {5}

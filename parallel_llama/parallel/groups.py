@@ -9,10 +9,11 @@ import errno
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 from io import StringIO
 
@@ -107,10 +108,14 @@ def form_group(
     # Both back ends under CUDA: what is not a tensor of the model travels on the CPU.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     try:
-        dist.init_process_group(
-            backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout
-        )
-        with redirect_stdout(StringIO()):  # fairscale announces itself; stdout belongs to --json
+        with _silent_stdout():
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("group", store),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+            )
             fairscale_groups.initialize_model_parallel(size)
     except RuntimeError as error:
         raise RankError(
@@ -133,6 +138,27 @@ def form_group(
     except RankError:
         comm.close()
         raise
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Keeps libraries from announcing themselves where answers go: fairscale, and gloo from C++."""
+    try:
+        kept = os.dup(1)
+    except OSError:  # it is closed
+        yield
+        return
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    try:
+        with redirect_stdout(StringIO()):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _open_store(place: Place, timeouts: Timeouts) -> Store:
