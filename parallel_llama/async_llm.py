@@ -1,7 +1,7 @@
 """Many requests at once from coroutines, answered by one model: what a server holds.
 
 A thread of its own runs the engine and nothing else; coroutines hand requests to it and take
-progress from it. For rank 0; the other ranks serve in `LLM.follow`.
+outputs from it. For rank 0; the other ranks serve in `rank_calls.serve_rank`.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from threading import Thread
 
 import torch
 
-from parallel_llama.engine import Progress, StepTimes
+from parallel_llama.engine.engine import StepOutput, StepTimes
+from parallel_llama.engine.prompts import Prompt
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.llm import LLM
-from parallel_llama.prompts import Prompt
 from parallel_llama.request import Completion, Request, SamplingParams
 
 
@@ -37,43 +37,43 @@ class EngineStatistics:
 
 
 class Answer:
-    """One request on its way: iterate over its progress, or await all its completions.
+    """One request on its way: iterate over its outputs, or await all its completions.
 
-    The progress of all choices comes in one stream. An answer nobody wants is to be cancelled.
+    The outputs of all choices come in one stream. An answer nobody wants is to be cancelled.
     """
 
-    def __init__(self, request: Request, mail: "_Mail") -> None:
+    def __init__(self, request: Request, messages: "_Messages") -> None:
         self.request = request
-        self._mail = mail
-        self._inbox: asyncio.Queue[Progress | Exception] = asyncio.Queue()
+        self._messages = messages
+        self._inbox: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
         self._n_open = request.params.n
 
-    def __aiter__(self) -> AsyncIterator[Progress]:
-        return self._progress()
+    def __aiter__(self) -> AsyncIterator[StepOutput]:
+        return self._outputs()
 
     async def completions(self) -> list[Completion]:
         """Every choice's completion, in order; nothing that was iterated over before."""
-        ended = [progress.completion async for progress in self if progress.completion]
+        ended = [output.completion async for output in self if output.completion]
         return sorted(ended, key=lambda completion: completion.choice)
 
     def cancel(self) -> None:
         """End it at the next step, if it has not ended; it still tells of its end."""
         if self._n_open:
-            self._mail.put(_Cancel(self))
+            self._messages.put(_Cancel(self))
 
-    def put(self, progress: Progress | Exception) -> None:
+    def put(self, output: StepOutput | Exception) -> None:
         """For the engine's owner, in the event loop."""
-        self._inbox.put_nowait(progress)
+        self._inbox.put_nowait(output)
 
-    async def _progress(self) -> AsyncIterator[Progress]:
+    async def _outputs(self) -> AsyncIterator[StepOutput]:
         try:
             while self._n_open:
-                progress = await self._inbox.get()
-                if isinstance(progress, Exception):
+                output = await self._inbox.get()
+                if isinstance(output, Exception):
                     self._n_open = 0
-                    raise progress
-                self._n_open -= progress.completion is not None
-                yield progress
+                    raise output
+                self._n_open -= output.completion is not None
+                yield output
         finally:
             if self._n_open:  # whoever read this has gone away
                 self.cancel()
@@ -90,7 +90,7 @@ class _Cancel:
     answer: Answer
 
 
-_Mail = queue.SimpleQueue[_Submit | _Cancel | None]
+_Messages = queue.SimpleQueue[_Submit | _Cancel | None]
 
 
 class AsyncLLM:
@@ -100,13 +100,13 @@ class AsyncLLM:
     they are submitted. A forward pass that gives no numbers fails the requests that are here with
     NumericalError; any other error of the engine fails them and ends it.
 
-    Collective: the other ranks call `LLM.follow`.
+    Collective: the other ranks call `rank_calls.serve_rank`.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._loop = asyncio.get_running_loop()
-        self._mail: _Mail = queue.SimpleQueue()
+        self._messages: _Messages = queue.SimpleQueue()
         # The engine thread's alone.
         self._answers: dict[int, Answer] = {}  # by ticket
         self._tickets: dict[Answer, int] = {}
@@ -115,7 +115,7 @@ class AsyncLLM:
         self._is_closed = False
         self._n_submitted = 0
         # One at a time: a tokenizer or chat template need not be safe for several threads.
-        self._intake_thread = ThreadPoolExecutor(1, "intake")
+        self._input_thread = ThreadPoolExecutor(1, "input_processor")
         self._n_threads = torch.get_num_threads()
         self._thread = Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
@@ -137,12 +137,12 @@ class AsyncLLM:
         late_s = None if timeout_s is None else time.monotonic() + timeout_s
         line, self._n_submitted = self._n_submitted, self._n_submitted + 1
         request = await self._loop.run_in_executor(
-            self._intake_thread, self._llm.intake.request, line, prompt, params
+            self._input_thread, self._llm.input_processor.request, line, prompt, params
         )
         self._llm.engine.check(request)
-        self._require_open()  # and nothing is awaited before the letter is in the mail
-        answer = Answer(request, self._mail)
-        self._mail.put(_Submit(answer, late_s))
+        self._require_open()  # and nothing is awaited before the message is in the queue
+        answer = Answer(request, self._messages)
+        self._messages.put(_Submit(answer, late_s))
         return answer
 
     async def generate(
@@ -186,9 +186,9 @@ class AsyncLLM:
         Raises: the error that ended the engine, if one did.
         """
         self._is_closed = True
-        self._mail.put(None)
+        self._messages.put(None)
         await asyncio.to_thread(self._thread.join)
-        self._intake_thread.shutdown()
+        self._input_thread.shutdown()
         if self._error is not None:
             raise self._error
 
@@ -212,25 +212,25 @@ class AsyncLLM:
         except Exception as error:
             self._error = error
             self._fail(error)
-            self._call(self._return_mail, error)
+            self._call(self._refuse_messages, error)
 
     def _take_in(self) -> bool:
         """Take what has come, waiting where there is nothing to do; whether to go on."""
         engine = self._llm.engine
-        while engine.idle or not self._mail.empty():
-            letter = self._mail.get()
-            if letter is None:
+        while engine.idle or not self._messages.empty():
+            message = self._messages.get()
+            if message is None:
                 return False
-            self._obey(letter)
+            self._obey(message)
         return True
 
-    def _obey(self, letter: _Submit | _Cancel) -> None:
+    def _obey(self, message: _Submit | _Cancel) -> None:
         engine = self._llm.engine
-        if isinstance(letter, _Cancel):
-            if letter.answer in self._tickets:
-                engine.cancel(self._tickets[letter.answer])
+        if isinstance(message, _Cancel):
+            if message.answer in self._tickets:
+                engine.cancel(self._tickets[message.answer])
             return
-        answer, late_s = letter.answer, letter.late_s
+        answer, late_s = message.answer, message.late_s
         try:
             ticket = engine.submit(
                 answer.request, None if late_s is None else late_s - time.monotonic()
@@ -242,19 +242,19 @@ class AsyncLLM:
 
     def _step(self) -> None:
         try:
-            progress = self._llm.step()
+            outputs = self._llm.step()
         except NumericalError as error:  # the engine has begun anew
             self._fail(error)
         else:
-            self._tell(progress)
+            self._tell(outputs)
 
-    def _tell(self, progress: Sequence[Progress]) -> None:
+    def _tell(self, outputs: Sequence[StepOutput]) -> None:
         told = []
-        for each in progress:
-            answer = self._answers[each.ticket]
-            told.append((answer, each))
-            if each.is_last:
-                del self._answers[each.ticket], self._tickets[answer]
+        for output in outputs:
+            answer = self._answers[output.ticket]
+            told.append((answer, output))
+            if output.is_last:
+                del self._answers[output.ticket], self._tickets[answer]
         if told:
             self._call(_hand_out, told)
 
@@ -268,17 +268,17 @@ class AsyncLLM:
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the loop has ended without `close`: nobody listens any more
-            self._mail.put(None)
+            self._messages.put(None)
 
     # In the event loop
 
-    def _return_mail(self, error: Exception) -> None:
-        while not self._mail.empty():
-            letter = self._mail.get()
-            if isinstance(letter, _Submit):
-                letter.answer.put(error)
+    def _refuse_messages(self, error: Exception) -> None:
+        while not self._messages.empty():
+            message = self._messages.get()
+            if isinstance(message, _Submit):
+                message.answer.put(error)
 
 
-def _hand_out(told: Sequence[tuple[Answer, Progress | Exception]]) -> None:
-    for answer, news in told:
-        answer.put(news)
+def _hand_out(told: Sequence[tuple[Answer, StepOutput | Exception]]) -> None:
+    for answer, output in told:
+        answer.put(output)

@@ -1,9 +1,11 @@
-"""The errors that a person can cause or has to hear of, and nothing else.
+"""The errors that a person can cause or has to hear of, and how their messages show values.
 
 The command line turns what is found before any weight is read, `UsageError` and `CheckpointError`,
 into exit code 2, and the others, which only the work itself meets, into exit code 1. Every message
 names the value, the limit and the remedy.
 """
+
+from collections.abc import Iterable
 
 
 class UsageError(ValueError):
@@ -36,3 +38,29 @@ class OutOfMemory(MemoryError):
 
 class NumericalError(ArithmeticError):
     """The model's numbers are no numbers any more: logits hold nan or infinity."""
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """A value as an error shows it, cut where it is long."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a number of more than 60 digits"  # printing one beyond 4300 digits raises
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def quoted(text: str, limit: int = 60) -> str:
+    """A person's text in a message: quoted, without control characters, cut where it is long."""
+    return ascii(text) if len(text) <= limit else ascii(text[:limit]) + "..."
+
+
+def listed(names: Iterable[str], limit: int = 10) -> str:
+    """The first few names, and how many more there are."""
+    every = list(names)
+    more = f" ... and {len(every) - limit} more" if len(every) > limit else ""
+    return ", ".join(name[:200] for name in every[:limit]) + more
+
+
+def listed_ranks(ranks: Iterable[int]) -> str:
+    """Some numbers of ranks: '1, 2', and '...' beyond eight."""
+    numbers = sorted(ranks)
+    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -5,24 +5,19 @@ that the LLM starts itself on this host, or those that torchrun has started. It 
 or terminals.
 """
 
-import hashlib
-import os
 import signal
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
 
-import parallel_llama
-from parallel_llama import errands
-from parallel_llama.capacity import agree_on_capacity, check_one_block_fits, memory_for
 from parallel_llama.checkpoint import (
     Checkpoint,
     meta_vocab_size,
@@ -31,30 +26,23 @@ from parallel_llama.checkpoint import (
     require_whole,
 )
 from parallel_llama.config import ModelArgs, load_model_args
-from parallel_llama.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, Progress
+from parallel_llama.dtypes import DTYPES, DenseFormat
+from parallel_llama.engine import rank_calls
+from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
+from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.engine.kv_capacity import CacheSize, memory_for
+from parallel_llama.engine.machine import Machine
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.prompts import Prompt, Prompts
+from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_facts
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
-from parallel_llama.fingerprint import fingerprint
-from parallel_llama.intake import Intake
-from parallel_llama.machine import Machine
-from parallel_llama.model_files import ModelFiles, find_model
-from parallel_llama.parallel import Communicator, join
-from parallel_llama.parallel.failures import RankError
-from parallel_llama.parallel.launch import MAX_RANKS, Followers, threads_per_rank
-from parallel_llama.parallel.place import is_started_as_rank, world
+from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.ops.formats import torch_dtype
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.place import world
 from parallel_llama.plan import ShardPlan, default_dtype, make_plan, weight_bytes
-from parallel_llama.prompts import Prompt, Prompts
 from parallel_llama.request import Completion, Request, SamplingParams
-from parallel_llama.runner import Runner
 from parallel_llama.tokenizer import Tokenizer
-
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-_LAST_WORDS_S = 1.0
 
 
 @dataclass
@@ -103,9 +91,9 @@ class LLM:
     change how fast tokens come, not which. No rank waits for another longer than `timeout_s`; by
     default it is 30 s in a step and 60 s at the start.
 
-    Whoever has made the model's text side already gives it as `intake`; `facts` are more that must
-    be the same on all ranks. `on_bytes` hears of weights as they are read, `on_wait` of the ranks
-    that are awaited.
+    Whoever has made the model's text side already gives it as `input_processor`; `facts` are more
+    that must be the same on all ranks. `on_bytes` hears of weights as they are read, `on_wait` of
+    the ranks that are awaited.
 
     Raises: UsageError for what cannot be done, CheckpointError for files that cannot be used
     (before any weight is read), DamagedWeights for what only reading them shows, RankError for a
@@ -129,7 +117,7 @@ class LLM:
         max_drafts: int = MAX_DRAFTS,
         timeout_s: float | None = None,
         tensor_parallel_size: int | None = None,
-        intake: Intake | None = None,
+        input_processor: InputProcessor | None = None,
         facts: Mapping[str, str] | None = None,
         on_bytes: Callable[[int], None] = lambda _: None,
         on_wait: Callable[[Sequence[int]], None] = lambda _: None,
@@ -148,55 +136,45 @@ class LLM:
             "max_drafts": max_drafts,
             "timeout_s": timeout_s,
         }
-        size = _resolve_size(tensor_parallel_size if tp_size is None else tp_size)
+        size = resolve_size(tensor_parallel_size if tp_size is None else tp_size)
         if verify:
-            where = model if intake is None else str(intake.files.path)
+            where = model if input_processor is None else str(input_processor.files.path)
             require_whole(where, part=slice(world()[0], None, size))
-        if intake is None:
+        if input_processor is None:
             files = find_model(model)
             args = load_model_args(files, meta_vocab_size)
-            intake = Intake(files, args, max_seq_len=max_seq_len, seed=seed)
-        self.intake, self.args = intake, intake.args
+            input_processor = InputProcessor(files, args, max_seq_len=max_seq_len, seed=seed)
+        self.input_processor, self.args = input_processor, input_processor.args
         kind = resolve_device(device)
         self.dtype = dtype or default_dtype(self.args, kind)
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
-        torch_dtype = DTYPES[self.dtype]
         plan = make_plan(self.args, size)
-        check_one_block_fits(
-            self.args, plan, dtype=torch_dtype, block_size=block_size, n_bytes=kv_cache_bytes
-        )
-        checkpoint = _open_weights(intake.files, self.args, random_weights, verify)
-        settings["max_seq_len"] = intake.max_seq_len
-        all_facts = {**(facts or {}), **_facts(settings, intake.files, self.args, plan, kind)}
-        self._group = _Group(settings, size)
+        dtype_of_weights = torch_dtype(self.dtype)
+        cache_size = CacheSize(self.args, plan, dtype_of_weights, block_size, kv_cache_bytes)
+        checkpoint = _open_weights(input_processor.files, self.args, random_weights, verify)
+        settings["max_seq_len"] = input_processor.max_seq_len
+        shared = shared_facts(settings, input_processor.files, self.args, plan, kind)
+        self._group = RankGroup(settings, size)
         self._end = weakref.finalize(self, self._group.end)
         try:
             with self._group.explaining():
-                comm = self._group.join(kind, all_facts, timeout_s, on_wait)
+                comm = self._group.join(kind, {**(facts or {}), **shared}, timeout_s, on_wait)
                 self.rank, self.tp_size = comm.rank, comm.size
-                self.engine = self._group.engine = self._load(
-                    checkpoint,
-                    plan,
-                    comm,
-                    torch.device(kind),
-                    on_bytes,
-                    kv_cache_bytes=kv_cache_bytes,
-                    block_size=block_size,
-                    max_drafts=max_drafts,
-                )
+                runner = self._load(checkpoint, plan, comm, torch.device(kind), on_bytes)
+                self.engine = self._group.engine = self._engine(runner, cache_size, max_drafts)
         except BaseException:
             self._end()
             raise
-        intake.n_cache_tokens = self.engine.capacity.n_tokens
-        width = torch_dtype.itemsize
+        input_processor.n_cache_tokens = self.engine.capacity.n_tokens
+        form = DenseFormat(self.dtype)
         self.statistics = Statistics(
-            tuple(weight_bytes(self.args, share, width) for share in plan.shares),
+            tuple(weight_bytes(self.args, share, form) for share in plan.shares),
             load_s=time.monotonic() - started,
         )
         self._runs: dict[int, _Run] = {}
         if self.rank > 0:
-            errands.follow(self.engine)
+            rank_calls.serve_rank(self.engine)
             self.close()
             raise SystemExit(0)
 
@@ -214,9 +192,9 @@ class LLM:
         Raises: UsageError naming what cannot be done, before anything runs; NumericalError.
         """
         completions = [
-            progress.completion
-            for progress in self.run(self.intake.requests(prompts, params))
-            if progress.completion is not None
+            output.completion
+            for output in self.run(self.input_processor.requests(prompts, params))
+            if output.completion is not None
         ]
         return sorted(completions, key=lambda each: (each.index, each.choice))
 
@@ -236,7 +214,7 @@ class LLM:
 
         Returns, Raises: as `generate`.
         """
-        chats = self.intake.chats(messages, tools, documents, template_vars or {})
+        chats = self.input_processor.chats(messages, tools, documents, template_vars or {})
         return self.generate(chats, params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -244,16 +222,16 @@ class LLM:
 
         Raises: UsageError for more than one choice, whose texts would mix.
         """
-        requests = self.intake.requests([prompt], params)
+        requests = self.input_processor.requests([prompt], params)
         if requests[0].params.n > 1:
             raise UsageError(f"n={requests[0].params.n}: a stream is one text; use generate")
-        for progress in self.run(requests):
-            yield progress.text
+        for output in self.run(requests):
+            yield output.text
 
     def run(
         self, requests: Sequence[Request], interrupted: Callable[[], bool] = lambda: False
-    ) -> Iterator[Progress]:
-        """Run requests that the intake made, and tell of every step of each.
+    ) -> Generator[StepOutput, None, None]:
+        """Run requests that the input_processor made, and tell of every step of each.
 
         Where `interrupted` says so, or the caller stops iterating, all of them end. Several runs
         at once share the batch: each step of one is a step of all.
@@ -263,23 +241,32 @@ class LLM:
         run = _Run()
         self.statistics.begin()
         try:
-            self._submit(run, requests)
+            self._require_open()
+            for request in requests:
+                self.engine.check(request)
+            for request in requests:
+                ticket = self.engine.submit(request)
+                self._runs[ticket] = run
+                run.open.add(ticket)
             while run.open or run.inbox:
                 if interrupted():
                     self._cancel(run)
                 if not run.inbox:
-                    self._require_alive(run)
-                    with self._whole_step():
-                        self._deliver(self.step())
+                    self._require_open()
+                    if not self._is_alive(run):
+                        raise RuntimeError(
+                            "this run's requests ended when another run failed; ask again"
+                        )
+                    self._step_for_all()
                 while run.inbox:
-                    progress = run.inbox.popleft()
-                    self.statistics.count(len(progress.tokens), run.seconds())
-                    yield progress
+                    output = run.inbox.popleft()
+                    self.statistics.count(len(output.tokens), time.monotonic() - run.began_s)
+                    yield output
         except BaseException:  # the caller wants no more, or fails: its requests must not go on
             self._abandon(run)
             raise
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[StepOutput]:
         """One step of the engine, in which the other ranks take part.
 
         Raises: NumericalError like `Engine.step`.
@@ -298,30 +285,35 @@ class LLM:
         Raises: UsageError for a sequence that cannot be scored, or for which the cache has no room.
         """
         self._require_open()
+        room = self.engine.pool.n_takeable() * self.engine.pool.block_size
         for index, tokens in enumerate(sequences):
             try:
-                self.intake.check_sequence(tokens)
-                self._require_room(len(tokens))
+                self.input_processor.check_sequence(tokens)
+                if len(tokens) > room:
+                    raise UsageError(
+                        f"{len(tokens)} tokens and the KV cache has room for {room}; "
+                        "raise kv_cache_bytes"
+                    )
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error
         scores = []
         for tokens in sequences:
             with self._whole_step():
-                scores.append(errands.score_sequence(self.engine, tokens))
+                scores.append(rank_calls.score_sequence(self.engine, tokens))
         return scores
 
     def machine(self) -> Machine:
         """How fast the ranks read their memory, and how much of it they have held."""
         self._require_open()
         with self._whole_step():
-            return errands.measure_machine(self.engine)
+            return rank_calls.measure_machine(self.engine)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
 
         Raises: UsageError if the model has none.
         """
-        return self.intake.tokenizer
+        return self.input_processor.tokenizer
 
     @property
     def weight_bytes_per_step(self) -> int:
@@ -331,7 +323,7 @@ class LLM:
         """
         looked_up = 0
         if not self.args.tied_embeddings:
-            looked_up = self.args.vocab_size * self.args.dim * DTYPES[self.dtype].itemsize
+            looked_up = DenseFormat(self.dtype).n_bytes(self.args.vocab_size * self.args.dim)
         return sum(self.statistics.weight_bytes) - looked_up
 
     def close(self) -> None:
@@ -344,12 +336,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _load(
@@ -359,68 +346,46 @@ class LLM:
         comm: Communicator,
         device: torch.device,
         on_bytes: Callable[[int], None],
-        *,
-        kv_cache_bytes: int | None,
-        block_size: int,
-        max_drafts: int,
-    ) -> Engine:
-        """The engine, once all ranks have read their weights, however long that takes."""
+    ) -> ModelRunner:
+        """The model, once all ranks have read their weights, however long that takes."""
 
         def note(n_bytes: int) -> None:
             comm.pulse()
             on_bytes(n_bytes)
 
-        dtype = DTYPES[self.dtype]
-        try:
-            with memory_for("the weights", "use more ranks, or a smaller dtype"):
-                runner = Runner.load(
-                    self.args, checkpoint, plan, comm, dtype=dtype, device=device, on_bytes=note
-                )
-        finally:
-            checkpoint.close()
+        dtype = torch_dtype(self.dtype)
+        with closing(checkpoint), memory_for("the weights", "use more ranks, or a smaller dtype"):
+            runner = ModelRunner.load(
+                self.args, checkpoint, plan, comm, dtype=dtype, device=device, on_bytes=note
+            )
         comm.barrier()
-        capacity = agree_on_capacity(
-            self.args,
-            plan,
-            comm,
-            dtype=runner.dtype,
-            device=runner.device,
-            block_size=block_size,
-            n_bytes=kv_cache_bytes,
-        )
-        writes = comm.rank == 0 and self.intake.has_tokenizer
+        return runner
+
+    def _engine(self, runner: ModelRunner, size: CacheSize, max_drafts: int) -> Engine:
+        """The engine, once all ranks have their cache."""
+        capacity = size.agree(runner.comm, runner.device)
+        writes = runner.comm.rank == 0 and self.input_processor.has_tokenizer
         with memory_for("the KV cache", "lower kv_cache_bytes"):
             engine = Engine(
                 runner,
                 capacity,
-                self.intake.tokenizer if writes else None,
-                self.intake.grammars if writes else None,
+                self.input_processor.tokenizer if writes else None,
+                self.input_processor.grammars if writes else None,
                 max_drafts=max_drafts,
             )
-        comm.barrier()
+        runner.comm.barrier()
         return engine
 
     def _require_open(self) -> None:
         if not self._end.alive:
             raise UsageError("this LLM is closed; make another one")
 
-    def _submit(self, run: "_Run", requests: Sequence[Request]) -> None:
-        self._require_open()
-        for request in requests:
-            self.engine.check(request)
-        for request in requests:
-            ticket = self.engine.submit(request)
-            self._runs[ticket] = run
-            run.open.add(ticket)
-
     def _abandon(self, run: "_Run") -> None:
         """End what is left of a run; where a step has failed there is nothing left."""
-        if not self._is_alive(run) or not self._end.alive:
-            return
-        self._cancel(run)
-        while self._is_alive(run):
-            with self._whole_step():
-                self._deliver(self.step())
+        if self._is_alive(run) and self._end.alive:
+            self._cancel(run)
+            while self._is_alive(run):
+                self._step_for_all()
 
     @contextmanager
     def _whole_step(self) -> Iterator[None]:
@@ -443,29 +408,19 @@ class LLM:
         """Whether some of its requests are still in the engine."""
         return not run.open.isdisjoint(self._runs)
 
-    def _require_alive(self, run: "_Run") -> None:
-        self._require_open()
-        if not self._is_alive(run):
-            raise RuntimeError("this run's requests ended when another run failed; ask again")
-
     def _cancel(self, run: "_Run") -> None:
         for ticket in run.open:
             self.engine.cancel(ticket, "interrupted")
 
-    def _deliver(self, progress: Sequence[Progress]) -> None:
-        """Put each piece where the run that asked for it finds it."""
-        for each in progress:
-            self._runs[each.ticket].put(each)
-            if each.is_last:
-                del self._runs[each.ticket]
-
-    def _require_room(self, n_tokens: int) -> None:
-        pool = self.engine.pool
-        room = (pool.n_free + pool.n_cached) * pool.block_size
-        if n_tokens > room:
-            raise UsageError(
-                f"{n_tokens} tokens and the KV cache has room for {room}; raise kv_cache_bytes"
-            )
+    def _step_for_all(self) -> None:
+        """One step, each output of which is put where the run that asked for it finds it."""
+        with self._whole_step():
+            for output in self.step():
+                run = self._runs[output.ticket]
+                run.inbox.append(output)
+                if output.is_last:
+                    run.open.remove(output.ticket)
+                    del self._runs[output.ticket]
 
 
 @dataclass(eq=False)
@@ -473,94 +428,8 @@ class _Run:
     """The requests of one call of `run`: those that have not ended, and what came for them."""
 
     open: set[int] = field(default_factory=set)  # tickets
-    inbox: deque[Progress] = field(default_factory=deque)
+    inbox: deque[StepOutput] = field(default_factory=deque)
     began_s: float = field(default_factory=time.monotonic)
-
-    def seconds(self) -> float:
-        return time.monotonic() - self.began_s
-
-    def put(self, progress: Progress) -> None:
-        self.inbox.append(progress)
-        if progress.is_last:
-            self.open.remove(progress.ticket)
-
-
-class _Group:
-    """The ranks of one LLM from their start to their end.
-
-    Those that nobody else has started are started here, when the group is made.
-    """
-
-    def __init__(self, settings: Mapping[str, Any], size: int) -> None:
-        self.engine: Engine | None = None
-        self._comm: Communicator | None = None
-        self._followers: Followers | None = None
-        self._n_threads = torch.get_num_threads()
-        if is_started_as_rank():
-            return
-        threads = threads_per_rank(size)
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(min(threads, self._n_threads))
-        if size > 1:
-            self._followers = Followers("parallel_llama.cli.follower", settings, size, threads)
-
-    def join(
-        self,
-        device: str,
-        facts: Mapping[str, str],
-        timeout_s: float | None,
-        on_wait: Callable[[Sequence[int]], None],
-    ) -> Communicator:
-        followers = self._followers
-
-        def look(missing: Sequence[int]) -> None:
-            if followers is not None:
-                followers.require_alive()
-            on_wait(missing)
-
-        place = None if followers is None else followers.place
-        self._comm = join(device, place=place, facts=facts, timeout_s=timeout_s, look=look)
-        return self._comm
-
-    def end(self) -> None:
-        """End the other ranks; quietly, for who ends has no use for their faults."""
-        with suppress(RankError):
-            if self.engine is not None and self.engine.comm.rank == 0:
-                errands.close(self.engine)
-        self.engine = None
-        if self._comm is not None:
-            self._comm.close()
-        if self._followers is not None:
-            self._followers.end()
-        torch.set_num_threads(self._n_threads)
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Tells of a rank's end in that rank's own words, where it has left any."""
-        try:
-            yield
-        except RankError:
-            if self._followers is not None:
-                self._followers.require_alive(_LAST_WORDS_S)
-            raise
-
-
-def _resolve_size(wanted: int | None) -> int:
-    """The number of ranks: what was asked for, or those that are there.
-
-    Raises: UsageError if the two contradict each other, or nobody could run on so many.
-    """
-    _, size = world()
-    if wanted is None or wanted == size:
-        return size
-    if type(wanted) is not int or not 1 <= wanted <= MAX_RANKS:
-        raise UsageError(f"tp_size={wanted!r}: use a whole number from 1 to {MAX_RANKS}")
-    if size > 1 or is_started_as_rank():
-        raise UsageError(
-            f"tp_size={wanted} and there are {size} ranks, which torchrun or another program has "
-            "started; leave tp_size out"
-        )
-    return wanted
 
 
 def _open_weights(
@@ -578,27 +447,6 @@ def _open_weights(
             raise DamagedWeights(str(error)) from error
         raise
     return checkpoint
-
-
-def _facts(
-    settings: Mapping[str, Any], files: ModelFiles, args: ModelArgs, plan: ShardPlan, device: str
-) -> dict[str, str]:
-    """What must be the same on all ranks, for their work to be one."""
-    contents = {} if settings["random_weights"] is not None else fingerprint(files)
-    return {
-        "version of parallel_llama": parallel_llama.__version__,
-        "version of torch": torch.__version__,
-        "device": device,
-        # A path may differ between hosts; what lies there may not.
-        **{name: str(value) for name, value in settings.items() if name not in ("model", "device")},
-        "model's arguments": _digest(args),
-        "plan": _digest(plan),
-        **{f"file {name}": digest for name, digest in contents.items()},
-    }
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=32).hexdigest()
 
 
 def resolve_device(device: str) -> str:

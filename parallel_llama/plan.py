@@ -13,16 +13,16 @@ Pure integers: no torch, no process group.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import DenseFormat
 from parallel_llama.errors import UsageError
-
-Axis = Literal["heads", "kv_heads", "ffn", "vocab"]
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Axis, Param, layer_parameters, outer_parameters
 
 # A cut between KV heads is kept while the busiest rank does at most this much of the mean work;
 # beyond it the cut goes between query heads, and a KV head may be held by two ranks.
@@ -61,13 +61,15 @@ class Share:
 
     def extent(self, axis: Axis) -> range:
         """This rank's range along an axis, in heads, channels or rows."""
-        extents: dict[Axis, range] = {
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "ffn": self.ffn,
-            "vocab": self.vocab,
-        }
-        return extents[axis]
+        extent: range = getattr(self, axis)  # the axes have their fields' names
+        return extent
+
+    def rows_of(self, param: Param) -> range:
+        """The rows (or columns) of a weight that this rank holds; all where it is replicated."""
+        if param.axis is None:
+            return range(param.shape[param.dim])
+        extent = self.extent(param.axis)
+        return range(extent.start * param.unit, extent.stop * param.unit)
 
     def n_values(self, per_unit: Mapping[Axis | None, int]) -> int:
         """Values that this rank holds, of so many a unit of each axis and, under None, a rank."""
@@ -89,34 +91,6 @@ class ShardPlan:
     @property
     def tp_size(self) -> int:
         return len(self.shares)
-
-
-@dataclass(frozen=True)
-class Param:
-    """One weight of the model under its Meta name: its whole shape and the axis that cuts it.
-
-    `dim` is the dimension that is cut, `unit` the rows (or columns) of one head, channel or
-    vocabulary row along it. A parameter without an axis is replicated.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    axis: Axis | None = None
-    dim: int = 0
-    unit: int = 1
-
-    def local_range(self, share: Share) -> range:
-        """The rows (or columns) along `dim` that a rank holds; all of them where replicated."""
-        if self.axis is None:
-            return range(self.shape[self.dim])
-        extent = share.extent(self.axis)
-        return range(extent.start * self.unit, extent.stop * self.unit)
-
-    @property
-    def values_per_unit(self) -> int:
-        """Values in one unit of the axis that cuts it; all of them where replicated."""
-        n_units = self.shape[self.dim] // self.unit if self.axis else 1
-        return math.prod(self.shape) // n_units
 
 
 def local_kv_heads(heads: range, group_size: int) -> range:
@@ -142,22 +116,16 @@ def equal_runs(heads: range, group_size: int) -> tuple[Run, ...]:
     >>> [(run.heads, run.kv_heads) for run in equal_runs(range(2, 9), 3)]
     [(range(0, 1), range(0, 1)), (range(1, 7), range(1, 3))]
     """
-    first = local_kv_heads(heads, group_size).start
+    first = heads.start // group_size
     head_stop = min(heads.stop, -(-heads.start // group_size) * group_size)
     body_stop = max(head_stop, heads.stop // group_size * group_size)
-    pieces = (
-        range(heads.start, head_stop),
-        range(head_stop, body_stop),
-        range(body_stop, heads.stop),
-    )
-    return tuple(
-        Run(
-            range(piece.start - heads.start, piece.stop - heads.start),
-            _shifted(local_kv_heads(piece, group_size), -first),
-        )
-        for piece in pieces
-        if piece
-    )
+    runs = []
+    for start, stop in pairwise((heads.start, head_stop, body_stop, heads.stop)):
+        if start < stop:
+            kv = local_kv_heads(range(start, stop), group_size)
+            own = range(start - heads.start, stop - heads.start)
+            runs.append(Run(own, range(kv.start - first, kv.stop - first)))
+    return tuple(runs)
 
 
 def unit_size(size: int, n_heads: int, quant_group: int = 1) -> int:
@@ -219,75 +187,27 @@ def make_plan(
     cut, heads, balance = _cut_heads(args, weights)
     ffn = _cut_units(args.ffn_dim, unit_size(args.ffn_dim, args.n_heads, quant_group), weights)
     vocab = _cut_units(args.vocab_size, unit_size(args.vocab_size, args.n_heads), weights)
-    group_size = args.n_heads // args.n_kv_heads
+    group = args.n_heads // args.n_kv_heads
     shares = tuple(
-        Share(
-            rank,
-            heads[rank],
-            local_kv_heads(heads[rank], group_size),
-            ffn[rank],
-            vocab[rank],
-            equal_runs(heads[rank], group_size),
-        )
-        for rank in range(tp_size)
+        Share(rank, own, local_kv_heads(own, group), channels, rows, equal_runs(own, group))
+        for rank, (own, channels, rows) in enumerate(zip(heads, ffn, vocab, strict=True))
     )
     return ShardPlan(shares, cut, balance)
-
-
-def parameters(args: ModelArgs) -> Iterator[Param]:
-    """Every weight of the model in the order of the forward pass, with the axis that cuts it."""
-    first, *last = _outer_parameters(args)
-    yield first
-    for layer in range(args.n_layers):
-        yield from _layer_parameters(args, layer)
-    yield from last
-
-
-def _outer_parameters(args: ModelArgs) -> Iterator[Param]:
-    """The weights before and after the layers."""
-    yield Param("tok_embeddings.weight", (args.vocab_size, args.dim), "vocab")
-    yield Param("norm.weight", (args.dim,))
-    if not args.tied_embeddings:
-        yield Param("output.weight", (args.vocab_size, args.dim), "vocab")
-
-
-def _layer_parameters(args: ModelArgs, layer: int) -> Iterator[Param]:
-    dim, head_dim = args.dim, args.head_dim
-    q_dim, kv_dim = args.n_heads * head_dim, args.n_kv_heads * head_dim
-    attention, ffn = f"layers.{layer}.attention", f"layers.{layer}.feed_forward"
-    yield Param(f"layers.{layer}.attention_norm.weight", (dim,))
-    yield Param(f"{attention}.wq.weight", (q_dim, dim), "heads", 0, head_dim)
-    yield Param(f"{attention}.wk.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
-    yield Param(f"{attention}.wv.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
-    yield Param(f"{attention}.wo.weight", (dim, q_dim), "heads", 1, head_dim)
-    if args.attention_bias:
-        yield Param(f"{attention}.wq.bias", (q_dim,), "heads", 0, head_dim)
-        yield Param(f"{attention}.wk.bias", (kv_dim,), "kv_heads", 0, head_dim)
-        yield Param(f"{attention}.wv.bias", (kv_dim,), "kv_heads", 0, head_dim)
-        yield Param(f"{attention}.wo.bias", (dim,))
-    yield Param(f"layers.{layer}.ffn_norm.weight", (dim,))
-    yield Param(f"{ffn}.w1.weight", (args.ffn_dim, dim), "ffn")
-    yield Param(f"{ffn}.w3.weight", (args.ffn_dim, dim), "ffn")
-    yield Param(f"{ffn}.w2.weight", (dim, args.ffn_dim), "ffn", 1)
-    if args.mlp_bias:
-        yield Param(f"{ffn}.w1.bias", (args.ffn_dim,), "ffn")
-        yield Param(f"{ffn}.w3.bias", (args.ffn_dim,), "ffn")
-        yield Param(f"{ffn}.w2.bias", (dim,))
 
 
 def values_per_unit(args: ModelArgs) -> Counter[Axis | None]:
     """Values of all weights in one unit of each axis; under None those that every rank holds."""
     values: Counter[Axis | None] = Counter()
-    for param in _outer_parameters(args):
+    for param in outer_parameters(args):
         values[param.axis] += param.values_per_unit
-    for param in _layer_parameters(args, 0):  # layers are alike
+    for param in layer_parameters(args, 0):  # layers are alike
         values[param.axis] += param.values_per_unit * args.n_layers
     return values
 
 
-def weight_bytes(args: ModelArgs, share: Share, bytes_per_value: float) -> int:
-    """Bytes of weights that a rank holds in a dtype of that width."""
-    return round(share.n_values(values_per_unit(args)) * bytes_per_value)
+def weight_bytes(args: ModelArgs, share: Share, form: DenseFormat) -> int:
+    """Bytes of weights that a rank holds, kept in that format."""
+    return form.n_bytes(share.n_values(values_per_unit(args)))
 
 
 def kv_bytes_per_token(args: ModelArgs, share: Share, bytes_per_value: float) -> int:
@@ -346,7 +266,3 @@ def _cut_units(size: int, unit: int, weights: list[int]) -> list[range]:
 
 def _ranges(counts: list[int]) -> list[range]:
     return [range(a, b) for a, b in pairwise(accumulate(counts, initial=0))]
-
-
-def _shifted(r: range, by: int) -> range:
-    return range(r.start + by, r.stop + by)

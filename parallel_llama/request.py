@@ -9,13 +9,12 @@ import hashlib
 import math
 import operator
 import secrets
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, Literal, get_args
 
-from parallel_llama.errors import ContextExceeded, UsageError
+from parallel_llama.errors import ContextExceeded, UsageError, shown
 
 FinishReason = Literal["stop", "length", "interrupted", "cancelled", "timeout", "no_token"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
@@ -53,10 +52,128 @@ class Grammar:
     def __post_init__(self) -> None:
         kinds = get_args(GrammarKind)
         if self.kind not in kinds:
-            raise UsageError(f"grammar kind {_shown(self.kind)} is unknown; use {', '.join(kinds)}")
-        _check_text("the grammar", self.text, MAX_GRAMMAR_BYTES)
+            raise UsageError(f"grammar kind {shown(self.kind)} is unknown; use {', '.join(kinds)}")
+        _checked_text("the grammar", self.text, MAX_GRAMMAR_BYTES)
         if not self.text:
             raise UsageError("the grammar is empty; leave it out, or write one")
+
+
+def whole_number(value: object) -> int | None:
+    """A whole number of any library as Python's; None for anything else."""
+    if isinstance(value, bool):  # an int to Python; `top_k=True` is a mistake to a person
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _checked_int(name: str, value: object, low: int, high: int, hint: str = "") -> int:
+    number = whole_number(value)
+    if number is None:
+        raise UsageError(f"{name}={shown(value)} is not a whole number{hint}")
+    if not low <= number <= high:
+        raise UsageError(f"{name}={shown(number)} is out of range; use {low} to {high}{hint}")
+    return number
+
+
+def _checked_float(name: str, value: object, low: float, high: float, hint: str = "") -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UsageError(f"{name}={shown(value)} is not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or not low <= number <= high:
+        allowed = f"{low:g} to {high:g}" if math.isfinite(high) else f"a finite number from {low:g}"
+        raise UsageError(f"{name}={shown(value)} is out of range; use {allowed}{hint}")
+    return number
+
+
+def _checked_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}={shown(value)} is neither true nor false")
+    return value
+
+
+def _checked_grammar(name: str, value: object) -> Grammar:
+    if not isinstance(value, Grammar):
+        raise UsageError(f"{name}={shown(value)} is no Grammar; give its kind and text")
+    return value
+
+
+def _checked_text(name: str, value: object, max_bytes: int) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{name}={shown(value)} is no text")
+    try:
+        n_bytes = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} holds half a surrogate pair, which is no character") from error
+    if n_bytes > max_bytes:
+        raise UsageError(f"{name} has {n_bytes} bytes; use at most {max_bytes}")
+    return value
+
+
+def items_of(value: object) -> list[Any] | None:
+    """The items of any sequence, set or array; None for what holds none, such as a text."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    to_list = getattr(value, "tolist", None)  # an array of numpy, or a tensor
+    items = to_list() if callable(to_list) else None
+    return items if isinstance(items, list) else None
+
+
+def _checked_texts(name: str, value: object, max_items: int, max_chars: int) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else items_of(value)
+    if items is None or not all(isinstance(each, str) for each in items):
+        raise UsageError(f"{name}={shown(value)} is not a list of strings; write it as ['...']")
+    if "" in items:
+        raise UsageError(f"{name} holds an empty string, which is everywhere; leave it out")
+    n_chars = sum(map(len, items))
+    if len(items) > max_items or n_chars > max_chars:
+        raise UsageError(
+            f"{name} holds {len(items)} strings of {n_chars} characters together; use at most "
+            f"{max_items} strings and {max_chars} characters"
+        )
+    return tuple(items)
+
+
+def _checked_ids(name: str, value: object, max_items: int) -> frozenset[int]:
+    items = items_of(value)
+    if items is None:
+        raise UsageError(f"{name}={shown(value)} is not a list of token ids")
+    if len(items) > max_items:
+        raise UsageError(f"{name} holds {len(items)} ids; use at most {max_items}")
+    return frozenset(_checked_int(name, token, 0, MAX_TOKEN_ID) for token in items)
+
+
+def _checked_biases(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    elif isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value):
+        pairs = list(value)
+    else:
+        raise UsageError(f"{name}={shown(value)} does not map token ids to biases")
+    if len(pairs) > MAX_BIASES:
+        raise UsageError(f"{name} holds {len(pairs)} tokens; use at most {MAX_BIASES}")
+    biases = {
+        _checked_int(f"{name} token id", token, 0, MAX_TOKEN_ID): _checked_float(
+            f"{name} of token {token}", bias, -MAX_BIAS, MAX_BIAS
+        )
+        for token, bias in pairs
+    }
+    if len(biases) < len(pairs):
+        raise UsageError(f"{name} holds a token id more than once; add its biases up")
+    return tuple(sorted(biases.items()))
+
+
+_PENALTY = (_checked_float, -MAX_PENALTY, MAX_PENALTY, "; 0 turns it off")
+
+
+def _setting(default: Any, checked: Any, *limits: Any, or_none: bool = False) -> Any:
+    """A field that is checked against limits; None is a value too where it is the default."""
+    check = (checked, limits, or_none or default is None)
+    return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True)
@@ -85,91 +202,49 @@ class SamplingParams:
     Raises: UsageError for a value of the wrong type or out of range.
     """
 
-    max_tokens: int | None = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0  # 0: off
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
-    min_tokens: int = 0
-    repetition_penalty: float = 1.0  # 1: off
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), by token id
-    grammar: Grammar | None = None
-    cache_salt: str | None = None
-    bad_words: tuple[str, ...] = ()
-    allowed_token_ids: frozenset[int] | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    max_tokens: int | None = _setting(128, _checked_int, 1, MAX_TOKEN_ID, or_none=True)
+    temperature: float = _setting(0.0, _checked_float, 0.0, math.inf)
+    top_p: float = _setting(1.0, _checked_float, 0.0, 1.0)
+    top_k: int = _setting(0, _checked_int, -1, MAX_TOKEN_ID, "; 0 turns it off")
+    min_p: float = _setting(0.0, _checked_float, 0.0, 1.0)
+    seed: int | None = _setting(None, _checked_int, -(2**63), 2**63 - 1)
+    stop: tuple[str, ...] = _setting((), _checked_texts, MAX_STOP_STRINGS, MAX_STOP_CHARS)
+    stop_token_ids: frozenset[int] = _setting(frozenset(), _checked_ids, MAX_STOP_IDS)
+    ignore_eos: bool = _setting(False, _checked_bool)
+    logprobs: int | None = _setting(None, _checked_int, 0, MAX_LOGPROBS)
+    prompt_logprobs: int | None = _setting(None, _checked_int, 0, MAX_LOGPROBS)
+    n: int = _setting(1, _checked_int, 1, MAX_CHOICES)
+    min_tokens: int = _setting(0, _checked_int, 0, MAX_TOKEN_ID)
+    repetition_penalty: float = _setting(
+        *(1.0, _checked_float, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, "; 1 turns it off")
+    )
+    presence_penalty: float = _setting(0.0, *_PENALTY)
+    frequency_penalty: float = _setting(0.0, *_PENALTY)
+    logit_bias: tuple[tuple[int, float], ...] = _setting((), _checked_biases)  # (id, bias), by id
+    grammar: Grammar | None = _setting(None, _checked_grammar)  # noqa: RUF009, a field
+    cache_salt: str | None = _setting(None, _checked_text, MAX_SALT_BYTES)
+    bad_words: tuple[str, ...] = _setting((), _checked_texts, MAX_BAD_WORDS, MAX_BAD_CHARS)
+    allowed_token_ids: frozenset[int] | None = _setting(None, _checked_ids, MAX_ALLOWED_IDS)
+    include_stop_str_in_output: bool = _setting(False, _checked_bool)
+    skip_special_tokens: bool = _setting(True, _checked_bool)
 
     def __post_init__(self) -> None:
-        whole = {
-            "min_tokens": _checked_int("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID),
-            "n": _checked_int("n", self.n, 1, MAX_CHOICES),
-            "top_k": _checked_int("top_k", self.top_k, -1, MAX_TOKEN_ID, "; 0 turns it off"),
-        }
-        whole["top_k"] = max(0, whole["top_k"])
-        limits = {
-            "max_tokens": (1, MAX_TOKEN_ID),
-            "seed": (-(2**63), 2**63 - 1),
-            "logprobs": (0, MAX_LOGPROBS),
-            "prompt_logprobs": (0, MAX_LOGPROBS),
-        }
-        for name, (low, high) in limits.items():
-            if getattr(self, name) is not None:
-                whole[name] = _checked_int(name, getattr(self, name), low, high)
-        if whole["min_tokens"] > whole.get("max_tokens", MAX_TOKEN_ID):
+        for setting in fields(self):
+            checked, limits, or_none = setting.metadata["check"]
+            given = getattr(self, setting.name)
+            if given is not None or not or_none:
+                # The fields are frozen; what was given is stored in the declared type.
+                object.__setattr__(self, setting.name, checked(setting.name, given, *limits))
+        object.__setattr__(self, "top_k", max(0, self.top_k))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UsageError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
                 "lower it or raise max_tokens"
             )
-        if self.cache_salt is not None:
-            _check_text("cache_salt", self.cache_salt, MAX_SALT_BYTES)
-        if self.grammar is not None and not isinstance(self.grammar, Grammar):
-            raise UsageError(
-                f"grammar={_shown(self.grammar)} is no Grammar; give its kind and text"
-            )
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name}={_shown(getattr(self, name))} is neither true nor false")
-        numbers = {
-            "temperature": _checked_float("temperature", self.temperature, 0.0, math.inf),
-            "top_p": _checked_float("top_p", self.top_p, 0.0, 1.0),
-            "min_p": _checked_float("min_p", self.min_p, 0.0, 1.0),
-            "repetition_penalty": _checked_float(
-                "repetition_penalty",
-                self.repetition_penalty,
-                MIN_REPETITION_PENALTY,
-                MAX_REPETITION_PENALTY,
-                "; 1 turns it off",
-            ),
-            "presence_penalty": _checked_penalty("presence_penalty", self.presence_penalty),
-            "frequency_penalty": _checked_penalty("frequency_penalty", self.frequency_penalty),
-        }
-        if numbers["top_p"] == 0:
+        if self.top_p == 0:
             raise UsageError("top_p=0 keeps no token; use temperature 0 for greedy decoding")
-        lists = {
-            "stop": _checked_texts("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS),
-            "bad_words": _checked_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_CHARS),
-            "stop_token_ids": _checked_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_IDS),
-            "logit_bias": _checked_biases(self.logit_bias),
-        }
-        if self.allowed_token_ids is not None:
-            lists["allowed_token_ids"] = allowed = _checked_ids(
-                "allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_IDS
-            )
-            if not allowed:
-                raise UsageError("allowed_token_ids is empty; leave it out, or name some")
-        # The fields are frozen; what was given is stored in the declared types.
-        for name, value in {**whole, **numbers, **lists}.items():
-            object.__setattr__(self, name, value)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise UsageError("allowed_token_ids is empty; leave it out, or name some")
 
     @property
     def is_greedy(self) -> bool:
@@ -341,190 +416,7 @@ def resolve_stop_ids(params: SamplingParams, eos_ids: Iterable[int]) -> frozense
     return params.stop_token_ids | (frozenset() if params.ignore_eos else frozenset(eos_ids))
 
 
-class StopText:
-    """Finds stop strings in a text that arrives in pieces and shows only what is safe to show.
-
-    The occurrence that is complete first wins, the longest where several end together, and the
-    text is cut before it, or behind it with `shows_stop`; so the result does not depend on how the
-    text is split into pieces. The longest end of the text that begins a stop string is held back.
-
-    Cost: building takes one step per character of the stop strings; a push takes an amortised
-    constant number of steps per character, whatever the number of stop strings.
-    Source: Aho and Corasick, Efficient string matching, 1975, algorithms 2 and 3.
-    """
-
-    def __init__(self, stop: Sequence[str], shows_stop: bool = False) -> None:
-        self._shows_stop = shows_stop
-        # State 0 is the empty prefix. The held-back text of a state is its prefix of a stop string.
-        self._next: list[dict[str, int]] = [{}]
-        self._prefix: list[tuple[str, int]] = [("", 0)]
-        self._n_match = [0]  # length of the longest stop string that ends in this state; 0: none
-        for string in stop:
-            self._add(string)
-        self._fail = [0] * len(self._next)
-        self._link()
-        self._state = 0
-        self._found = False
-
-    @property
-    def found(self) -> bool:
-        """Whether a stop string is complete."""
-        return self._found
-
-    def push(self, piece: str) -> str:
-        """Take the next piece and return the text that is now safe to show.
-
-        Returns: "" from the first stop string on.
-        """
-        if self._found:
-            return ""
-        held, n_held = self._prefix[self._state]
-        for n_read, char in enumerate(piece, 1):
-            self._state = self._step(self._state, char)
-            n_match = self._n_match[self._state]
-            if n_match:
-                self._found = True
-                n_hidden = 0 if self._shows_stop else n_match
-                return _head(held, n_held, piece, n_held + n_read - n_hidden)
-        _, n_holding = self._prefix[self._state]
-        return _head(held, n_held, piece, n_held + len(piece) - n_holding)
-
-    def flush(self) -> str:
-        """Return what was held back, at the end of the text; "" after a stop string."""
-        if self._found:
-            return ""
-        held, n_held = self._prefix[self._state]
-        self._state = 0
-        return held[:n_held]
-
-    def _add(self, string: str) -> None:
-        state = 0
-        for depth, char in enumerate(string, 1):
-            if char not in self._next[state]:
-                self._next[state][char] = len(self._next)
-                self._next.append({})
-                self._prefix.append((string, depth))
-                self._n_match.append(0)
-            state = self._next[state][char]
-        self._n_match[state] = len(string)
-
-    def _link(self) -> None:
-        """Point each state to the longest proper suffix of its prefix that is a prefix too."""
-        queue = deque(self._next[0].values())
-        while queue:
-            state = queue.popleft()
-            for char, child in self._next[state].items():
-                self._fail[child] = self._step(self._fail[state], char)
-                queue.append(child)
-            self._n_match[state] = self._n_match[state] or self._n_match[self._fail[state]]
-
-    def _step(self, state: int, char: str) -> int:
-        while state and char not in self._next[state]:
-            state = self._fail[state]
-        return self._next[state].get(char, 0)
-
-
 _EMPTY_PROMPT = "the prompt is empty; give at least one token"
-
-
-def whole_number(value: object) -> int | None:
-    """A whole number of any library as Python's; None for anything else."""
-    if isinstance(value, bool):  # an int to Python; `top_k=True` is a mistake to a person
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def _checked_int(name: str, value: object, low: int, high: int, hint: str = "") -> int:
-    number = whole_number(value)
-    if number is None:
-        raise UsageError(f"{name}={_shown(value)} is not a whole number{hint}")
-    if not low <= number <= high:
-        raise UsageError(f"{name}={_shown(number)} is out of range; use {low} to {high}{hint}")
-    return number
-
-
-def _checked_float(name: str, value: object, low: float, high: float, hint: str = "") -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise UsageError(f"{name}={_shown(value)} is not a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or not low <= number <= high:
-        allowed = f"{low:g} to {high:g}" if math.isfinite(high) else f"a finite number from {low:g}"
-        raise UsageError(f"{name}={_shown(value)} is out of range; use {allowed}{hint}")
-    return number
-
-
-def _checked_penalty(name: str, value: object) -> float:
-    return _checked_float(name, value, -MAX_PENALTY, MAX_PENALTY, "; 0 turns it off")
-
-
-def _check_text(name: str, value: object, max_bytes: int) -> None:
-    if not isinstance(value, str):
-        raise UsageError(f"{name}={_shown(value)} is no text")
-    try:
-        n_bytes = len(value.encode())
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{name} holds half a surrogate pair, which is no character") from error
-    if n_bytes > max_bytes:
-        raise UsageError(f"{name} has {n_bytes} bytes; use at most {max_bytes}")
-
-
-def listed(value: object) -> list[Any] | None:
-    """The items of any sequence, set or array; None for what holds none, such as a text."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    to_list = getattr(value, "tolist", None)  # an array of numpy, or a tensor
-    items = to_list() if callable(to_list) else None
-    return items if isinstance(items, list) else None
-
-
-def _checked_texts(name: str, value: object, max_items: int, max_chars: int) -> tuple[str, ...]:
-    items = [value] if isinstance(value, str) else listed(value)
-    if items is None or not all(isinstance(each, str) for each in items):
-        raise UsageError(f"{name}={_shown(value)} is not a list of strings; write it as ['...']")
-    if "" in items:
-        raise UsageError(f"{name} holds an empty string, which is everywhere; leave it out")
-    n_chars = sum(map(len, items))
-    if len(items) > max_items or n_chars > max_chars:
-        raise UsageError(
-            f"{name} holds {len(items)} strings of {n_chars} characters together; use at most "
-            f"{max_items} strings and {max_chars} characters"
-        )
-    return tuple(items)
-
-
-def _checked_ids(name: str, value: object, max_items: int) -> frozenset[int]:
-    items = listed(value)
-    if items is None:
-        raise UsageError(f"{name}={_shown(value)} is not a list of token ids")
-    if len(items) > max_items:
-        raise UsageError(f"{name} holds {len(items)} ids; use at most {max_items}")
-    return frozenset(_checked_int(name, token, 0, MAX_TOKEN_ID) for token in items)
-
-
-def _checked_biases(value: object) -> tuple[tuple[int, float], ...]:
-    if isinstance(value, Mapping):
-        pairs = list(value.items())
-    elif isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value):
-        pairs = list(value)
-    else:
-        raise UsageError(f"logit_bias={_shown(value)} does not map token ids to biases")
-    if len(pairs) > MAX_BIASES:
-        raise UsageError(f"logit_bias holds {len(pairs)} tokens; use at most {MAX_BIASES}")
-    biases = {
-        _checked_int("logit_bias token id", token, 0, MAX_TOKEN_ID): _checked_float(
-            f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS
-        )
-        for token, bias in pairs
-    }
-    if len(biases) < len(pairs):
-        raise UsageError("logit_bias holds a token id more than once; add its biases up")
-    return tuple(sorted(biases.items()))
 
 
 def _logprob_json(each: TokenLogprob) -> dict[str, Any]:
@@ -532,14 +424,3 @@ def _logprob_json(each: TokenLogprob) -> dict[str, Any]:
     if each.text is not None:
         line |= {"text": each.text, "top_texts": list(each.top_texts)}
     return line
-
-
-def _shown(value: object) -> str:
-    """A value as an error shows it, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _head(held: str, n_held: int, piece: str, n_chars: int) -> str:
-    """The first characters of held[:n_held] + piece, without copying more than those."""
-    return held[: min(n_held, n_chars)] + piece[: max(n_chars - n_held, 0)]

@@ -1,11 +1,64 @@
-"""What all tests share."""
+"""What all tests share, and which of them the fast tier leaves out."""
 
 import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+from parity_steps import use_torch_operators
 from ranks import Pools
+
+# What `launch/test.sh --fast` leaves out, by the beginnings of names, beside every test that has
+# the fixture `ranks` and so runs on processes: commands in processes of their own, kills and limits
+# that are waited for, models of real size, and the longest searches. What is left runs in this
+# process, on one rank or on threads as ranks.
+SLOW = (
+    "tests/checkpoint/test_gguf.py::test_a_real_model_",
+    "tests/checkpoint/test_gguf.py::test_every_type_is_decoded_",
+    "tests/checkpoint/test_hf_folders.py::test_a_folder_that_transformers_made_of_a_gguf_file_",
+    "tests/checkpoint/test_load.py::test_a_load_reads_each_byte_once",
+    "tests/checkpoint/test_manifest.py::test_every_single_flipped_bit_",
+    "tests/checkpoint/test_verify.py::test_a_damaged_model_does_not_answer",
+    "tests/checkpoint/test_verify.py::test_a_flipped_bit_of_a_weight_file_",
+    "tests/cli/",
+    "tests/engine/test_engine.py::test_a_request_gets_",
+    "tests/engine/test_engine.py::test_the_mixes_meet_",
+    "tests/engine/test_engine_attacks.py::test_text_ids_and_log_probabilities_",
+    "tests/engine/test_kv_capacity.py::test_weights_that_find_no_room_",
+    "tests/files/test_hub_cache.py::test_every_verb_",
+    "tests/launch/test_compare.py::test_one_command_",
+    "tests/model/test_parity.py::test_logits_at_every_size_",
+    "tests/model/test_parity.py::test_the_reference_is_float64_",
+    "tests/ops/test_kernels.py::test_queries_turn_and_keys_and_values_go_to_their_slots[2 threads",
+    "tests/parallel/",
+    "tests/reshard/test_crash.py",
+    "tests/reshard/test_meta_layout.py::test_any_number_of_files_",
+    "tests/reshard/test_reshard.py::test_by_way_of_metas_files_",
+    "tests/reshard/test_reshard.py::test_hf_to_native_to_hf_",
+    "tests/reshard/test_reshard.py::test_transformers_computes_",
+    "tests/reshard/test_reshard_smollm2.py",
+    "tests/sampling/test_penalties.py::test_kept_sets_and_distributions_",
+    "tests/sampling/test_penalties.py::test_ten_thousand_",
+    "tests/sampling/test_sampling.py::test_ten_thousand_",
+    "tests/sampling/test_sampling.py::test_the_kept_set_is_that_of_transformers_",
+    "tests/structured/test_structured.py::test_a_grammar_that_takes_too_long_",
+    "tests/structured/test_structured.py::test_a_hostile_grammar_",
+    "tests/structured/test_structured.py::test_every_kind_of_tokenizer_",
+    "tests/test_async_llm.py",
+    "tests/test_llm.py",
+    "tests/test_readme.py",
+    "tests/test_smollm2.py",
+    "tests/tokenizer/test_bounded_process.py",
+    "tests/tokenizer/test_chat_template.py::test_a_hostile_template_",
+    "tests/tokenizer/test_chat_template.py::test_real_constructs_",
+    "tests/tokenizer/test_chat_template.py::test_smollm2_equals_transformers",
+    "tests/tokenizer/test_chat_template.py::test_the_default_limit_",
+    "tests/tokenizer/test_chat_template.py::test_the_template_is_found_",
+    "tests/tokenizer/test_tokenizer.py::test_a_pattern_that_backtracks_",
+    "tests/tokenizer/test_tokenizer.py::test_real_files_",
+    "tests/tokenizer/test_tokenizer_damage.py",
+    "tests/tokenizer/test_tokenizer_gguf.py::test_patterns_mean_the_same_",
+)
 
 # The same examples on every machine and in every run, however slow.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -16,9 +69,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--torch-ops", action="store_true", help="run models on torch's operators")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: left out by launch/test.sh --fast")
+    if config.getoption("--torch-ops"):
+        use_torch_operators()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SLOW) or "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Pools]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Pools]:
     """`ranks(tp_size).run(function, *args)`: a function on real ranks, with its results."""
-    pools = Pools()
+    pools = Pools(use_torch_operators if request.config.getoption("--torch-ops") else None)
     yield pools
     pools.end()

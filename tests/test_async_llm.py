@@ -19,7 +19,7 @@ from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams, async_llm
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import Grammar
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 LIMIT_S = 30
@@ -71,7 +71,7 @@ def test_a_crowd_gets_what_each_gets_alone(model: Path) -> None:
 
 def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    program = str(ROOT / "tests" / "llm_program.py")
+    program = str(ROOT / "tests" / "support" / "llm_program.py")
     command = [sys.executable, "-m", *torchrun, program, "soak", str(model), "400"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=150)
@@ -180,13 +180,13 @@ def test_a_late_answer_ends_with_what_it_has(llm: LLM) -> None:
 def test_the_time_in_which_a_prompt_becomes_tokens_counts(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = llm.intake.request
+    original = llm.input_processor.request
 
     def request(*args: object) -> object:
         time.sleep(0.1)
         return original(*args)
 
-    monkeypatch.setattr(llm.intake, "request", request)
+    monkeypatch.setattr(llm.input_processor, "request", request)
 
     async def talk(engine: AsyncLLM) -> None:
         answer = await engine.submit("Hello", LONG, timeout_s=0.09)
@@ -214,9 +214,11 @@ def test_prompts_become_tokens_outside_the_event_loop(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    original = llm.intake.request
+    original = llm.input_processor.request
     monkeypatch.setattr(
-        llm.intake, "request", lambda *args: seen.append(threading.get_ident()) or original(*args)
+        llm.input_processor,
+        "request",
+        lambda *args: seen.append(threading.get_ident()) or original(*args),
     )
 
     async def talk(engine: AsyncLLM) -> None:
@@ -287,7 +289,7 @@ def test_closing_ends_what_is_running(llm: LLM) -> None:
 
 
 def test_who_submits_while_it_closes_is_refused(llm: LLM) -> None:
-    """The letter of a prompt that was still being tokenised came behind the last one."""
+    """The message of a prompt that was still being tokenised came behind the last one."""
 
     async def serve() -> None:
         engine = AsyncLLM(llm)
@@ -356,7 +358,7 @@ def test_what_the_engine_refuses_reaches_who_asked(
 
 def test_numbers_that_are_none_reach_all_and_the_next_gets_on(llm: LLM) -> None:
     (before,) = llm.generate(["Hello"], PARAMS)
-    weight = llm.engine.runner.model.norm.weight
+    weight = llm.engine.runner.model.norm.weight.values
     kept = weight.clone()
 
     async def talk(engine: AsyncLLM) -> None:
@@ -394,7 +396,7 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
         while not broken.is_set():  # the event loop stands still: this comes when all is over
             time.sleep(0.001)
         engine._thread.join(LIMIT_S)
-        engine._mail.put(submitted := _letter(engine, answers[0].request))
+        engine._messages.put(submitted := _message(engine, answers[0].request))
         tasks.append(asyncio.create_task(submitted.answer.completions()))
         ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
         assert [str(end) for end in ends] == ["something broke"] * 3
@@ -410,6 +412,6 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
     asyncio.run(serve())
 
 
-def _letter(engine: AsyncLLM, request: object) -> object:
-    """What `submit` puts into the mail in the moment in which the engine ends."""
-    return async_llm._Submit(async_llm.Answer(request, engine._mail), None)
+def _message(engine: AsyncLLM, request: object) -> object:
+    """What `submit` puts into the queue in the moment in which the engine ends."""
+    return async_llm._Submit(async_llm.Answer(request, engine._messages), None)

@@ -18,14 +18,16 @@ import psutil
 import pytest
 import torch
 from llm_program import PARAMS, fail_once
+from parity_steps import full_logits
 from tiny_folder import write_chat_folder
 
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
+from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
-from parallel_llama.runner import Piece, Runner
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
+SUPPORT = str(ROOT / "tests" / "support")
 TOKENS = [5, 17, 3, 200, 42, 42, 9]
 CACHE_BYTES = 4 << 20
 
@@ -55,7 +57,7 @@ def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(
 ) -> None:
     """It fails, is refused, leaves streams early and lets one wait: nobody hangs or goes away."""
     torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}")
-    program = str(ROOT / "tests" / "llm_program.py")
+    program = str(Path(SUPPORT) / "llm_program.py")
     command = [sys.executable, "-m", *torchrun, program, "script", str(model)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=90)
@@ -69,10 +71,10 @@ def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(
 # Ranks of its own.
 
 
-def followers() -> list[psutil.Process]:
+def local_ranks() -> list[psutil.Process]:
     """The ranks that this process has started; it has others that run tokenizers."""
     children = psutil.Process().children()
-    return [each for each in children if "parallel_llama.cli.follower" in each.cmdline()]
+    return [each for each in children if "parallel_llama.cli.serve_rank" in each.cmdline()]
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 5])
@@ -81,7 +83,7 @@ def test_an_llm_starts_its_other_ranks_and_ends_them(model: Path, llm: LLM, tp_s
     n_threads, environment = torch.get_num_threads(), dict(os.environ)
     with LLM(str(model), dtype="float64", tp_size=tp_size) as many:
         assert many.tp_size == tp_size
-        ranks = followers()
+        ranks = local_ranks()
         assert len(ranks) == tp_size - 1
         found = many.generate(["Hello", [5, 6, 7]], PARAMS)
         assert [(c.text, c.tokens) for c in found] == [(c.text, c.tokens) for c in alone]
@@ -104,7 +106,7 @@ def test_vllms_name_for_the_number_of_ranks_is_taken(model: Path) -> None:
 def test_an_impossible_number_of_ranks_is_refused(model: Path, tp_size: Any, says: str) -> None:
     with pytest.raises(UsageError, match=f"tp_size={tp_size!r}.*{says}"):
         LLM(str(model), tp_size=tp_size)
-    assert followers() == []
+    assert local_ranks() == []
 
 
 def test_a_number_of_ranks_that_torchrun_contradicts_is_refused(
@@ -120,18 +122,20 @@ def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own process says what is wrong with it, and rank 0 saw only that it had gone."""
-    monkeypatch.setattr("parallel_llama.llm.fingerprint", lambda _: {"weights": "other"})
+    monkeypatch.setattr(
+        "parallel_llama.engine.rank_group.fingerprint", lambda _: {"weights": "other"}
+    )
     began = time.monotonic()
     with pytest.raises(RankError, match="the ranks are not about to do the same"):
         LLM(str(model), tp_size=2)
     assert time.monotonic() - began < 30
-    assert followers() == []
+    assert local_ranks() == []
 
 
 def test_a_rank_that_dies_is_named_and_closing_is_quiet(model: Path) -> None:
     """`close` raised, and the ranks that were left stayed."""
     llm = LLM(str(model), tp_size=3, timeout_s=10)
-    ranks = followers()
+    ranks = local_ranks()
     ranks[0].kill()
     with pytest.raises(RankError, match=r"rank 1 of 3 died of SIGKILL"):
         llm.generate("Hello", PARAMS)
@@ -144,9 +148,9 @@ def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model: Path) ->
     program = """if True:
         import os, sys
         from parallel_llama import LLM
-        from test_llm import followers
+        from test_llm import local_ranks
         llm = LLM(sys.argv[1], tp_size=2)
-        print(*(child.pid for child in followers()), flush=True)
+        print(*(child.pid for child in local_ranks()), flush=True)
         if sys.argv[2] == "killed":
             os.kill(os.getpid(), 9)
     """
@@ -155,7 +159,10 @@ def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model: Path) ->
             [sys.executable, "-c", program, str(model), way],
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), SUPPORT]),
+            },
             timeout=60,
         )
         assert done.returncode == code, done.stderr
@@ -242,7 +249,7 @@ def test_requests_without_a_seed_are_drawn_anew_in_every_call(model: Path, llm: 
 def test_an_open_length_ends_with_the_context_or_the_cache(model: Path, llm: LLM) -> None:
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     (completion,) = llm.generate([[5] * 500], params)
-    assert len(completion.tokens) == llm.intake.max_seq_len - 500
+    assert len(completion.tokens) == llm.input_processor.max_seq_len - 500
     with LLM(str(model), dtype="float64", kv_cache_bytes=50_000) as small:
         room = small.engine.capacity.n_tokens
         assert len(small.generate([[5] * 10], params)[0].tokens) == room - 10
@@ -322,10 +329,10 @@ def test_an_llm_that_nobody_holds_has_given_its_memory_back(model: Path) -> None
 
 def test_a_score_is_the_log_softmax_of_the_full_logits(llm: LLM) -> None:
     (ours,) = llm.score([TOKENS])
-    runner = Runner(llm.args, make_plan(llm.args, 1), llm.engine.comm, llm.engine.runner.model)
+    runner = ModelRunner(llm.args, make_plan(llm.args, 1), llm.engine.comm, llm.engine.runner.model)
     runner.reserve(1, len(TOKENS))
-    hidden = runner.forward([Piece(TOKENS, 0, [0], len(TOKENS))])
-    logprobs = runner.full_logits(hidden).double().log_softmax(-1)
+    hidden = runner.forward([Chunk(TOKENS, 0, [0], len(TOKENS))])
+    logprobs = full_logits(runner, hidden).double().log_softmax(-1)
     expected = logprobs[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), expected)
 
@@ -346,7 +353,7 @@ def test_a_score_while_a_stream_is_suspended_disturbs_neither(llm: LLM) -> None:
 def test_a_score_that_a_suspended_stream_leaves_no_room_for_is_refused(model: Path) -> None:
     small = LLM(str(model), dtype="float64", kv_cache_bytes=50_000)
     room = small.engine.capacity.n_tokens
-    assert room < small.intake.max_seq_len
+    assert room < small.input_processor.max_seq_len
     (whole,) = small.score([[5] * room])
     pieces = small.stream([5] * (room - 40), SamplingParams(max_tokens=40, ignore_eos=True))
     next(pieces)
@@ -425,7 +432,7 @@ def test_nothing_asked_is_nothing_done(llm: LLM) -> None:
 
 
 def test_a_prompt_and_its_answer_may_fill_the_context_exactly(llm: LLM) -> None:
-    n_prompt = llm.intake.max_seq_len - 2
+    n_prompt = llm.input_processor.max_seq_len - 2
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     (completion,) = llm.generate([[5] * n_prompt], params)
     assert len(completion.tokens) == 2
@@ -458,7 +465,7 @@ def test_without_guesses_a_step_gives_one_token(model: Path) -> None:
     lengths = []
     for max_drafts in (0, 8):
         llm = LLM(str(model), kv_cache_bytes=CACHE_BYTES, max_drafts=max_drafts)
-        requests = llm.intake.requests([[7] * 30], params)
+        requests = llm.input_processor.requests([[7] * 30], params)
         lengths.append({len(progress.tokens) for progress in llm.run(requests)})
         llm.close()
     assert lengths[0] == {1} and max(lengths[1]) > 1
@@ -493,7 +500,7 @@ def test_after_numbers_that_are_none_the_model_can_be_asked_again(llm: LLM) -> N
 def test_a_stream_hears_that_it_ended_when_another_failed(llm: LLM) -> None:
     """Left or read on, it does not wait for what never comes."""
     params = SamplingParams(max_tokens=25, ignore_eos=True)
-    read, left = (llm.run(llm.intake.requests(["Hello"], params)) for _ in range(2))
+    read, left = (llm.run(llm.input_processor.requests(["Hello"], params)) for _ in range(2))
     next(read), next(left)
     fail_once(llm)
     left.close()

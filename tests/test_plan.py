@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import DenseFormat
 from parallel_llama.errors import UsageError
+from parallel_llama.families import parameters
+from parallel_llama.families.weights import Param
 from parallel_llama.plan import (
-    Param,
     apportion,
     equal_runs,
     kv_bytes_per_token,
     local_kv_heads,
     make_plan,
-    parameters,
     unit_size,
     weight_bytes,
 )
@@ -121,7 +122,9 @@ def test_memory_weights_share_out_in_proportion():
     plan = make_plan(shape(64, 8, ffn_dim=28672), 3, [80, 80, 40])
     assert [share.n_local_heads for share in plan.shares] == [26, 25, 13]
     assert plan.balance == pytest.approx(26 / 64 / 0.4)
-    first, second, third = (weight_bytes(shape(64, 8, 28672), s, 2) for s in plan.shares)
+    first, second, third = (
+        weight_bytes(shape(64, 8, 28672), s, DenseFormat("bfloat16")) for s in plan.shares
+    )
     assert third < 0.55 * first and abs(first - second) < 0.03 * first
 
 
@@ -186,13 +189,15 @@ def test_runs_split_at_group_borders_alone(group_size, start, length):
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), HEADS)
 def test_shares_add_up_to_the_model_and_its_doubled_kv_heads(n_heads, n_kv_heads):
     args = shape(n_heads, n_kv_heads)
-    whole = weight_bytes(args, make_plan(args, 1).shares[0], 1)
+    whole = weight_bytes(args, make_plan(args, 1).shares[0], DenseFormat("bfloat16")) // 2
     for tp_size in {1, 2, 3, 5, n_heads} & set(range(1, n_heads + 1)):
         shares = make_plan(args, tp_size).shares
         doubled = sum(share.n_local_kv_heads for share in shares) - n_kv_heads
         replicated = (2 * args.n_layers + 1) * args.dim * (tp_size - 1)  # the norms
         extra = doubled * 2 * args.n_layers * args.head_dim * args.dim + replicated
-        assert sum(weight_bytes(args, share, 1) for share in shares) == whole + extra
+        assert sum(weight_bytes(args, share, DenseFormat("bfloat16")) for share in shares) == 2 * (
+            whole + extra
+        )
 
 
 @given(plans(), st.booleans(), st.booleans(), st.booleans())
@@ -204,22 +209,23 @@ def test_weight_bytes_are_those_of_every_parameter(case, attention_bias, mlp_bia
     for share in make_plan(args, tp_size, memory).shares:
         values = 0
         for param in parameters(args):
-            cut = len(param.local_range(share))
+            cut = len(share.rows_of(param))
             values += math.prod(param.shape) // param.shape[param.dim] * cut
-        assert weight_bytes(args, share, 2) == 2 * values
+        assert weight_bytes(args, share, DenseFormat("bfloat16")) == 2 * values
 
 
 def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypatch):
     """Every layer of every share was counted anew: a range of sizes took more than a minute."""
     made = []
     monkeypatch.setattr(
-        "parallel_llama.plan.Param", lambda *fields: made.append(fields) or Param(*fields)
+        "parallel_llama.families.weights.Param",
+        lambda *fields: made.append(fields) or Param(*fields),
     )
     share = make_plan(shape(9, 3), 2).shares[0]
     counts = []
     for n_layers in (1, 4096):
         made.clear()
-        weight_bytes(replace(shape(9, 3), n_layers=n_layers), share, 2)
+        weight_bytes(replace(shape(9, 3), n_layers=n_layers), share, DenseFormat("bfloat16"))
         counts.append(len(made))
     assert counts[0] == counts[1] > 0
 

@@ -1,5 +1,6 @@
 """README's blocks, run as they are written: commands, Python, and Python under torchrun."""
 
+import ast
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiny_folder import write_chat_folder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [
@@ -72,11 +73,34 @@ def test_every_block_is_known():
         assert (ROOT / script).is_file()
 
 
+def spoken() -> str:
+    """Every text of the source, what f-strings put in being left out."""
+    texts = (
+        node.value
+        for path in (ROOT / "parallel_llama").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return "\0".join(texts)
+
+
+def test_every_message_of_the_troubleshooting_table_is_one_that_is_given() -> None:
+    table = (ROOT / "README.md").read_text().split("## Troubleshooting")[1].split("## ")[0]
+    messages = re.findall(r"^\| `([^`]+)` \|", table, re.M)
+    assert len(messages) > 10
+    said = spoken()
+    for message in messages:
+        for part in filter(None, message.split("..")):
+            assert part.strip("; .") in said, message
+
+
 @pytest.mark.parametrize("command", [each for each in RUN if not each.endswith("example.py")])
 def test_a_command(desk: Path, command: str) -> None:
     if "--output" in command and "--resume" not in command:
         (desk / "answers.jsonl").unlink(missing_ok=True)
     command = command.replace("/path/to/", f"{desk}/")
+    if " bench " in command:
+        command += " --repeat 1 --max-tokens 4"  # its figures are for people, and take long
     done = run(shlex.split(command), desk)
     assert done.stdout or "--output" in command or " chat " in command
 

@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel_llama.engine.messages import StepMessage, decode_message
 from parallel_llama.errors import ContextExceeded, UsageError
-from parallel_llama.orders import Orders, decode_orders
 from parallel_llama.request import (
     Completion,
     Grammar,
     Request,
     SamplingParams,
-    StopText,
     TokenLogprob,
     resolve_max_tokens,
     resolve_seed,
     resolve_stop_ids,
 )
+from parallel_llama.stop import StopChecker
 
 BAD_PARAMS = [
     ("max_tokens", 0),
@@ -336,8 +336,8 @@ REQUESTS = st.builds(
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.lists(REQUESTS, max_size=4))
 def test_requests_survive_the_wire_with_values_and_types(requests: list[Request]) -> None:
-    orders = Orders(tuple(enumerate(requests)))
-    again = [request for _, request in decode_orders(orders.encode()).begin]
+    orders = StepMessage(tuple(enumerate(requests)))
+    again = [request for _, request in decode_message(orders.encode()).begin]
     assert again == requests
     assert all(type(r.params.stop) is tuple and type(r.prompt) is tuple for r in again)
 
@@ -348,11 +348,11 @@ def _tampered(**changes: object) -> bytes:
     for path, value in changes.items():
         target = fields["params"] if path in fields["params"] else fields
         target[path] = value
-    return msgspec.msgpack.encode({"begin": [[0, fields]], "end": [], "errand": b""})
+    return msgspec.msgpack.encode({"begin": [[0, fields]], "end": [], "call": b""})
 
 
 def _whole_message() -> bytes:
-    return Orders(((0, Request(0, (1,), SamplingParams(), 0, frozenset())),)).encode()
+    return StepMessage(((0, Request(0, (1,), SamplingParams(), 0, frozenset())),)).encode()
 
 
 @pytest.mark.parametrize(
@@ -383,12 +383,12 @@ def _whole_message() -> bytes:
 )
 def test_a_damaged_message_is_refused_on_arrival(message: bytes) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
-        decode_orders(message)
+        decode_message(message)
 
 
 def test_the_tampering_itself_leaves_a_message_readable() -> None:
     """Guards the test above: without a bad value its messages decode."""
-    (_, request), *_ = decode_orders(_tampered(temperature=0.5)).begin
+    (_, request), *_ = decode_message(_tampered(temperature=0.5)).begin
     assert request.params.temperature == 0.5
 
 
@@ -407,7 +407,7 @@ def _whole(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 def _streamed(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    stream = StopText(stops)
+    stream = StopChecker(stops)
     shown = [stream.push(piece) for piece in pieces]
     shown.append(stream.flush())
     assert stream.flush() == ""
@@ -432,7 +432,7 @@ def test_exactly_the_longest_beginning_of_a_stop_string_is_held_back(
     stops: list[str], text: str
 ) -> None:
     """Held back too little shows half a stop string; too much stutters."""
-    stream = StopText(stops)
+    stream = StopChecker(stops)
     shown = ""
     for n_read, char in enumerate(text, 1):
         shown += stream.push(char)
@@ -446,7 +446,7 @@ def test_exactly_the_longest_beginning_of_a_stop_string_is_held_back(
 
 
 def test_nothing_is_shown_after_a_stop_string() -> None:
-    stream = StopText(["END"])
+    stream = StopChecker(["END"])
     assert stream.push("some E") == "some "
     assert stream.push("ND and more") == ""
     assert stream.found
@@ -455,7 +455,7 @@ def test_nothing_is_shown_after_a_stop_string() -> None:
 
 
 def test_a_stop_string_inside_another_is_found_when_it_is_complete() -> None:
-    stream = StopText(["abcd", "bc"])
+    stream = StopChecker(["abcd", "bc"])
     assert stream.push("xabc") == "xa"
     assert stream.found
 
@@ -463,7 +463,7 @@ def test_a_stop_string_inside_another_is_found_when_it_is_complete() -> None:
 def test_many_long_stop_strings_do_not_slow_a_long_stream() -> None:
     """Searching held + piece again for each piece took minutes here; one pass takes a moment."""
     stops = ["a" * n + "b" for n in range(40, 103)]
-    stream = StopText(stops)
+    stream = StopChecker(stops)
     start = time.process_time()
     shown = "".join(stream.push("a") for _ in range(200_000))
     assert time.process_time() - start < 5

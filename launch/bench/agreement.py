@@ -14,7 +14,8 @@ from parallel_llama import LLM
 # Nats. Two float32 engines' log-probabilities lie within 2e-4 of each other on 30 layers.
 NEAR_TIE = 1e-3
 
-PromptsOfTurn = Callable[[int], list[list[int]]]
+# The prompts of a turn, by its number.
+Prompts = Callable[[int], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Difference:
 
 
 def agreements(
-    model: str, runs: Mapping[str, Sequence[Run]], prompts_of_turn: PromptsOfTurn
+    model: str, runs: Mapping[str, Sequence[Run]], prompts: Prompts
 ) -> dict[str, dict[str, Any]]:
     """How far each engine's tokens are those of the first engine."""
     reference = next(iter(runs.values()), ())
     found = {name: list(differences(own, reference)) for name, own in runs.items()}
     every = [each for own in found.values() for each in own]
-    gap = gaps(model, every, prompts_of_turn, reference)
+    gap = gaps(model, every, prompts, reference)
     return {name: summary(own, found[name], gap) for name, own in runs.items()}
 
 
@@ -50,22 +51,18 @@ def differences(runs: Sequence[Run], reference: Sequence[Run]) -> Iterator[Diffe
 
 
 def gaps(
-    model: str,
-    found: Sequence[Difference],
-    prompts_of_turn: PromptsOfTurn,
-    reference: Sequence[Run],
+    model: str, found: Sequence[Difference], prompts: Prompts, reference: Sequence[Run]
 ) -> dict[Difference, float]:
     """By how many nats the reference's token is likelier than the other one, in float64."""
     if not found:
         return {}
-    llm = LLM(model, dtype="float64", device="cpu")
     result = {}
-    for each in found:
-        answer = reference[each.turn - 1].tokens[each.prompt]
-        before = prompts_of_turn(each.turn)[each.prompt] + answer[: each.token]
-        expected, drawn = llm.score([[*before, each.expected], [*before, each.drawn]])
-        result[each] = expected[-1] - drawn[-1]
-    llm.close()
+    with LLM(model, dtype="float64", device="cpu") as llm:
+        for each in found:
+            answer = reference[each.turn - 1].tokens[each.prompt]
+            before = prompts(each.turn)[each.prompt] + answer[: each.token]
+            expected, drawn = llm.score([[*before, each.expected], [*before, each.drawn]])
+            result[each] = expected[-1] - drawn[-1]
     return result
 
 
@@ -78,9 +75,8 @@ def summary(
     n_near_ties = sum(abs(gap[each]) < NEAR_TIE for each in found)
     first: dict[str, Any] | None = None
     if found:
-        at = found[0]
-        first = {"turn": at.turn, "prompt": at.prompt, "token": at.token}
-        first["gap_nats"] = float(f"{gap[at]:.2g}")
+        at, nats = found[0], float(f"{gap[found[0]]:.2g}")
+        first = {"turn": at.turn, "prompt": at.prompt, "token": at.token, "gap_nats": nats}
     return {
         "tokens": len(answers) * n_new - sum(n_new - each.token for each in found),
         "of_tokens": len(answers) * n_new,

@@ -1,6 +1,11 @@
-"""An engine in a process of its own, asked by a line and answering with a line.
+"""An engine in a process of its own, asked by a line and answering with a line: both ends.
 
-It stays loaded and waits between its turns, so that a start of minutes is paid once.
+It stays loaded and waits between its turns, so that a start of minutes is paid once. Its process is
+
+    python -m launch.bench.player ENGINE_MODULE SETUP
+
+The first line that this writes has the engine's versions; then each line that it reads has prompts,
+and each that it writes a run. It ends when its input does.
 """
 
 import json
@@ -8,14 +13,17 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from launch.bench.engines import Run
+from launch.bench.engines import Run, Setup
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 900.0
@@ -111,3 +119,23 @@ class Player:
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def main() -> None:
+    """Load the engine that the command line names, and answer until the input ends."""
+    name, setup = sys.argv[1:]
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print to stdout goes to stderr from here on
+
+    def say(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=channel, flush=True)
+
+    engine = import_module(f"launch.bench.engines.{name}")
+    answer = engine.load(Setup(**json.loads(setup)))
+    say({"versions": engine.VERSIONS})
+    for line in sys.stdin:
+        say(asdict(answer(**json.loads(line))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """The result of a comparison as text."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 _LABELS = {
@@ -8,6 +8,7 @@ _LABELS = {
     "decode_tokens_per_s": "decode, tokens/s",
     "new_tokens_per_s": "new tokens/s",
     "total_s": "seconds",
+    "read_bandwidth_share": "of memory's rate",
 }
 
 
@@ -15,7 +16,11 @@ def report(result: dict[str, Any]) -> str:
     """Tables of speeds, ratios, agreement and versions, and who is not in them."""
     blocks = [_heading(result)]
     if engines := result["engines"]:
-        blocks += [_speeds(engines), *_ratios(result["ratios"])]
+        blocks.append(_table("", engines))
+        for name, peers in result["ratios"].items():
+            if peers:
+                rows = {f"... x {peer}": own for peer, own in peers.items()}
+                blocks.append(_table(f"{name} is", rows))
         blocks += [_agreement(engines), _versions(engines)]
     blocks += [f"{name} was left out: {why}" for name, why in result["absent"].items()]
     blocks += [f"{name} FAILED: {why}" for name, why in result["failed"].items()]
@@ -36,25 +41,10 @@ def _heading(result: dict[str, Any]) -> str:
     )
 
 
-def _speeds(engines: dict[str, Any]) -> str:
-    first = next(iter(engines.values()))
-    keys = [key for key in _LABELS if key in first]
-    has_share = "read_bandwidth_share" in first
-    rows = [["", *(_LABELS[key] for key in keys), *(["of memory's rate"] if has_share else [])]]
-    for name, own in engines.items():
-        share = [f"{own['read_bandwidth_share']:.0%}"] if has_share else []
-        rows.append([name, *(_spread(own[key]) for key in keys), *share])
-    return _columns(rows)
-
-
-def _ratios(ratios: dict[str, Any]) -> Iterator[str]:
-    for name, peers in ratios.items():
-        if peers:
-            keys = list(next(iter(peers.values())))
-            rows = [[f"{name} is", *(_LABELS[key] for key in keys)]]
-            for peer, own in peers.items():
-                rows.append([f"... x {peer}", *(_spread(own[key]) for key in keys)])
-            yield _columns(rows)
+def _table(corner: str, rows: dict[str, dict[str, Any]]) -> str:
+    keys = [key for key in _LABELS if key in next(iter(rows.values()))]
+    cells = [[name, *(_cell(own[key]) for key in keys)] for name, own in rows.items()]
+    return _columns([[corner, *(_LABELS[key] for key in keys)], *cells])
 
 
 def _agreement(engines: dict[str, Any]) -> str:
@@ -85,7 +75,9 @@ def _versions(engines: dict[str, Any]) -> str:
     return _columns(rows)
 
 
-def _spread(values: dict[str, float]) -> str:
+def _cell(values: dict[str, float] | float) -> str:
+    if isinstance(values, float):
+        return f"{values:.0%}"
     return f"{values['median']:g} ({values['min']:g} to {values['max']:g})"
 
 

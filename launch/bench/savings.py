@@ -12,15 +12,15 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Sequence
 
 import torch
 
-from parallel_llama.engine import StepTimes
+from parallel_llama.engine.engine import StepTimes
 from parallel_llama.llm import LLM
 from parallel_llama.request import SamplingParams
 
 PROMPT_TOKENS, SHARED = 2048, 0.95
+NEW_TOKENS, MAX_DRAFTS = 128, 8
 
 _CODE = '''def total_price(items, tax_rate):
     """Return the total price of all items, with tax."""
@@ -59,57 +59,49 @@ FREE = (
 )
 
 
-def prefix_shares(llm: LLM, n_turns: int) -> list[tuple[float, float]]:
+def prefix_turns(llm: LLM, n_turns: int) -> list[tuple[float, float]]:
     """Seconds to the first token: of a cold prompt, and of one that shares its beginning."""
-    rng = random.Random(0)
+    draw = random.Random(0)
     n_shared = int(PROMPT_TOKENS * SHARED)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+
+    def first_token_s(prompt: list[int]) -> float:
+        started = time.perf_counter()
+        llm.generate([prompt], params)
+        return time.perf_counter() - started
+
     turns = []
     for _ in range(n_turns + 1):  # the first warms up
-        cold = [rng.randrange(llm.args.vocab_size) for _ in range(PROMPT_TOKENS)]
-        tail = [rng.randrange(llm.args.vocab_size) for _ in range(PROMPT_TOKENS - n_shared)]
-        turns.append((_first_token_s(llm, cold), _first_token_s(llm, cold[:n_shared] + tail)))
+        cold = random_tokens(llm, draw, PROMPT_TOKENS)
+        warm = cold[:n_shared] + random_tokens(llm, draw, PROMPT_TOKENS - n_shared)
+        turns.append((first_token_s(cold), first_token_s(warm)))
     return turns[1:]
 
 
-def _first_token_s(llm: LLM, prompt: Sequence[int]) -> float:
-    started = time.perf_counter()
-    llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
-    return time.perf_counter() - started
+def guess_gain(llm: LLM, text: str, n_turns: int) -> tuple[float, int, int]:
+    """The speed with guesses over that without, and how many tokens agree, of all."""
+    messages = [{"role": "user", "content": text}]
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
 
+    def decode(max_drafts: int) -> tuple[float, tuple[int, ...]]:
+        """Seconds from the first token to the last, and the tokens."""
+        llm.engine.max_drafts = max_drafts
+        (completion,) = llm.generate([messages], params)
+        return llm.statistics.total_s - llm.statistics.first_token_s, completion.tokens
 
-def guess_gains(
-    llm: LLM, texts: Sequence[str], n_new: int, n_turns: int
-) -> list[tuple[float, int, int]]:
-    """For each text: the speed with guesses over that without, and how many tokens agree of all."""
-    gains = []
-    for text in texts:
-        messages = [{"role": "user", "content": text}]
-        without, guessed = [], []
-        for _ in range(n_turns + 1):
-            without.append(_decode(llm, messages, n_new, 0))
-            guessed.append(_decode(llm, messages, n_new, 8))
-        gain = statistics.median(a[0] / b[0] for a, b in zip(without[1:], guessed[1:], strict=True))
-        same = sum(a == b for a, b in zip(without[0][1], guessed[0][1], strict=True))
-        gains.append((gain, same, len(without[0][1])))
-    return gains
-
-
-def _decode(
-    llm: LLM, messages: list[dict[str, str]], n_new: int, max_drafts: int
-) -> tuple[float, tuple[int, ...]]:
-    """Seconds from the first token to the last, and the tokens."""
-    llm.engine.max_drafts = max_drafts
-    params = SamplingParams(max_tokens=n_new, temperature=0.0)
-    (completion,) = llm.generate([messages], params)
-    return llm.statistics.total_s - llm.statistics.first_token_s, completion.tokens
+    turns = [(decode(0), decode(MAX_DRAFTS)) for _ in range(n_turns + 1)]
+    gain = statistics.median(without[0] / guessed[0] for without, guessed in turns[1:])
+    plain, guessed = turns[0][0][1], turns[0][1][1]
+    return gain, sum(a == b for a, b in zip(plain, guessed, strict=True)), len(plain)
 
 
 def step_times(llm: LLM, n_requests: int, n_new: int) -> StepTimes:
     """Where the time of decode steps goes with so many requests running."""
-    rng = random.Random(0)
-    prompts = [[rng.randrange(llm.args.vocab_size) for _ in range(64)] for _ in range(n_requests)]
+    draw = random.Random(0)
+    prompts = [random_tokens(llm, draw, 64) for _ in range(n_requests)]
     llm.engine.max_drafts = 0
-    requests = llm.intake.requests(prompts, SamplingParams(max_tokens=n_new, ignore_eos=True))
+    params = SamplingParams(max_tokens=n_new, ignore_eos=True)
+    requests = llm.input_processor.requests(prompts, params)
     for _ in llm.run(requests):  # warms up
         pass
     for n_told, _ in enumerate(llm.run(requests)):
@@ -118,31 +110,34 @@ def step_times(llm: LLM, n_requests: int, n_new: int) -> StepTimes:
     return llm.engine.times
 
 
-def report(llm: LLM, n_turns: int) -> list[str]:
-    turns = prefix_shares(llm, n_turns)
+def random_tokens(llm: LLM, draw: random.Random, n_tokens: int) -> list[int]:
+    return [draw.randrange(llm.args.vocab_size) for _ in range(n_tokens)]
+
+
+def prefix_line(turns: list[tuple[float, float]]) -> str:
     share = statistics.median(warm / cold for cold, warm in turns)
     cold, warm = (statistics.median(column) for column in zip(*turns, strict=True))
-    lines = [
+    return (
         f"first token of {PROMPT_TOKENS} prompt tokens, {SHARED:.0%} of them in the prefix cache: "
         f"{warm:.3f} s, cold {cold:.3f} s, {share:.3f}x"
-    ]
-    for name, texts in (("copying", COPYING), ("free", FREE)):
-        gains = guess_gains(llm, texts, 128, n_turns)
-        cells = ", ".join(f"{gain:.2f}x ({same} of {n} the same)" for gain, same, n in gains)
-        middle = statistics.median(gain for gain, _, _ in gains)
-        lines.append(f"guesses, {name} text: {middle:.2f}x; each {cells}")
-    times = step_times(llm, 16, 64)
-    outside = times.orders_s + times.schedule_s + times.sample_s + times.decide_s
-    total = outside + times.forward_s
-    lines.append(
-        f"a step of 16 requests: {total / times.n_steps * 1e3:.1f} ms, of which outside the "
-        f"model {outside / total:.1%}: "
-        + ", ".join(
-            f"{name} {getattr(times, name + '_s') / times.n_steps * 1e3:.2f} ms"
-            for name in ("orders", "schedule", "forward", "sample", "decide")
-        )
     )
-    return lines
+
+
+def guess_line(name: str, gains: list[tuple[float, int, int]]) -> str:
+    cells = ", ".join(f"{gain:.2f}x ({same} of {n} the same)" for gain, same, n in gains)
+    middle = statistics.median(gain for gain, _, _ in gains)
+    return f"guesses, {name} text: {middle:.2f}x; each {cells}"
+
+
+def step_line(times: StepTimes, n_requests: int) -> str:
+    names = ("messages", "schedule", "forward", "sample", "decide")
+    step_ms = {name: getattr(times, f"{name}_s") / times.n_steps * 1e3 for name in names}
+    total_ms = sum(step_ms.values())
+    cells = ", ".join(f"{name} {ms:.2f} ms" for name, ms in step_ms.items())
+    return (
+        f"a step of {n_requests} requests: {total_ms:.1f} ms, of which outside the "
+        f"model {1 - step_ms['forward'] / total_ms:.1%}: {cells}"
+    )
 
 
 def main() -> None:
@@ -153,7 +148,11 @@ def main() -> None:
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
     llm = LLM(flags.model, dtype="float32", device="cpu")
-    print("\n".join(report(llm, flags.repeat)))
+    lines = [prefix_line(prefix_turns(llm, flags.repeat))]
+    for name, texts in (("copying", COPYING), ("free", FREE)):
+        lines.append(guess_line(name, [guess_gain(llm, text, flags.repeat) for text in texts]))
+    lines.append(step_line(step_times(llm, 16, 64), 16))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.errors import DamagedWeights
-from parallel_llama.plan import Param
+from parallel_llama.families.weights import Param
 
 
 def as_block(param: Param, rows: range) -> tuple[int, range, range]:

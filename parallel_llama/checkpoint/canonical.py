@@ -1,34 +1,71 @@
 """A checkpoint's tensors in canonical form: the same bytes and hash whatever the layout.
 
 Meta's name, whole, row by row, wq and wk in half-split rotary order, in the stored dtype (float32
-where it was quantised).
+where it was quantised) or one that is asked for. They are read in pieces of rows.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
 
-import msgspec
+import torch
+from blake3 import blake3
 from torch import Tensor
 
-from parallel_llama.bounded_files import is_file, names_in
-from parallel_llama.checkpoint.manifest import (
-    MANIFEST,
-    DTypeName,
-    FileEntry,
-    Manifest,
-    Source,
-    TensorEntry,
-    hash_file,
-    hash_pieces,
-)
-from parallel_llama.checkpoint.places import places, unit_spans
-from parallel_llama.checkpoint.reading import Checkpoint, pieces_of
-from parallel_llama.config import ModelArgs
-from parallel_llama.errors import UsageError
-from parallel_llama.model_files import ModelFiles
-from parallel_llama.plan import Param, parameters
+from parallel_llama.checkpoint.checkpoint import Checkpoint
+from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
+from parallel_llama.checkpoint.reading import pieces_of
+from parallel_llama.errors import DamagedWeights
+from parallel_llama.families.weights import Param
+from parallel_llama.ops.formats import dtype_name
 
 # So few that their memory is used again for the next, and that they are hashed in the cache.
 ROW_PIECE_VALUES = 1 << 22
+
+
+class CanonicalTensor:
+    """A tensor in canonical form and in the target's dtype, of which pieces are taken in order.
+
+    Its hashes are known with the last piece.
+    """
+
+    def __init__(self, param: Param, dtype: torch.dtype) -> None:
+        self.param, self.dtype = param, dtype
+        self._hasher, self._source = blake3(), blake3()
+        self._is_converted = False
+
+    @property
+    def entry(self) -> TensorEntry:
+        return TensorEntry(dtype_name(self.dtype), self.param.shape, self._hasher.hexdigest())
+
+    @property
+    def source(self) -> str | None:
+        """The hash before a change of dtype, None where there was none."""
+        return self._source.hexdigest() if self._is_converted else None
+
+    def take(self, stored: Tensor) -> Tensor:
+        """The next rows as they were read; returns them in the target's dtype.
+
+        Raises: DamagedWeights if a value does not fit into it.
+        """
+        value = stored
+        if stored.dtype != self.dtype:
+            value, self._is_converted = _converted(self.param, stored, self.dtype), True
+            self._source.update(tensor_bytes(stored))
+        self._hasher.update(tensor_bytes(value))
+        return value
+
+
+def canonical_pieces(
+    checkpoint: Checkpoint, params: Sequence[Param], dtypes: Mapping[str, torch.dtype]
+) -> Generator[tuple[CanonicalTensor, Tensor], None, None]:
+    """The rows of each tensor in turn, some at a time.
+
+    Raises: DamagedWeights if one cannot be read, or does not fit into its dtype.
+    """
+    for param in params:
+        tensor = CanonicalTensor(param, dtypes[param.name])
+        for rows in _row_pieces(param):
+            yield tensor, tensor.take(checkpoint.read(param, rows))
 
 
 def canonical_entry(
@@ -38,21 +75,18 @@ def canonical_entry(
 
     Raises: CheckpointError if it cannot be read.
     """
-    dtypes: set[str] = set()
-
-    def read() -> Iterator[Tensor]:
-        for rows in row_pieces(param):
-            piece = checkpoint.read(param, rows)
-            dtypes.add(str(piece.dtype).removeprefix("torch."))
-            on_bytes(piece.nbytes)
-            yield piece
-
-    digest = hash_pieces(read())
+    hasher = blake3(max_threads=blake3.AUTO)
+    dtypes = set()
+    for rows in _row_pieces(param):
+        piece = checkpoint.read(param, rows)
+        dtypes.add(piece.dtype)
+        on_bytes(piece.nbytes)
+        hasher.update(tensor_bytes(piece))
     (dtype,) = dtypes
-    return TensorEntry(msgspec.convert(dtype, DTypeName), param.shape, digest)
+    return TensorEntry(dtype_name(dtype), param.shape, hasher.hexdigest())
 
 
-def row_pieces(param: Param) -> list[range]:
+def _row_pieces(param: Param) -> list[range]:
     """What to read of a whole tensor, one after the other, to have it row by row.
 
     Pieces of rows lie behind each other in the whole; pieces of columns do not, so a tensor that
@@ -62,36 +96,16 @@ def row_pieces(param: Param) -> list[range]:
     return pieces_of(param, whole, ROW_PIECE_VALUES) if param.dim == 0 else [whole]
 
 
-def describe(
-    files: ModelFiles,
-    args: ModelArgs,
-    checkpoint: Checkpoint,
-    source: Source | None = None,
-) -> Manifest:
-    """The manifest of a folder as it lies there: every file and every tensor hashed.
-
-    Raises: CheckpointError if a file or tensor cannot be read; UsageError for a GGUF file or a
-    shape, which are no folders.
-    """
-    if files.kind not in ("hf", "meta", "native"):
-        raise UsageError(f"{files.path}: a manifest belongs to a folder; reshard it into one")
-    paths = {files.path / name for name in names_in(files.path) if name != MANIFEST}
-    entries = {
-        path.relative_to(files.path).as_posix(): FileEntry(path.stat().st_size, hash_file(path))
-        for path in sorted(set(filter(is_file, paths)) | set(files.weights))
-    }
-    tensors = {param.name: canonical_entry(checkpoint, param) for param in parameters(args)}
-    units = _units(files, args) if files.kind == "native" else {}
-    return Manifest(files.kind, tensors, entries, units, source)
+def _converted(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
+    value = stored.to(dtype)
+    if _has_infinity(value) and not _has_infinity(stored):
+        raise DamagedWeights(
+            f"{param.name}: a value of {stored.abs().max().item():g} does not fit into "
+            f"{dtype_name(dtype)}; use bfloat16 or float32"
+        )
+    return value
 
 
-def _units(files: ModelFiles, args: ModelArgs) -> dict[str, list[str]]:
-    """The hash of every unit of every weight, as they lie in the files of a native folder."""
-    held = {place.name: (path, place) for path in files.weights for place in places(path)}
-    return {
-        param.name: [
-            hash_file(held[param.name][0], span=span)
-            for span in unit_spans(held[param.name][1], param, args)
-        ]
-        for param in parameters(args)
-    }
+def _has_infinity(tensor: Tensor) -> bool:
+    """In one pass and without a copy; NaN hides infinities, and such weights are lost anyway."""
+    return tensor.numel() > 0 and any(map(math.isinf, (b.item() for b in torch.aminmax(tensor))))

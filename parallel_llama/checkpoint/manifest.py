@@ -1,16 +1,16 @@
 """The manifest: what the files and the tensors of a folder hash to, kept in the folder itself.
 
 It has exactly one spelling, and carries a hash of its own text: a changed byte of it is found like
-one of any other file. A tensor is hashed in its canonical form (Meta's name, whole, row by row, wq
-and wk in half-split rotary order), so folders of different layouts can be compared. It knows
-nothing of layouts beyond their names.
+one of any other file. A tensor is hashed in its canonical form (see `canonical`), so folders of
+different layouts can be compared. It knows nothing of layouts beyond their names.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from io import BufferedReader, FileIO
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import torch
@@ -19,8 +19,10 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from parallel_llama.bounded_files import is_file, is_there, open_file, read_bytes
+from parallel_llama.dtypes import DTypeName
 from parallel_llama.errors import CheckpointError
+from parallel_llama.files.bounded_files import is_file, is_there, open_file, read_bytes
+from parallel_llama.files.partial_output import replace_file, sync
 
 MANIFEST = "manifest.json"
 FORMAT = "parallel_llama manifest 1"
@@ -31,7 +33,6 @@ _BUFFER_BYTES = 8 << 20
 _THREADED_BYTES = 1 << 20
 
 LayoutName = Literal["hf", "meta", "native", "gguf"]
-DTypeName = Literal["float64", "float32", "float16", "bfloat16"]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
@@ -88,25 +89,22 @@ class Manifest(
 
     def __post_init__(self) -> None:
         for name in self.files:
-            _require_inside(name)
+            path = PurePosixPath(name)
+            if not name or path.is_absolute() or ".." in path.parts or re.search(r"[\0\\]", name):
+                raise ValueError(f"names the file {name[:200]!r}, which lies outside the folder")
+
+
+class Hasher(Protocol):
+    """A hash that is computed from one piece of data after the other."""
+
+    def update(self, data: memoryview, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:
     """The BLAKE3 hash of some bytes, in hexadecimal."""
     return blake3(data, max_threads=_threads(len(data))).hexdigest()
-
-
-def hash_tensor(tensor: Tensor) -> str:
-    """The hash of a CPU tensor's values, row by row; a contiguous tensor is not copied."""
-    return hash_bytes(tensor_bytes(tensor))
-
-
-def hash_pieces(pieces: Iterable[Tensor]) -> str:
-    """The hash of tensors behind each other, as `hash_tensor` of the whole; one at a time."""
-    hasher = blake3(max_threads=blake3.AUTO)
-    for piece in pieces:
-        hasher.update(tensor_bytes(piece))
-    return hasher.hexdigest()
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
@@ -116,45 +114,51 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def hash_file(
-    path: Path, on_bytes: Callable[[int], None] = lambda _: None, span: range | None = None
+    path: Path,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    span: range | None = None,
+    hasher: Hasher | None = None,
 ) -> str:
     """The hash of a file, or of a span of its bytes, read once from front to back.
 
-    `on_bytes` is told of every piece.
+    `on_bytes` is told of every piece; `hasher` is BLAKE3's unless another one is given.
 
     Raises: CheckpointError if it cannot be read, or ends before the span does.
     """
     with open_file(path) as file:
         span = range(os.fstat(file.fileno()).st_size) if span is None else span
-        hasher = blake3(max_threads=_threads(len(span)))
-        buffer = memoryview(bytearray(min(len(span), _BUFFER_BYTES)))
-        left = len(span)
+        hasher = hasher or blake3(max_threads=_threads(len(span)))
         try:
             file.seek(span.start)
-            while left and (count := file.readinto(buffer[:left])):
-                hasher.update(buffer[:count])
-                on_bytes(count)
-                left -= count
+            stop = span.start + feed(hasher, file, len(span), on_bytes)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if left:
-        raise CheckpointError(f"{path}: ends at byte {span.stop - left}, expected {span.stop}")
+    if stop < span.stop:
+        raise CheckpointError(f"{path}: ends at byte {stop}, expected {span.stop}")
     return hasher.hexdigest()
+
+
+def feed(
+    hasher: Hasher,
+    file: BufferedReader | FileIO,
+    n_bytes: int,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> int:
+    """Hash the next bytes of a file; returns their number, which is less where the file ends."""
+    buffer = memoryview(bytearray(min(n_bytes, _BUFFER_BYTES)))
+    done = 0
+    while done < n_bytes and (count := file.readinto(buffer[: n_bytes - done])):
+        hasher.update(buffer[:count])
+        on_bytes(count)
+        done += count
+    return done
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Put a manifest into a folder: after a crash it is there whole, or as it was before."""
-    path, partial = folder / MANIFEST, folder / f".{MANIFEST}.partial"
-    with partial.open("wb") as file:
-        file.write(encode_manifest(manifest))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    growing = folder / f".{MANIFEST}.partial"
+    replace_file(folder / MANIFEST, growing, encode_manifest(manifest))
+    sync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -192,9 +196,3 @@ def _spelled(manifest: Manifest) -> bytes:
 
 def _threads(n_bytes: int) -> int:
     return blake3.AUTO if n_bytes >= _THREADED_BYTES else 1
-
-
-def _require_inside(name: str) -> None:
-    path = PurePosixPath(name)
-    if not name or path.is_absolute() or ".." in path.parts or re.search(r"[\0\\]", name):
-        raise ValueError(f"names the file {name[:200]!r}, which lies outside the folder")

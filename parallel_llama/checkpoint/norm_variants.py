@@ -13,10 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from parallel_llama.bounded_files import is_file, read_bytes
-from parallel_llama.checkpoint.meta_folder import differing_norms
+from parallel_llama.checkpoint.manifest import tensor_bytes
+from parallel_llama.checkpoint.torch_file import open_torch_file
 from parallel_llama.errors import CheckpointError
-from parallel_llama.model_files import ModelFiles
+from parallel_llama.files.bounded_files import is_file, read_bytes
+from parallel_llama.files.model_files import ModelFiles
 
 NORM_VARIANTS = "norm_variants.safetensors"
 MAX_BYTES = 1 << 30
@@ -52,6 +53,25 @@ def as_bytes(variants: Mapping[str, Sequence[Tensor]]) -> bytes:
     """The content of the file that keeps them: [n_files, dim] under each name."""
     data: bytes = save({name: torch.stack(list(copies)) for name, copies in variants.items()})
     return data
+
+
+def differing_norms(files: ModelFiles) -> dict[str, list[Tensor]]:
+    """The norms of which the files hold different copies, with the copy of each file.
+
+    Compared byte for byte, so that what is kept of them is exact.
+    """
+    states = [open_torch_file(path) for path in files.weights]
+    held = sorted(set.intersection(*map(set, states)))
+    norms = {
+        name: [state[name].clone() for state in states]
+        for name in held
+        if name.endswith("norm.weight")
+    }
+    return {
+        name: copies
+        for name, copies in norms.items()
+        if len({(copy.shape, copy.dtype, bytes(tensor_bytes(copy))) for copy in copies}) > 1
+    }
 
 
 def _kept(files: ModelFiles) -> dict[str, list[Tensor]]:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import sliced_shape
+from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.config import ModelArgs
-from parallel_llama.plan import Param
+from parallel_llama.families.weights import Param
+from parallel_llama.ops.formats import torch_dtype
 
 CHUNK = 64  # rows or columns under one key; part of what a seed means
 
@@ -19,17 +21,18 @@ STD = 0.02  # of matrices and biases: activations keep their size over many laye
 NORM_STD = 0.1  # of norms, around 1
 
 
-class RandomCheckpoint:
+class RandomCheckpoint(Checkpoint):
     """Weights drawn from a seed, as if they were read."""
 
     def __init__(self, args: ModelArgs, seed: int) -> None:
-        self.args, self.seed = args, seed
-        self._dtype: torch.dtype = getattr(torch, args.dtype)
+        super().__init__(args, "half")
+        self.seed = seed
+        self._dtype = torch_dtype(args.dtype)
 
     def check(self, args: ModelArgs) -> None:
         """Nothing to compare: it holds whatever the model asks for."""
 
-    def read(self, param: Param, rows: range) -> Tensor:
+    def _stored(self, param: Param, rows: range) -> Tensor:
         out = torch.empty(sliced_shape(param, rows), dtype=self._dtype)
         for number in range(rows.start // CHUNK, -(-rows.stop // CHUNK)):
             start = number * CHUNK
@@ -40,9 +43,6 @@ class RandomCheckpoint:
                 target = out.narrow(param.dim, wanted.start - rows.start, len(wanted))
                 target.copy_(drawn.narrow(param.dim, wanted.start - chunk.start, len(wanted)))
         return out
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def _drawn(self, param: Param, number: int, chunk: range) -> Tensor:
         key = hashlib.blake2b(f"{self.seed} {param.name} {number}".encode(), digest_size=8)

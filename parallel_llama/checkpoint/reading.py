@@ -6,20 +6,22 @@ and Inf. Beside its share a rank holds one bounded piece at a time.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory, sliced_shape
+from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.gguf_file import GGUFFile
 from parallel_llama.checkpoint.hf_folder import HFFolder
 from parallel_llama.checkpoint.meta_folder import MetaFolder
 from parallel_llama.checkpoint.native_folder import NativeFolder
 from parallel_llama.config import ModelArgs
 from parallel_llama.errors import CheckpointError, DamagedWeights
-from parallel_llama.model_files import ModelFiles
-from parallel_llama.plan import Param, Share, parameters
+from parallel_llama.families import parameters
+from parallel_llama.families.weights import Param
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.plan import Share
 
 # Values read at once; a share of more is read in pieces and copied together. At most 256 MB (in
 # float64), and more than most ranks hold of one weight.
@@ -30,48 +32,24 @@ PIECE_VALUES = 1 << 25
 PIECE_ALIGNMENT = 256
 
 
-class Checkpoint(Protocol):
-    """A model's weights under Meta's names, wherever they lie."""
-
-    def check(self, args: ModelArgs) -> None:
-        """Compare names, shapes and dtypes with the model, without reading tensor data.
-
-        Raises: CheckpointError that lists every kind of difference.
-        """
-
-    def read(self, param: Param, rows: range) -> Tensor:
-        """`rows` along `param.dim`, all other dimensions whole; needs a checkpoint that passed.
-
-        Returns: a contiguous CPU tensor in the stored dtype (float32 where it was quantised), wq
-        and wk in half-split rotary order.
-
-        Raises: DamagedWeights if the files changed or disagree.
-        """
-
-    def close(self) -> None:
-        """Give the files back; nothing can be read afterwards."""
-
-
 def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> Checkpoint:
     """The checkpoint in a model's files; reads headers only. What is read lies in `empty` memory.
 
     Raises: CheckpointError if a file is damaged, or there are no weights.
     """
+    if files.kind == "config":
+        raise CheckpointError(
+            f"{files.path}: a configuration without weights; give a folder or a file that has "
+            "them, or ask for random weights"
+        )
     try:
-        if files.kind == "hf":
-            return HFFolder(files, args, empty)
         if files.kind == "meta":
             return MetaFolder(files, args)
-        if files.kind == "native":
-            return NativeFolder(files, args, empty)
-        if files.kind == "gguf":
-            return GGUFFile(files, args, empty)
+        return {"hf": HFFolder, "native": NativeFolder, "gguf": GGUFFile}[files.kind](
+            files, args, empty
+        )
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    raise CheckpointError(
-        f"{files.path}: a configuration without weights; give a folder or a file that has them, or "
-        "ask for random weights"
-    )
 
 
 def load(
@@ -82,7 +60,7 @@ def load(
     device: torch.device,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """One rank's part of every weight, in the order of the forward pass.
+    """One rank's part of every weight, as the model wants it, in the order of the forward pass.
 
     `on_bytes` is told of every piece; the sum is the rank's share in bytes of `dtype`.
 
@@ -102,15 +80,15 @@ def _converted(
     device: torch.device,
     on_bytes: Callable[[int], None],
 ) -> Tensor:
-    rows = param.local_range(share)
+    rows = share.rows_of(param)
     pieces = pieces_of(param, rows, PIECE_VALUES)
     if len(pieces) == 1:  # the usual case: what was read is the result, without a copy
-        tensor = _finite(param, checkpoint.read(param, rows), dtype)
+        tensor = _finite(param, checkpoint.read(param, rows, "interleaved"), dtype)
         on_bytes(tensor.nbytes)
         return tensor.to(device)
     whole = torch.empty(sliced_shape(param, rows), dtype=dtype, device=device)
     for piece in pieces:
-        tensor = _finite(param, checkpoint.read(param, piece), dtype)
+        tensor = _finite(param, checkpoint.read(param, piece, "interleaved"), dtype)
         whole.narrow(param.dim, piece.start - rows.start, len(piece)).copy_(tensor)
         on_bytes(tensor.nbytes)
     return whole

@@ -8,17 +8,23 @@ for a weight.
 import os
 import struct
 import zipfile
+from io import BufferedReader
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from parallel_llama.bounded_files import open_file
-from parallel_llama.checkpoint.file_tensor import DTYPE_NAMES, FileTensor
+from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError
+from parallel_llama.files.bounded_files import open_file
+from parallel_llama.files.safetensors_header import FileTensor
+from parallel_llama.ops.formats import torch_dtype
 
 MAX_RECORDS = 100_000
 MAX_PICKLE_BYTES = 100_000_000
+
+_NAMES = {torch_dtype(name): stored for stored, name in STORED.items()}
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # magic, ..., length of the name, length of the extras
 
@@ -33,7 +39,7 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
 
 
 def read_torch_header(path: Path) -> dict[str, FileTensor]:
-    """The places of all tensors of such a file, by name; two may share their bytes.
+    """Where all tensors of such a file lie, by name; two may share their bytes.
 
     Raises: CheckpointError as in `open_torch_file`, or if a tensor is not stored row by row.
     """
@@ -42,7 +48,7 @@ def read_torch_header(path: Path) -> dict[str, FileTensor]:
     mapped = [storage.data_ptr() for storage in storages if storage.nbytes()]
     # The map's address is not known; its first storage is the first record.
     shift = min((offset for offset, _ in records), default=0) - min(mapped, default=0)
-    places = {}
+    located = {}
     for name, tensor in state.items():
         if not tensor.is_contiguous():
             raise CheckpointError(
@@ -50,9 +56,9 @@ def read_torch_header(path: Path) -> dict[str, FileTensor]:
                 "trust it and save it anew"
             )
         offset = tensor.data_ptr() + shift if tensor.numel() else 0
-        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-        places[name] = FileTensor(name, dtype, tuple(tensor.shape), offset, tensor.nbytes)
-    return places
+        dtype = _NAMES.get(tensor.dtype, str(tensor.dtype))
+        located[name] = FileTensor(name, dtype, tuple(tensor.shape), offset, tensor.nbytes)
+    return located
 
 
 def _opened(path: Path) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
@@ -95,22 +101,27 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
         raise CheckpointError(f"{path}: has {len(members)} records, at most {MAX_RECORDS} are read")
     if len({member.filename for member in members}) != len(members):
         raise CheckpointError(f"{path}: two records have the same name; forged or damaged")
-    places = [(member, _data_offset(path, member)) for member in members]
-    position = 0
-    for member, offset in sorted(places, key=lambda place: place[1]):
-        end = offset + member.file_size
-        if member.header_offset < position or end > size:
-            raise CheckpointError(
-                f"{path}: record {member.filename!r:.200} claims bytes {offset} to {end}, and "
-                f"{position} to {size} are left; truncated or forged"
-            )
-        position = end
-    for member, offset in places:
-        if _in_archive(member) == "byteorder":
-            _require_little_endian(path, offset)
+    with open_file(path) as file:
+        located = [(member, _data_offset(path, file, member)) for member in members]
+        position = 0
+        for member, offset in sorted(located, key=itemgetter(1)):
+            end = offset + member.file_size
+            if member.header_offset < position or end > size:
+                raise CheckpointError(
+                    f"{path}: record {member.filename!r:.200} claims bytes {offset} to {end}, and "
+                    f"{position} to {size} are left; truncated or forged"
+                )
+            position = end
+        for offset in (at for member, at in located if _in_archive(member) == "byteorder"):
+            file.seek(offset)
+            if file.read(len(b"little")) != b"little":
+                raise CheckpointError(
+                    f"{path}: its numbers are not in the byte order of this machine; load it "
+                    "where it was written and save it as safetensors"
+                )
     return [
         (offset, member.file_size)
-        for member, offset in places
+        for member, offset in located
         if _in_archive(member).startswith("data/") and member.file_size
     ]
 
@@ -120,16 +131,6 @@ def _in_archive(member: zipfile.ZipInfo) -> str:
     return member.filename.partition("/")[2]
 
 
-def _require_little_endian(path: Path, offset: int) -> None:
-    with open_file(path) as file:
-        file.seek(offset)
-        if file.read(len(b"little")) != b"little":
-            raise CheckpointError(
-                f"{path}: its numbers are not in the byte order of this machine; load it where it "
-                "was written and save it as safetensors"
-            )
-
-
 def _is_zip(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
@@ -137,7 +138,7 @@ def _is_zip(path: Path) -> bool:
         return True
 
 
-def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
+def _data_offset(path: Path, file: BufferedReader, member: zipfile.ZipInfo) -> int:
     def refuse(why: str) -> CheckpointError:
         return CheckpointError(f"{path}: record {member.filename!r:.200} {why}; forged or damaged")
 
@@ -145,9 +146,8 @@ def _data_offset(path: Path, member: zipfile.ZipInfo) -> int:
         raise refuse("is compressed, which torch.save never does")
     if member.filename.endswith("data.pkl") and member.file_size > MAX_PICKLE_BYTES:
         raise refuse(f"has {member.file_size} bytes, at most {MAX_PICKLE_BYTES} are read")
-    with open_file(path) as file:
-        file.seek(member.header_offset)
-        header = file.read(_LOCAL_HEADER.size)
+    file.seek(member.header_offset)
+    header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size:
         raise refuse("begins behind the end of the file")
     magic, name_length, extra_length = _LOCAL_HEADER.unpack(header)
@@ -169,7 +169,7 @@ def _require_plain(path: Path, name: object, tensor: object) -> None:
 def _require_own_records(path: Path, tensors: list[Tensor], records: list[tuple[int, int]]) -> None:
     """Check that the tensors' storages are the archive's records, one to one and byte for byte.
 
-    The map's address is not known, so places are compared relative to the first of each.
+    The map's address is not known, so offsets are compared relative to the first of each.
     """
     storages = {
         (storage.data_ptr(), storage.nbytes())
@@ -182,6 +182,6 @@ def _require_own_records(path: Path, tensors: list[Tensor], records: list[tuple[
         )
 
 
-def _relative(places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    ordered = sorted(places)
+def _relative(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    ordered = sorted(spans)
     return [(offset - ordered[0][0], size) for offset, size in ordered]

@@ -6,24 +6,24 @@ does not let it be read: then there is no verdict. Nothing is written.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from parallel_llama.bounded_files import is_file, is_folder
 from parallel_llama.checkpoint.canonical import canonical_entry
-from parallel_llama.checkpoint.checklist import CHECKLISTS, md5_of, read_checklist
+from parallel_llama.checkpoint.checklist import CHECKLISTS, check_files
 from parallel_llama.checkpoint.damage import Damage
 from parallel_llama.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
-from parallel_llama.checkpoint.reading import Checkpoint, open_checkpoint
-from parallel_llama.checkpoint.report import Report
-from parallel_llama.checkpoint.whole_files import damaged_files, note_strangers, present_files
+from parallel_llama.checkpoint.reading import open_checkpoint
+from parallel_llama.checkpoint.whole_files import Report, damaged_files, present_files
 from parallel_llama.config import ModelArgs, load_model_args
-from parallel_llama.config.hf_writing import llama3_from_factors
-from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.fields import read_json_object
-from parallel_llama.model_files import MAX_INDEX_BYTES, find_model, lies_within
-from parallel_llama.plan import parameters
+from parallel_llama.config.hf import llama3_from_factors
+from parallel_llama.errors import UsageError
+from parallel_llama.families import parameters
+from parallel_llama.files.bounded_files import is_file, is_folder
+from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.model_files import MAX_INDEX_BYTES, find_model
 
 METADATA = (
     "config.json",
@@ -44,14 +44,18 @@ UNCOMPARED = ("tied_embeddings", "dtype")
 OnBytes = Callable[[int], None]
 
 
-@dataclass
-class Opened:
-    """A model whose structure is as it should be."""
+@dataclass(frozen=True)
+class Seen:
+    """A model whose structure is as it should be, and those of its tensors that can be read."""
 
-    path: Path
-    kind: str
+    is_meta: bool
     args: ModelArgs
-    checkpoint: Checkpoint
+    tensors: dict[str, TensorEntry]
+
+    def unlike(self, manifest: Manifest | None) -> list[str]:
+        """The names of a manifest's tensors that are others here, or not here."""
+        expected = manifest.tensors if manifest else {}
+        return [name for name, entry in expected.items() if self.tensors.get(name) != entry]
 
 
 def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _: None) -> Report:
@@ -61,38 +65,32 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
 
     Raises: UsageError if there is no such file or folder; UnreadableFile if one may not be read.
     """
-    path, other = _place(model), None if against is None else _place(against)
+    path, other = _path_of(model), None if against is None else _path_of(against)
     report = Report()
     inner = Report()  # structure and tensors; where a file is damaged, these are consequences
-    tensors: dict[str, TensorEntry] = {}
     manifest = _manifest(path, report)
     damaged = _check_files(path, manifest, report, on_bytes)
     is_whole = report.ok and not damaged
-    mine = _opened(path, inner)
-    if mine is not None:
+    mine = _seen(path, inner, on_bytes, with_tensors=manifest is not None or other is not None)
+    wrong = mine.unlike(manifest) if mine else []
+    if mine:
         report.tensors = len(list(parameters(mine.args)))
-        if manifest is not None or other is not None:
-            tensors = _entries(mine, inner, on_bytes)
     if manifest is not None:
-        report.hashed += len(tensors)
-        wrong = [name for name, entry in manifest.tensors.items() if tensors.get(name) != entry]
-        args, seen = (None, []) if mine is None else (mine.args, wrong)
-        known = Damage(path, manifest, args, seen, inner.problems)
+        report.hashed += len(mine.tensors) if mine else 0
+        known = Damage(path, manifest, mine.args if mine else None, wrong, inner.problems)
         for name in damaged:
             report.problems += known.lines(name, is_only_one=len(damaged) == 1)
-        if is_whole and mine is not None:
+        if is_whole:
             report.problems += [f"{name}: is not what {MANIFEST} says" for name in wrong]
     if is_whole or manifest is None:
         report.problems += [line for line in inner.problems if line not in report.problems]
-    if other is not None and mine is not None:
+    if other is not None and mine:
         with report.noting(other):
-            _compare(mine, tensors, other, report, on_bytes)
-    if mine is not None:
-        mine.checkpoint.close()
+            _compare(mine, other, report, on_bytes)
     return report
 
 
-def _place(model: str) -> Path:
+def _path_of(model: str) -> Path:
     """The folder or file that is meant: a path, or the name of a model that has weights."""
     path = Path(model)
     if is_folder(path) or (path.suffix.lower() == ".gguf" and is_file(path)):
@@ -118,8 +116,7 @@ def _check_files(
     report.files, report.bytes = len(present), sum(present.values())
     damaged: list[str] = []
     if manifest is not None:
-        damaged = damaged_files(path, manifest, manifest.files, report, on_bytes)
-        note_strangers(manifest, present, report)
+        damaged = damaged_files(path, manifest, manifest.files, present, report, on_bytes)
     for name in METADATA:
         if name in present and is_folder(path) and name not in damaged:
             with report.noting(path / name):
@@ -127,65 +124,39 @@ def _check_files(
     for name in CHECKLISTS:
         if name in present:
             with report.noting(path / name):
-                _check_list(path, name, report, on_bytes)
+                check_files(path / name, on_bytes, report)
     return damaged
 
 
-def _check_list(folder: Path, checklist: str, report: Report, on_bytes: OnBytes) -> None:
-    for name, expected in read_checklist(folder / checklist).items():
-        with report.noting(folder / name):
-            path = folder / name
-            if not lies_within(folder, name) or not is_file(path):
-                raise CheckpointError(f"{path}: missing; {checklist} lists it")
-            if md5_of(path, on_bytes) != expected:
-                raise CheckpointError(f"{path}: damaged, its MD5 sum is not that of {checklist}")
-            report.hashed += 1
-
-
-def _opened(path: Path, report: Report) -> Opened | None:
+def _seen(path: Path, report: Report, on_bytes: OnBytes, with_tensors: bool = True) -> Seen | None:
     with report.noting(path):
         files = find_model(str(path))
         args = load_model_args(files, meta_vocab_size)
-        checkpoint = open_checkpoint(files, args)
-        checkpoint.check(args)
-        return Opened(path, files.kind, args, checkpoint)
+        tensors = {}
+        with closing(open_checkpoint(files, args)) as checkpoint:
+            checkpoint.check(args)
+            for param in parameters(args) if with_tensors else ():
+                with report.noting(f"{path}: {param.name}"):
+                    tensors[param.name] = canonical_entry(checkpoint, param, on_bytes)
+        return Seen(files.kind == "meta", args, tensors)
     return None
 
 
-def _entries(model: Opened, report: Report, on_bytes: OnBytes) -> dict[str, TensorEntry]:
-    """Every tensor that can be read, in canonical form."""
-    entries = {}
-    for param in parameters(model.args):
-        with report.noting(f"{model.path}: {param.name}"):
-            entries[param.name] = canonical_entry(model.checkpoint, param, on_bytes)
-    return entries
-
-
-def _compare(
-    mine: Opened, tensors: dict[str, TensorEntry], other: Path, report: Report, on_bytes: OnBytes
-) -> None:
+def _compare(mine: Seen, other: Path, report: Report, on_bytes: OnBytes) -> None:
     """Report every difference between the arguments and the tensors of two models."""
     found = Report()
     manifest = _manifest(other, found)
-    theirs = _opened(other, found)
-    if theirs is not None:
-        their_tensors = _entries(theirs, found, on_bytes)
-        theirs.checkpoint.close()
-        expected = manifest.tensors if manifest is not None else {}
-        found.problems += [
-            f"{other}: {name} is not what its {MANIFEST} says"
-            for name, entry in expected.items()
-            if their_tensors.get(name) != entry
-        ]
+    theirs = _seen(other, found, on_bytes)
+    if theirs:
+        wrong = theirs.unlike(manifest)
+        found.problems += [f"{other}: {name} is not what its {MANIFEST} says" for name in wrong]
         # params.json has no word for the context: what it does not say is no difference.
-        is_silent = "meta" in (mine.kind, theirs.kind)
+        is_silent = mine.is_meta or theirs.is_meta
         for name, line in _different_args(mine.args, theirs.args):
             is_fault = not (is_silent and name == "max_seq_len")
             (report.problems if is_fault else report.notes).append(line)
-        report.problems += _different_tensors(
-            _with_head(mine.args, tensors), _with_head(theirs.args, their_tensors)
-        )
-        report.hashed += len(their_tensors)
+        report.problems += _different_tensors(_with_head(mine), _with_head(theirs))
+        report.hashed += len(theirs.tensors)
     report.problems += found.problems
 
 
@@ -226,9 +197,9 @@ def _different_tensors(
             yield f"{name}: its values differ"
 
 
-def _with_head(args: ModelArgs, tensors: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+def _with_head(model: Seen) -> dict[str, TensorEntry]:
     """The tensors with the head under its own name, also where the embeddings serve as it."""
-    embeddings = tensors.get("tok_embeddings.weight")
-    if args.tied_embeddings and embeddings is not None:
-        return {**tensors, "output.weight": embeddings}
-    return tensors
+    embeddings = model.tensors.get("tok_embeddings.weight")
+    if model.args.tied_embeddings and embeddings is not None:
+        return {**model.tensors, "output.weight": embeddings}
+    return model.tensors

@@ -1,6 +1,6 @@
-"""`bench`: how fast a model runs here, beside what the memory allows."""
+"""`bench`: how fast a model runs here, and how much of the memory's bandwidth it reaches."""
 
-import json as json_format
+import json
 import random
 import statistics
 import sys
@@ -8,27 +8,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.arguments import (
-    DEVICE,
-    DTYPE,
-    JSON,
-    MAX_SEQ_LEN,
-    MODEL,
-    NPROC,
-    RANDOM_WEIGHTS,
-    TIMEOUT,
-    Flag,
-    Verb,
-    whole,
-)
-from parallel_llama.cli.model import check_model
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
+from parallel_llama.cli.model import MODEL, RANDOM_WEIGHTS, RANKS, TIMEOUT, check_model
+from parallel_llama.cli.parsers import whole
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import size, table
-from parallel_llama.request import Request, SamplingParams
-from parallel_llama.scheduler import MAX_RUNNING
+from parallel_llama.engine.scheduler import MAX_RUNNING
+from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from parallel_llama.llm import LLM
+
+PROMPT_TOKENS: Flag[int] = Flag("prompt-tokens", "length of each prompt", whole(1), "N", 512)
+MAX_TOKENS: Flag[int] = Flag(
+    "max-tokens", "new tokens for each prompt", whole(1, MAX_TOKEN_ID), "N", 64
+)
+BATCH: Flag[int] = Flag("batch", "prompts at once", whole(1, MAX_RUNNING), "B", 1)
+REPEAT: Flag[int] = Flag(
+    "repeat", "runs to take the median of, after one to warm up", whole(1, 1000), "R", 5
+)
 
 
 @dataclass(frozen=True)
@@ -40,48 +41,27 @@ class Run:
     steps_s: tuple[float, ...]
 
 
-def prepare(
-    model: str,
-    prompt_tokens: int,
-    max_tokens: int,
-    batch: int,
-    repeat: int,
-    json: bool,
-    nproc: int | None,
-    dtype: str | None,
-    device: str,
-    max_seq_len: int | None,
-    random_weights: int | None,
-    timeout: float | None,
-) -> Job:
+def prepare(flags: Flags) -> Job:
     """Check the sizes, model and plan, and return the job that measures."""
-    intake, n_ranks = check_model(
-        model, nproc, max_seq_len=max_seq_len, random_weights=random_weights
-    )
+    inputs, n_ranks = check_model(flags)
+    n_tokens, batch = flags[PROMPT_TOKENS], flags[BATCH]
     # Any ids will do: the arithmetic of a token does not depend on which it is.
     draw = random.Random(0)
     prompts = [
-        [draw.randrange(intake.args.vocab_size) for _ in range(prompt_tokens)] for _ in range(batch)
+        [draw.randrange(inputs.args.vocab_size) for _ in range(n_tokens)] for _ in range(batch)
     ]
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    requests = intake.requests(prompts, params) if leads() else []
+    params = SamplingParams(max_tokens=flags[MAX_TOKENS], ignore_eos=True)
+    requests = inputs.requests(prompts, params) if leads() else []
 
-    def work(llm: Any) -> int:
+    def work(llm: "LLM") -> int:
         # The first run warms memory and threads, and does not count.
-        _, *runs = [_measure(llm, _unseen(requests, run)) for run in range(1 + repeat)]
-        figures = _figures(llm, runs, prompt_tokens * batch, batch)
-        print(json_format.dumps(figures) if json else "\n".join(_report(model, figures)))
+        _, *runs = [_measure(llm, _unseen(requests, run)) for run in range(1 + flags[REPEAT])]
+        figures = _figures(llm, runs, n_tokens * batch, batch)
+        print(json.dumps(figures) if flags[JSON] else "\n".join(_report(flags[MODEL], figures)))
         return 0
 
     # Guesses would make a step's tokens, and so its speed, a matter of what random prompts hold.
-    options = {
-        "dtype": dtype,
-        "device": device,
-        "random_weights": random_weights,
-        "max_drafts": 0,
-        "timeout_s": timeout,
-    }
-    return Job(lambda: lead(work, "bench", model, intake=intake, **options), n_ranks)
+    return Job(lambda: lead(flags, inputs, work, max_drafts=0), n_ranks)
 
 
 def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
@@ -92,12 +72,12 @@ def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
     ]
 
 
-def _measure(llm: Any, requests: Sequence[Request]) -> Run:
+def _measure(llm: "LLM", requests: Sequence[Request]) -> Run:
     """Run the batch once, and note when each step's tokens came."""
     started = time.perf_counter()
     times: dict[int, list[float]] = {request.index: [] for request in requests}
-    for progress in llm.run(requests):
-        times[progress.index].append(time.perf_counter() - started)
+    for output in llm.run(requests):
+        times[output.index].append(time.perf_counter() - started)
     firsts = [own[0] for own in times.values()]
     prefill_s = max(firsts)
     # Once all are decoding, a step gives each of them one token: the first request keeps time.
@@ -105,7 +85,7 @@ def _measure(llm: Any, requests: Sequence[Request]) -> Run:
     return Run(min(firsts), prefill_s, tuple(b - a for a, b in pairwise(ticks)))
 
 
-def _figures(llm: Any, runs: Sequence[Run], n_prompt_tokens: int, batch: int) -> dict[str, Any]:
+def _figures(llm: "LLM", runs: Sequence[Run], n_prompt_tokens: int, batch: int) -> dict[str, Any]:
     machine = llm.machine()
     step_s = [statistics.median(run.steps_s) for run in runs if run.steps_s]
     n_bytes = llm.weight_bytes_per_step
@@ -163,20 +143,7 @@ VERB = Verb(
     "bench",
     "Measures prefill and decode, and the share of the memory's bandwidth that decode reaches.",
     "[--model PATH_OR_NAME] [flags]",
-    (
-        MODEL,
-        Flag("prompt-tokens", "length of each prompt", whole(1), "N", 512),
-        Flag("max-tokens", "new tokens for each prompt", whole(1, 2**31 - 1), "N", 64),
-        Flag("batch", "prompts at once", whole(1, MAX_RUNNING), "B", 1),
-        Flag("repeat", "runs to take the median of, after one to warm up", whole(1, 1000), "R", 5),
-        JSON,
-        NPROC,
-        DTYPE,
-        DEVICE,
-        MAX_SEQ_LEN,
-        RANDOM_WEIGHTS,
-        TIMEOUT,
-    ),
+    (MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, JSON, *RANKS, RANDOM_WEIGHTS, TIMEOUT),
     "parallel-llama bench --nproc 2",
     prepare,
 )

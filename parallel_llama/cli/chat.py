@@ -6,42 +6,38 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.arguments import (
-    DEVICE,
-    DTYPE,
-    MAX_SEQ_LEN,
-    MODEL,
-    NPROC,
-    RANDOM_WEIGHTS,
-    SEED,
-    TEMPLATE_VAR,
-    TIMEOUT,
-    VERIFY,
-    Flag,
-    Verb,
-    plain_text,
-    shown,
-    whole,
-)
-from parallel_llama.cli.model import check_model
+from parallel_llama.cli.arguments import Flag, Flags, Verb
+from parallel_llama.cli.model import LOADING, MODEL, RANKS, SEED, check_model
+from parallel_llama.cli.parsers import plain_text, whole
 from parallel_llama.cli.progress import Meter
+from parallel_llama.cli.prompts import TEMPLATE_VAR
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.sampling_flags import FLAGS, SAMPLING, given_sampling, warn_of_idle_filters
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import ctrl_c, ctrl_c_raises, ending_raises, printable
-from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError
-from parallel_llama.fields import did_you_mean
-from parallel_llama.request import Request, SamplingParams
+from parallel_llama.errors import CheckpointError, ContextExceeded, UsageError, quoted
+from parallel_llama.files.fields import did_you_mean
+from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
 from parallel_llama.tokenizer import Chat, Message
+
+if TYPE_CHECKING:
+    from parallel_llama.llm import LLM
+
+SYSTEM: Flag[str | None] = Flag(
+    "system", "system message that the conversation begins with", plain_text, "TEXT"
+)
+MAX_TOKENS: Flag[int] = Flag(
+    "max-tokens", "most tokens of an answer", whole(1, MAX_TOKEN_ID), "N", 512
+)
 
 COMMANDS = {
     "/help": "this list",
     "/clear": "begin a new conversation",
     "/system TEXT": "begin a new conversation with this instruction",
     "/retry": "answer the last message again",
-    "/set NAME VALUE": "draw differently from here on, as the flag --NAME does; alone it lists",
+    "/set NAME VALUE": "change a sampling setting, as the flag --NAME does; alone it lists them",
     "/save FILE": "write the conversation to a new file, a line for generate --prompts",
     "/exit": "leave, as /quit and Ctrl-D do",
 }
@@ -55,63 +51,23 @@ SETTINGS = {flag.key: flag for flag in FLAGS if flag.key in ("max_tokens", "seed
 LEAST_ANSWER = 256
 
 
-def prepare(
-    model: str,
-    system: str | None,
-    max_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-    seed: int | None,
-    template_var: list[tuple[str, Any]],
-    nproc: int | None,
-    dtype: str | None,
-    device: str,
-    max_seq_len: int | None,
-    random_weights: int | None,
-    verify: bool,
-    timeout: float | None,
-) -> Job:
+def prepare(flags: Flags) -> Job:
     """Check sampling, model and plan, and return the job that chats."""
-    sampling = given_sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )
-    intake, n_ranks = check_model(
-        model,
-        nproc,
-        max_seq_len=max_seq_len,
-        random_weights=random_weights,
-        seed=seed,
-        verify=verify,
-    )
-    options = {
-        "dtype": dtype,
-        "device": device,
-        "seed": seed,
-        "random_weights": random_weights,
-        "verify": verify,
-        "timeout_s": timeout,
-    }
+    model, sampling = flags[MODEL], given_sampling(flags)
+    inputs, n_ranks = check_model(flags)
 
     def run() -> int:
         if not leads():
-            return lead(lambda _: 0, "chat", model, intake=intake, **options)
-        if intake.chat_template is None:
+            return lead(flags, inputs, lambda _: 0)
+        if inputs.chat_template is None:
             raise UsageError(f"{model} has no chat template, so it is no chat model; use generate")
-        params = intake.sampling_params(**sampling)
+        params = inputs.sampling_params(**sampling)
 
-        def work(llm: Any) -> int:
+        def work(llm: "LLM") -> int:
             warn_of_idle_filters(sampling, [params])
-            return Conversation(llm, params, system, dict(template_var)).run(model)
+            return Conversation(llm, params, flags[SYSTEM], dict(flags[TEMPLATE_VAR])).run(model)
 
-        return lead(work, "chat", model, intake=intake, **options)
+        return lead(flags, inputs, work)
 
     return Job(run, n_ranks, interactive=True)
 
@@ -120,7 +76,7 @@ class Conversation:
     """The turns so far, and the loop that reads a line and answers it."""
 
     def __init__(
-        self, llm: Any, params: SamplingParams, system: str | None, variables: Mapping[str, Any]
+        self, llm: "LLM", params: SamplingParams, system: str | None, variables: Mapping[str, Any]
     ) -> None:
         # Needed by this verb alone, and slow to load.
         from rich.console import Console
@@ -194,7 +150,7 @@ class Conversation:
             self._save(Path(rest).expanduser())
         else:
             usage = "" if name not in NAMES else f"; write {_usage(name)}"
-            self._say(f"not a command: {shown(text)}{usage or did_you_mean(name, NAMES)}")
+            self._say(f"not a command: {quoted(text)}{usage or did_you_mean(name, NAMES)}")
 
     def _answer(self, text: str) -> None:
         turn = {"role": "user", "content": text}
@@ -226,12 +182,12 @@ class Conversation:
 
         The oldest turns make way for it, with a remark.
         """
-        intake, n_dropped = self.llm.intake, 0
-        wanted = self.params.max_tokens or intake.max_seq_len
+        inputs, n_dropped = self.llm.input_processor, 0
+        wanted = self.params.max_tokens or inputs.max_seq_len
         while True:
             chat = Chat([*self._first(), *self.turns, turn], template_vars=self.variables)
             try:
-                request: Request = intake.request(0, chat, replace(self.params, max_tokens=None))
+                request: Request = inputs.request(0, chat, replace(self.params, max_tokens=None))
             except ContextExceeded:
                 if not self.turns:
                     raise
@@ -264,12 +220,12 @@ class Conversation:
                 given = {flag.key: flag.parse(value.strip())}
                 self.params = replace(self.params, **given)
             except ValueError as error:
-                self._say(f"{name} {shown(value.strip())}: {error}")
+                self._say(f"{name} {quoted(value.strip())}: {error}")
                 return
             warn_of_idle_filters(given, [self.params])
         elif text:
             usage = did_you_mean(name, SETTINGS) if flag is None else "; write /set NAME VALUE"
-            self._say(f"not a setting: {shown(text)}{usage}")
+            self._say(f"not a setting: {quoted(text)}{usage}")
             return
         values = (f"{key.replace('_', '-')} {getattr(self.params, key)}" for key in SETTINGS)
         self._say(", ".join(values))
@@ -297,21 +253,7 @@ VERB = Verb(
     "chat",
     "A conversation in the terminal.",
     "[--model PATH_OR_NAME] [flags]",
-    (
-        MODEL,
-        Flag("system", "an instruction that the conversation begins with", plain_text, "TEXT"),
-        Flag("max-tokens", "longest answer", whole(1, 2**31 - 1), "N", 512),
-        *SAMPLING,
-        SEED,
-        TEMPLATE_VAR,
-        NPROC,
-        DTYPE,
-        DEVICE,
-        MAX_SEQ_LEN,
-        RANDOM_WEIGHTS,
-        VERIFY,
-        TIMEOUT,
-    ),
+    (MODEL, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR, *RANKS, *LOADING),
     "parallel-llama chat --nproc 2",
     prepare,
 )

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import ITEM_BYTES, DenseFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.plan import ShardPlan, Share, kv_bytes_per_token, make_plan, values_per_unit
-
-BYTES_PER_VALUE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,11 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
     """
     each = [memory] * tp_size if isinstance(memory, int) else memory
     plan = make_plan(work.args, tp_size, each)
-    width = BYTES_PER_VALUE[work.dtype]
+    form, width = DenseFormat(work.dtype), ITEM_BYTES[work.dtype]
     per_unit = values_per_unit(work.args)
 
     def rank(share: Share) -> RankEstimate:
-        weights = share.n_values(per_unit) * width
+        weights = form.n_bytes(share.n_values(per_unit))
         kv_per_token = kv_bytes_per_token(work.args, share, width)
         needed = weights + kv_per_token * work.n_tokens
         return RankEstimate(

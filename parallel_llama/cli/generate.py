@@ -4,32 +4,20 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.arguments import (
-    BLOCK_SIZE,
-    DEVICE,
-    DTYPE,
-    JSON,
-    KV_CACHE_BYTES,
-    MAX_SEQ_LEN,
-    MODEL,
-    NPROC,
-    RANDOM_WEIGHTS,
-    TEMPLATE_VAR,
-    TIMEOUT,
-    VERIFY,
-    Flag,
-    Verb,
-    filled_text,
-    input_file_or_stdin,
-    plain_text,
-    shown,
-    warn,
-)
-from parallel_llama.cli.model import check_model
+from parallel_llama.cli import model
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb, warn
+from parallel_llama.cli.parsers import filled_text
 from parallel_llama.cli.progress import Meter
-from parallel_llama.cli.prompts import Line, Prompt, gather, require_one_source
+from parallel_llama.cli.prompts import (
+    PROMPT_FLAGS,
+    PROMPTS,
+    Line,
+    Prompt,
+    gather,
+    require_one_source,
+)
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.results import ResultFile, check_path, earlier_seed, run_of
 from parallel_llama.cli.sampling_flags import FLAGS, given_sampling, warn_of_idle_filters
@@ -44,88 +32,66 @@ from parallel_llama.cli.terminal import (
     printable,
     table,
 )
-from parallel_llama.errors import UsageError
-from parallel_llama.intake import Intake
+from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.errors import UsageError, quoted
 from parallel_llama.parallel.place import is_under_torchrun
 from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
 
+if TYPE_CHECKING:
+    from parallel_llama.engine.engine import StepOutput
+    from parallel_llama.llm import LLM
+
 INTERRUPTED = 130
 
+OUTPUT: Flag[str | None] = Flag(
+    "output", "write a JSON line per completion, as each is finished", filled_text, "FILE"
+)
+RESUME: Flag[bool] = Flag("resume", "continue an interrupted --output: run what is missing in it")
 
-def prepare(
-    model: str,
-    prompt: list[str],
-    prompts: str | None,
-    chat: bool,
-    system: str | None,
-    template_var: list[tuple[str, Any]],
-    seed: int | None,
-    json: bool,
-    output: str | None,
-    resume: bool,
-    nproc: int | None,
-    dtype: str | None,
-    device: str,
-    max_seq_len: int | None,
-    kv_cache_bytes: int | None,
-    block_size: int | None,
-    random_weights: int | None,
-    verify: bool,
-    timeout: float | None,
-    **sampling: Any,
-) -> Job:
+
+def prepare(flags: Flags) -> Job:
     """Check what can be checked without reading a prompt, and return the job that generates."""
-    require_one_source(prompt, prompts, chat, system, template_var)
-    given = given_sampling(**sampling)
+    require_one_source(flags)
+    given = given_sampling(flags)
+    output, resume = flags[OUTPUT], flags[RESUME]
     if resume and output is None:
         raise UsageError("--resume goes on with the file of --output; add --output FILE")
-    path = None if output is None else check_path(output, prompts)
-    intake, n_ranks = check_model(
-        model,
-        nproc,
-        max_seq_len=max_seq_len,
-        random_weights=random_weights,
-        seed=seed,
-        verify=verify,
-    )
-    options = {
-        "dtype": dtype,
-        "device": device,
-        "seed": seed,
-        "random_weights": random_weights,
-        "verify": verify,
-        "timeout_s": timeout,
-    }
-    cache = {"kv_cache_bytes": kv_cache_bytes, "block_size": block_size}
-    options |= {name: value for name, value in cache.items() if value is not None}
+    path = None if output is None else check_path(output, flags[PROMPTS])
+    inputs, n_ranks = model.check_model(flags)
 
     def run() -> int:
         if not leads():
-            return lead(lambda _: 0, "generate", model, intake=intake, **options)
+            return lead(flags, inputs, lambda _: 0)
         # All of this before a weight is read, so that what is wrong is said at once.
         with Activity("reading the prompts", sys.stderr):
-            lines = gather(prompt, prompts, chat, system, dict(template_var))
-            run_seed = earlier_seed(path) if resume and path and seed is None else None
-            run_seed = intake.run_seed() if run_seed is None else run_seed
-            requests = _requests(lines, intake, given, run_seed)
+            lines = gather(flags)
+            run_seed = earlier_seed(path) if resume and path and flags[model.SEED] is None else None
+            run_seed = inputs.run_seed() if run_seed is None else run_seed
+            requests = _requests(lines, inputs, given, run_seed)
             file = None
             if path is not None:
-                weights = {"dtype": dtype, "random_weights": random_weights}
-                run = run_of(requests, intake.files, seed=run_seed, **weights)
-                file = ResultFile(path, requests, run, resume)
+                identity = run_of(
+                    requests,
+                    inputs.files,
+                    seed=run_seed,
+                    dtype=flags[model.DTYPE],
+                    random_weights=flags[model.RANDOM_WEIGHTS],
+                )
+                file = ResultFile(path, requests, identity, resume)
                 requests = file.missing(requests)
         if file is not None and not requests and not is_under_torchrun():
-            return _say_complete(file)
+            warn(f"{_count(file)}; nothing is left to do")
+            return 0
 
-        def work(llm: Any) -> int:
+        def work(llm: "LLM") -> int:
             warn_of_idle_filters(given, (request.params for request in requests))
             if file is not None and file.done:
                 warn(f"{_count(file)}; going on with the others")
-            results = Results(lines, requests, json, file)
+            results = Results(lines, requests, flags[JSON], file)
             return _generate(llm, requests, results, _shown_seed(requests, run_seed))
 
-        return lead(work, "generate", model, intake=intake, **options)
+        return lead(flags, inputs, work)
 
     return Job(run, n_ranks)
 
@@ -165,13 +131,13 @@ class Results:
         if self.file is not None:
             self.file.close()
 
-    def take(self, progress: Any) -> None:
-        """One step's progress of one choice."""
-        self.meter.take(progress)
-        if self.streams and progress.text:
-            write_text(progress.text)
-        if progress.completion is not None:
-            self._finish(progress.completion)
+    def take(self, output: "StepOutput") -> None:
+        """What one step gave to one choice."""
+        self.meter.take(output)
+        if self.streams and output.text:
+            write_text(output.text)
+        if output.completion is not None:
+            self._finish(output.completion)
         if not self.streams:
             self.status.show(self.meter.line)
 
@@ -212,18 +178,18 @@ def write_text(text: str) -> None:
 
 
 def _requests(
-    lines: Sequence[Line], intake: Intake, given: Mapping[str, Any], run_seed: int
+    lines: Sequence[Line], inputs: InputProcessor, given: Mapping[str, Any], run_seed: int
 ) -> list[Request]:
     """A request for each line, drawn as the line says, else the flags, else the model.
 
     Raises: UsageError that names the line.
     """
-    shared = intake.sampling_params(**given)
+    shared = inputs.sampling_params(**given)
     requests = []
     for index, line in enumerate(lines):
         try:
-            own = intake.sampling_params(**{**given, **line.settings}) if line.settings else shared
-            requests.append(intake.request(index, line.prompt, own, run_seed))
+            own = inputs.sampling_params(**{**given, **line.settings}) if line.settings else shared
+            requests.append(inputs.request(index, line.prompt, own, run_seed))
         except UsageError as error:
             raise UsageError(f"{line.where}: {error}") from error
     return requests
@@ -235,12 +201,12 @@ def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
     return run_seed if drawn else None
 
 
-def _generate(llm: Any, requests: Sequence[Request], results: Results, seed: int | None) -> int:
+def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: int | None) -> int:
     with results, ctrl_c() as interrupted:
         # Closed even if the reader goes away in between: the other ranks wait for the end.
         with closing(llm.run(requests, interrupted)) as steps:
-            for progress in steps:
-                results.take(progress)
+            for output in steps:
+                results.take(output)
         code = INTERRUPTED if interrupted() else 0
     file = results.file
     if file is not None:
@@ -250,11 +216,6 @@ def _generate(llm: Any, requests: Sequence[Request], results: Results, seed: int
     if code:
         warn(f"interrupted; {_remedy(file)}")
     return code
-
-
-def _say_complete(file: ResultFile) -> int:
-    warn(f"{_count(file)}; nothing is left to do")
-    return 0
 
 
 def _logprob_rows(logprobs: Sequence[TokenLogprob]) -> list[str]:
@@ -288,9 +249,9 @@ def _remedy(file: ResultFile | None) -> str:
 
 def _title(prompt: Prompt) -> str:
     if isinstance(prompt, str):
-        return shown(prompt)
+        return quoted(prompt)
     if isinstance(prompt, Chat):
-        return shown(text_of(prompt.messages[-1]))
+        return quoted(text_of(prompt.messages[-1]))
     return f"{len(prompt)} token ids"
 
 
@@ -299,33 +260,8 @@ VERB = Verb(
     "Completes prompts.",
     "--prompt TEXT | --prompts FILE.jsonl [flags]",
     (
-        Flag(
-            "prompt", "text to complete; - reads it from stdin", plain_text, "TEXT", repeatable=True
-        ),
-        Flag(
-            "prompts",
-            'a {"prompt"}, {"tokens"} or {"messages"} object per line, beside it perhaps settings '
-            'of its own, such as "max_tokens"; - is stdin',
-            input_file_or_stdin,
-            "FILE.jsonl",
-        ),
-        Flag("chat", "put each prompt into the model's chat template"),
-        Flag("system", "what a chat begins with", plain_text, "TEXT"),
-        TEMPLATE_VAR,
-        MODEL,
-        *FLAGS,
-        JSON,
-        Flag("output", "a JSON line per completion, as each is finished", filled_text, "FILE"),
-        Flag("resume", "go on with an interrupted --output: run what is missing in it"),
-        NPROC,
-        DTYPE,
-        DEVICE,
-        MAX_SEQ_LEN,
-        KV_CACHE_BYTES,
-        BLOCK_SIZE,
-        RANDOM_WEIGHTS,
-        VERIFY,
-        TIMEOUT,
+        *(*PROMPT_FLAGS, model.MODEL, *FLAGS, JSON, OUTPUT, RESUME),
+        *(*model.RANKS, *model.CACHE, *model.LOADING),
     ),
     "parallel-llama generate --chat --prompt 'What is the capital of France?' --nproc 2",
     prepare,

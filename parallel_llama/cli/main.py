@@ -6,15 +6,15 @@ pipe has gone, as of any program that the system ends for it.
 
 import errno
 import gc
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import fire
 
-from parallel_llama.cli import arguments, bench, chat, generate, plan, reshard, score, verify
+from parallel_llama.cli import arguments
 from parallel_llama.cli.arguments import HelpRequested, Verb, parse_flags
 from parallel_llama.cli.ranks import Job, execute
 from parallel_llama.errors import (
@@ -24,8 +24,9 @@ from parallel_llama.errors import (
     OutOfMemory,
     UsageError,
     WriteError,
+    quoted,
 )
-from parallel_llama.fields import did_you_mean
+from parallel_llama.files.fields import did_you_mean
 from parallel_llama.parallel.failures import RankError, report_crash, report_error
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
@@ -33,10 +34,14 @@ INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 _NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
 
-VERBS: dict[str, Verb] = {
-    module.VERB.name: module.VERB
-    for module in (generate, chat, score, bench, plan, reshard, verify)
-}
+# Each is a module of this package, loaded when it is asked for: `plan` needs no tokenizers.
+VERBS = ("generate", "chat", "score", "bench", "plan", "reshard", "verify")
+
+
+def load_verb(name: str) -> Verb:
+    """One of VERBS."""
+    verb: Verb = import_module(f"parallel_llama.cli.{name}").VERB
+    return verb
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,7 +92,7 @@ def _require_streams() -> None:
 
 
 def _give_up_stdout() -> None:
-    """Python would complain again as it closes stdout, about what could not be written."""
+    """Send the rest to /dev/null: Python would complain again as it closes stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -101,12 +106,12 @@ def _run(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"parallel_llama {_version()}")
         return DONE
-    verb = VERBS.get(argv[0])
-    if verb is None:
+    if argv[0] not in VERBS:
         raise UsageError(
-            f"unknown command {arguments.shown(argv[0])}{did_you_mean(argv[0], VERBS)} "
+            f"unknown command {quoted(argv[0])}{did_you_mean(argv[0], VERBS)} "
             f"(commands: {', '.join(VERBS)})"
         )
+    verb = load_verb(argv[0])
     try:
         job = _prepare(verb, argv[1:])
     except HelpRequested:
@@ -117,32 +122,33 @@ def _run(argv: list[str]) -> int:
 
 
 def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
-    """Check the flags, then let fire bind them to the parameters of the verb's function.
+    """Check the flags, and let fire call the verb's function with them.
 
     fire alone would read a prompt as Python, keep only the last of a repeated flag, and notice an
-    unknown flag after the work. So it gets values that are already checked, one --name=JSON each.
+    unknown flag after the work: it finds the function by its name, and the flags are bound to it.
     """
-    command = [f"--{key}={json.dumps(value)}" for key, value in parse_flags(verb, argv).items()]
-    component = fire.decorators.SetParseFn(json.loads)(verb.prepare)
-    job = fire.Fire(component, command, name=verb.name, serialize=lambda _: None)
+    flags = parse_flags(verb, argv)
+    commands = {verb.name: lambda: verb.prepare(flags)}
+    job = fire.Fire(commands, [verb.name], name="parallel-llama", serialize=lambda _: None)
     assert isinstance(job, Job)
     return job
 
 
 def overview() -> str:
     """The help of the command as a whole."""
+    verbs = [load_verb(name) for name in VERBS]
     return "\n".join(
         [
             "usage: parallel-llama COMMAND [flags]",
             "",
             "Runs Llama-family models on any number of ranks.",
             "",
-            *arguments.columns([(verb.name, verb.help) for verb in VERBS.values()]),
+            *arguments.columns([(verb.name, verb.help) for verb in verbs]),
             "",
             "parallel-llama COMMAND --help lists a command's flags; --version says which this is.",
             "",
             "example:",
-            f"  {VERBS['generate'].example}",
+            f"  {verbs[0].example}",
         ]
     )
 

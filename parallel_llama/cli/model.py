@@ -1,13 +1,64 @@
-"""What every verb checks about its model before a rank starts or torch is loaded."""
+"""The model that a command runs: its flags, and what is checked before torch is loaded."""
 
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from parallel_llama.cli.arguments import Flag, Flags
+from parallel_llama.cli.parsers import byte_size, filled_text, number, one_of, whole
 from parallel_llama.cli.ranks import rank_count
 from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.dtypes import DTYPES
 from parallel_llama.errors import UsageError
-from parallel_llama.intake import Intake
-from parallel_llama.model_files import ModelFiles, find_model
+from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.plan import make_plan
+
+if TYPE_CHECKING:
+    from parallel_llama.engine.input_processor import InputProcessor
+
+MODEL: Flag[str] = Flag(
+    "model", "a HF folder, a Meta folder, a .gguf file, or the name of a model",
+    filled_text, "PATH_OR_NAME", "smollm2",
+)  # fmt: skip
+NPROC: Flag[int | None] = Flag(
+    "nproc", "ranks to start on this machine; under torchrun, their number is torchrun's",
+    whole(1, MAX_RANKS), "N", default_text="1",
+)  # fmt: skip
+DTYPE: Flag[str | None] = Flag(
+    "dtype", "float32, bfloat16, float16 or float64",
+    one_of(*DTYPES), "DTYPE", default_text="bfloat16 on CUDA, float32 on the CPU",
+)  # fmt: skip
+DEVICE: Flag[str] = Flag(
+    "device", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"), "DEVICE", default="auto"
+)
+MAX_SEQ_LEN: Flag[int | None] = Flag(
+    "max-seq-len", "most tokens of a sequence, prompt and completion together",
+    whole(1), "N", default_text="the model's context",
+)  # fmt: skip
+KV_CACHE_BYTES: Flag[int | None] = Flag(
+    "kv-cache-bytes", "memory for the KV cache on each rank, such as 2GB or 512MiB",
+    byte_size, "SIZE", default_text="what is free, at most 2 GiB on the CPU",
+)  # fmt: skip
+BLOCK_SIZE: Flag[int] = Flag(
+    "block-size", "tokens per block of the paged KV cache", whole(1, 4096), "N", default=16
+)
+RANDOM_WEIGHTS: Flag[int | None] = Flag(
+    "random-weights", "draw the weights from this seed, for a model that is only a configuration",
+    whole(0), "SEED",
+)  # fmt: skip
+SEED: Flag[int | None] = Flag(
+    "seed", "seed of all random draws; the same seed gives the same text",
+    whole(0), "N", default_text="a new one, which is shown",
+)  # fmt: skip
+VERIFY: Flag[bool] = Flag(
+    "verify", "check every file of the model against its manifest before it is read"
+)
+TIMEOUT: Flag[float | None] = Flag(
+    "timeout", "how long a rank waits for another before it gives up",
+    number(0, 1e6, above=True), "SECONDS", default_text="30 in a step, 60 at the start",
+)  # fmt: skip
+RANKS: tuple[Flag[Any], ...] = (NPROC, DTYPE, DEVICE, MAX_SEQ_LEN)
+CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, BLOCK_SIZE)
+LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
 
 
 def find_args(model: str) -> ModelArgs:
@@ -15,41 +66,50 @@ def find_args(model: str) -> ModelArgs:
     return load_model_args(find_model(model), _count_vocab)
 
 
-def check_model(
-    model: str,
-    nproc: int | None,
-    *,
-    max_seq_len: int | None,
-    random_weights: int | None,
-    seed: int | None = None,
-    verify: bool = False,
-) -> tuple[Intake, int]:
-    """The text side of a model that is to run, and the number of ranks that its plan allows.
+def check_model(flags: Flags) -> tuple["InputProcessor", int]:
+    """The text side of the model that is to run, and the number of ranks that its plan allows.
 
-    With `verify`, what is read here is compared with the model's manifest first; the weights are
-    when they are read.
+    With --verify, the files read here are first compared with the model's manifest; the weights are
+    compared when they are read.
 
-    Raises: UsageError if it is not there, has no weights, or cannot be cut into `nproc` shares;
+    Raises: UsageError if it is not there, has no weights, or cannot be cut into that many shares;
     CheckpointError if its files are damaged.
     """
-    if verify:
-        _verify_metadata(model, random_weights)
-    files = find_model(model)
-    if random_weights is None:
+    from parallel_llama.engine.input_processor import InputProcessor  # not for `plan`
+
+    if flags[VERIFY]:
+        _verify_metadata(flags)
+    files = find_model(flags[MODEL])
+    if flags[RANDOM_WEIGHTS] is None:
         files.require_weights()
     args = load_model_args(files, _count_vocab)
-    n_ranks = rank_count(nproc)
+    n_ranks = rank_count(flags[NPROC])
     make_plan(args, n_ranks)
-    return Intake(files, args, max_seq_len=max_seq_len, seed=seed), n_ranks
+    inputs = InputProcessor(files, args, max_seq_len=flags[MAX_SEQ_LEN], seed=flags[SEED])
+    return inputs, n_ranks
 
 
-def _verify_metadata(model: str, random_weights: int | None) -> None:
+def llm_options(flags: Flags) -> dict[str, Any]:
+    """The keyword arguments of an LLM that are flags."""
+    return {
+        "dtype": flags[DTYPE],
+        "device": flags[DEVICE],
+        "seed": flags[SEED],
+        "random_weights": flags[RANDOM_WEIGHTS],
+        "verify": flags[VERIFY],
+        "kv_cache_bytes": flags[KV_CACHE_BYTES],
+        "block_size": flags[BLOCK_SIZE],
+        "timeout_s": flags[TIMEOUT],
+    }
+
+
+def _verify_metadata(flags: Flags) -> None:
     # Costs the start torch, and is asked for.
     from parallel_llama.checkpoint import require_whole
 
-    if random_weights is not None:
+    if flags[RANDOM_WEIGHTS] is not None:
         raise UsageError("--verify with --random-weights: there are no files to verify; drop one")
-    require_whole(model, weights=False)
+    require_whole(flags[MODEL], weights=False)
 
 
 def _count_vocab(files: ModelFiles) -> int:
@@ -57,16 +117,3 @@ def _count_vocab(files: ModelFiles) -> int:
     from parallel_llama.checkpoint import meta_vocab_size
 
     return meta_vocab_size(files)
-
-
-def read_text(path: str) -> str:
-    """A file's text.
-
-    Raises: UsageError if it cannot be read or is not UTF-8.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error

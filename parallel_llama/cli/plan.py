@@ -2,23 +2,12 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.cli.arguments import (
-    DEVICE,
-    DTYPE,
-    JSON,
-    MAX_SEQ_LEN,
-    MODEL,
-    Flag,
-    Verb,
-    count_or_range,
-    memory_sizes,
-    whole,
-)
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
 from parallel_llama.cli.estimate import (
-    BYTES_PER_VALUE,
     Comparison,
     Estimate,
     RankEstimate,
@@ -27,10 +16,12 @@ from parallel_llama.cli.estimate import (
     estimate,
     fewest_that_fit,
 )
-from parallel_llama.cli.model import find_args
+from parallel_llama.cli.model import DEVICE, DTYPE, MAX_SEQ_LEN, MODEL, find_args
+from parallel_llama.cli.parsers import count_or_range, memory_sizes, whole
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, painted, size, table
 from parallel_llama.config import context_length
+from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import UsageError
 from parallel_llama.plan import default_dtype
 
@@ -38,38 +29,48 @@ CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
 BAR_WIDTH = 24
 
 
-def prepare(
-    model: str,
-    nproc: list[int] | None,
-    memory: int | list[int] | None,
-    max_seq_len: int | None,
-    batch: int,
-    dtype: str | None,
-    device: str,
-    json: bool,
-) -> Job:
+NPROC: Flag[list[int] | None] = Flag(
+    "nproc",
+    "ranks to plan for, or a range to compare",
+    count_or_range,
+    "N|A-B",
+    default_text="1; with --memory as many as it names, or the fewest that fit",
+)
+MEMORY: Flag[int | list[int] | None] = Flag(
+    "memory",
+    "memory of every rank in GiB (80; or 24GB, 24576MiB), or of each (80,80,40; 80x4,40x2), "
+    "which then work in proportion",
+    memory_sizes,
+    "SIZES",
+)
+BATCH: Flag[int] = Flag("batch", "sequences at once", whole(1, 1_000_000), "B", 1)
+
+
+def prepare(flags: Flags) -> Job:
     """Check the request and return the job that prints a plan, or the table of a range.
 
-    The plan is that of `nproc` ranks, else of those that `memory` names, else of the fewest with
+    The plan is that of --nproc ranks, else of those that --memory names, else of the fewest with
     that memory that fit.
     """
-    args = find_args(model)
-    dtype = dtype or default_dtype(args, _kind(device))
-    work = Workload(args, dtype, context_length(args, max_seq_len), batch)
+    nproc, memory = flags[NPROC], flags[MEMORY]
+    args = find_args(flags[MODEL])
+    dtype = flags[DTYPE] or default_dtype(args, _kind(flags[DEVICE]))
+    work = Workload(args, dtype, context_length(args, flags[MAX_SEQ_LEN]), flags[BATCH])
     if nproc is None and isinstance(memory, int):
         found, fewer = fewest_that_fit(work, memory)
-        return Job(lambda: _show_fewest(model, found, fewer, json))
+        page = [*_page(found), _answer(found, fewer)]
+        return Job(lambda: _show(flags, work, _fewest_object(found, fewer), page))
     first, *last = nproc or [len(memory) if isinstance(memory, list) else 1]
     if not last:
         one = estimate(work, first, memory)
-        return Job(lambda: _show_one(model, one, json))
+        return Job(lambda: _show(flags, work, _object(one), _page(one)))
     if isinstance(memory, list):
         raise UsageError(
             f"--memory names {len(memory)} ranks and --nproc a range of numbers; "
             "give --nproc N, not a range, or one size for all ranks"
         )
     comparison = compare(work, range(first, last[0] + 1), memory)
-    return Job(lambda: _show_range(model, comparison, json))
+    return Job(lambda: _show(flags, work, _range_object(comparison), _overview(comparison)))
 
 
 def _kind(device: str) -> str:
@@ -79,43 +80,29 @@ def _kind(device: str) -> str:
     return device
 
 
-def _show_one(model: str, one: Estimate, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps({"model": model, **_object(one)}))
+def _show(flags: Flags, work: Workload, answer: dict[str, Any], page: Sequence[str]) -> int:
+    if flags[JSON]:
+        print(json.dumps({"model": flags[MODEL], **answer}))
     else:
-        print("\n".join([*_title(model, one.work), *_page(one)]))
-    return _exit_code(one.fits)
+        print("\n".join([*_title(flags[MODEL], work), *page]))
+    return 1 if answer["fits"] is False else 0
 
 
-def _show_fewest(model: str, found: Estimate, fewer: Estimate | None, as_json: bool) -> int:
-    if as_json:
-        answer = {
-            "smallest_that_fits": found.plan.tp_size if found.fits else None,
-            "next_smaller": fewer and _object(fewer),
-        }
-        print(json.dumps({"model": model, **_object(found), **answer}))
-    else:
-        print("\n".join([*_title(model, found.work), *_page(found), _answer(found, fewer)]))
-    return _exit_code(found.fits)
+def _fewest_object(found: Estimate, fewer: Estimate | None) -> dict[str, Any]:
+    return {
+        **_object(found),
+        "smallest_that_fits": found.plan.tp_size if found.fits else None,
+        "next_smaller": fewer and _object(fewer),
+    }
 
 
-def _show_range(model: str, comparison: Comparison, as_json: bool) -> int:
-    if as_json:
-        errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
-        answer = {
-            "model": model,
-            "plans": [*map(_object, comparison.allowed), *errors],
-            "fits": comparison.fits,
-            "smallest_that_fits": comparison.smallest_that_fits,
-        }
-        print(json.dumps(answer))
-    else:
-        print("\n".join([*_title(model, comparison.work), *_overview(comparison)]))
-    return _exit_code(comparison.fits)
-
-
-def _exit_code(fits: bool | None) -> int:
-    return 1 if fits is False else 0
+def _range_object(comparison: Comparison) -> dict[str, Any]:
+    errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
+    return {
+        "plans": [*map(_object, comparison.allowed), *errors],
+        "fits": comparison.fits,
+        "smallest_that_fits": comparison.smallest_that_fits,
+    }
 
 
 def _object(found: Estimate) -> dict[str, Any]:
@@ -217,7 +204,7 @@ def _shortfall(found: Estimate) -> str:
     if room:
         reason = f"there is room for {room:,} of {work.n_tokens:,} tokens of KV cache"
     remedies = ["more ranks" if found.plan.tp_size < work.args.n_heads else "more memory"]
-    if BYTES_PER_VALUE[work.dtype] > BYTES_PER_VALUE["bfloat16"]:
+    if ITEM_BYTES[work.dtype] > ITEM_BYTES["bfloat16"]:
         remedies.append("--dtype bfloat16")
     if room >= work.max_seq_len:
         remedies.append(f"--batch {room // work.max_seq_len}")
@@ -310,28 +297,7 @@ VERB = Verb(
     "plan",
     "Shows which rank would hold what, whether it fits, and how few ranks are enough.",
     "[--model PATH_OR_NAME] [--nproc N | --nproc A-B] [--memory SIZES] [flags]",
-    (
-        MODEL,
-        Flag(
-            "nproc",
-            "ranks to plan for, or a range to compare",
-            count_or_range,
-            "N|A-B",
-            default_text="1; with --memory as many as it names, or the fewest that fit",
-        ),
-        Flag(
-            "memory",
-            "GiB of every rank (80; or 24GB, 24576MiB) or of each (80,80,40; 80x4,40x2); "
-            "work is in proportion",
-            memory_sizes,
-            "SIZES",
-        ),
-        MAX_SEQ_LEN,
-        Flag("batch", "sequences at once", whole(1, 1_000_000), "B", 1),
-        DTYPE,
-        DEVICE,
-        JSON,
-    ),
+    (MODEL, NPROC, MEMORY, MAX_SEQ_LEN, BATCH, DTYPE, DEVICE, JSON),
     "parallel-llama plan --model llama-3.1-70b --memory 80",
     prepare,
 )

@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from parallel_llama.cli.terminal import duration
 from parallel_llama.request import Request
+
+if TYPE_CHECKING:
+    from parallel_llama.engine.engine import StepOutput
 
 
 class Meter:
@@ -25,17 +28,17 @@ class Meter:
         self._max_tokens = {request.index: request.max_tokens for request in requests}
         self._most_left = sum(request.params.n * request.max_tokens for request in requests)
 
-    def take(self, progress: Any) -> None:
-        """One step's progress of one choice."""
-        if progress.tokens:
+    def take(self, output: "StepOutput") -> None:
+        """What one step gave to one choice."""
+        if output.tokens:
             self.last_token_s = self.clock() - self.began_s
             self.first_token_s = self.first_token_s or self.last_token_s
-            self.n_tokens += len(progress.tokens)
-            self._begun.add((progress.index, progress.choice))
-            self._most_left -= len(progress.tokens)
-        if progress.completion is not None:
+            self.n_tokens += len(output.tokens)
+            self._begun.add((output.index, output.choice))
+            self._most_left -= len(output.tokens)
+        if output.completion is not None:
             self.n_done += 1
-            self._most_left -= self._max_tokens[progress.index] - len(progress.completion.tokens)
+            self._most_left -= self._max_tokens[output.index] - len(output.completion.tokens)
 
     @property
     def tokens_per_s(self) -> float:

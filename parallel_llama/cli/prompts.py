@@ -2,17 +2,18 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from parallel_llama.cli.arguments import STDIN, plain_text, shown
-from parallel_llama.cli.json_text import parse_json
+from parallel_llama.cli.arguments import Flag, Flags
+from parallel_llama.cli.parsers import STDIN, input_file_or_stdin, plain_text, template_var
 from parallel_llama.cli.sampling_flags import SETTINGS, settings_of
-from parallel_llama.errors import UsageError
-from parallel_llama.fields import did_you_mean
+from parallel_llama.errors import UsageError, quoted
+from parallel_llama.files.fields import did_you_mean
+from parallel_llama.files.json_text import parse_json
 from parallel_llama.request import MAX_TOKEN_ID
 from parallel_llama.tokenizer import Chat
 
@@ -25,58 +26,66 @@ MAX_PROMPTS = 1_000_000
 MAX_LINE_BYTES = 64 << 20
 
 
+PROMPT: Flag[list[str]] = Flag(
+    "prompt", "text to complete; - reads it from stdin", plain_text, "TEXT", repeatable=True
+)
+PROMPTS: Flag[str | None] = Flag(
+    "prompts",
+    'a JSON object per line: {"prompt"}, {"tokens"} or {"messages"}, perhaps with sampling '
+    'settings of its own, such as "max_tokens"; - is stdin',
+    input_file_or_stdin, "FILE.jsonl",
+)  # fmt: skip
+CHAT: Flag[bool] = Flag("chat", "put each prompt into the model's chat template")
+SYSTEM: Flag[str | None] = Flag("system", "system message of each chat", plain_text, "TEXT")
+TEMPLATE_VAR: Flag[list[tuple[str, Any]]] = Flag(
+    "template-var", "variable of the chat template, such as enable_thinking=false",
+    template_var, "NAME=VALUE", repeatable=True,
+)  # fmt: skip
+
+PROMPT_FLAGS: tuple[Flag[Any], ...] = (PROMPT, PROMPTS, CHAT, SYSTEM, TEMPLATE_VAR)
+
+
 @dataclass(frozen=True)
 class Line:
     """One prompt, where it was given, and the sampling settings that are its own."""
 
     where: str
     prompt: Prompt
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-NO_SETTINGS: Mapping[str, Any] = {}
-
-MAX_STDIN_BYTES = MAX_LINE_BYTES
-
-
-def require_one_source(
-    texts: Sequence[str], path: str | None, chat: bool, system: str | None, template_vars: Any
-) -> None:
+def require_one_source(flags: Flags) -> None:
     """Raises: UsageError unless prompts come from one place, as chats where they have to be."""
+    texts, path = flags[PROMPT], flags[PROMPTS]
     if bool(texts) == (path is not None):
         raise UsageError(
             "give the prompt with --prompt TEXT or a file of them with --prompts FILE.jsonl"
             + (", not both" if texts else "")
         )
-    if list(texts).count(STDIN) > 1:
+    if texts.count(STDIN) > 1:
         raise UsageError("--prompt - is given twice, and stdin can be read once")
-    if system is not None and not chat:
+    if flags[SYSTEM] is not None and not flags[CHAT]:
         raise UsageError("--system is a part of a chat; add --chat")
-    if template_vars and not chat and path is None:
+    if flags[TEMPLATE_VAR] and not flags[CHAT] and path is None:
         raise UsageError("--template-var is for the chat template; add --chat")
 
 
-def gather(
-    texts: Sequence[str],
-    path: str | None,
-    chat: bool,
-    system: str | None,
-    template_vars: Mapping[str, Any],
-) -> list[Line]:
-    """All prompts in input order; with `chat`, each text is a user's message.
+def gather(flags: Flags) -> list[Line]:
+    """All prompts in input order; with --chat, each text is a user's message.
 
     Raises: UsageError naming the prompt or line that cannot be used.
     """
-    if path is None:
-        lines = [
-            Line(f"prompt {i}", _read_stdin() if text == STDIN else text, NO_SETTINGS)
-            for i, text in enumerate(texts)
-        ]
-    else:
+    path = flags[PROMPTS]
+    if path is not None:
         lines = read_lines(path)
-    if chat:
-        lines = [_in_chat(line, system) for line in lines]
-    if template_vars:
+    else:
+        lines = [
+            Line(f"prompt {i}", _read_stdin() if text == STDIN else text)
+            for i, text in enumerate(flags[PROMPT])
+        ]
+    if flags[CHAT]:
+        lines = [_in_chat(line, flags[SYSTEM]) for line in lines]
+    if template_vars := dict(flags[TEMPLATE_VAR]):
         lines = [_with_vars(line, template_vars) for line in lines]
     for line in lines:
         if line.prompt == "":
@@ -91,10 +100,11 @@ def read_lines(path: str) -> list[Line]:
     with sampling settings beside it or none, and what belongs to a chat beside messages.
     """
     lines: list[Line] = []
-    for number, data in enumerate(_split(path), start=1):
+    name = "stdin" if path == STDIN else path
+    for number, data in enumerate(_split(path, name), start=1):
         if not data.strip():
             continue
-        where = f"{'stdin' if path == STDIN else path}, line {number}"
+        where = f"{name}, line {number}"
         if len(lines) == MAX_PROMPTS:
             raise UsageError(f"{where}: more than {MAX_PROMPTS} prompts; split the file")
         try:
@@ -102,7 +112,7 @@ def read_lines(path: str) -> list[Line]:
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
     if not lines:
-        raise UsageError(f"{path}: no prompts in it; give one JSON object a line")
+        raise UsageError(f"{name}: no prompts in it; give one JSON object a line")
     return lines
 
 
@@ -113,33 +123,39 @@ def check_tokens(value: Any, what: str = "tokens") -> list[int]:
     for position, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:  # bool is an int to Python
             raise ValueError(
-                f"{what}[{position}] is {shown(json.dumps(token))}, not a token id, "
+                f"{what}[{position}] is {quoted(json.dumps(token))}, not a token id, "
                 f"0 to {MAX_TOKEN_ID}"
             )
     return value
 
 
-def _split(path: str) -> Iterator[bytes]:
+def _split(path: str, name: str) -> Iterator[bytes]:
     """The lines of a file, one at a time in memory."""
     try:
-        with nullcontext(sys.stdin.buffer) if path == STDIN else Path(path).open("rb") as file:
+        with nullcontext(_stdin()) if path == STDIN else Path(path).open("rb") as file:
             while data := file.readline(MAX_LINE_BYTES + 1):
                 if len(data) > MAX_LINE_BYTES:
-                    raise UsageError(f"{path}: a line of more than {MAX_LINE_BYTES} bytes")
+                    raise UsageError(f"{name}: a line of more than {MAX_LINE_BYTES} bytes")
                 yield data
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from error
+        raise UsageError(f"{name}: {error.strerror or error}") from error
 
 
 def _read_stdin() -> str:
     """What stdin holds, without the end of its last line."""
+    data = _stdin().read(MAX_LINE_BYTES + 1)
+    if len(data) > MAX_LINE_BYTES:
+        raise UsageError(f"--prompt -: stdin holds more than {MAX_LINE_BYTES} bytes")
     try:
-        data = sys.stdin.buffer.read(MAX_STDIN_BYTES + 1)
-        if len(data) > MAX_STDIN_BYTES:
-            raise UsageError(f"--prompt -: stdin holds more than {MAX_STDIN_BYTES} bytes")
         return _decoded(data).removesuffix("\n")
     except ValueError as error:
         raise UsageError(f"--prompt -: {error}") from None
+
+
+def _stdin() -> BinaryIO:
+    if sys.stdin is None:
+        raise UsageError("stdin is closed; give it a file or a pipe, or leave - out")
+    return sys.stdin.buffer
 
 
 def _decoded(data: bytes) -> str:
@@ -171,11 +187,11 @@ def _line(where: str, value: Any) -> Line:
     known = (*KINDS, *BESIDE_MESSAGES, *SETTINGS)
     for key in value:
         if key not in known:
-            raise ValueError(f"unknown key {shown(key)}{did_you_mean(key, known)}")
+            raise ValueError(f"unknown key {quoted(key)}{did_you_mean(key, known)}")
     if sum(kind in value for kind in KINDS) != 1:
         raise ValueError(f"give exactly one of {', '.join(KINDS)}")
     settings = settings_of({key: value[key] for key in value if key in SETTINGS})
-    return Line(where, _prompt(value), settings or NO_SETTINGS)
+    return Line(where, _prompt(value), settings)
 
 
 def _prompt(value: dict[str, Any]) -> Prompt:
@@ -189,7 +205,7 @@ def _prompt(value: dict[str, Any]) -> Prompt:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {shown(json.dumps(value))}, not a string")
+        raise ValueError(f"{what} is {quoted(json.dumps(value))}, not a string")
     try:
         return plain_text(value)
     except ValueError:

@@ -5,7 +5,6 @@ As long as lines are missing, FILE.run lies beside it and says which run they ar
 the line that was being written. It does not know how completions are made.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,10 +15,12 @@ from typing import Any
 
 import msgspec
 
-from parallel_llama.bounded_files import has_short_name, is_file, is_folder, is_there
+from parallel_llama.cli.parsers import STDIN
 from parallel_llama.errors import CheckpointError, UsageError, WriteError
-from parallel_llama.fields import read_json_object
-from parallel_llama.model_files import ModelFiles
+from parallel_llama.files.bounded_files import has_short_name, is_file, is_folder, is_there
+from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.partial_output import changed, replace_file, take_lock, whole_lines
 from parallel_llama.request import Completion, Request
 
 Key = tuple[int, int]  # request index, choice
@@ -43,7 +44,7 @@ def check_path(output: str, prompts: str | None) -> Path:
     if not has_short_name(_growing(path)):
         raise UsageError(f"--output {path.name[:80]}...: too long for a name; give a shorter one")
     exists = is_there(path)
-    if prompts not in (None, "-") and exists and path.samefile(prompts):
+    if prompts not in (None, STDIN) and exists and path.samefile(prompts):
         raise UsageError(f"--output {output}: the file of the prompts itself; give another name")
     if not os.access(path if exists else path.parent, os.W_OK):
         raise UsageError(f"--output {output}: it cannot be written; name a file that can")
@@ -144,7 +145,9 @@ class ResultFile:
             if self.resumable:
                 self._lock(self._file.fileno())
                 self._file.truncate(self._n_whole)
-                self._sign()
+                # Beside the file, for good and at once: which run its lines are of.
+                run = json.dumps(self.run, indent=1).encode()
+                replace_file(self._sidecar, _growing(self.path), run)
         except OSError as error:
             raise UsageError(f"--output {self.path}: {error.strerror or error}") from error
 
@@ -178,12 +181,9 @@ class ResultFile:
     def _continue(self) -> None:
         if is_there(self._sidecar):
             self._require_same(_read_run(self._sidecar))
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):  # torn by the end of the process that wrote it
-                    break
-                self.done.add(self._key(number, line))
-                self._n_whole += len(line)
+        for number, line in enumerate(whole_lines(self.path), start=1):
+            self.done.add(self._key(number, line))
+            self._n_whole += len(line)
         if not is_there(self._sidecar) and not self.is_complete:
             raise UsageError(
                 f"{self.path}: {len(self.done)} of {self.n_total} completions, and no "
@@ -192,15 +192,15 @@ class ResultFile:
             )
 
     def _require_same(self, before: Mapping[str, Any]) -> None:
-        for what in {**before, **self.run}:
-            was, now = before.get(what), self.run.get(what)
-            if was != now:
-                # A digest tells nobody anything.
-                told = "" if what in _DIGESTS else f" ({_shown(was)} then, {_shown(now)} now)"
-                raise UsageError(
-                    f"{self.path}: the unfinished run in it had a different {what}{told}; give the "
-                    f"same as then, or remove {self.path.name} to begin anew"
-                )
+        what = changed(before, self.run)
+        if what is None:
+            return
+        was, now = _shown(before.get(what)), _shown(self.run.get(what))
+        told = "" if what in _DIGESTS else f" ({was} then, {now} now)"  # a digest tells nobody much
+        raise UsageError(
+            f"{self.path}: the unfinished run in it had a different {what}{told}; give the "
+            f"same as then, or remove {self.path.name} to begin anew"
+        )
 
     def _key(self, number: int, line: bytes) -> Key:
         """Which completion a line holds."""
@@ -220,22 +220,13 @@ class ResultFile:
     def _lock(self, descriptor: int) -> None:
         """Keep other runs away, and see that none has written since the lines were read."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{self.path}: is being written by another run; wait for it") from None
+            is_mine = take_lock(descriptor)
         except OSError:  # a file system without locks
-            pass
+            is_mine = True
+        if not is_mine:
+            raise UsageError(f"{self.path}: is being written by another run; wait for it")
         if os.fstat(descriptor).st_size != self._n_found:
             raise UsageError(f"{self.path}: another run has written to it meanwhile; start again")
-
-    def _sign(self) -> None:
-        """Say beside the file, for good and at once, which run its lines are of."""
-        growing = _growing(self.path)
-        with growing.open("w", encoding="utf-8") as file:
-            json.dump(self.run, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        growing.replace(self._sidecar)
 
     def _failed(self, error: OSError) -> WriteError:
         text = f"{self.path}: {error.strerror or error}; {len(self.done)} completions are in it"

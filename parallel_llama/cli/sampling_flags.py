@@ -1,6 +1,6 @@
-"""How tokens are drawn, as flags and as the keys of a line of a prompts file, to sampling settings.
+"""The sampling settings, as flags and as the keys of a line of a prompts file.
 
-What the settings mean and their limits is `request`'s; this only turns texts and JSON into them.
+`request` says what they mean and checks their limits; here texts and JSON become them.
 """
 
 import re
@@ -9,18 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.cli.arguments import (
-    SEED,
-    Flag,
-    filled_text,
-    input_file,
-    number,
-    shown,
-    warn,
-    whole,
-)
-from parallel_llama.cli.json_text import parse_json
-from parallel_llama.errors import UsageError
+from parallel_llama.cli.arguments import Flag, Flags, warn
+from parallel_llama.cli.model import SEED
+from parallel_llama.cli.parsers import filled_text, input_file, number, whole
+from parallel_llama.errors import UsageError, quoted
+from parallel_llama.files.json_text import parse_json
 from parallel_llama.request import (
     MAX_BIAS,
     MAX_CHOICES,
@@ -37,7 +30,7 @@ from parallel_llama.request import (
 
 SETTINGS = tuple(field.name for field in fields(SamplingParams))
 
-# The flags that say what a completion must look like, and the kind of grammar that each gives.
+# The flags of structured output, and the kind of grammar that each gives.
 GRAMMARS: dict[str, GrammarKind] = {
     "json_schema": "json_schema",
     "regex": "regex",
@@ -45,16 +38,16 @@ GRAMMARS: dict[str, GrammarKind] = {
 }
 
 
-def logit_bias(text: str) -> list[float]:
+def logit_bias(text: str) -> tuple[int, float]:
     """A token id and what is added to its logit, as ID:BIAS.
 
     >>> logit_bias("42:-1.5")
-    [42, -1.5]
+    (42, -1.5)
     """
     token, colon, bias = text.partition(":")
     try:
         if colon:
-            return [whole(0, MAX_TOKEN_ID)(token), number(-MAX_BIAS, MAX_BIAS)(bias)]
+            return whole(0, MAX_TOKEN_ID)(token), number(-MAX_BIAS, MAX_BIAS)(bias)
     except ValueError:
         pass
     raise ValueError(
@@ -63,7 +56,7 @@ def logit_bias(text: str) -> list[float]:
 
 
 def json_schema(text: str) -> str:
-    """A JSON schema, given as such or as the name of its file."""
+    """A JSON Schema, or the name of a file that holds one."""
     schema = text if text.lstrip().startswith("{") else grammar_file(text)
     if not isinstance(parse_json(schema), dict):
         raise ValueError("not a JSON schema, which is an object")
@@ -85,51 +78,56 @@ def grammar_file(text: str) -> str:
         raise ValueError(f"cannot be read: {error.strerror}") from None
 
 
-# What a model's authors may state too; their values stand where nothing is given.
-SAMPLING = (
+# The settings for which a model's generation_config may have defaults.
+SAMPLING: tuple[Flag[Any], ...] = (
     Flag(
         "temperature", "0 is greedy", number(0, 100), "T",
         default_text="the model's generation_config, else greedy",
     ),
-    Flag("top-p", "sample from the smallest set with this probability", number(0, 1, True), "P"),
+    Flag("top-p", "sample from the likeliest tokens that together have this probability",
+         number(0, 1, True), "P"),
     Flag("top-k", "sample from the K likeliest tokens; 0 is all", whole(0), "K"),
-    Flag("min-p", "drop tokens below this share of the likeliest", number(0, 1), "P"),
-    Flag("repetition-penalty", "above 1, tokens of prompt and completion become less likely",
+    Flag("min-p", "drop tokens below this share of the likeliest token's probability",
+         number(0, 1), "P"),
+    Flag("repetition-penalty", "above 1, makes tokens of prompt and completion less likely",
          number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY), "R"),
 )  # fmt: skip
 
-FLAGS = (
-    Flag("max-tokens", "longest completion", whole(1, MAX_TOKEN_ID), "N", 128),
-    Flag("min-tokens", "shortest completion", whole(0, MAX_TOKEN_ID), "N"),
+FLAGS: tuple[Flag[Any], ...] = (
+    Flag("max-tokens", "most new tokens of a completion", whole(1, MAX_TOKEN_ID), "N", 128),
+    Flag("min-tokens", "fewest new tokens of a completion", whole(0, MAX_TOKEN_ID), "N"),
     *SAMPLING,
-    Flag("presence-penalty", "taken from the logit of a token that the completion has",
+    Flag("presence-penalty", "subtracted from the logit of every token in the completion",
          number(-MAX_PENALTY, MAX_PENALTY), "A"),
-    Flag("frequency-penalty", "the same, once for each time that the completion has it",
+    Flag("frequency-penalty", "the same, once for each time that the token occurs",
          number(-MAX_PENALTY, MAX_PENALTY), "A"),
     Flag("logit-bias", "added to the logit of a token", logit_bias, "ID:BIAS", repeatable=True),
     SEED,
     Flag("n", "completions of each prompt", whole(1, MAX_CHOICES), "N"),
     Flag("stop", "text that ends a completion", filled_text, "TEXT", repeatable=True),
-    Flag("json-schema", "complete with JSON of this schema", json_schema, "FILE_OR_JSON"),
-    Flag("regex", "complete with text that this describes", filled_text, "TEXT"),
-    Flag("grammar", "complete with text of this Lark grammar", grammar_file, "FILE"),
-    Flag("logprobs", "log-probabilities, and N alternatives each", whole(0, MAX_LOGPROBS), "N"),
-    Flag("prompt-logprobs", "the same of the prompt's tokens", whole(0, MAX_LOGPROBS), "N"),
+    Flag("json-schema", "make the completion match this JSON Schema", json_schema, "FILE_OR_JSON"),
+    Flag("regex", "make the completion match this regular expression", filled_text, "TEXT"),
+    Flag("grammar", "make the completion match this Lark grammar", grammar_file, "FILE"),
+    Flag("logprobs", "log-probability of each new token and N alternatives",
+         whole(0, MAX_LOGPROBS), "N"),
+    Flag("prompt-logprobs", "the same for the tokens of the prompt", whole(0, MAX_LOGPROBS), "N"),
 )  # fmt: skip
 
 
-def given_sampling(**flags: Any) -> dict[str, Any]:
-    """The sampling settings that were given, checked; the model's own fill the rest later.
+def given_sampling(flags: Flags) -> dict[str, Any]:
+    """The sampling settings that were given, checked; the model's defaults fill the rest later.
 
     Raises: UsageError for settings that do not go together.
     """
-    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    # The seed is the run's, from which each request's is made.
+    given = {flag.key: flags[flag] for flag in FLAGS if flag is not SEED}
+    given = {name: value for name, value in given.items() if value not in (None, [])}
     if "logit_bias" in given:
-        given["logit_bias"] = tuple((token, bias) for token, bias in given["logit_bias"])
+        given["logit_bias"] = tuple(given["logit_bias"])
     shapes = [name for name in GRAMMARS if name in given]
     if len(shapes) > 1:
         names = [f"--{name.replace('_', '-')}" for name in shapes]
-        raise UsageError(f"{' and '.join(names)}: a completion follows one of them; drop the rest")
+        raise UsageError(f"{' and '.join(names)}: a completion matches one of them; drop the rest")
     for name in shapes:
         given["grammar"] = Grammar(GRAMMARS[name], given.pop(name))
     SamplingParams(**given)
@@ -147,7 +145,7 @@ def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_idle_filters(given: Mapping[str, Any], params: Iterable[SamplingParams]) -> None:
-    """Say so where filters were asked for and nothing is drawn that they could change."""
+    """Warn of --top-p, --top-k and --min-p where every completion is greedy."""
     filters = [
         f"--{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p") if name in given
     ]
@@ -165,6 +163,6 @@ def _biases(value: Any) -> dict[int, Any]:
 def _grammar(value: Any) -> Grammar:
     if not isinstance(value, dict) or value.keys() != {"kind", "text"}:
         raise ValueError(
-            f'grammar is {shown(repr(value))}; write it as {{"kind": "regex", "text": "..."}}'
+            f'grammar is {quoted(repr(value))}; write it as {{"kind": "regex", "text": "..."}}'
         )
     return Grammar(**value)

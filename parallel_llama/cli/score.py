@@ -5,63 +5,38 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from parallel_llama.cli.arguments import (
-    DEVICE,
-    DTYPE,
-    JSON,
-    MAX_SEQ_LEN,
-    MODEL,
-    NPROC,
-    RANDOM_WEIGHTS,
-    TIMEOUT,
-    VERIFY,
-    Flag,
-    Verb,
-    input_file,
-)
-from parallel_llama.cli.json_text import parse_json
-from parallel_llama.cli.model import check_model, read_text
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
+from parallel_llama.cli.model import LOADING, MODEL, RANKS, check_model
+from parallel_llama.cli.parsers import input_file
 from parallel_llama.cli.prompts import check_tokens
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import table
+from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
-from parallel_llama.intake import Intake
+from parallel_llama.files.json_text import parse_json
+
+if TYPE_CHECKING:
+    from parallel_llama.llm import LLM
+
+TEXT_FILE: Flag[str | None] = Flag("text-file", "one text", input_file, "FILE")
+TOKENS_FILE: Flag[str | None] = Flag(
+    "tokens-file", "a JSON list of token ids, or a list of lists", input_file, "FILE"
+)
 
 
-def prepare(
-    model: str,
-    text_file: str | None,
-    tokens_file: str | None,
-    json: bool,
-    nproc: int | None,
-    dtype: str | None,
-    device: str,
-    max_seq_len: int | None,
-    random_weights: int | None,
-    verify: bool,
-    timeout: float | None,
-) -> Job:
+def prepare(flags: Flags) -> Job:
     """Check model and plan, and return the job that reads the input, checks it and scores."""
-    if (text_file is None) == (tokens_file is None):
+    if (flags[TEXT_FILE] is None) == (flags[TOKENS_FILE] is None):
         raise UsageError("give the input with --text-file FILE or --tokens-file FILE, one of them")
-    intake, n_ranks = check_model(
-        model, nproc, max_seq_len=max_seq_len, random_weights=random_weights, verify=verify
-    )
-    options = {
-        "dtype": dtype,
-        "device": device,
-        "random_weights": random_weights,
-        "verify": verify,
-        "timeout_s": timeout,
-    }
+    inputs, n_ranks = check_model(flags)
 
     def run() -> int:
-        sequences = _read_sequences(text_file, tokens_file, intake) if leads() else []
-        work = partial(_score, sequences=sequences, as_json=json)
-        return lead(work, "score", model, intake=intake, **options)
+        sequences = _read_sequences(flags, inputs) if leads() else []
+        return lead(flags, inputs, partial(_score, sequences=sequences, as_json=flags[JSON]))
 
     return Job(run, n_ranks)
 
@@ -73,7 +48,7 @@ def perplexity(logprobs: Sequence[float]) -> float | None:
     return math.exp(-math.fsum(logprobs) / len(logprobs))
 
 
-def _score(llm: Any, *, sequences: Sequence[Sequence[int]], as_json: bool) -> int:
+def _score(llm: "LLM", *, sequences: Sequence[Sequence[int]], as_json: bool) -> int:
     scored = list(zip(sequences, llm.score(sequences), strict=True))
     if as_json:
         for tokens, logprobs in scored:
@@ -95,31 +70,41 @@ def _score(llm: Any, *, sequences: Sequence[Sequence[int]], as_json: bool) -> in
     return 0
 
 
-def _read_sequences(
-    text_file: str | None, tokens_file: str | None, intake: Intake
-) -> list[list[int]]:
+def _read_sequences(flags: Flags, inputs: InputProcessor) -> list[list[int]]:
     """The sequences of token ids to score, checked.
 
     Raises: UsageError naming the file that cannot be scored, and the list in it.
     """
-    path = text_file or tokens_file
+    path = flags[TEXT_FILE] or flags[TOKENS_FILE]
     assert path is not None
-    text = read_text(path)
-    if text_file is not None and not text:
-        raise UsageError(f"{path}: the file is empty; there is nothing to score")
+    text = _read_text(path)
     try:
-        sequences = [intake.tokenizer.encode(text)] if text_file else _token_lists(text)
+        if flags[TOKENS_FILE] is not None:
+            sequences = _token_lists(text)
+        elif text:
+            sequences = [inputs.tokenizer.encode(text)]
+        else:
+            raise ValueError("the file is empty; there is nothing to score")
     except UsageError:
         raise
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
     for index, tokens in enumerate(sequences):
         try:
-            intake.check_sequence(tokens)
+            inputs.check_sequence(tokens)
         except UsageError as error:
             where = f"{path}, list {index}" if len(sequences) > 1 else path
             raise UsageError(f"{where}: {error}") from None
     return sequences
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
 
 
 def _token_lists(text: str) -> list[list[int]]:
@@ -134,19 +119,7 @@ VERB = Verb(
     "score",
     "Gives the log-probability of every token of a text.",
     "--text-file FILE | --tokens-file FILE [flags]",
-    (
-        Flag("text-file", "one text", input_file, "FILE"),
-        Flag("tokens-file", "a JSON list of token ids, or a list of lists", input_file, "FILE"),
-        MODEL,
-        JSON,
-        NPROC,
-        DTYPE,
-        DEVICE,
-        MAX_SEQ_LEN,
-        RANDOM_WEIGHTS,
-        VERIFY,
-        TIMEOUT,
-    ),
+    (TEXT_FILE, TOKENS_FILE, MODEL, JSON, *RANKS, *LOADING),
     "parallel-llama score --text-file README.md",
     prepare,
 )

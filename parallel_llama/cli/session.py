@@ -5,24 +5,30 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parallel_llama.cli.arguments import warn
+from parallel_llama.cli.arguments import Flags, warn
+from parallel_llama.cli.model import MODEL, llm_options
 from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.ranks import leads
 from parallel_llama.cli.terminal import DIM, Activity, painted, size
-from parallel_llama.parallel.patience import listed
+from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.place import world
 
+if TYPE_CHECKING:
+    from parallel_llama.engine.kv_capacity import Capacity
+    from parallel_llama.llm import LLM
 
-def lead(work: Callable[[Any], int], command: str, model: str, **options: Any) -> int:
+
+def lead(flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **options: Any) -> int:
     """Load the model, let rank 0 do the work with it and the other ranks follow; the exit code.
 
-    `work` gets the LLM (Any in this package's annotations, since its module loads torch);
-    `options` are LLM's own. Ranks above 0 end inside.
+    `options` are keyword arguments of LLM that are no flags. Ranks above 0 end inside.
 
     Collective: every rank of the command calls it.
     """
+    model = flags[MODEL]
     n_read = 0
 
     def show_bytes(n_bytes: int) -> None:
@@ -32,7 +38,7 @@ def lead(work: Callable[[Any], int], command: str, model: str, **options: Any) -
 
     def show_missing(missing: Sequence[int]) -> None:
         if missing:
-            activity.what = f"waiting for rank {listed(missing)} of {world()[1]}"
+            activity.what = f"waiting for rank {listed_ranks(missing)} of {world()[1]}"
 
     # The other ranks share rank 0's terminal.
     stream = sys.stderr if leads() else io.StringIO()
@@ -40,14 +46,21 @@ def lead(work: Callable[[Any], int], command: str, model: str, **options: Any) -
         # torch and the model come in here: what is above this line starts at once.
         import torch
 
+        from parallel_llama.engine.machine import Interruptions
         from parallel_llama.llm import LLM
-        from parallel_llama.machine import Interruptions
 
         activity.what = f"loading {model}"
-        facts = {"command": command}
-        llm = LLM(model, **options, facts=facts, on_bytes=show_bytes, on_wait=show_missing)
+        llm = LLM(
+            model,
+            **llm_options(flags),
+            **options,
+            input_processor=inputs,
+            facts={"command": flags.verb},
+            on_bytes=show_bytes,
+            on_wait=show_missing,
+        )
     with llm:
-        line = capacity_line(llm.engine.capacity, llm.intake.max_seq_len)
+        line = capacity_line(llm.engine.capacity, llm.input_processor.max_seq_len)
         print(painted(line, DIM, sys.stderr), file=sys.stderr, flush=True)
         interruptions = Interruptions()
         code = work(llm)
@@ -61,7 +74,7 @@ def lead(work: Callable[[Any], int], command: str, model: str, **options: Any) -
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """For a time in which all that is made lives on: nothing looks through it, then or later."""
+    """Keeps the garbage collector from looking through what is made here, now and later."""
     gc.disable()
     try:
         yield
@@ -70,8 +83,8 @@ def _no_garbage() -> Iterator[None]:
         gc.enable()
 
 
-def capacity_line(capacity: Any, max_seq_len: int) -> str:
-    """What the KV cache holds, in one line; `capacity` is a Capacity."""
+def capacity_line(capacity: "Capacity", max_seq_len: int) -> str:
+    """What the KV cache holds, in one line."""
     n_full = capacity.n_full_requests(max_seq_len)
     return (
         f"KV cache: {capacity.n_tokens:,} tokens, {size(capacity.n_bytes)} on each rank, room for "
@@ -80,7 +93,7 @@ def capacity_line(capacity: Any, max_seq_len: int) -> str:
 
 
 def closing_line(meter: Meter, weight_bytes: Sequence[int], seed: int | None) -> str:
-    """How fast it went, what each rank held and what the draws began from, in one line."""
+    """The speed, each rank's weights and the seed, in one line."""
     least, most = size(min(weight_bytes)), size(max(weight_bytes))
     pieces = [f"{meter.n_tokens} token{'s' * (meter.n_tokens != 1)}"]
     if meter.n_tokens:

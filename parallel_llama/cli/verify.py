@@ -1,25 +1,35 @@
-"""`verify`: are a model's files whole, and is it the same as another one?"""
+"""`verify`: whether a model's files are whole, and the model is the same as another one."""
 
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from parallel_llama.bounded_files import is_folder
-from parallel_llama.cli.arguments import JSON, Flag, Verb, filled_text, shown
+from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
+from parallel_llama.cli.parsers import filled_text
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import BOLD, GREEN, RED, Activity, painted, printable, size
-from parallel_llama.model_files import find_model
+from parallel_llama.errors import quoted
+from parallel_llama.files.bounded_files import is_folder
+from parallel_llama.files.model_files import find_model
+
+if TYPE_CHECKING:
+    from parallel_llama.checkpoint.whole_files import Report
 
 MAX_LINES = 100
 
+DIR: Flag[str] = Flag("dir", "the folder, or .gguf file, to check", filled_text)
+AGAINST: Flag[str | None] = Flag(
+    "against", "a model, of any layout, that must be the same", filled_text, "DIR2"
+)
 
-def prepare(dir: str, against: str | None, json: bool) -> Job:
+
+def prepare(flags: Flags) -> Job:
     """Check that there is something to verify, and return the job that does."""
-    for model in (dir, against):
+    for model in (flags[DIR], flags[AGAINST]):
         if model is not None and not is_folder(Path(model)):
             find_model(model).require_weights()
-    return Job(lambda: _verify(dir, against, json))
+    return Job(lambda: _verify(flags[DIR], flags[AGAINST], flags[JSON]))
 
 
 def _verify(model: str, against: str | None, as_json: bool) -> int:
@@ -43,7 +53,7 @@ def _verify(model: str, against: str | None, as_json: bool) -> int:
     return 0 if report.ok else 1
 
 
-def _lines(model: str, report: Any, against: str | None) -> list[str]:
+def _lines(model: str, report: "Report", against: str | None) -> list[str]:
     lines = [f"note: {printable(note)}" for note in report.notes[:MAX_LINES]]
     bad = painted("bad", RED, sys.stdout)
     lines += [f"{bad}: {printable(problem)}" for problem in report.problems[:MAX_LINES]]
@@ -56,11 +66,11 @@ def _lines(model: str, report: Any, against: str | None) -> list[str]:
         else painted(f"{count} problem{'s' * (count > 1)}", BOLD, sys.stdout)
     )
     if report.ok and against is not None:
-        verdict += f", the same as {shown(against)}"
+        verdict += f", the same as {quoted(against)}"
     hashed = f"{report.hashed} hashes compared" if report.hashed else "no manifest: structure only"
     return [
         *lines,
-        f"{shown(model)}: {verdict} ({report.files} files, {report.tensors} tensors, "
+        f"{quoted(model)}: {verdict} ({report.files} files, {report.tensors} tensors, "
         f"{size(report.bytes)}, {hashed})",
     ]
 
@@ -69,11 +79,8 @@ VERB = Verb(
     "verify",
     "Checks a model's files against its manifest, and names what is damaged.",
     "DIR [--against DIR2] [--json]",
-    (
-        Flag("against", "a model, of any layout, that must be the same", filled_text, "DIR2"),
-        JSON,
-    ),
+    (AGAINST, JSON),
     "parallel-llama verify /path/to/model",
     prepare,
-    (Flag("dir", "the folder, or .gguf file, to check", filled_text, "DIR"),),
+    (DIR,),
 )

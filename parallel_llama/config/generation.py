@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.bounded_files import is_file
 from parallel_llama.errors import UsageError
-from parallel_llama.fields import Fields, read_json_object
-from parallel_llama.gguf_header import read_gguf_header
-from parallel_llama.model_files import ModelFiles
+from parallel_llama.files.bounded_files import is_file
+from parallel_llama.files.fields import Fields
+from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.model_files import ModelFiles
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,8 @@ class GenerationDefaults:
     @property
     def sampling(self) -> dict[str, float]:
         """The sampling settings that are stated, under their names."""
-        stated = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-        }
-        return {name: value for name, value in stated.items() if value is not None}
+        names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def load_generation_defaults(files: ModelFiles) -> GenerationDefaults:

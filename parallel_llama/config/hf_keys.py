@@ -1,22 +1,24 @@
 """Which keys of config.json count, and what becomes of the others.
 
-The judge is transformers' LlamaForCausalLM: what it passes over cannot change its tokens. So a key
-that is not in READ is ignored, and named in a warning unless it is well known (IGNORED) or begins
-with an underscore. Two kinds of key are refused all the same, unless they hold a null:
+The judge is transformers' model of the family: what it passes over cannot change its tokens. So a
+key that is not read (READ, and what the family reads beside) is ignored, and named in a warning
+unless it is well known (IGNORED) or begins with an underscore. Two kinds of key are refused all the
+same, unless they hold a null:
 
 * one by which other architectures, or corners of transformers, compute something else, with a value
   that does not turn it off (OFF): the weights were surely trained with it;
-* one that is nearly a key of READ or OFF: a misspelling. Somebody meant it to count.
+* one that is nearly a key that is read, or of OFF: a misspelling. Somebody meant it to count.
 
 What comes with tensors of its own (experts, norms of q and k) would be refused later at any rate,
 when the tensors are compared with the model.
 """
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
-from parallel_llama.errors import UsageError
-from parallel_llama.fields import Fields, listed, nearest, shown
+from parallel_llama.errors import UsageError, listed
+from parallel_llama.files.fields import Fields, nearest, shown
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ READ = {
     "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps",
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     "max_position_embeddings", "original_max_position_embeddings", "tie_word_embeddings",
-    "attention_bias", "mlp_bias", "hidden_act", "dtype", "torch_dtype", "layer_types",
+    "hidden_act", "dtype", "torch_dtype", "layer_types",
     "sliding_window", "quantization_config",
 }  # fmt: skip
 
@@ -83,8 +85,10 @@ MAX_KEYS = 1000  # comparing spellings takes a while
 _NEARLY = 0.75
 
 
-def check_keys(fields: Fields) -> None:
+def check_keys(fields: Fields, reads: Collection[str]) -> None:
     """Hold the keys of config.json to the rule above, with one warning for all that are ignored.
+
+    `reads` are those that its family reads beside READ.
 
     Raises: UsageError for a key that is refused, or too many of them.
     """
@@ -92,22 +96,23 @@ def check_keys(fields: Fields) -> None:
         raise UsageError(f"has {len(fields.values)} keys, at most {MAX_KEYS} are read")
     stated = [key for key in fields.values if fields.has(key) and not key.startswith("_")]
     for key in stated:
-        if key in OFF and fields.values[key] not in OFF[key]:
+        if key not in reads and key in OFF and fields.values[key] not in OFF[key]:
             raise UsageError(
                 f"{key}={shown(fields.values[key])} is not supported; if the weights were trained "
                 "without it, remove it"
             )
-    known = READ | OFF.keys() | IGNORED
+    read = READ.union(reads)
+    known = read | OFF.keys() | IGNORED
     ignored = []
     for key in stated:
         if key in known:
             continue
         near = nearest(key, known, _NEARLY)
-        if near in READ or near in OFF:
+        if near in read or near in OFF:
             raise UsageError(
                 f"unknown key {shown(key)}; did you mean {near!r}? If it is neither that nor "
                 "changes the model, remove it"
             )
         ignored.append(shown(key) + (f" (near {near!r})" if near else ""))
     if ignored:
-        logger.warning("config.json has unknown keys, which are ignored: %s", listed(ignored))
+        logger.warning("config.json has unknown keys, which are ignored: %s", listed(ignored, 5))

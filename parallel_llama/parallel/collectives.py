@@ -90,13 +90,8 @@ class Solo(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         return x.detach().clone(memory_format=torch.contiguous_format).unsqueeze(0)
 
-    def broadcast(
-        self,
-        x: Tensor,
-        src: int = 0,  # noqa: ARG002, there is only rank 0
-        *,
-        patient: bool = False,  # noqa: ARG002
-    ) -> Tensor:
+    # There is only rank 0, which waits for nobody.
+    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:  # noqa: ARG002
         return x
 
     def barrier(self) -> None:

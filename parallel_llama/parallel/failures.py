@@ -9,9 +9,12 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from parallel_llama.errors import listed_ranks
 
 # A report is one message to a person; more than this in the file was not written by `report_error`.
 MAX_REPORT_BYTES = 1 << 16
@@ -19,6 +22,15 @@ MAX_REPORT_BYTES = 1 << 16
 
 class RankError(RuntimeError):
     """A rank that the others need has died, is late, or has gone another way."""
+
+
+def late(ranks: Iterable[int], size: int, limit_s: float) -> str:
+    return f"rank {listed_ranks(ranks)} of {size} is late: nothing heard of it for {limit_s:g} s"
+
+
+def first_line(error: Exception, limit: int) -> str:
+    """What torch says of an error, without its page of C++."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:limit]
 
 
 @dataclass(frozen=True)

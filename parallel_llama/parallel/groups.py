@@ -20,19 +20,19 @@ from io import StringIO
 import torch
 import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fairscale_groups
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
+from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
-from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.handshake import Card, meet
-from parallel_llama.parallel.patience import listed, within
 from parallel_llama.parallel.place import (
     Place,
     end_with_parent,
     is_under_torchrun,
     place_in_environment,
 )
-from parallel_llama.parallel.process_group import ProcessGroup
+from parallel_llama.parallel.process_group import ProcessGroup, within
 from parallel_llama.parallel.shared_memory import share
 
 _KNOCK_S = 0.05
@@ -82,7 +82,7 @@ def join(
     except TimeoutError as error:
         raise RankError(_never_came(place, missing, timeouts)) from error
     except dist.DistNetworkError as error:
-        others = f"; rank {listed(missing)} had not joined" if missing else ""
+        others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
         raise RankError(
             f"{_keeper(place)} has died or given up, and with it the store where the ranks meet"
             f"{others}"
@@ -119,8 +119,9 @@ def form_group(
             fairscale_groups.initialize_model_parallel(size)
     except RuntimeError as error:
         raise RankError(
-            f"rank {rank} of {size} met the others and cannot connect to them: {_first_line(error)}"
-            "; where hosts have several networks, GLOO_SOCKET_IFNAME names the one to use"
+            f"rank {rank} of {size} met the others and cannot connect to them: "
+            f"{first_line(error, 300)}; where hosts have several networks, GLOO_SOCKET_IFNAME "
+            "names the one to use"
         ) from error
     group = fairscale_groups.get_model_parallel_group()
     for own in (
@@ -130,7 +131,7 @@ def form_group(
     ):
         # fairscale's groups start with torch's default of 30 minutes.
         own.set_timeout(timedelta(seconds=timeouts.step_s))
-    comm: Communicator = ProcessGroup(group, store, timeouts, _leave(store))
+    comm: Communicator = ProcessGroup(group, store, timeouts, _leave)
     try:
         # Nobody goes on before all have met: the store may end with rank 0.
         comm.barrier()
@@ -226,7 +227,7 @@ def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
             f"{where}"
         )
     elif missing:
-        who = f"rank {listed(missing)} of {place.size} never joined"
+        who = f"rank {listed_ranks(missing)} of {place.size} never joined"
     else:
         who = f"the {place.size} ranks met and one of them stopped answering"
     return (
@@ -239,17 +240,6 @@ def _keeper(place: Place) -> str:
     return "torchrun's agent" if place.is_served else f"rank 0 of {place.size}"
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def _leave(store: Store) -> Callable[[], None]:
-    """Ends the groups, and with them what keeps the store alive."""
-    keeping = [store]
-
-    def leave() -> None:
-        fairscale_groups.destroy_model_parallel()
-        dist.destroy_process_group()
-        keeping.clear()
-
-    return leave
+def _leave() -> None:
+    fairscale_groups.destroy_model_parallel()
+    dist.destroy_process_group()

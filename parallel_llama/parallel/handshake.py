@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from parallel_llama.parallel.failures import RankError
 
@@ -66,27 +66,36 @@ def meet(store: Store, own: Card, missing: set[int]) -> None:
     """
     cards: dict[int, Card] = {}
     try:
-        _enter(store, own)
+        there = Card.decode(store.compare_set(f"card/{own.rank}", "", own.encode()))
+        if there.token != own.token:
+            raise RankError(
+                f"two processes are rank {own.rank} of {own.size}: {there.process} and "
+                f"{own.process}; give each process a RANK of its own"
+            )
         while len(cards) < own.size:
-            _require_no_objection(store)
+            if store.check(["objection"]):
+                raise RankError(store.get("objection").decode())
             for rank in range(own.size):
                 if rank not in cards and store.check([f"card/{rank}"]):
-                    cards[rank] = _checked(store, own, store.get(f"card/{rank}"))
+                    cards[rank] = _checked(Card.decode(store.get(f"card/{rank}")), own)
                     missing.discard(rank)
             if len(cards) < own.size:
                 time.sleep(_POLL_S)
         require_same([cards[rank] for rank in range(own.size)])
-    except RankError:
+    except RankError as error:
+        objection = str(error)
         with suppress(RuntimeError):  # where the store has ended already
+            # All hear the same, of whoever has found something wrong first.
+            objection = store.compare_set("objection", "", objection).decode()
             _say_goodbye(store, own)
-        raise
+        raise RankError(objection) from error
 
 
 def require_same(cards: Sequence[Card]) -> None:
     """Raises: RankError for a fact that is not the same on all, naming the ranks that are odd."""
     for name in {name: None for card in cards for name in card.facts}:
         values = [card.facts.get(name, "nothing") for card in cards]
-        usual = _most_common(values)
+        usual, _ = Counter(values).most_common(1)[0]  # the first of those that are equally common
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             rank, like = odd[0], values.index(usual)
@@ -102,43 +111,13 @@ def require_same(cards: Sequence[Card]) -> None:
             )
 
 
-def _most_common(values: Sequence[str]) -> str:
-    """The commonest value; rank 0's where it is one of several."""
-    counts = Counter(values)
-    most = max(counts.values())
-    return next(value for value in values if counts[value] == most)
-
-
-def _enter(store: Store, own: Card) -> None:
-    there = store.compare_set(f"card/{own.rank}", "", own.encode())
-    other = Card.decode(there)
-    if other.token != own.token:
-        _object(
-            store,
-            f"two processes are rank {own.rank} of {own.size}: {other.process} and {own.process}; "
-            "give each process a RANK of its own",
-        )
-
-
-def _checked(store: Store, own: Card, data: bytes) -> Card:
-    card = Card.decode(data)
+def _checked(card: Card, own: Card) -> Card:
     if card.size != own.size:
-        _object(
-            store,
+        raise RankError(
             f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {card.rank} "
-            f"({card.process}) one of {card.size}; give all the same WORLD_SIZE",
+            f"({card.process}) one of {card.size}; give all the same WORLD_SIZE"
         )
     return card
-
-
-def _object(store: Store, message: str) -> None:
-    """Let everybody hear what is wrong, whoever has found it."""
-    raise RankError(store.compare_set("objection", "", message).decode())
-
-
-def _require_no_objection(store: Store) -> None:
-    if store.check(["objection"]):
-        raise RankError(store.get("objection").decode())
 
 
 def _say_goodbye(store: Store, own: Card) -> None:

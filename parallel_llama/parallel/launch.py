@@ -2,7 +2,7 @@
 
 The ranks get torchrun's environment and meet on loopback alone: the parent binds a socket to
 127.0.0.1, at which rank 0 listens and nobody else. Rank 0 is one of the processes that `run_ranks`
-starts, and the parent itself with `Followers`. The one invariant: when the parent ends, however it
+starts, and the parent itself with `LocalRanks`. The one invariant: when the parent ends, however it
 ends, no rank is left.
 """
 
@@ -17,9 +17,10 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -46,8 +47,17 @@ class _Rank:
     report_file: IO[bytes]
 
     def report(self) -> Report | None:
-        data = os.pread(self.report_file.fileno(), MAX_REPORT_BYTES, 0)
-        return read_report(data)
+        return read_report(os.pread(self.report_file.fileno(), MAX_REPORT_BYTES, 0))
+
+    def ending(self) -> str:
+        """How its process ended."""
+        code = self.process.returncode
+        if code >= 0:
+            return f"ended with exit code {code}"
+        try:
+            return f"died of {signal.Signals(-code).name}"
+        except ValueError:
+            return f"died of signal {-code}"
 
 
 @dataclass
@@ -93,15 +103,20 @@ def run_ranks(
         try:
             with _bound_socket() as store:
                 common = _environment(nproc, threads, store.getsockname()[1])
-                for number in range(nproc):
-                    report = reports.enter_context(tempfile.TemporaryFile())
-                    ranks.append(_start(command, number, common, store, report))
+                own, files = store.fileno(), _inherited_files()
+                first = {**common, STORE_FD: str(own)}
+                hears = partial(_before_exec, os.getpid())
+                ranks.append(_start(0, command, first, reports, [own, *files], preexec_fn=hears))
+                ignores = partial(_before_exec, os.getpid(), ignores_ctrl_c=True)
+                how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "preexec_fn": ignores}
+                for number in range(1, nproc):
+                    ranks.append(_start(number, command, common, reports, files, **how))
             return _watch(ranks, asked, interactive)
         finally:
             _end(ranks, asked.deadline(interactive))
 
 
-class Followers:
+class LocalRanks:
     """Ranks 1 and up of this host, started by the process that is rank 0 itself.
 
     Each runs `python -m module` and reads `settings`, one line of JSON, from its stdin, which ends
@@ -111,11 +126,23 @@ class Followers:
     def __init__(self, module: str, settings: Mapping[str, Any], size: int, threads: int) -> None:
         self._reports = ExitStack()
         self._ranks: list[_Rank] = []
+        command = [sys.executable, "-m", module]
         try:
             with _bound_socket() as store:
                 port = store.getsockname()[1]
+                common = _environment(size, threads, port)
+                # They run this very package, wherever it was imported from.
+                paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+                common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+                # A session of its own, which no Ctrl-C reaches; no code runs between fork and
+                # exec, where the threads of this process are not there.
+                how: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
                 for number in range(1, size):
-                    self._ranks.append(self._start(module, settings, number, size, threads, port))
+                    rank = _start(number, command, common, self._reports, **how)
+                    self._ranks.append(rank)
+                    assert rank.process.stdin is not None
+                    rank.process.stdin.write(json.dumps(settings).encode() + b"\n")
+                    rank.process.stdin.flush()
                 self.place = Place(0, size, "127.0.0.1", port, bound=os.dup(store.fileno()))
         except BaseException:
             self.end()
@@ -136,11 +163,11 @@ class Followers:
             time.sleep(_LOOK_S)
 
     def _verdict(self, ended: Sequence[_Rank]) -> str:
-        reports = {rank.number: report for rank in ended if (report := rank.report()) is not None}
+        reports = _reports(ended)
         silent = [rank for rank in ended if rank.number not in reports]
         if silent:
-            return f"rank {silent[0].number} of {self.place.size} {_ending(silent[0])}"
-        first = min(reports, key=lambda number: reports[number].when_ns)
+            return f"rank {silent[0].number} of {self.place.size} {silent[0].ending()}"
+        first = next(iter(reports))
         return f"rank {first} of {self.place.size}: {reports[first].message}"
 
     def end(self) -> None:
@@ -152,35 +179,6 @@ class Followers:
         _end(self._ranks, time.monotonic() + _TERM_GRACE_S)
         self._ranks = []
         self._reports.close()
-
-    def _start(
-        self,
-        module: str,
-        settings: Mapping[str, Any],
-        number: int,
-        size: int,
-        threads: int,
-        port: int,
-    ) -> _Rank:
-        report = self._reports.enter_context(tempfile.TemporaryFile())  # noqa: SIM115, closed there
-        env = {**_environment(size, threads, port), **_rank_environment(number, report)}
-        # They run this very package, wherever it was imported from.
-        home = str(Path(__file__).parents[2])
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-        # A session of its own, which no Ctrl-C reaches; no code runs between fork and exec, where
-        # the threads of this process are not there.
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=2,
-            pass_fds=[report.fileno()],
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(settings).encode() + b"\n")
-        process.stdin.flush()
-        return _Rank(number, process, report)
 
 
 def threads_per_rank(nproc: int, root: Path = Path("/")) -> int:
@@ -232,35 +230,25 @@ def _environment(nproc: int, threads: int, port: int) -> dict[str, str]:
     }
 
 
-def _rank_environment(number: int, report: IO[bytes]) -> dict[str, str]:
-    return {
+def _start(
+    number: int,
+    command: Sequence[str],
+    common: Mapping[str, str],
+    reports: ExitStack,
+    inherited: Sequence[int] = (),
+    **how: Any,
+) -> _Rank:
+    report = reports.enter_context(tempfile.TemporaryFile())  # noqa: SIM115, closed there
+    env = {
+        **common,
         "RANK": str(number),
         "LOCAL_RANK": str(number),
         # The file has no name of its own, so that nothing is left of it.
         "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{report.fileno()}",
     }
-
-
-def _start(
-    command: list[str],
-    number: int,
-    common: dict[str, str],
-    store: socket.socket,
-    report: IO[bytes],
-) -> _Rank:
-    env = {**common, **_rank_environment(number, report)}
-    inherited = [report.fileno(), *_inherited_files()]
-    if number == 0:
-        env[STORE_FD] = str(store.fileno())
-        inherited.append(store.fileno())
-    process = subprocess.Popen(
-        command,
-        env=env,
-        stdin=None if number == 0 else subprocess.DEVNULL,
-        stdout=None if number == 0 else 2,  # stderr's number: stdout belongs to rank 0
-        pass_fds=inherited,
-        preexec_fn=_before_exec(ignores_ctrl_c=number > 0),
-    )
+    stdout = None if number == 0 else 2  # stderr's number: stdout belongs to rank 0
+    files = [report.fileno(), *inherited]
+    process = subprocess.Popen(command, env=env, stdout=stdout, pass_fds=files, **how)
     return _Rank(number, process, report)
 
 
@@ -274,20 +262,15 @@ def _inherited_files() -> list[int]:
     return numbers
 
 
-def _before_exec(ignores_ctrl_c: bool) -> Callable[[], None]:
+def _before_exec(parent: int, ignores_ctrl_c: bool = False) -> None:
     """What a rank does before it becomes Python: from here on it cannot outlive its parent."""
-    parent = os.getpid()
-
-    def prepare() -> None:
-        if ignores_ctrl_c:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        else:  # held back while Python starts, which would answer with a traceback
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        end_with_parent()
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
-    return prepare
+    if ignores_ctrl_c:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:  # held back while Python starts, which would answer with a traceback
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    end_with_parent()
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
 
 
 @contextmanager
@@ -335,8 +318,7 @@ def _listening_to_signals() -> Iterator[_Asked]:
 
 def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
     """Wait until all ranks are done, one has failed, or an end is asked for; the exit code."""
-    running = ranks
-    while running:
+    while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
         failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
         if asked.ended_by is not None:
@@ -345,9 +327,9 @@ def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
             return _verdict(ranks, failed, asked)
         if time.monotonic() >= asked.deadline(interactive):
             return 128 + signal.SIGINT
-        if running:
-            time.sleep(_LOOK_S)
-    return 0
+        if not running:
+            return 0
+        time.sleep(_LOOK_S)
 
 
 def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
@@ -359,49 +341,36 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
     codes = {rank.process.returncode for rank in failed}
     if codes & {-signal.SIGINT, 128 + signal.SIGINT} and asked.interrupted_s is not None:
         return 128 + signal.SIGINT
-    reports = {rank.number: report for rank in ranks if (report := rank.report()) is not None}
+    reports = _reports(ranks)
     silent = [rank for rank in failed if rank.number not in reports]
-    killed = [rank for rank in silent if rank.process.returncode < 0]
-    if killed:
-        first = killed[0]
-        ending = _ending(first)
-        _say(f"[rank {first.number}] {ending}" + (_MEMORY_HINT if "SIGKILL" in ending else ""))
+    if killed := [rank for rank in silent if rank.process.returncode < 0]:
+        ending = killed[0].ending()
+        hint = "; where nobody did that, the host ran out of memory" if "SIGKILL" in ending else ""
+        _say(f"[rank {killed[0].number}] {ending}{hint}")
         return 1
     if not reports:
         first = silent[0]
         if first.number > 0:  # rank 0 speaks for itself
-            _say(f"[rank {first.number}] {_ending(first)}")
+            _say(f"[rank {first.number}] {first.ending()}")
         return first.process.returncode
-    first = min(
-        (rank for rank in ranks if rank.number in reports),
-        key=lambda rank: reports[rank.number].when_ns,
-    )
+    number, report = next(iter(reports.items()))
     try:
-        code = first.process.wait(_TERM_GRACE_S)
+        code = ranks[number].process.wait(_TERM_GRACE_S)
     except subprocess.TimeoutExpired:
         code = 1
-    message = reports[first.number].message
-    _say(message if code == WRONG_USE else f"[rank {first.number}] {message}")
+    _say(report.message if code == WRONG_USE else f"[rank {number}] {report.message}")
     return code if code > 0 else 1
 
 
-_MEMORY_HINT = "; where nobody did that, the host ran out of memory"
+def _reports(ranks: Sequence[_Rank]) -> dict[int, Report]:
+    """What ranks have reported, the earliest first."""
+    found = {rank.number: report for rank in ranks if (report := rank.report()) is not None}
+    return dict(sorted(found.items(), key=lambda each: each[1].when_ns))
 
 
 def _say(message: str) -> None:
     sys.stderr.write(f"parallel-llama: {message}\n")
     sys.stderr.flush()
-
-
-def _ending(rank: _Rank) -> str:
-    """How a rank's process ended."""
-    code = rank.process.returncode
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"died of {signal.Signals(-code).name}"
-    except ValueError:
-        return f"died of signal {-code}"
 
 
 def _end(ranks: list[_Rank], deadline: float) -> None:

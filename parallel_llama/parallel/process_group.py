@@ -6,16 +6,21 @@ about, so every rank's heart beats at the store, and who fails looks whose has s
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
+from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator, Timeouts
-from parallel_llama.parallel.failures import RankError
-from parallel_llama.parallel.patience import Result, listed, within
+from parallel_llama.parallel.failures import RankError, first_line, late
+
+Result = TypeVar("Result")
 
 # What a rank that waits for work waits at the most: rank 0 may be waiting for a person.
 _IDLE_LIMIT = timedelta(days=365)
@@ -24,6 +29,7 @@ _BEAT_S = 0.2
 _LISTEN_S = 4 * _BEAT_S
 _ANSWER_S = 1.0  # for what a store that is there answers in a millisecond
 _PULSE_S, _POLL_S = 1.0, 0.05
+_LOOK_S = 0.1
 
 
 class ProcessGroup(Communicator):
@@ -49,32 +55,25 @@ class ProcessGroup(Communicator):
     def all_reduce(self, x: Tensor) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        try:
+        with self._naming_culprits("all_reduce"):
             dist.all_reduce(x, group=self._group)
-        except RuntimeError as error:
-            raise self._failed("all_reduce", error) from error
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
-        if x.numel() == 0:
-            return gathered
-        try:
-            dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self._group)
-        except RuntimeError as error:
-            raise self._failed("all_gather", error) from error
+        if x.numel() > 0:
+            with self._naming_culprits("all_gather"):
+                dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self._group)
         return gathered
 
     def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, patient=patient))
-        try:
+        with self._naming_culprits("broadcast"):
             if patient and self.rank != src:
                 self._receive(x, src)
             else:
                 dist.broadcast(x, src, group=self._group)
-        except RuntimeError as error:
-            raise self._failed("broadcast", error) from error
         return x
 
     def barrier(self) -> None:
@@ -89,11 +88,9 @@ class ProcessGroup(Communicator):
                 pulse = self._signs.seen("pulse", rank)
                 if pulse != pulses.setdefault(rank, pulse):
                     pulses[rank], heard_s[rank] = pulse, now
-            if late := [rank for rank in missing if now - heard_s[rank] > self._timeouts.start_s]:
-                raise RankError(
-                    f"rank {listed(late)} of {self.size} is late: nothing heard of it for "
-                    f"{self._timeouts.start_s:g} s"
-                )
+            limit_s = self._timeouts.start_s
+            if overdue := [rank for rank in missing if now - heard_s[rank] > limit_s]:
+                raise RankError(late(overdue, self.size, limit_s))
             time.sleep(_POLL_S)
 
     def pulse(self) -> None:
@@ -114,11 +111,15 @@ class ProcessGroup(Communicator):
         options.rootRank, options.timeout = src, _IDLE_LIMIT
         self._group.broadcast([x], options).wait(_IDLE_LIMIT)
 
-    def _failed(self, what: str, error: RuntimeError) -> RankError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return RankError(
-            f"{what} failed on rank {self.rank} of {self.size}: {self._culprits()} ({reason[:200]})"
-        )
+    @contextmanager
+    def _naming_culprits(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankError(
+                f"{what} failed on rank {self.rank} of {self.size}: {self._culprits()} "
+                f"({first_line(error, 200)})"
+            ) from error
 
     def _culprits(self) -> str:
         try:
@@ -126,7 +127,7 @@ class ProcessGroup(Communicator):
         except RankError as error:
             return str(error)
         if silent:
-            return f"rank {listed(silent)} has died, is stopped or cannot be reached"
+            return f"rank {listed_ranks(silent)} has died, is stopped or cannot be reached"
         return "every rank is alive, so one is late or in another collective"
 
 
@@ -147,7 +148,8 @@ class _Signs:
 
     def seen(self, what: str, rank: int) -> bytes:
         """What a rank has shown last; nothing where it has not."""
-        return self._ask(lambda: self._read(f"{what}/{rank}"))
+        key, store = f"{what}/{rank}", self._store
+        return self._ask(lambda: store.get(key) if store.check([key]) else b"")
 
     def missing(self, what: str) -> list[int]:
         """The ranks that have not shown it."""
@@ -173,9 +175,6 @@ class _Signs:
         except RuntimeError:  # the store has ended, and with it who kept it
             pass
 
-    def _read(self, key: str) -> bytes:
-        return self._store.get(key) if self._store.check([key]) else b""
-
     def _ask(self, question: Callable[[], Result]) -> Result:
         try:
             return within(_ANSWER_S, question)
@@ -184,3 +183,31 @@ class _Signs:
                 "the store where the ranks met does not answer: its keeper, rank 0 or torchrun's "
                 "agent beside it, has died, is stopped or cannot be reached"
             ) from error
+
+
+def within(
+    limit_s: float, function: Callable[[], Result], look: Callable[[], None] = lambda: None
+) -> Result:
+    """What a function gives, called in a thread of its own; `look` is called while it is awaited.
+
+    torch's store answers nothing, for ever, once the process that keeps it is stopped or cut off,
+    and some of its calls have no limit. A function that is given up may go on; it must harm nobody.
+
+    Raises: TimeoutError at the limit; what `function` or `look` raise.
+    """
+    future = Future[Result]()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    deadline = time.monotonic() + limit_s
+    threading.Thread(target=run, daemon=True).start()
+    while not future.done():
+        wait([future], max(0.0, min(_LOOK_S, deadline - time.monotonic())))
+        if not future.done() and time.monotonic() >= deadline:
+            raise TimeoutError
+        look()
+    return future.result()

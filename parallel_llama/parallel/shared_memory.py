@@ -21,14 +21,17 @@ before a later store (total store order), so who sees the count sees the data. O
 promise less, and there the slower communicator is used.
 """
 
-import hashlib
+import functools
+import json
 import mmap
+import operator
 import os
 import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -37,8 +40,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.parallel.collectives import Communicator, Timeouts
-from parallel_llama.parallel.failures import RankError
-from parallel_llama.parallel.patience import listed
+from parallel_llama.parallel.failures import RankError, late
 from parallel_llama.parallel.peers import Peers
 
 # One slot: small enough for all slots of some ranks to stay in a core's cache. Larger tensors go
@@ -63,6 +65,7 @@ _IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # who has waited a second has time
 _LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
+_HOST_BYTES = 4096  # of what a rank says of its host; Linux knows 8192 cores, in 2467 digits
 _DTYPES = (
     torch.uint8,
     torch.int32,
@@ -76,6 +79,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _SUMMED = _DTYPES[1:]
 _KINDS = ("barrier", "all_reduce", "all_gather", "broadcast")
 _BARRIER, _ALL_REDUCE, _ALL_GATHER, _BROADCAST = range(4)
+_NOTHING = torch.zeros(1, dtype=torch.uint8)  # what goes through a barrier
 
 # Views of slots that are kept: a decode step uses a handful, every prefill length brings one more.
 _MAX_VIEWS = 256
@@ -95,23 +99,25 @@ def share(group: Communicator, timeouts: Timeouts) -> Communicator:
     Collective: every rank calls it; all get the same kind.
     """
     fd = _create(group.size) if group.rank == 0 else -1
-    token = secrets.token_bytes(8)
+    token = secrets.token_hex(4)
     try:
         if fd >= 0:
-            os.pwrite(fd, token, _TOKEN_OFFSET)
+            os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
         hosts = [_Host.decode(row) for row in group.all_gather(_Host.here(fd, token).encode())]
-        memory, peers = _open(hosts, group)
-        ready = group.all_gather(torch.tensor([memory is not None and peers is not None]))
-        if memory is None or peers is None or not bool(ready.all()):
-            if peers is not None:
-                peers.close()
-            return group
+        opened = _open(hosts, group)
+        ready = group.all_gather(torch.tensor([opened is not None]))
     finally:
         if fd >= 0:
             os.close(fd)
-    cores = set[int]().union(*(host.cores for host in hosts))
+    if opened is None:
+        return group
+    memory, peers = opened
+    if not bool(ready.all()):
+        peers.close()
+        return group
+    cores = functools.reduce(operator.or_, (host.cores for host in hosts))
     # Spinning helps who waits for a rank on another core, and robs one that shares the core.
-    spins = _SPINS if len(cores) >= group.size else 0
+    spins = _SPINS if cores.bit_count() >= group.size else 0
     return SharedMemory(group, memory, peers, spins, timeouts)
 
 
@@ -141,46 +147,38 @@ class SharedMemory(Communicator):
             raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, _SUMMED))}")
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        flat = x.view(-1)
-        self._begin()
-        for piece in self._pieces(flat):
-            self._reduce(piece)
-        self._busy = False
+        for piece, slots in self._turns(x.view(-1)):
+            slots[self.rank].copy_(piece)
+            self._meet(_ALL_REDUCE, piece)
+            if self.size > 2 and piece.nbytes >= SHARED_SUM_BYTES:
+                self._sum_shares(slots, piece)
+            else:
+                _sum(slots, piece)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel() == 0:
             return gathered
-        own = _as_bytes(x.contiguous())
-        rows = _as_bytes(gathered).view(self.size, -1)
-        self._begin()
-        start = 0
-        for piece in self._pieces(own):
-            slots = self._slots(piece)
+        parts = torch.split(_as_bytes(gathered).view(self.size, -1), SLOT_BYTES, dim=1)
+        turns = self._turns(_as_bytes(x.contiguous()))
+        for (piece, slots), part in zip(turns, parts, strict=True):
             slots[self.rank].copy_(piece)
             self._meet(_ALL_GATHER, piece)
-            for row, slot in zip(rows, slots, strict=True):
-                row[start : start + len(piece)].copy_(slot)
-            start += len(piece)
-            self._end_turn()
-        self._busy = False
+            for row, slot in zip(part, slots, strict=True):
+                row.copy_(slot)
         return gathered
 
     def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, patient=patient))
         excuse = self._is_running if patient and self.rank != src else _no_excuse
-        self._begin()
-        for piece in self._pieces(_as_bytes(x)):
-            slots = self._slots(piece)
+        for piece, slots in self._turns(_as_bytes(x)):
             if self.rank == src:
                 slots[src].copy_(piece)
             self._meet(_BROADCAST, piece, excuse)
             if self.rank != src:
                 piece.copy_(slots[src])
-            self._end_turn()
-        self._busy = False
         return x
 
     def barrier(self) -> None:
@@ -190,10 +188,8 @@ class SharedMemory(Communicator):
             before, pulses[rank] = pulses[rank], self._cells[rank * _LINE + _PULSE]
             return pulses[rank] != before
 
-        self._begin()
-        self._meet(_BARRIER, None, pulses_since, self._timeouts.start_s)
-        self._end_turn()
-        self._busy = False
+        for piece, _ in self._turns(_NOTHING):
+            self._meet(_BARRIER, piece, pulses_since, self._timeouts.start_s)
 
     def pulse(self) -> None:
         self._cells[self._own + _PULSE] += 1
@@ -205,15 +201,21 @@ class SharedMemory(Communicator):
         self._busy = True
         self._group.close()
 
-    def _reduce(self, piece: Tensor) -> None:
-        slots = self._slots(piece)
-        slots[self.rank].copy_(piece)
-        self._meet(_ALL_REDUCE, piece)
-        if self.size > 2 and piece.nbytes >= SHARED_SUM_BYTES:
-            self._sum_shares(slots, piece)
-        else:
-            _sum(slots, piece)
-        self._end_turn()
+    def _turns(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """A turn for each piece of a tensor, with every rank's slot of it as a tensor like it.
+
+        A turn that breaks off leaves this rank out of step with the others, for good.
+        """
+        if self._busy:
+            raise RankError(
+                f"rank {self.rank} left a collective unfinished, or has closed its group: "
+                "it cannot take part in another"
+            )
+        self._busy = True
+        for piece in torch.split(flat, SLOT_BYTES // flat.itemsize) if flat.numel() else ():
+            yield piece, self._slots(piece)
+            self._parity ^= 1
+        self._busy = False
 
     def _sum_shares(self, slots: list[Tensor], piece: Tensor) -> None:
         """Sum this rank's share, put it where this rank's values were, and copy all shares.
@@ -230,25 +232,7 @@ class SharedMemory(Communicator):
             if rank != self.rank:
                 piece[start:stop].copy_(slots[rank][start:stop])
 
-    def _begin(self) -> None:
-        if self._busy:
-            raise RankError(
-                f"rank {self.rank} left a collective unfinished, or has closed its group: "
-                "it cannot take part in another"
-            )
-        self._busy = True
-
-    def _end_turn(self) -> None:
-        self._parity ^= 1
-
-    def _pieces(self, flat: Tensor) -> Sequence[Tensor]:
-        if 0 < flat.nbytes <= SLOT_BYTES:
-            return (flat,)
-        n = SLOT_BYTES // flat.itemsize
-        return [flat[start : start + n] for start in range(0, flat.numel(), n)]
-
     def _slots(self, piece: Tensor) -> list[Tensor]:
-        """Every rank's slot of this turn, as a tensor like the piece."""
         key = (self._parity, piece.dtype, piece.numel())
         slots = self._views.get(key)
         if slots is None:
@@ -271,12 +255,12 @@ class SharedMemory(Communicator):
     def _meet(
         self,
         kind: int,
-        piece: Tensor | None,
+        piece: Tensor,
         excuse: _Excuse = _no_excuse,
         limit_s: float | None = None,
     ) -> None:
         """Publish this rank's part of a phase and wait for everybody's."""
-        signature = kind if piece is None else _signature(kind, piece)
+        signature = (kind << 60) | (_DTYPES.index(piece.dtype) << 52) | piece.numel()
         cells, signed = self._cells, _SIGNATURE + self._parity
         self._phase += 1
         cells[self._own + signed] = signature
@@ -288,7 +272,10 @@ class SharedMemory(Communicator):
                 if spins < 0:
                     self._wait(excuse, limit_s or self._timeouts.step_s)
             if cells[line + signed] != signature:
-                raise self._parted(line // _LINE, cells[line + signed], signature)
+                raise RankError(
+                    f"rank {line // _LINE} is in {_described(cells[line + signed])} and rank "
+                    f"{self.rank} in {_described(signature)}: the ranks have gone different ways"
+                )
 
     def _wait(self, excuse: _Excuse, limit_s: float) -> None:
         """Wait for all ranks to publish this phase, giving the core to whoever wants it.
@@ -299,27 +286,27 @@ class SharedMemory(Communicator):
         waited_s = 0.0
         unexcused_s = dict.fromkeys(self._others, 0.0)
         pause = _SHORTEST_SLEEP_S
-        while late := [line for line in self._others if self._cells[line] < self._phase]:
+        while behind := [line for line in self._others if self._cells[line] < self._phase]:
             gap_s = min(time.monotonic() - seen_s, _LONGEST_GAP_S)
             seen_s = time.monotonic()
             waited_s += gap_s
             if waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
-            self._require_alive(late)
-            for line in late:
+            self._require_alive(behind)
+            for line in behind:
                 unexcused_s[line] += gap_s
                 # An excuse is not asked for at every look: it may cost a read of a file.
                 if unexcused_s[line] > min(limit_s, 1.0) and excuse(line // _LINE):
                     unexcused_s[line] = 0.0
-            if overdue := [line for line in late if unexcused_s[line] > limit_s]:
+            if overdue := [line for line in behind if unexcused_s[line] > limit_s]:
                 raise self._late([line // _LINE for line in overdue], limit_s)
             time.sleep(pause)
             pause = min(2 * pause, _IDLE_SLEEP_S if waited_s > _IDLE_S else _LONGEST_SLEEP_S)
 
-    def _require_alive(self, late: Sequence[int]) -> None:
+    def _require_alive(self, lines: Sequence[int]) -> None:
         self._peers.look()
-        for line in late:
+        for line in lines:
             # What a dead rank has published is final, so it is looked at once more.
             if line // _LINE in self._peers.gone and self._cells[line] < self._phase:
                 raise RankError(
@@ -335,16 +322,7 @@ class SharedMemory(Communicator):
             why = "stopped by a signal or a debugger"
         else:
             why = "alive, and swapping, starved of its core, or in another collective"
-        return RankError(
-            f"rank {listed(ranks)} of {self.size} is late: nothing heard of it for {limit_s:g} s; "
-            f"it is {why}"
-        )
-
-    def _parted(self, other: int, theirs: int, ours: int) -> RankError:
-        return RankError(
-            f"rank {other} is in {_described(theirs)} and rank {self.rank} in {_described(ours)}: "
-            "the ranks have gone different ways"
-        )
+        return RankError(f"{late(ranks, self.size, limit_s)}; it is {why}")
 
 
 def _sum(slots: Sequence[Tensor], out: Tensor) -> None:
@@ -362,10 +340,6 @@ def _sum(slots: Sequence[Tensor], out: Tensor) -> None:
 
 def _as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
-
-
-def _signature(kind: int, piece: Tensor) -> int:
-    return (kind << 60) | (_DTYPES.index(piece.dtype) << 52) | piece.numel()
 
 
 def _described(signature: int) -> str:
@@ -387,79 +361,70 @@ class _Host:
     """What the ranks must know of each other to decide whether they share a memory.
 
     `fd` is the memory's on rank 0, and -1 where there is none; `token` is written into it, so that
-    nobody takes another file for it.
+    nobody takes another file for it. `cores` has a bit for each core that the rank may use.
     """
 
-    host: int
+    host: str
     pid: int
     fd: int
-    token: int
-    cores: frozenset[int]
-
-    _CORE_BYTES = 512
+    token: str
+    cores: int
 
     @classmethod
-    def here(cls, fd: int, token: bytes) -> "_Host":
-        cores = frozenset(os.sched_getaffinity(0)) if _is_supported() else frozenset({0})
-        return cls(_host_id(), os.getpid(), fd, int.from_bytes(token, "little", signed=True), cores)
+    def here(cls, fd: int, token: str) -> "_Host":
+        cores = os.sched_getaffinity(0) if _is_supported() else {0}
+        return cls(_host_id(), os.getpid(), fd, token, sum(1 << core for core in cores))
 
     def encode(self) -> Tensor:
-        mask = sum(1 << core for core in self.cores if core < 8 * self._CORE_BYTES)
-        data = bytearray(mask.to_bytes(self._CORE_BYTES, "little"))
-        numbers = torch.tensor([self.host, self.pid, self.fd, self.token])
-        return torch.cat([numbers, torch.frombuffer(data, dtype=torch.int64)])
+        text = json.dumps(vars(self)).ljust(_HOST_BYTES)
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     @classmethod
     def decode(cls, row: Tensor) -> "_Host":
-        host, pid, fd, token = row[:4].tolist()
-        mask = int.from_bytes(row[4:].numpy().tobytes(), "little")
-        cores = frozenset(core for core in range(mask.bit_length()) if mask >> core & 1)
-        return cls(host, pid, fd, token, cores)
+        return cls(**json.loads(row.numpy().tobytes()))
 
 
 def _is_supported() -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
-def _host_id() -> int:
-    """A number that two processes share if they run on one kernel and see each other's ids."""
+def _host_id() -> str:
+    """A name that two processes share if they run on one kernel and see each other's ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
-        return secrets.randbits(62)
-    digest = hashlib.sha256(f"{boot} {namespace}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
+        return secrets.token_hex(8)
+    return f"{boot} {namespace}"
 
 
 def _create(size: int) -> int:
     """The file descriptor of a new nameless memory, or -1 where the host has no such thing."""
     if not _is_supported():
         return -1
-    try:
+    with suppress(OSError):
         fd = os.memfd_create(_NAME)
-    except OSError:
-        return -1
-    try:
-        # Taken now: a host that is full would end a rank that touches it later.
-        os.posix_fallocate(fd, 0, _total_bytes(size))
-    except OSError:
-        os.close(fd)
-        return -1
-    return fd
+        try:
+            # Taken now: a host that is full would end a rank that touches it later.
+            os.posix_fallocate(fd, 0, _total_bytes(size))
+            return fd
+        except OSError:
+            os.close(fd)
+    return -1
 
 
-def _open(hosts: list[_Host], group: Communicator) -> tuple[mmap.mmap | None, Peers | None]:
+def _open(hosts: list[_Host], group: Communicator) -> tuple[mmap.mmap, Peers] | None:
     """Rank 0's memory and a watch on the other ranks, or None where this rank cannot."""
     first = hosts[0]
     if not _is_supported() or first.fd < 0 or {host.host for host in hosts} != {first.host}:
-        return None, None
+        return None
     memory = _map(first, _total_bytes(group.size))
+    if memory is None:
+        return None
     try:
-        peers = Peers({r: host.pid for r, host in enumerate(hosts) if r != group.rank})
+        return memory, Peers({r: host.pid for r, host in enumerate(hosts) if r != group.rank})
     except OSError:
-        return memory, None
-    return memory, peers
+        return None
 
 
 def _map(first: _Host, n_bytes: int) -> mmap.mmap | None:
@@ -467,14 +432,11 @@ def _map(first: _Host, n_bytes: int) -> mmap.mmap | None:
     try:
         if not str(path.readlink()).startswith(f"/memfd:{_NAME}"):
             return None
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_size != n_bytes:
+        with path.open("r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != n_bytes:
                 return None
-            memory = mmap.mmap(fd, n_bytes)
-        finally:
-            os.close(fd)
+            memory = mmap.mmap(file.fileno(), n_bytes)
     except OSError:
         return None
     token = memory[_TOKEN_OFFSET : _TOKEN_OFFSET + 8]
-    return memory if token == first.token.to_bytes(8, "little", signed=True) else None
+    return memory if token == first.token.encode() else None

@@ -1,9 +1,8 @@
 """From each rank's logits to tokens and log-probabilities: everything after the output layer."""
 
-from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled, both, mask_of
-from parallel_llama.sampling.head import sample
-from parallel_llama.sampling.history import History
+from parallel_llama.sampling.draw import Draw, History, NoTokenLeft, Sampled, both, mask_of
 from parallel_llama.sampling.noise import gumbel, noise_key
+from parallel_llama.sampling.sampler import sample
 from parallel_llama.sampling.scoring import gather_logits, score, score_tokens
 
 __all__ = [

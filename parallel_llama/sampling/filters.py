@@ -73,10 +73,4 @@ class Filters:
         return scores.masked_fill(~kept, -torch.inf).argmax(1)
 
     def rows(self, rows: list[int]) -> "Filters":
-        return Filters(
-            self.temperature[rows],
-            self.top_k[rows],
-            self.top_p[rows],
-            self.min_p[rows],
-            self.keys[rows],
-        )
+        return Filters(**{name: column[rows] for name, column in vars(self).items()})

@@ -8,15 +8,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.parallel import Communicator
+from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
 from parallel_llama.sampling.tiles import Tiles
 
 # Logits that are widened to float64 at once: small enough to stay in a core's own cache.
 _CHUNK = 1 << 16
 
-# Columns of the exchange: one float64 row per target and rank, then K values and K token ids.
-_N_LOCAL = 0  # rows of the vocabulary that the rank holds
+# An exchange is one float64 row per token and rank: fixed columns, K values and K token ids.
+N_LOCAL = 0  # the first column: rows of the vocabulary that the rank holds
+
+# The fixed columns of the exchange of scores behind it.
 _LSE = 1  # log-sum-exp of its logits
 _TARGET = 2  # the target's logit, -inf where the rank does not hold it
 _N_FIXED = 3
@@ -79,6 +81,23 @@ def gather_logits(logits: Tensor, vocabs: Sequence[range], comm: Communicator) -
     return torch.cat(parts, dim=1)
 
 
+def new_block(n: int, n_fixed: int, k: int, vocab: range, device: torch.device) -> Tensor:
+    """A rank's part of an exchange, nothing but N_LOCAL filled in. Shapes: [n, n_fixed + 2 k]."""
+    block = torch.full((n, n_fixed + 2 * k), -math.inf, dtype=torch.float64, device=device)
+    block[:, N_LOCAL] = len(vocab)
+    block[:, n_fixed + k :] = -1
+    return block
+
+
+def put_leaders(
+    block: Tensor, rows: slice | list[int], n_fixed: int, values: Tensor, tokens: Tensor
+) -> None:
+    """Fill in this rank's largest logits and their tokens. Shapes: both [len(rows), at most K]."""
+    first_token = (n_fixed + block.shape[1]) // 2
+    block[rows, n_fixed : n_fixed + values.shape[1]] = values.double()
+    block[rows, first_token : first_token + values.shape[1]] = tokens.double()
+
+
 def leaders_of(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
     """The largest logits of the whole vocabulary and their tokens, from each rank's own.
 
@@ -107,20 +126,15 @@ def chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def _exchange(logits: Tensor, vocab: range, targets: Tensor, k: int, comm: Communicator) -> Tensor:
     """Everybody's numbers. Shapes: [tp_size, n, _N_FIXED + 2 k] float64."""
     assert logits.shape == (len(targets), len(vocab))
-    shape = (len(targets), _N_FIXED + 2 * k)
-    block = torch.full(shape, -math.inf, dtype=torch.float64, device=logits.device)
-    block[:, _N_LOCAL] = len(vocab)
-    block[:, _N_FIXED + k :] = -1
+    block = new_block(len(targets), _N_FIXED, k, vocab, logits.device)
     for rows, x in chunks(logits):
         block[rows, _LSE] = x.double().logsumexp(-1)
         if k and len(vocab):
-            values, tokens = Tiles.of(x, vocab).leaders(k)
-            block[rows, _N_FIXED : _N_FIXED + values.shape[1]] = values.double()
-            block[rows, _N_FIXED + k : _N_FIXED + k + values.shape[1]] = tokens.double()
+            put_leaders(block, rows, _N_FIXED, *Tiles.of(x, vocab).leaders(k))
     own = ((targets >= vocab.start) & (targets < vocab.stop)).nonzero()[:, 0]
     block[own, _TARGET] = logits[own, targets[own] - vocab.start].double()
     blocks = comm.all_gather(block)
-    _check_targets(targets, int(blocks[:, 0, _N_LOCAL].sum()))
+    _check_targets(targets, int(blocks[:, 0, N_LOCAL].sum()))
     return blocks
 
 

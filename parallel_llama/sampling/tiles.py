@@ -99,15 +99,17 @@ class Tiles:
 
     def _best_in(self, tiles: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
         """The best score within some tiles of each row. Shapes: tiles [n, t], places; [n]."""
-        rows = torch.arange(len(tiles), device=tiles.device)[:, None]
-        logits = self.logits[rows, tiles].flatten(1)  # [n, t * TILE]
         noise = gumbel(keys, _tokens_of(tiles + self.first))
-        return noise.add_(logits / temperature).amax(1)
+        return noise.add_(self._within(tiles) / temperature).amax(1)
+
+    def _within(self, tiles: Tensor) -> Tensor:
+        """The logits of some tiles of each row. Shapes: [n, t] -> [n, t * TILE]."""
+        rows = torch.arange(len(tiles), device=tiles.device)[:, None]
+        return self.logits[rows, tiles].flatten(1)
 
     def _largest(self) -> tuple[Tensor, Tensor]:
         tiles = self.largest.max(1).indices[:, None]  # the first of equal ones
-        rows = torch.arange(len(tiles), device=tiles.device)[:, None]
-        values, places = self.logits[rows, tiles][:, 0].max(1, keepdim=True)
+        values, places = self._within(tiles).max(1, keepdim=True)
         return values, tiles * TILE + places
 
     def _some_leaders(self, k: int) -> tuple[Tensor, Tensor]:
@@ -115,8 +117,7 @@ class Tiles:
         n_tiles = self.logits.shape[1]
         if n_tiles > 2 * k:  # the k largest are all in the k tiles with the largest maxima
             tiles = self.largest.topk(k).indices
-            rows = torch.arange(len(tiles), device=tiles.device)[:, None]
-            values, order = self.logits[rows, tiles].flatten(1).topk(k)
+            values, order = self._within(tiles).topk(k)
             places = _tokens_of(tiles).gather(1, order)
         else:
             values, places = logits.topk(k)

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import OrderedDict
 from functools import cached_property
-from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -16,7 +15,7 @@ from parallel_llama.request import Grammar
 from parallel_llama.structured import trial
 from parallel_llama.structured.matcher import Matcher
 from parallel_llama.structured.token_table import TokenTable
-from parallel_llama.tokenizer import Tokenizer
+from parallel_llama.tokenizer import Tokenizer, worker
 
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 512 << 10
@@ -97,10 +96,12 @@ class GrammarCompiler:
 
 def _try(grammar: Grammar) -> str:
     """Why a grammar cannot be compiled, as a process of its own found out; "" where it can."""
+    limits = {"n_bytes": 0, "cpu_s": trial.CPU_LIMIT_S}
+    request = {"kind": grammar.kind, "text": grammar.text}
     try:
         done = subprocess.run(
-            [sys.executable, str(Path(trial.__file__))],
-            input=json.dumps({"kind": grammar.kind, "text": grammar.text}).encode(),
+            [sys.executable, worker.__file__, trial.__file__, str(trial.MAX_EXTRA_BYTES)],
+            input=f"{json.dumps(limits)}\n{json.dumps(request)}\n".encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=TRIAL_LIMIT_S,
@@ -116,4 +117,5 @@ def _try(grammar: Grammar) -> str:
             f"compiling it takes more than {trial.MAX_EXTRA_BYTES >> 20} MiB of memory, or ends "
             "the process that tries it; simplify it"
         )
-    return str(json.loads(done.stdout)["problem"])
+    _ready, reply = done.stdout.splitlines()
+    return str(json.loads(reply)["problem"])

@@ -1,15 +1,11 @@
-"""How a grammar is compiled, and the process that tries it first, started as a script.
+"""How a grammar is compiled, here and first of all in a process of its own, as a job of `worker`.
 
 llguidance bounds most of what a grammar can cost, but not all: the intersection of twenty patterns
 takes minutes, and nothing stops it but the end of the process that it runs in. So that process is
 not the model's. It imports nothing of this package, so that it starts in a tenth of a second.
 """
 
-import json
-import resource
-import signal
-import sys
-from pathlib import Path
+from collections.abc import Mapping
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -60,31 +56,15 @@ def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
     return matcher
 
 
-def _limit_process() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    try:
-        n_pages = int(Path("/proc/self/statm").read_text().split()[0])
-        bound = n_pages * resource.getpagesize() + MAX_EXTRA_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
-    except (OSError, ValueError):
-        pass  # not Linux: time is bounded there, memory is not
-    # CPU time, so that a busy machine refuses nothing; the signal ends the process in any code.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+class Job:
+    """Tries the grammar of a request; `problem` is why it cannot be compiled, "" where it can."""
 
+    def __init__(self) -> None:
+        self.tokenizer = LLTokenizer("byte")
 
-def main() -> None:
-    grammar = json.load(sys.stdin)
-    tokenizer = LLTokenizer("byte")
-    _limit_process()
-    try:
-        compile_grammar(grammar["kind"], grammar["text"], tokenizer)
-        problem = ""
-    except ValueError as error:
-        problem = str(error)
-    json.dump({"problem": problem[:1000]}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    def answer(self, request: Mapping[str, str], _: bytes) -> dict[str, str]:
+        try:
+            compile_grammar(request["kind"], request["text"], self.tokenizer)
+        except ValueError as error:
+            return {"problem": str(error)[:1000]}
+        return {"problem": ""}

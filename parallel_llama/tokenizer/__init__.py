@@ -5,8 +5,8 @@ Nothing here knows the model; a tokenizer is told apart from the others by what 
 
 from parallel_llama.tokenizer.chat import Chat, ChatTemplate, Message, text_of
 from parallel_llama.tokenizer.loading import load_chat_template, load_tokenizer
-from parallel_llama.tokenizer.streaming import StreamDecoder
-from parallel_llama.tokenizer.vocabulary import Tokenizer, Vocabulary
+from parallel_llama.tokenizer.tokenizer import StreamDecoder, Tokenizer
+from parallel_llama.tokenizer.vocabulary import Vocabulary
 
 __all__ = [
     "Chat",

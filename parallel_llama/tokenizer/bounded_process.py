@@ -53,7 +53,8 @@ class BoundedProcess:
     """
 
     def __init__(self, job: str, max_extra_bytes: int) -> None:
-        self._job, self._max_extra_bytes = job, max_extra_bytes
+        self._command = [str(_WORKER), str(_WORKER.with_name(f"{job}.py")), str(max_extra_bytes)]
+        self._max_extra_bytes = max_extra_bytes
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._opening: Request | None = None
@@ -83,7 +84,7 @@ class BoundedProcess:
 
     def _start(self) -> None:
         self._drop()
-        self._child = _Child([self._job, str(self._max_extra_bytes)])
+        self._child = _Child(self._command)
         if self._opening is not None:
             self._exchange(self._opening)
 
@@ -119,8 +120,8 @@ class BoundedProcess:
 class _Child:
     """One process and its two pipes."""
 
-    def __init__(self, arguments: list[str]) -> None:
-        command = [sys.executable, str(_WORKER), *arguments]
+    def __init__(self, script: list[str]) -> None:
+        command = [sys.executable, *script]
         try:
             # A session of its own, so that Ctrl-C at the terminal reaches the parent alone.
             self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The chat format that a model brings along as a jinja template."""
+"""The chat format that a model brings along as a jinja template, which is untrusted code."""
 
 import json
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
 from parallel_llama.tokenizer.chat import Chat, Message, text_of
-from parallel_llama.tokenizer.template_renderer import TemplateRenderer
-from parallel_llama.tokenizer.vocabulary import Tokenizer
+from parallel_llama.tokenizer.tokenizer import Tokenizer
 
 # Tokens with which models end a turn. One counts for a model if it is a special token there and
 # its template writes it, for the tokenizer's own eos is often the end of a document.
@@ -19,6 +19,46 @@ _TURN_ENDS = (
 
 _MAX_KNOWN = 32
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+
+# Templates in use take up to 0.1 s to compile, and up to 25 us a character where they loop over
+# all messages for each of them.
+RENDER_CPU_S = 1.5
+RENDER_CPU_S_PER_BYTE = 100e-6
+MAX_EXTRA_BYTES = 192 << 20
+
+
+class TemplateRenderer:
+    """Renders templates for any thread, one after the other, in a process started when needed."""
+
+    def __init__(self, cpu_s: float = RENDER_CPU_S) -> None:
+        self._cpu_s = cpu_s
+        self._process = BoundedProcess("template_job", MAX_EXTRA_BYTES)
+
+    def render(self, template: str, context: Mapping[str, Any], source: str) -> str:
+        """The text of a template, given the names it may use.
+
+        Raises: UsageError if the template refuses the messages or cannot render them,
+        CheckpointError if it is no template or goes beyond the limits. Both name `source`.
+        """
+        fields = {"template": template, "context": context}
+        try:
+            reply = self._process.ask(Request(self._cpu_s, RENDER_CPU_S_PER_BYTE, fields))
+        except Stopped as error:
+            reply = {"failure": "limit", "message": str(error)}
+        failure, message = reply.get("failure"), reply.get("message")
+        if failure is None:
+            return str(reply["text"])
+        if failure == "refused":
+            raise UsageError(f"the model's chat template refuses the messages: {message}")
+        if failure == "error":
+            raise UsageError(f"{source}: the chat template cannot render the messages: {message}")
+        if failure == "syntax":
+            raise CheckpointError(f"{source}: the chat template does not parse: {message}")
+        raise CheckpointError(f"{source}: the chat template is stopped: {message}")
+
+    def close(self) -> None:
+        """End the process; it starts again when needed."""
+        self._process.close()
 
 
 class JinjaChat:
@@ -67,10 +107,8 @@ class JinjaChat:
     def render(self, chat: Chat) -> str:
         """The text of the conversation, up to where the assistant's next answer begins."""
         template = self._tool_use if chat.tools else self._template
-        chat = replace(
-            chat, messages=[self._message(message, template) for message in chat.messages]
-        )
-        return self._render(template, chat)
+        messages = [self._message(message, template) for message in chat.messages]
+        return self._render(template, replace(chat, messages=messages))
 
     def _render(self, template: str, chat: Chat) -> str:
         context = {
@@ -110,10 +148,9 @@ class JinjaChat:
 
     def _begins_with_bos(self, text: str) -> bool:
         bos_id = self._tokenizer.bos_id
-        if bos_id is None:
-            return False
-        spelled = self._tokenizer.decode([bos_id], skip_special=False)
-        return text.startswith(spelled)
+        return bos_id is not None and text.startswith(
+            self._tokenizer.decode([bos_id], skip_special=False)
+        )
 
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -125,9 +162,9 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
         arguments = json.loads(function["arguments"])
     except (ValueError, RecursionError):
         return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    if isinstance(arguments, dict):
+        return {**call, "function": {**function, "arguments": arguments}}
+    return call
 
 
 def _probe(role: str) -> Chat:

@@ -5,24 +5,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.bounded_files import is_file, is_there, open_file, read_bytes
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.gguf_header import read_gguf_header
-from parallel_llama.tokenizer.bounded_files import (
-    MAX_MODEL_BYTES,
-    MAX_TEMPLATE_BYTES,
-    MAX_TOKENIZER_BYTES,
-    read_json_object,
-    read_text,
-)
+from parallel_llama.files.bounded_files import is_file, is_there, open_file, read_bytes
+from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.files.json_text import MAX_CONFIG_BYTES, json_object
 from parallel_llama.tokenizer.chat import TOKEN_NAMES, ChatTemplate
-from parallel_llama.tokenizer.gguf_vocabulary import GGUFVocabulary, build_gguf_tokenizer
+from parallel_llama.tokenizer.gguf import GGUFVocabulary, build_gguf_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 from parallel_llama.tokenizer.meta_chat import Llama2Chat, Llama3Chat
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
 from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
+from parallel_llama.tokenizer.tokenizer import Tokenizer
 from parallel_llama.tokenizer.tokenizer_json import FileEncoder, TokenizersTokenizer
-from parallel_llama.tokenizer.vocabulary import Tokenizer
+
+MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use hold about 35 MB
+MAX_MODEL_BYTES = 16 << 20  # of a tokenizer.model; the largest in use hold about 5 MB
+MAX_TEMPLATE_BYTES = 1 << 20
 
 # HF's tokenizer.json is what its users run; a tokenizer.model beside it is the older form.
 _FILES = ("tokenizer.json", "tokenizer.model")
@@ -77,18 +75,30 @@ class _Config:
     added: tuple[AddedToken, ...] = ()
 
 
+def _text_in(path: Path, max_bytes: int) -> str:
+    try:
+        return read_bytes(path, max_bytes).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 text at byte {error.start}") from error
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file."""
+    return json_object(path, _text_in(path, MAX_CONFIG_BYTES)) if is_there(path) else {}
+
+
 def _read_config(folder: Path) -> _Config:
     path = folder / "tokenizer_config.json"
-    config = read_json_object(path)
-    special = read_json_object(folder / "special_tokens_map.json")
-    names = {}
-    for name in TOKEN_NAMES:
-        text = _token_text(config.get(name)) or _token_text(special.get(name))
-        if text:
-            names[name] = text
+    config = _object_in(path)
+    special = _object_in(folder / "special_tokens_map.json")
+    texts = {
+        name: _token_text(config.get(name)) or _token_text(special.get(name))
+        for name in TOKEN_NAMES
+    }
     adds_bos = config.get("add_bos_token")
     if adds_bos is not None and not isinstance(adds_bos, bool):
         raise CheckpointError(f"{path}: add_bos_token is {adds_bos!r:.80}, not true or false")
+    names = {name: text for name, text in texts.items() if text}
     return _Config(names, adds_bos, _added_tokens(folder, config))
 
 
@@ -101,7 +111,7 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[AddedToken, ...
     """Tokens added to a tokenizer.model, in the two places where HF has written them."""
     texts = {
         id: AddedToken(id, text, is_special=True)
-        for text, id in read_json_object(folder / "added_tokens.json").items()
+        for text, id in _object_in(folder / "added_tokens.json").items()
         if isinstance(id, int)
     }
     decoder = config.get("added_tokens_decoder")
@@ -167,18 +177,7 @@ def _gguf_template(path: Path, tokenizer: Tokenizer) -> JinjaChat | None:
     template = fields.get("tokenizer.chat_template")
     if template is None:
         return None
-    vocabulary = GGUFVocabulary(fields, str(path))
-    tokens = vocabulary.tokens()
-    names = {}
-    for name, key in (
-        ("bos_token", "bos"),
-        ("eos_token", "eos"),
-        ("unk_token", "unknown"),
-        ("pad_token", "padding"),
-    ):
-        id = vocabulary.token_id(key, len(tokens))
-        if id is not None:
-            names[name] = tokens[id]
+    names = GGUFVocabulary(fields, str(path)).names()
     tool_use = fields.get("tokenizer.chat_template.tool_use")
     return JinjaChat(
         _checked_template(template, str(path)),
@@ -198,11 +197,11 @@ def _folder_templates(folder: Path) -> tuple[dict[str, str], str]:
     source = folder / "chat_template.jinja"
     files = {"default": source, "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
     templates: dict[str, Any] = {
-        name: read_text(path, MAX_TEMPLATE_BYTES) for name, path in files.items() if is_file(path)
+        name: _text_in(path, MAX_TEMPLATE_BYTES) for name, path in files.items() if is_file(path)
     }
     if not templates:
         source = folder / "tokenizer_config.json"
-        template = read_json_object(source).get("chat_template")
+        template = _object_in(source).get("chat_template")
         if template is None:
             return {}, str(source)
         templates = _named(template)

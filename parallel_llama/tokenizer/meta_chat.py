@@ -29,7 +29,7 @@ class Llama3Chat:
 
     def encode(self, chat: Chat) -> list[int]:
         _require_plain(chat)
-        ids = [self._tokenizer.bos_id]
+        ids = [self._ids["<|begin_of_text|>"]]
         for message in chat.messages:
             role = self.ROLES.get(message["role"])
             if role is None:
@@ -104,15 +104,14 @@ class Llama2Chat:
 
 def _require_plain(chat: Chat) -> None:
     """Refuse what these formats have no place for."""
-    for name in ("tools", "documents", "template_vars"):
-        if getattr(chat, name):
-            raise UsageError(
-                f"{name} are for a chat template, and a Meta folder has none; use the model's "
-                "Hugging Face folder"
-            )
-    for number, message in enumerate(chat.messages):
-        if message.get("tool_calls"):
-            raise UsageError(
-                f"messages[{number}] has tool_calls, which are for a chat template, and a Meta "
-                "folder has none; use the model's Hugging Face folder"
-            )
+    given = [name for name in ("tools", "documents", "template_vars") if getattr(chat, name)]
+    given += [
+        f"messages[{number}] has tool_calls, which"
+        for number, message in enumerate(chat.messages)
+        if message.get("tool_calls")
+    ]
+    if given:
+        raise UsageError(
+            f"{given[0]} are for a chat template, and a Meta folder has none; use the model's "
+            "Hugging Face folder"
+        )

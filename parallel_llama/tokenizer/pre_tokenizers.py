@@ -12,10 +12,9 @@ from parallel_llama.tokenizer.tiktoken_ranks import LLAMA3_PATTERN
 
 
 class PreTokenizer(NamedTuple):
-    """How a family of byte-level models cuts text before merging.
+    """One rule: each pattern cuts further the pieces that the one before it left.
 
-    Each pattern cuts further the pieces that the one before it left. With `whole_words`, a piece
-    that is a token is taken without merging.
+    With `whole_words`, a piece that is a token is taken without merging.
     """
 
     patterns: tuple[str, ...]

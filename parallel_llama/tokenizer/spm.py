@@ -8,9 +8,8 @@ from google.protobuf.message import DecodeError
 from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
 from parallel_llama.errors import CheckpointError
-from parallel_llama.tokenizer.bounded_files import MAX_PIECES
-from parallel_llama.tokenizer.special_tokens import SpecialTokens
-from parallel_llama.tokenizer.vocabulary import Vocabulary, require_unicode
+from parallel_llama.tokenizer.tokenizer import SpecialTokens, Tokenizer
+from parallel_llama.tokenizer.vocabulary import MAX_PIECES, Vocabulary
 
 SPM_PROTO: Any = sentencepiece_model_pb2  # its classes are made at import, unseen by checkers
 # Kinds of pieces; the token types of GGUF files are the same numbers.
@@ -49,7 +48,7 @@ def parse_spm(data: bytes, source: str) -> Any:
     return proto
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A tokenizer whose pieces SentencePiece finds, and whose special tokens are found here.
 
     SentencePiece never makes a control piece from text, so the text is cut at special tokens first
@@ -75,30 +74,15 @@ class SentencePieceTokenizer:
             self._spm.LoadFromSerializedProto(proto.SerializeToString())
         except (RuntimeError, OSError, ValueError) as error:
             raise CheckpointError(f"{source}: not a usable SentencePiece model: {error}") from error
-        self.vocabulary = _vocabulary(proto, added, source)
-        self.bos_id = bos_id
-        self.eos_ids = eos_ids
-        self._prefix = [bos_id] if adds_bos and bos_id is not None else []
-        self._specials = SpecialTokens(
-            {**self.vocabulary.special_ids, **{token.text: token.id for token in added}}
-        )
+        vocabulary = _vocabulary(proto, added, source)
+        prefix = [bos_id] if adds_bos and bos_id is not None else []
+        super().__init__(vocabulary, bos_id, eos_ids, prefix)
+        added_ids = {token.text: token.id for token in added}
+        self._specials = SpecialTokens({**vocabulary.special_ids, **added_ids})
 
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocabulary.pieces)
-
-    def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
-        require_unicode(text)
-        ids = list(self._prefix) if bos else []
-        for part in self._specials.split(text) if special else (text,):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids.extend(self._spm.EncodeAsIds(part))
-        return ids
-
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return self.vocabulary.decode(ids, skip_special=skip_special)
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        encode = self._spm.EncodeAsIds
+        return self._specials.encode(text, encode) if special else encode(text)
 
     def to_model(self) -> bytes:
         """The content of a tokenizer.model; what other files added is not in it."""

@@ -3,13 +3,13 @@
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import tiktoken
 
 from parallel_llama.errors import CheckpointError
-from parallel_llama.tokenizer.special_tokens import SpecialTokens
-from parallel_llama.tokenizer.vocabulary import Vocabulary, require_unicode
+from parallel_llama.tokenizer.tokenizer import SpecialTokens, Tokenizer
+from parallel_llama.tokenizer.vocabulary import Vocabulary
 
 N_RANKS = 128_000
 N_SPECIAL = 256
@@ -18,19 +18,11 @@ LLAMA3_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _NAMED = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|step_id|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>", "<|step_id|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
     "<|image|>",
-)
+)  # fmt: skip
 # The splitting pattern backtracks over a run of spaces or of anything else in time that grows with
 # its square, so that longer runs are cut; Meta's tokenizer cuts at the same place.
 MAX_RUN = 25_000
@@ -67,7 +59,7 @@ def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
     return ranks
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """Llama 3's tokenizer, with its special tokens at the ids that follow the ranks.
 
     Source: llama3/tokenizer.py in Meta's llama-models.
@@ -85,44 +77,28 @@ class TiktokenTokenizer:
         except ValueError as error:
             raise CheckpointError(f"{source}: tiktoken cannot use the ranks: {error}") from error
         pieces = [*sorted(ranks, key=ranks.__getitem__), *(name.encode() for name in names)]
-        self.vocabulary = Vocabulary(pieces, special_ids)
+        bos_id = special_ids["<|begin_of_text|>"]
+        ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+        eos_ids = frozenset(special_ids[name] for name in ends)
+        super().__init__(Vocabulary(pieces, special_ids), bos_id, eos_ids, [bos_id])
         self._specials = SpecialTokens(special_ids)
-        self.bos_id: int = special_ids["<|begin_of_text|>"]
-        self.eos_ids = frozenset(
-            special_ids[name] for name in ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
-        )
 
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocabulary.pieces)
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        return self._specials.encode(text, self._ordinary) if special else self._ordinary(text)
 
-    def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
-        require_unicode(text)
-        ids = [self.bos_id] if bos else []
-        for part in self._specials.split(text) if special else (text,):
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                for chunk in chunks(part):
-                    ids.extend(self._encoding.encode_ordinary(chunk))
-        return ids
-
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return self.vocabulary.decode(ids, skip_special=skip_special)
+    def _ordinary(self, text: str) -> list[int]:
+        return [id for chunk in chunks(text) for id in self._encoding.encode_ordinary(chunk)]
 
 
 def chunks(text: str) -> Iterator[str]:
     """Cut a text where a run of spaces, or of anything but spaces, gets too long."""
-    for start in range(0, len(text), MAX_CHUNK):
-        chunk = text[start : start + MAX_CHUNK]
+    for first in range(0, len(text), MAX_CHUNK):
+        chunk = text[first : first + MAX_CHUNK]
         cut = 0
         for run in _RUN.finditer(chunk):
-            if run.start() > cut and _is_cut(chunk, run.start()):
-                yield chunk[cut : run.start()]
-                cut = run.start()
+            start = run.start()
+            # Characters of one kind on both sides: the run before was cut for its length.
+            if start > cut and chunk[start - 1].isspace() == chunk[start].isspace():
+                yield chunk[cut:start]
+                cut = start
         yield chunk[cut:]
-
-
-def _is_cut(text: str, position: int) -> bool:
-    """Whether a run was cut here for its length: the characters on both sides are of one kind."""
-    return text[position - 1].isspace() == text[position].isspace()

@@ -8,18 +8,18 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import processors
 
 from parallel_llama.errors import CheckpointError
-from parallel_llama.tokenizer.bounded_files import MAX_PIECES
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
-from parallel_llama.tokenizer.byte_level import spelled_bytes
+from parallel_llama.tokenizer.tokenizer import Tokenizer
 from parallel_llama.tokenizer.tokenizers_job import Library
-from parallel_llama.tokenizer.vocabulary import Vocabulary, require_unicode
+from parallel_llama.tokenizer.vocabulary import MAX_PIECES, Vocabulary
 
 # Files in use take 0.05 us and 17 bytes a byte to load, texts 2 us and 450 bytes a character.
 LOAD_CPU_S_PER_BYTE = 0.25e-6
@@ -33,6 +33,13 @@ MAX_DECODER_STEPS = 16
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _Spelling = Callable[[str], bytes]
 _T = TypeVar("_T")
+
+# GPT-2's characters for bytes: the printable ones are themselves, the others lie beyond them.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + index): byte for index, byte in enumerate(_OTHERS)
+}
 
 
 @dataclass(frozen=True)
@@ -49,20 +56,11 @@ class Contents:
     prefix: list[int]
 
 
-class Encoder(Protocol):
-    """What runs a tokenizer, here or elsewhere.
-
-    Raises: CheckpointError, from everything that it does.
-    """
-
-    @property
-    def contents(self) -> Contents: ...
-
-    def encode(self, text: str, special: bool) -> list[int]: ...
-
-
 class BuiltEncoder:
-    """Runs a tokenizer that was built here, from patterns of our own."""
+    """Runs a tokenizer that was built here, from patterns of our own.
+
+    Raises: CheckpointError, from everything that it does, if `tokenizers` cannot do it.
+    """
 
     def __init__(self, build: Callable[[], tokenizers.Tokenizer], source: str) -> None:
         self._source = source
@@ -78,7 +76,10 @@ class BuiltEncoder:
 
 
 class FileEncoder:
-    """Runs the tokenizer of a tokenizer.json in a process of its own."""
+    """Runs the tokenizer of a tokenizer.json in a process of its own.
+
+    Raises: CheckpointError as `BuiltEncoder`, or if the process goes beyond its limits.
+    """
 
     def __init__(self, data: bytes, source: str) -> None:
         self._source = source
@@ -101,14 +102,6 @@ class FileEncoder:
         if "failure" in answer:
             raise _unusable(self._source, answer["failure"])
         return answer
-
-
-def build_guarded(build: Callable[[], tokenizers.Tokenizer], source: str) -> BuiltEncoder:
-    """A tokenizer that is built here.
-
-    Raises: CheckpointError if `tokenizers` cannot use what it is built from.
-    """
-    return BuiltEncoder(build, source)
 
 
 def _guarded(work: Callable[[], _T], source: str) -> _T:
@@ -135,7 +128,7 @@ def _to_json(tokenizer: tokenizers.Tokenizer, prefix: Sequence[int]) -> str:
     return str(whole.to_str(pretty=True))
 
 
-class TokenizersTokenizer:
+class TokenizersTokenizer(Tokenizer):
     """A tokenizer that the `tokenizers` library runs; its decoder is read and done here.
 
     The prefix (the bos token, mostly) is what the post-processor puts in front, unless `adds_bos`
@@ -146,7 +139,7 @@ class TokenizersTokenizer:
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: BuiltEncoder | FileEncoder,
         source: str,
         *,
         bos_text: str | None,
@@ -155,27 +148,16 @@ class TokenizersTokenizer:
     ) -> None:
         self._encoder = encoder
         contents = encoder.contents
-        self.vocabulary = _vocabulary(contents, source)
-        self.eos_ids = eos_ids
         prefix = contents.prefix
-        self.bos_id = contents.ids.get(bos_text) if bos_text else None
-        if self.bos_id is None and len(prefix) == 1:
-            self.bos_id = prefix[0]
+        bos_id = contents.ids.get(bos_text) if bos_text else None
+        if bos_id is None and len(prefix) == 1:
+            bos_id = prefix[0]
         if adds_bos is not None:
-            prefix = [self.bos_id] if adds_bos and self.bos_id is not None else []
-        self._prefix = prefix
+            prefix = [bos_id] if adds_bos and bos_id is not None else []
+        super().__init__(_vocabulary(contents, source), bos_id, eos_ids, prefix)
 
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocabulary.pieces)
-
-    def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
-        require_unicode(text)
-        prefix = self._prefix if bos else []
-        return [*prefix, *self._encoder.encode(text, special)]
-
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return self.vocabulary.decode(ids, skip_special=skip_special)
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        return self._encoder.encode(text, special)
 
     def to_json(self) -> str:
         """The content of a tokenizer.json, for a tokenizer that was built here."""
@@ -211,8 +193,7 @@ def _decoder(described: Any, source: str) -> tuple[_Spelling, _Spelling]:
     """
     if described and described["type"] == "ByteLevel":
         return spelled_bytes, spelled_bytes
-    replaced: list[tuple[str, str]] = []
-    replaced_first: list[tuple[str, str]] = []
+    replaced: list[tuple[str, str, str]] = []  # what, and by what: inside a text, as its beginning
     has_bytes = strips = False
     steps = list(islice(_steps(described), MAX_DECODER_STEPS + 1))
     if len(steps) > MAX_DECODER_STEPS:
@@ -224,11 +205,9 @@ def _decoder(described: Any, source: str) -> tuple[_Spelling, _Spelling]:
                 "pattern": {"String": str(old)},
                 "content": str(new),
             } if len(new) <= len(old):
-                replaced.append((old, new))
-                replaced_first.append((old, new))
+                replaced.append((old, new, new))
             case {"type": "Metaspace", "replacement": str(old), "prepend_scheme": scheme}:
-                replaced.append((old, " "))
-                replaced_first.append((old, " " if scheme == "never" else ""))
+                replaced.append((old, " ", " " if scheme == "never" else ""))
             case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
                 strips = True
             case {"type": "ByteFallback"}:
@@ -242,21 +221,29 @@ def _decoder(described: Any, source: str) -> tuple[_Spelling, _Spelling]:
                     "Strip of one space"
                 )
 
-    def spell(token: str) -> bytes:
-        return _spelled(token, replaced, has_bytes)
+    def spell(token: str, begins: bool = False) -> bytes:
+        for old, inside, first in replaced:
+            token = token.replace(old, first if begins else inside)
+        match = _BYTE_TOKEN.fullmatch(token) if has_bytes else None
+        spelled = bytes([int(match[1], 16)]) if match else token.encode()
+        return spelled[1:] if begins and strips and spelled[:1] == b" " else spelled
 
-    def spell_first(token: str) -> bytes:
-        spelled = _spelled(token, replaced_first, has_bytes)
-        return spelled[1:] if strips and spelled[:1] == b" " else spelled
-
-    return spell, spell_first
+    return spell, partial(spell, begins=True)
 
 
-def _spelled(token: str, replaced: Sequence[tuple[str, str]], has_bytes: bool) -> bytes:
-    for old, new in replaced:
-        token = token.replace(old, new)
-    match = _BYTE_TOKEN.fullmatch(token) if has_bytes else None
-    return bytes([int(match.group(1), 16)]) if match else token.encode()
+def spelled_bytes(token: str) -> bytes:
+    """The bytes that a token of byte-level BPE stands for, which writes each as a character.
+
+    A token with a character that stands for no byte is taken as ordinary text, as `tokenizers`
+    does.
+
+    >>> spelled_bytes("\\u0120hi"), spelled_bytes("a b")
+    (b' hi', b'a b')
+    """
+    try:
+        return bytes([_BYTES[character] for character in token])
+    except KeyError:
+        return token.encode()
 
 
 def _steps(decoder: Any) -> Iterator[Any]:

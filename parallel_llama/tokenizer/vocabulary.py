@@ -8,9 +8,11 @@ longest valid beginning), which tokenizers' libraries do each in a way of their 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
 
 from parallel_llama.errors import UsageError
+
+MAX_PIECES = 1 << 20  # of a tokenizer file
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class Vocabulary:
     pieces: Sequence[bytes]
     special_ids: Mapping[str, int]
     openings: Mapping[int, bytes] = field(default_factory=dict)
-    _special: frozenset[int] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_special", frozenset(self.special_ids.values()))
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.special_ids.values())
 
     def piece(self, id: int, *, skip_special: bool = True) -> bytes:
         """What a token spells inside a text: nothing for a special one that is skipped.
@@ -52,52 +54,7 @@ class Vocabulary:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of a whole sequence of tokens."""
         pieces = [self.piece(id, skip_special=skip_special) for id in ids]
-        for index, piece in enumerate(pieces):
-            if piece:
-                pieces[index] = self.first_piece(ids[index], skip_special=skip_special)
-                break
+        first = next((index for index, piece in enumerate(pieces) if piece), None)
+        if first is not None:
+            pieces[first] = self.first_piece(ids[first], skip_special=skip_special)
         return b"".join(pieces).decode("utf-8", "replace")
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back, the same for every kind of tokenizer file.
-
-    `eos_ids` are those that the tokenizer's own files name; `bos_id` is None where they name none.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def bos_id(self) -> int | None: ...
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-
-    def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
-        """Token ids of a text.
-
-        `bos` puts in front what the model's own tokenizer puts there, which may be nothing;
-        with `special`, text such as <|im_start|> becomes that token, else it stays text.
-
-        Raises: UsageError if the text holds half of a surrogate pair.
-        """
-        ...
-
-    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of a whole sequence of tokens."""
-        ...
-
-
-def require_unicode(text: str) -> None:
-    """Refuse text that no UTF-8 can carry, such as an undecodable byte of the command line."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"character {error.start} of the text is {text[error.start]!r}, half of a surrogate "
-            "pair; give text that is valid Unicode"
-        ) from error

@@ -1,9 +1,9 @@
-"""The process of a `BoundedProcess`, started as a script: worker.py JOB MAX_EXTRA_BYTES.
+"""A process in which untrusted input can do little, as a script: worker.py JOB MAX_EXTRA_BYTES.
 
-JOB is a module of this folder with a class Job. Like it, this imports nothing of the package, so
-that it starts in a tenth of a second. A request is two JSON objects, a line each, its limits and
-its fields, and as many bytes behind them as the first one says; the answer is one line. What a job
-can do is bounded by the kernel: memory, writing of files, and a timer of CPU time whose signal ends
+JOB is the file of a module with a class Job. Like it, this imports nothing of the package, so that
+it starts in a tenth of a second. A request is two JSON objects, a line each, its limits and its
+fields, and as many bytes behind them as the first one says; the answer is one line. What a job can
+do is bounded by the kernel: memory, writing of files, and a timer of CPU time whose signal ends
 the process whatever code it is in. It ends with its parent, whose end closes its input.
 """
 
@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 
-def main(name: str, max_extra_bytes: int) -> None:
-    job = importlib.import_module(name).Job()
+def main(path: Path, max_extra_bytes: int) -> None:
+    sys.path[0] = str(path.parent)
+    job = importlib.import_module(path.stem).Job()
     _limit_process(max_extra_bytes)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     print(json.dumps({"ready": True}), flush=True)
@@ -42,4 +43,4 @@ def _limit_process(max_extra_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Answer, Run, Setup
 
+VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__}
 PAD_ID = 0  # any id: the attention mask hides it
 
 
@@ -29,43 +31,35 @@ class Clock(LogitsProcessor):
         return scores
 
 
-class Transformers:
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+def load(setup: Setup) -> Answer:
+    torch.set_num_threads(setup.n_threads)
+    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32)
+    # What a call leaves unsaid is taken from here.
+    model.generation_config = greedy(1)
+    return partial(answer, model)
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.full((len(prompts), longest), PAD_ID)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        clock = Clock()
-        started = time.perf_counter()
-        with torch.inference_mode():
-            output = self.model.generate(
-                ids,
-                attention_mask=mask,
-                generation_config=greedy(n_new),
-                logits_processor=LogitsProcessorList([clock]),
-            )
-        total_s = time.perf_counter() - started
-        return Run(output[:, longest:].tolist(), clock.first_s - started, total_s)
 
-    def close(self) -> None:
-        pass
+@torch.inference_mode()
+def answer(model: Any, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.full((len(prompts), longest), PAD_ID)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    clock = Clock()
+    started = time.perf_counter()
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        generation_config=greedy(n_new),
+        logits_processor=LogitsProcessorList([clock]),
+    )
+    total_s = time.perf_counter() - started
+    return Run(output[:, longest:].tolist(), clock.first_s - started, total_s)
 
 
 def greedy(n_new: int) -> Any:
     """In place of the model's own, which may sample, and ends at its end-of-text token."""
     make: Any = GenerationConfig  # untyped in transformers
     return make(max_new_tokens=n_new, do_sample=False, pad_token_id=PAD_ID)
-
-
-def start(setup: Setup) -> Transformers:
-    torch.set_num_threads(setup.n_threads)
-    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32)
-    # What a call leaves unsaid is taken from here.
-    model.generation_config = greedy(1)
-    return Transformers(model)

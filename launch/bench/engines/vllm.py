@@ -3,36 +3,18 @@
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import vllm
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Answer, Run, Setup
 
+VERSIONS = {"vllm": vllm.__version__, "torch": torch.__version__}
 KV_CACHE_GIB = "4"
 
 
-class VLLM:
-    def __init__(self, llm: vllm.LLM) -> None:
-        self.llm = llm
-        self.versions = {"vllm": vllm.__version__, "torch": torch.__version__}
-
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
-        params = vllm.SamplingParams(
-            temperature=0, max_tokens=n_new, ignore_eos=True, detokenize=False
-        )
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        started = time.perf_counter()
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
-        total_s = time.perf_counter() - started
-        first_token_s = min(output.metrics.first_token_latency for output in outputs)
-        return Run([list(o.outputs[0].token_ids) for o in outputs], first_token_s, total_s)
-
-    def close(self) -> None:
-        pass
-
-
-def start(setup: Setup) -> VLLM:
+def load(setup: Setup) -> Answer:
     # It takes these from nowhere else. The threads go to the cores that all engines have.
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, setup.cores))
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = KV_CACHE_GIB
@@ -46,4 +28,14 @@ def start(setup: Setup) -> VLLM:
         max_model_len=setup.max_seq_len,
         disable_log_stats=False,  # else it does not say when the first token came
     )
-    return VLLM(llm)
+    return partial(answer, llm)
+
+
+def answer(llm: vllm.LLM, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    params = vllm.SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True, detokenize=False)
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    started = time.perf_counter()
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    total_s = time.perf_counter() - started
+    first_token_s = min(output.metrics.first_token_latency for output in outputs)
+    return Run([list(o.outputs[0].token_ids) for o in outputs], first_token_s, total_s)

@@ -1,0 +1,59 @@
+"""What every reader of weights has in common, wherever they lie."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from parallel_llama.checkpoint.rotary import is_rotary, reordered
+from parallel_llama.config import ModelArgs
+from parallel_llama.errors import CheckpointError, listed
+from parallel_llama.families.names import RotaryOrder
+from parallel_llama.families.weights import Param
+
+
+class Checkpoint(ABC):
+    """A model's weights under Meta's names; `stored_order` is that of the rows of wq and wk."""
+
+    def __init__(self, args: ModelArgs, stored_order: RotaryOrder) -> None:
+        self.args, self._stored_order = args, stored_order
+
+    @abstractmethod
+    def check(self, args: ModelArgs) -> None:
+        """Compare names, shapes and dtypes with the model, without reading tensor data.
+
+        Raises: CheckpointError that lists every kind of difference.
+        """
+
+    def read(self, param: Param, rows: range, order: RotaryOrder = "half") -> Tensor:
+        """`rows` along `param.dim`, all other dimensions whole; needs a checkpoint that passed.
+
+        `order` is that of the rows of wq and wk, of which whole heads are read to reorder them.
+
+        Returns: a contiguous CPU tensor in the stored dtype (float32 where it was quantised).
+
+        Raises: DamagedWeights if the files changed or disagree.
+        """
+        if order == self._stored_order or not is_rotary(param):
+            return self._stored(param, rows)
+        size = self.args.head_dim
+        heads = range(rows.start // size * size, -(-rows.stop // size) * size)
+        value = reordered(self._stored(param, heads), size, order)
+        return value[rows.start - heads.start :][: len(rows)]
+
+    @abstractmethod
+    def _stored(self, param: Param, rows: range) -> Tensor:
+        """The same, in the order in which they are stored."""
+
+    def close(self) -> None:  # noqa: B027 (random weights have nothing to close)
+        """Give the files back; nothing can be read afterwards."""
+
+
+def refuse_difference(where: object, difference: Mapping[str, Sequence[str]]) -> None:
+    """Raise one CheckpointError for all kinds of difference that are not empty."""
+    parts = [f"{kind}: {listed(names)}" for kind, names in difference.items() if names]
+    if parts:
+        raise CheckpointError(
+            f"{where}: the tensors do not fit the model's configuration; {'; '.join(parts)}; "
+            "use the configuration that belongs to these weights, or fetch the files again"
+        )

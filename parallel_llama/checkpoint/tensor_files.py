@@ -1,0 +1,101 @@
+"""Reading files whose headers say where each tensor lies, whole: HF's, GGUF's and native ones."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty
+from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
+from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import STORED
+from parallel_llama.errors import CheckpointError
+from parallel_llama.families import family_of, parameters
+from parallel_llama.families.names import Layout
+from parallel_llama.families.weights import Param
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.safetensors_header import FileTensor
+from parallel_llama.ops.formats import torch_dtype
+
+HeldTensors = Mapping[str, tuple[Path, FileTensor]]
+
+
+class TensorFiles(Checkpoint):
+    """Some tensors, by the files' own names, each with the file that holds it.
+
+    `layout` has the names and the rotary order; without one they are the model's and half-split.
+    `readable` ends the line that refuses a dtype; without one all dtypes are read.
+    """
+
+    layout: Layout | None = None
+    readable: str | None = None
+
+    def __init__(
+        self, files: ModelFiles, args: ModelArgs, tensors: HeldTensors, empty: Empty
+    ) -> None:
+        super().__init__(args, family_of(args).rotary_order[self.layout] if self.layout else "half")
+        self.path, self._tensors = files.path, tensors
+        self._files = {path: ByteRanges(path, empty) for path in files.weights}
+
+    def check(self, args: ModelArgs) -> None:
+        found = {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
+        wanted = {self._name(param): self._stored_shape(param) for param in parameters(args)}
+        left_over = [name for name in found if name not in wanted]
+        if self.layout is not None:
+            left_over = [
+                name for name in left_over if not family_of(args).skips(name, self.layout, args)
+            ]
+        misshapen = [
+            f"{name} is {list(found[name])}, expected {list(shape)}"
+            for name, shape in wanted.items()
+            if found.get(name, shape) != shape
+        ]
+        missing = [name for name in wanted if name not in found]
+        refuse_difference(
+            self.path,
+            {"missing": missing, "extra": list(map(repr, left_over)), "misshapen": misshapen},
+        )
+        for name in wanted if self.readable else ():
+            path, tensor = self._tensors[name]
+            if tensor.dtype not in STORED:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} has the dtype {tensor.dtype}; {self.readable}"
+                )
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def _stored(self, param: Param, rows: range) -> Tensor:
+        file, tensor = self._held(param)
+        return file.values(tensor.offset, torch_dtype(STORED[tensor.dtype]), param, rows)
+
+    def _held(self, param: Param) -> tuple[ByteRanges, FileTensor]:
+        """The file that holds a weight, and where."""
+        path, tensor = self._tensors[self._name(param)]
+        return self._files[path], tensor
+
+    def _name(self, param: Param) -> str:
+        return family_of(self.args).name_in(self.layout, param.name) if self.layout else param.name
+
+    def _stored_shape(self, param: Param) -> tuple[int, ...]:
+        return param.shape
+
+
+def merged(
+    where: Path, headers: Mapping[Path, Mapping[str, FileTensor]]
+) -> dict[str, tuple[Path, FileTensor]]:
+    """Every tensor of some files, with the file that holds it.
+
+    Raises: CheckpointError if two files hold the same one.
+    """
+    tensors: dict[str, tuple[Path, FileTensor]] = {}
+    for path, header in headers.items():
+        for name, tensor in header.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{where}: tensor {name!r:.200} is in {tensors[name][0].name} and in "
+                    f"{path.name}; remove the file that does not belong to this checkpoint"
+                )
+            tensors[name] = path, tensor
+    return tensors

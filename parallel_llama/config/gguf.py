@@ -1,0 +1,139 @@
+"""A GGUF header's fields under its architecture, and the one tensor of the configuration."""
+
+import math
+import struct
+from pathlib import Path
+
+from parallel_llama.dtypes import STORED
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.families import FAMILIES
+from parallel_llama.families.model_args import MAX_SIZES, ModelArgs, RopeScaling, head_size
+from parallel_llama.files.fields import Fields
+from parallel_llama.files.gguf_header import GGUFHeader
+
+# Under the architecture's own prefix, as in llama.block_count.
+_KEYS = {
+    "vocab_size", "context_length", "embedding_length", "block_count",
+    "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+    "attention.key_length", "attention.value_length",
+    "attention.layer_norm_rms_epsilon", "rope.dimension_count",
+    "rope.freq_base", "rope.scale_linear", "rope.scaling.type",
+    "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.finetuned", "rope.scaling.attn_factor",
+    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow", "tensor_data_layout", "expert_count",
+    "expert_used_count",
+}  # fmt: skip
+
+
+def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
+    """The arguments that a GGUF header states.
+
+    Raises: UsageError as in `load_model_args`; CheckpointError if rope_freqs.weight is damaged.
+    Source: ggml's docs/gguf.md; defaults as in llama.cpp.
+    """
+    fields = Fields(header.fields)
+    arch = fields.text("general.architecture")
+    if arch not in FAMILIES:
+        raise UsageError(
+            f"the architecture {arch[:80]!r} is not supported; supported: "
+            f"{', '.join(map(repr, FAMILIES))}"
+        )
+    if (n_parts := fields.integer("split.count", 1)) > 1:
+        raise UsageError(f"one of {n_parts} parts; join them with llama-gguf-split --merge")
+    prefix = f"{arch}."
+    own = Fields({key: value for key, value in header.fields.items() if key.startswith(prefix)})
+    own.require_known({prefix + key for key in _KEYS})
+    if (n_experts := own.integer(f"{arch}.expert_count", 0)) > 0:
+        raise UsageError(f"a mixture of {n_experts} experts, which is not supported")
+    dim_key, heads_key = f"{arch}.embedding_length", f"{arch}.attention.head_count"
+    dim, n_heads = own.integer(dim_key), own.integer(heads_key)
+    head_dim = own.optional_integer(f"{arch}.attention.key_length")
+    if head_dim is None:
+        head_dim = head_size(dim_key, dim, heads_key, n_heads)
+    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
+        if (size := own.integer(key, head_dim)) != head_dim:
+            raise UsageError(f"{key}={size} and heads of {head_dim}: they must be equal")
+    tokens, tensors = header.fields.get("tokenizer.ggml.tokens"), header.tensors
+    n_tokens = len(tokens) if isinstance(tokens, list) else None
+    max_seq_len = own.integer(f"{arch}.context_length")
+    return ModelArgs(
+        dim=dim,
+        n_layers=own.integer(f"{arch}.block_count"),
+        n_heads=n_heads,
+        n_kv_heads=own.integer(f"{arch}.attention.head_count_kv", n_heads),
+        head_dim=head_dim,
+        ffn_dim=own.integer(f"{arch}.feed_forward_length"),
+        vocab_size=fields.integer(f"{arch}.vocab_size", n_tokens),
+        norm_eps=own.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        rope_theta=own.number(f"{arch}.rope.freq_base", 10000.0),
+        rope_scaling=_gguf_rope(own, arch, header, path, max_seq_len),
+        max_seq_len=max_seq_len,
+        tied_embeddings="output.weight" not in tensors,
+        attention_bias=any(f"blk.0.attn_{part}.bias" in tensors for part in "qkv"),
+        wo_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias=any(f"blk.0.ffn_{part}.bias" in tensors for part in ("gate", "up", "down")),
+        dtype=_gguf_dtype(header),
+        family=arch,
+    )
+
+
+def _gguf_dtype(header: GGUFHeader) -> str:
+    """The type of all matrices where they share one that is not quantised, else float32."""
+    stored = {tensor.type_name for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    return STORED.get(stored.pop(), "float32") if len(stored) == 1 else "float32"
+
+
+def _gguf_rope(
+    own: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
+) -> RopeScaling | None:
+    factor = own.number(f"{arch}.rope.scaling.factor", own.number(f"{arch}.rope.scale_linear", 0.0))
+    # A factor alone is linear scaling, and a factor of 0 none, as llama.cpp reads them.
+    kind = own.text(f"{arch}.rope.scaling.type", "linear" if factor else "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise UsageError(
+            f"{arch}.rope.scaling.type={kind[:80]!r} is not supported; "
+            "supported: none, linear, yarn"
+        )
+    scales = kind != "none" and factor not in (0.0, 1.0)
+    attention_factor = own.number(f"{arch}.rope.scaling.attn_factor", 1.0) * own.number(
+        f"{arch}.rope.scaling.yarn_attn_factor", 1.0
+    )
+    if attention_factor != 1 and not (scales and kind == "yarn"):
+        raise UsageError(f"a rotary attn_factor of {attention_factor} is supported with yarn only")
+    if "rope_freqs.weight" in header.tensors:
+        if scales:
+            raise UsageError(
+                f"has rope_freqs.weight and {kind} rope scaling; one of them is supported"
+            )
+        return RopeScaling("factors", factors=_rope_factors(header, path))
+    if not scales:
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", factor)
+    return RopeScaling(
+        "yarn",
+        factor,
+        own.integer(f"{arch}.rope.scaling.original_context_length", max_seq_len),
+        beta_fast=own.number(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=own.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
+        # llama.cpp multiplies its own temperature by the file's factor
+        attention_factor=attention_factor * (1 + 0.1 * math.log(max(factor, 1.0))),
+    )
+
+
+def _rope_factors(header: GGUFHeader, path: Path) -> tuple[float, ...]:
+    tensor = header.tensors["rope_freqs.weight"]
+    if tensor.type_name != "F32" or len(tensor.shape) != 1:
+        raise UsageError(
+            f"rope_freqs.weight is {tensor.type_name} of shape {list(tensor.shape)}; "
+            "one row of F32 can be read"
+        )
+    if tensor.shape[0] > MAX_SIZES["head_dim"]:
+        raise UsageError(f"rope_freqs.weight has {tensor.shape[0]} values, more than any head")
+    with path.open("rb") as file:
+        file.seek(tensor.offset)
+        data = file.read(tensor.n_bytes)
+    if len(data) != tensor.n_bytes:
+        raise CheckpointError(f"{path}: the file ends inside rope_freqs.weight")
+    return struct.unpack(f"<{tensor.shape[0]}f", data)

@@ -1,0 +1,288 @@
+"""HF's config.json: read in the form of transformers 5 or the one before it, and written."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from parallel_llama.config.generation import GenerationDefaults
+from parallel_llama.config.hf_keys import SILU, check_keys
+from parallel_llama.errors import UsageError
+from parallel_llama.families import FAMILIES, Family, family_of
+from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size
+from parallel_llama.files.fields import Fields, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+_FULL = "full_attention"
+
+_TRAINED = "original_max_position_embeddings"
+# What each type of rope scaling reads beside _ROPE_COMMON, in the order in which it is written.
+_ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", _TRAINED, "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor", _TRAINED, "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale",
+        "mscale_all_dim",
+    ),
+}  # fmt: skip
+# The first YaRN models say `finetuned`, which is how they were trained.
+_ROPE_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+
+# Trained contexts that llama3 scaling is looked for with; Llama 3.1 to 3.3 were trained on 8192.
+_TRAINED_CONTEXTS = [1 << power for power in (*range(13, 4, -1), *range(14, 21))]
+
+# GGUF files carry factors computed in float32; those of another trained context are far from them.
+_SAME_FACTOR = 1e-4
+
+
+def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
+    """The arguments that HF's config.json states, with transformers' defaults for what it omits.
+
+    The shape itself has no defaults: a config.json without it is not of any model.
+
+    Raises: UsageError as in `load_model_args`.
+    Source: transformers 5.23, its configurations of the families.
+    """
+    fields = Fields(values)
+    tied = fields.flag("tie_word_embeddings", False)
+    family = _family(fields, tied)
+    _require_plain_weights(fields)
+    check_keys(fields, family.reads)
+    if fields.has("auto_map"):
+        logger.warning("config.json names code of its own (auto_map), which is never run")
+    if (activation := fields.text("hidden_act", "silu")) not in SILU:
+        raise UsageError(f"hidden_act={activation[:80]!r}: only 'silu' is supported")
+    dim, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    n_layers = fields.integer("num_hidden_layers")
+    max_seq_len = fields.integer("max_position_embeddings", family.max_seq_len)
+    _require_full_attention(fields, family, n_layers, max_seq_len)
+    rope_theta, rope_scaling = _hf_rope(fields, max_seq_len)
+    head_dim = fields.optional_integer("head_dim")
+    if head_dim is None:
+        head_dim = head_size("hidden_size", dim, "num_attention_heads", n_heads)
+    return ModelArgs(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=fields.integer("num_key_value_heads", n_heads),
+        head_dim=head_dim,
+        ffn_dim=fields.integer("intermediate_size"),
+        vocab_size=fields.integer("vocab_size"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        max_seq_len=max_seq_len,
+        tied_embeddings=tied,
+        dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
+        family=family.name,
+        **family.features(fields),
+    )
+
+
+def _family(fields: Fields, tied: bool) -> Family:
+    """The family that model_type and architectures name, which must agree."""
+    architectures, model_type = fields.texts("architectures"), fields.text("model_type", "")
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    if not model_type and not architectures:
+        raise UsageError(
+            f"says neither its model_type nor its architectures; supported: {supported}"
+        )
+    names = {
+        name: family
+        for family in FAMILIES.values()
+        for name in (family.architecture, family.base_architecture)
+    }
+    for architecture in architectures:
+        if architecture not in names:
+            raise UsageError(
+                f"the architecture {architecture[:80]!r} is not supported; supported: {supported}"
+            )
+    if not model_type:
+        model_type = names[architectures[0]].name
+    if model_type not in FAMILIES:
+        raise UsageError(
+            f"model_type={model_type[:80]!r} is not supported; supported: "
+            f"{', '.join(map(repr, FAMILIES))}"
+        )
+    family = FAMILIES[model_type]
+    for architecture in architectures:
+        if names[architecture] is not family:
+            raise UsageError(
+                f"the architecture {architecture!r} and model_type={model_type!r} differ"
+            )
+    if architectures == [family.base_architecture] and not tied:
+        raise UsageError(
+            f"the architecture {family.base_architecture!r} is a base model without a head, and "
+            "its embeddings are not tied to serve as one; fetch or save it as "
+            f"{family.architecture}"
+        )
+    return family
+
+
+def _require_plain_weights(fields: Fields) -> None:
+    """Refuse quantised checkpoints; what transformers read from a GGUF file it saves as floats."""
+    quantization = Fields(fields.mapping("quantization_config"))
+    if quantization.values and quantization.text("quant_method", "unknown") != "gguf":
+        raise UsageError(
+            "has 'quantization_config': a quantised checkpoint, which is not supported; use the "
+            "unquantised model, or a GGUF file of it"
+        )
+
+
+def _require_full_attention(
+    fields: Fields, family: Family, n_layers: int, max_seq_len: int
+) -> None:
+    """Refuse a window over the keys that is shorter than the context.
+
+    transformers' Llama attends to all keys whatever is stated, and yet caches no more than the
+    window: what it answers then depends on how it was asked.
+    """
+    layer_types = fields.texts("layer_types")
+    for layer_type in layer_types:
+        if layer_type != _FULL:
+            raise UsageError(f"layer_types has {layer_type[:80]!r}; only {_FULL!r} is supported")
+    if layer_types and len(layer_types) != n_layers:
+        raise UsageError(
+            f"layer_types is of {len(layer_types)} layers and num_hidden_layers={n_layers}; "
+            "use the config.json that belongs to the weights"
+        )
+    if family.window_switch is not None and not fields.flag(family.window_switch, False):
+        return
+    window = fields.integer("sliding_window", max_seq_len)
+    if window < max_seq_len and not layer_types:
+        raise UsageError(
+            f"sliding_window={window} is not supported below max_position_embeddings="
+            f"{max_seq_len}; if the weights were trained without it, remove it"
+        )
+
+
+def _hf_rope(fields: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
+    """Base and scaling from the form of transformers 5 (rope_parameters) or the one before it.
+
+    Where several places state a value, the order is that of transformers. Keys that no type has
+    are refused; those of another type change nothing, and are named in a warning.
+    Source: transformers 5.23, modeling_rope_utils.py.
+    """
+    rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in _ROPE_TYPES:
+        raise UsageError(
+            f"rope_type={kind[:80]!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
+            f"{did_you_mean(kind, _ROPE_TYPES)}"
+        )
+    try:
+        rope.require_known(_ROPE_COMMON.union(*_ROPE_TYPES.values()))
+    except UsageError as error:
+        raise UsageError(f"among the rope settings: {error}") from error
+    read = _ROPE_COMMON.union(_ROPE_TYPES[kind])
+    if unread := [key for key in rope.values if key not in read]:
+        logger.warning("rope scaling %r does not use %s", kind, ", ".join(unread))
+    for place in (rope, fields):
+        if (rotary := place.number("partial_rotary_factor", 1.0)) != 1:
+            raise UsageError(f"partial_rotary_factor={rotary}: only whole heads are rotated, 1")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", rope.number("factor"))
+    if kind == "dynamic":
+        return theta, RopeScaling("dynamic", rope.number("factor"), max_seq_len)
+    trained = fields.integer(_TRAINED, rope.integer(_TRAINED, max_seq_len))
+    if kind == "llama3":
+        keys = "factor", "low_freq_factor", "high_freq_factor"
+        factor, low, high = (rope.number(key) for key in keys)
+        return theta, RopeScaling("llama3", factor, trained, low, high)
+    if trained < 1:
+        raise UsageError(f"{_TRAINED}={trained}: use 1 or more")
+    return theta, RopeScaling(
+        "yarn",
+        rope.number("factor", max_seq_len / trained),
+        trained,
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,  # 0 means the default, too
+        beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=bool(rope.values.get("truncate", True)),  # a null here is false to transformers
+    )
+
+
+def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[str, Any]:
+    """The content of config.json, in the form that transformers 4 and 5 both read.
+
+    Raises: UsageError for a rope scaling, or a feature, that config.json has no words for.
+    """
+    ids, family = ids or GenerationDefaults(), family_of(args)
+    eos = list(ids.eos_ids)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
+        "intermediate_size": args.ffn_dim,
+        "vocab_size": args.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "rope_scaling": _rope_scaling(args),
+        "max_position_embeddings": args.max_seq_len,
+        "tie_word_embeddings": args.tied_embeddings,
+        **family.writes(args),
+        "bos_token_id": ids.bos_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "torch_dtype": args.dtype,
+    }
+
+
+def llama3_from_factors(args: ModelArgs, factors: tuple[float, ...]) -> RopeScaling:
+    """The llama3 scaling that gives these factors, which GGUF files carry in its place.
+
+    Raises: UsageError if there is none.
+    """
+    for trained in _TRAINED_CONTEXTS:
+        scaling = RopeScaling("llama3", factors[-1], trained, 1.0, 4.0)
+        expected = _llama3_factors(args, scaling)
+        if all(
+            math.isclose(factor, other, rel_tol=_SAME_FACTOR)
+            for factor, other in zip(factors, expected, strict=True)
+        ):
+            return scaling
+    raise UsageError(
+        f"its {len(factors)} rotary factors (rope_freqs.weight) are not those of llama3 scaling, "
+        "and config.json has no words for others; use --format native"
+    )
+
+
+def _rope_scaling(args: ModelArgs) -> dict[str, Any] | None:
+    scaling = args.rope_scaling
+    if scaling is not None and scaling.kind == "factors":
+        scaling = llama3_from_factors(args, scaling.factors)
+    if scaling is None:
+        return None
+    if scaling.kind == "dynamic" and scaling.original_max_seq_len != args.max_seq_len:
+        raise UsageError(
+            f"dynamic rope scaling from a context of {scaling.original_max_seq_len} in a model of "
+            f"{args.max_seq_len}: config.json has no words for it; use --format native"
+        )
+    stated = {**vars(scaling), _TRAINED: scaling.original_max_seq_len}
+    keys = [key for key in _ROPE_TYPES[scaling.kind] if stated[key] is not None]
+    return {"rope_type": scaling.kind, **{key: stated[key] for key in keys}}
+
+
+def _llama3_factors(args: ModelArgs, scaling: RopeScaling) -> list[float]:
+    """By what each rotary frequency is divided, as Meta's program computes it."""
+    assert scaling.original_max_seq_len is not None
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    factors = []
+    for pair in range(args.head_dim // 2):
+        wavelength = 2 * math.pi * args.rope_theta ** (2 * pair / args.head_dim)
+        turns = scaling.original_max_seq_len / wavelength
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))  # of the frequency left as it is
+        factors.append(1 / ((1 - share) / scaling.factor + share))
+    return factors

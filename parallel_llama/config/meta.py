@@ -1,0 +1,228 @@
+"""Meta's params.json, the form of configs/models as well, and config.json beside it.
+
+The keys of params.json cannot say ties, biases, the context, every rope scaling or the width of a
+head. The config.json beside it can. It is HF's with one key more, by which it is told from one that
+somebody else put there: only ours is known to belong to the weights.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from parallel_llama.config.hf import args_from_hf, hf_config, llama3_from_factors
+from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size
+from parallel_llama.files.fields import Fields
+
+META_CONFIG_FORMAT = "parallel_llama meta 1"
+
+_OWN_KEY = "parallel_llama"
+_SHARED = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")
+
+# Keys of params.json that size Meta's own program and do not touch the model.
+_PARAMS_IGNORED = {"max_batch_size"}
+_PARAMS_KEYS = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier",
+    "norm_eps", "rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor",
+    "max_seq_len",
+}  # fmt: skip
+_PARAMS_REFUSED = {
+    "quantization_args": "a quantised checkpoint; use the bfloat16 one",
+    "lora_args": "LoRA weights beside a quantised checkpoint; use the bfloat16 one",
+    "moe_args": "a mixture of experts, which is not a Llama 1 to 3 model",
+    "vision_model": "a model of images, and only text is supported",
+    "vision_args": "a model of images, and only text is supported",
+    "vision_chunk_size": "a model of images, and only text is supported",
+}
+
+MAX_FFN_DIM_MULTIPLIER = 1000
+
+# (dim, n_layers) of Llama 3.2 1B and 3B. Their params.json does not tell them from Llama 3.1, but
+# they were trained with a factor of 32 (config.json of the same models at HF; with 8 they fail
+# beyond 80k tokens, meta-llama/llama-models issues 166 and 241).
+_LLAMA_3_2 = {(2048, 16), (3072, 28)}
+
+
+def args_from_params(
+    values: Mapping[str, Any], count_vocab: Callable[[], int] | None = None
+) -> ModelArgs:
+    """The arguments that Meta's params.json states.
+
+    Meta's folders of every Llama up to 3.2 store output.weight, so nothing is tied.
+
+    Raises: UsageError as in `load_model_args`, also if the vocabulary is open (-1) and
+    `count_vocab` is not there to close it.
+    """
+    fields = Fields(values)
+    fields.refuse(_PARAMS_REFUSED)
+    fields.require_known(_PARAMS_KEYS | _PARAMS_IGNORED)
+    dim, n_heads = fields.integer("dim"), fields.integer("n_heads")
+    vocab_size = fields.integer("vocab_size", -1)
+    if vocab_size == -1:
+        if count_vocab is None:
+            raise UsageError(
+                "vocab_size=-1 leaves the vocabulary open; write the number of rows of "
+                "tok_embeddings.weight in its place, 32000 for Llama 1 and 2"
+            )
+        vocab_size = count_vocab()
+    return ModelArgs(
+        dim=dim,
+        n_layers=fields.integer("n_layers"),
+        n_heads=n_heads,
+        n_kv_heads=fields.integer("n_kv_heads", n_heads),
+        head_dim=head_size("dim", dim, "n_heads", n_heads),
+        ffn_dim=meta_ffn_dim(
+            dim, fields.integer("multiple_of", 256), fields.optional_number("ffn_dim_multiplier")
+        ),
+        vocab_size=vocab_size,
+        norm_eps=fields.number("norm_eps", 1e-5),
+        rope_theta=fields.number("rope_theta", 10000.0),
+        rope_scaling=_meta_rope(fields, dim),
+        max_seq_len=fields.integer("max_seq_len", _meta_context(fields)),
+    )
+
+
+def meta_ffn_dim(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """Meta's formula, with its two roundings down and the last one up.
+
+    >>> meta_ffn_dim(4096, 256, None), meta_ffn_dim(4096, 1024, 1.3)
+    (11008, 14336)
+    """
+    if multiple_of < 1:
+        raise UsageError(f"multiple_of={multiple_of}: use 1 or more")
+    hidden = int(2 * 4 * dim / 3)
+    if multiplier is not None:
+        if not 0 < multiplier <= MAX_FFN_DIM_MULTIPLIER:
+            raise UsageError(
+                f"ffn_dim_multiplier={multiplier}: use a number above 0, up to "
+                f"{MAX_FFN_DIM_MULTIPLIER}"
+            )
+        hidden = int(multiplier * hidden)
+    return -(-hidden // multiple_of) * multiple_of
+
+
+def _meta_rope(fields: Fields, dim: int) -> RopeScaling | None:
+    if not fields.flag("use_scaled_rope", False):
+        return None
+    own = meta_rope_scaling(dim, fields.integer("n_layers"))
+    return replace(
+        own,
+        factor=fields.number("rope_scaling_factor", own.factor),
+        high_freq_factor=fields.number("rope_high_freq_factor", own.high_freq_factor),
+    )
+
+
+def meta_rope_scaling(dim: int, n_layers: int) -> RopeScaling:
+    """What use_scaled_rope alone means; Meta's program has its numbers in its code."""
+    factor = 32.0 if (dim, n_layers) in _LLAMA_3_2 else 8.0
+    return RopeScaling("llama3", factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def _meta_context(fields: Fields) -> int:
+    """The trained context, which params.json does not state: told from what else differs.
+
+    Llama 1 65B cannot be told from Llama 2; the key max_seq_len says it.
+    """
+    rope_theta = fields.number("rope_theta", 10000.0)
+    if fields.flag("use_scaled_rope", False):
+        return 131072  # Llama 3.1 and later
+    if rope_theta == 500000:
+        return 8192  # Llama 3
+    if rope_theta == 1000000:
+        return 16384  # Code Llama
+    if fields.number("norm_eps", 1e-5) == 1e-6:
+        return 2048  # Llama 1
+    return 4096
+
+
+def meta_params(args: ModelArgs) -> dict[str, Any]:
+    """The content of params.json, in the keys that Meta's own program takes.
+
+    The context is not among them: Meta's program is told it when it starts.
+
+    Raises: UsageError for a width of the feed-forward that Meta's formula cannot give.
+    """
+    return {
+        "dim": args.dim,
+        "n_layers": args.n_layers,
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.n_kv_heads,
+        "vocab_size": args.vocab_size,
+        "multiple_of": 1,
+        "ffn_dim_multiplier": _ffn_dim_multiplier(args),
+        "norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "use_scaled_rope": _is_meta_rope(args) and args.rope_scaling is not None,
+    }
+
+
+def beyond_meta(args: ModelArgs) -> list[str]:
+    """What of a model params.json cannot say and Meta's own program cannot compute."""
+    scaling = args.rope_scaling
+    told = {
+        f"head_dim={args.head_dim} where dim / n_heads is {args.dim / args.n_heads:g}": (
+            args.head_dim * args.n_heads != args.dim
+        ),
+        "biases of the attention": args.attention_bias,
+        "biases of the feed-forward": args.mlp_bias,
+        f"{scaling.kind if scaling else 'no'} rope scaling": not _is_meta_rope(args),
+    }
+    return [what for what, is_so in told.items() if is_so]
+
+
+def _ffn_dim_multiplier(args: ModelArgs) -> float:
+    """A multiplier from which Meta's formula, with a multiple of 1, gives exactly `ffn_dim`."""
+    base = meta_ffn_dim(args.dim, 1, None)
+    # The plain ratio reads best; rounded down it may miss by one, and a half more cannot.
+    for multiplier in (args.ffn_dim / base, (args.ffn_dim + 0.5) / base):
+        if (
+            multiplier <= MAX_FFN_DIM_MULTIPLIER
+            and meta_ffn_dim(args.dim, 1, multiplier) == args.ffn_dim
+        ):
+            return multiplier
+    raise UsageError(
+        f"ffn_dim={args.ffn_dim} and dim={args.dim}: params.json states it as a multiple of "
+        f"{base} of at most {MAX_FFN_DIM_MULTIPLIER}; use --format hf or native"
+    )
+
+
+def _is_meta_rope(args: ModelArgs) -> bool:
+    """Whether params.json can say the rope scaling: none, or the one in Meta's own program."""
+    scaling = args.rope_scaling
+    if scaling is None:
+        return True
+    if scaling.kind == "factors":
+        scaling = llama3_from_factors(args, scaling.factors)
+    return scaling == meta_rope_scaling(args.dim, args.n_layers)
+
+
+def meta_config(args: ModelArgs) -> dict[str, Any]:
+    """The content of config.json in a Meta folder.
+
+    Raises: UsageError for a rope scaling that config.json has no words for.
+    """
+    own = {"format": META_CONFIG_FORMAT, "beyond_params_json": beyond_meta(args)}
+    return {**hf_config(args), _OWN_KEY: own}
+
+
+def is_meta_config(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json was written for the params.json beside it."""
+    return isinstance(values.get(_OWN_KEY), dict)
+
+
+def args_from_meta_config(values: Mapping[str, Any], params: Mapping[str, Any]) -> ModelArgs:
+    """The arguments that config.json states, after a look at what params.json says as well.
+
+    Raises: UsageError as in `args_from_hf`, for another format, or if the two disagree.
+    """
+    version = Fields(Fields(values).mapping(_OWN_KEY)).text("format")
+    if version != META_CONFIG_FORMAT:
+        raise UsageError(f"has the format {version[:80]!r}; {META_CONFIG_FORMAT!r} is read")
+    args = args_from_hf({key: value for key, value in values.items() if key != _OWN_KEY})
+    for key in _SHARED:
+        if (stated := params.get(key)) != getattr(args, key):
+            raise UsageError(
+                f"says {key}={getattr(args, key)} and params.json beside it {str(stated)[:80]}; "
+                "use the two files that were written together"
+            )
+    return args

@@ -1,0 +1,63 @@
+"""native.json: the arguments of a native folder, as they are and with nothing to interpret."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import msgspec
+
+from parallel_llama.errors import UsageError
+from parallel_llama.families import FAMILIES
+from parallel_llama.families.model_args import ModelArgs, RopeScaling
+from parallel_llama.files.fields import Fields
+
+NATIVE_FORMAT = "parallel_llama native 1"
+
+_KEYS = {"format", "args", "units"}
+_ARGS = {field.name: field.default for field in fields(ModelArgs)}
+_SCALING = {field.name for field in fields(RopeScaling)}
+# Features are written where a model has them; what comes before is in every file.
+_FEATURES = list(_ARGS)[list(_ARGS).index("family") :]
+
+
+def native_config(args: ModelArgs, units: Mapping[str, int]) -> dict[str, Any]:
+    """The content of native.json; `units` are the sizes along the axes that it was written in."""
+    stated = asdict(args)
+    for name in _FEATURES:
+        if stated[name] == _ARGS[name]:
+            del stated[name]
+    return {"format": NATIVE_FORMAT, "args": stated, "units": dict(units)}
+
+
+def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
+    """The arguments that native.json states.
+
+    Raises: UsageError for another format, or a key that is unknown, missing or of a wrong type.
+    """
+    top = Fields(values)
+    if (version := top.text("format")) != NATIVE_FORMAT:
+        raise UsageError(f"has the format {version[:80]!r}; {NATIVE_FORMAT!r} is read")
+    top.require_known(_KEYS)
+    stated = top.mapping("args")
+    Fields(stated).require_known(_ARGS)
+    Fields(Fields(stated).mapping("rope_scaling")).require_known(_SCALING)
+    try:
+        args: ModelArgs = msgspec.convert(stated, ModelArgs)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"args: {error}") from error
+    if args.family not in FAMILIES:
+        raise UsageError(f"family={args.family[:80]!r} is not supported; {', '.join(FAMILIES)} are")
+    return args
+
+
+def native_units(values: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of the units that a native folder is stored in, by axis.
+
+    Raises: UsageError unless each is a number above zero.
+    """
+    units = Fields(Fields(values).mapping("units"))
+    sizes = {axis: units.integer(axis) for axis in ("heads", "kv_heads", "ffn", "vocab")}
+    for axis, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"units of {axis} are of size {size}; at least 1")
+    return sizes

@@ -1,0 +1,242 @@
+"""Which blocks of the paged KV cache are free, in use, or kept for prefix caching.
+
+A block is `block_size` consecutive slots. It is in one of three states: free; used by one or more
+owners; or cached, which is owned by nobody and kept because a key finds its contents. The pool
+counts and never looks at keys or values, so it is the same on every rank.
+
+Attention reads a sequence in place where its blocks are consecutive. So a sequence that starts may
+say how far it may grow, and the free blocks behind it are promised to it: others start elsewhere
+while there is an elsewhere. A promise is a preference and never a reservation: promised blocks are
+free, and are given to others before anything is refused.
+"""
+
+import struct
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+KEY_BYTES = 32
+
+# Cached blocks are evicted before they must be, so that a sequence that starts may grow in place,
+# only while less than this part of the pool is promised.
+MAX_PROMISED_PART = 4
+
+
+class OutOfBlocks(RuntimeError):
+    """More blocks are wanted than are free or cached; nothing was taken."""
+
+
+class BlockPool:
+    """The state of every block.
+
+    Free blocks are taken before cached ones are evicted, and cached ones are evicted strictly least
+    recently used first. The tail of a sequence counts as used less recently than its head, as the
+    head is of use to more prompts; so the blocks of an evicted sequence are consecutive again.
+
+    Cost: a logarithm of the number of free runs for each block that changes its state.
+    """
+
+    def __init__(self, n_blocks: int, block_size: int) -> None:
+        self.n_blocks, self.block_size = n_blocks, block_size
+        self._n_owners = [0] * n_blocks
+        self._key_of: list[bytes | None] = [None] * n_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._open = _Runs()  # free runs, no two of them adjacent
+        self._promised = _Runs()  # free runs, each behind the last block of the sequence it is for
+        if n_blocks:
+            self._open.add(0, n_blocks)
+
+    @property
+    def n_free(self) -> int:
+        return self._open.n_blocks + self._promised.n_blocks
+
+    @property
+    def n_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def n_used(self) -> int:
+        return self.n_blocks - self.n_free - self.n_cached
+
+    def lookup(self, keys: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest run of leading keys that are held; changes nothing."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def n_takeable(self, kept: Sequence[int] = ()) -> int:
+        """How many blocks could be taken at most once `kept` have an owner more."""
+        return self.n_free + self.n_cached - sum(not self._n_owners[block] for block in kept)
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Give each block one owner more. Raises: ValueError if one of them is free."""
+        for block in blocks:
+            if not self._n_owners[block] and block not in self._cached:
+                raise ValueError(f"block {block} is free; take it first")
+        for block in blocks:
+            self._cached.pop(block, None)
+            self._n_owners[block] += 1
+
+    def take(self, n: int, after: int | None = None, room: int = 0) -> list[int]:
+        """Make the caller the owner of `n` blocks without contents.
+
+        They follow block `after`, which the caller owns, as far as those are free. From there on
+        they start where `room` blocks, these n included, are free in a row, or else as many as
+        there are; the free ones of those behind them are promised to the caller.
+
+        Raises: OutOfBlocks, with the pool unchanged.
+        """
+        if n > self.n_takeable():
+            raise OutOfBlocks(
+                f"{n} blocks are wanted, {self.n_free} are free and {self.n_cached} cached "
+                f"among {self.n_blocks}"
+            )
+        taken: list[int] = []
+        while len(taken) < n:
+            wanted = n - len(taken)
+            room_left = max(room - len(taken), wanted)
+            start, stop = self._run_behind(after) or self._new_run(wanted, room_left)
+            middle = min(start + wanted, stop)
+            promised = min(start + room_left, stop)
+            if middle < promised:
+                self._promised.add(middle, promised)
+            if promised < stop:
+                self._add_open(promised, stop)
+            for block in range(start, middle):
+                self._n_owners[block] = 1
+            taken += range(start, middle)
+            after = middle - 1
+        return taken
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Let a used block that is full be found by its key; the first block of a key stays it."""
+        assert self._n_owners[block], f"block {block} has no owner"
+        if key not in self._block_of and self._key_of[block] is None:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Take one owner from each block of a sequence, given head first.
+
+        Raises: ValueError if one of them has no owner.
+        """
+        for block in blocks:
+            if not self._n_owners[block]:
+                raise ValueError(f"block {block} is not in use")
+        for block in reversed(blocks):
+            self._n_owners[block] -= 1
+            if not self._n_owners[block]:
+                self._let_go(block)
+
+    def _let_go(self, block: int) -> None:
+        if block + 1 in self._promised:
+            self._add_open(block + 1, self._promised.remove(block + 1))
+        if self._key_of[block] is None:
+            self._add_open(block, block + 1)
+        else:
+            self._cached[block] = None
+
+    def _run_behind(self, block: int | None) -> tuple[int, int] | None:
+        """The free run that starts behind a used block, taken out of the free ones."""
+        for runs in (self._promised, self._open):
+            if block is not None and block + 1 in runs:
+                return block + 1, runs.remove(block + 1)
+        return None
+
+    def _new_run(self, n: int, room: int) -> tuple[int, int]:
+        """A free run for a sequence to start in, taken out of the free ones.
+
+        The shortest that has the room, else the longest, else the second half of what is promised
+        to another sequence.
+        """
+        promisable = max(self.n_blocks // MAX_PROMISED_PART - self._promised.n_blocks, 0)
+        self._evict(max(n - self.n_free, min(room, promisable) - self._open.n_blocks))
+        start, stop = self._open.fitting(room)
+        other_start, other_stop = self._promised.fitting(self.n_blocks)
+        halves = (other_stop - other_start) // 2
+        if stop - start >= min(room, max(halves, 1)):
+            return start, self._open.remove(start)
+        self._promised.remove(other_start)
+        middle = other_stop - max(halves, 1)
+        if other_start < middle:
+            self._promised.add(other_start, middle)
+        return middle, other_stop
+
+    def _evict(self, n: int) -> None:
+        for _ in range(min(n, len(self._cached))):
+            block, _ = self._cached.popitem(last=False)
+            key = self._key_of[block]
+            assert key is not None
+            self._key_of[block] = None
+            del self._block_of[key]
+            self._add_open(block, block + 1)
+
+    def _add_open(self, start: int, stop: int) -> None:
+        before = self._open.start_of(start)
+        if before is not None:
+            self._open.remove(before)
+            start = before
+        if stop in self._open:
+            stop = self._open.remove(stop)
+        self._open.add(start, stop)
+
+
+class _Runs:
+    """Disjoint runs [start, stop) of blocks, found by either end or by their length."""
+
+    def __init__(self) -> None:
+        self.n_blocks = 0
+        self._stops: dict[int, int] = {}  # of the run that starts here
+        self._starts: dict[int, int] = {}  # of the run that stops here
+        self._by_length: list[tuple[int, int]] = []  # (length, start), sorted
+
+    def __contains__(self, start: int) -> bool:
+        return start in self._stops
+
+    def start_of(self, stop: int) -> int | None:
+        return self._starts.get(stop)
+
+    def add(self, start: int, stop: int) -> None:
+        self._stops[start], self._starts[stop] = stop, start
+        insort(self._by_length, (stop - start, start))
+        self.n_blocks += stop - start
+
+    def remove(self, start: int) -> int:
+        """Take out the run that starts here. Returns: its stop."""
+        stop = self._stops.pop(start)
+        del self._starts[stop]
+        del self._by_length[bisect_left(self._by_length, (stop - start, start))]
+        self.n_blocks -= stop - start
+        return stop
+
+    def fitting(self, length: int) -> tuple[int, int]:
+        """The shortest run of at least this length, else the longest run; (0, 0) without any."""
+        if not self._by_length:
+            return 0, 0
+        at = bisect_left(self._by_length, (length, 0))
+        found, start = self._by_length[min(at, len(self._by_length) - 1)]
+        return start, start + found
+
+
+def prefix_keys(
+    tokens: Sequence[int], block_size: int, context: bytes, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """One key per full block of a sequence, which stands for all tokens up to the block's end.
+
+    `context` is whatever else shapes keys and values, or keeps those of strangers apart; `known`
+    are the keys of the first blocks.
+    """
+    keys = list(known)
+    # Of a kind of its own: a context chosen to look like a block's key must not find that block.
+    root = blake2b(context, digest_size=KEY_BYTES, person=b"context").digest()
+    for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
+        content = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])
+        parent = keys[-1] if keys else root
+        keys.append(blake2b(parent + content, digest_size=KEY_BYTES, person=b"block").digest())
+    return keys

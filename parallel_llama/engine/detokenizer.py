@@ -1,0 +1,65 @@
+"""Rank 0's view of a completion: ids to text, and where the text ends.
+
+It does not know how ids are drawn or when a completion runs.
+"""
+
+from parallel_llama.request import Request
+from parallel_llama.stop import StopChecker
+from parallel_llama.tokenizer import StreamDecoder, Tokenizer
+
+
+class Detokenizer:
+    """The text of one choice as it grows; without a tokenizer there is none, only its end.
+
+    A choice ends at a stop id or stop string, once it has the request's min_tokens; neither is a
+    part of the text, unless the request wants to see it.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self._request, params = request, request.params
+        self._decoder = (
+            StreamDecoder(tokenizer, request.prompt, skip_special=params.skip_special_tokens)
+            if tokenizer
+            else None
+        )
+        self._stop = StopChecker(params.stop, shows_stop=params.include_stop_str_in_output)
+        self._shown: list[str] = []
+        self._n_tokens = 0
+
+    @property
+    def text(self) -> str:
+        """Everything that was shown."""
+        return "".join(self._shown)
+
+    def push(self, token: int, is_last: bool) -> tuple[str, bool]:
+        """Text that may be shown now, and whether the completion stops at this token.
+
+        `is_last` says that no token can follow, so nothing is held back.
+        """
+        self._n_tokens += 1
+        is_stop = token in self._request.stop_ids
+        is_text = not is_stop or self._request.params.include_stop_str_in_output
+        shown = ""
+        if self._decoder is not None and is_text:
+            shown = self._show(self._through_stop(self._decoder.push(token)))
+        if is_stop or is_last:
+            shown += self.close()
+        return shown, is_stop or self._stop.found
+
+    def close(self) -> str:
+        """What was held back, now that nothing more comes."""
+        if self._decoder is None or self._stop.found:
+            return ""
+        tail = self._through_stop(self._decoder.flush())
+        return self._show(tail + self._stop.flush())
+
+    def _through_stop(self, piece: str) -> str:
+        """Stop strings are not looked at before there are min_tokens."""
+        if self._n_tokens <= self._request.params.min_tokens:
+            return piece
+        return self._stop.push(piece)
+
+    def _show(self, piece: str) -> str:
+        if piece:
+            self._shown.append(piece)
+        return piece

@@ -1,0 +1,62 @@
+"""From a step's scheduled tokens to the draws of its tokens, and what can come of a draw.
+
+A sequence that draws has one row for its last known token and one for each draft: what would be
+drawn there if the drafts before it had been.
+"""
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+from torch import Tensor
+
+from parallel_llama.engine.scheduler import ScheduledTokens
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.sampling import Draw, History, NoTokenLeft, Sampled, sample
+
+
+def draws_of(item: ScheduledTokens, history: History | None, mask: bytes | None) -> list[Draw]:
+    """The draws of one sequence, `mask` being which tokens may come next at all."""
+    sequence, request, drafts = item.sequence, item.request, item.drafts
+    draws = []
+    for n in range(1 + len(drafts)):
+        banned = request.banned_ids(sequence.n_drawn + n)
+        if request.bad_ids:
+            drawn = [*sequence.tokens[sequence.n_prompt :], *drafts[:n]]
+            banned |= request.ends_of_bad_words(drawn)
+        draws.append(
+            Draw(
+                request.params,
+                request.seed,
+                sequence.number,
+                len(sequence.tokens) + n,
+                request.index,
+                history,
+                drafts[:n],
+                banned,
+                mask,
+            )
+        )
+    return draws
+
+
+def draw_each(
+    logits: Tensor, vocab: range, draws: Sequence[Sequence[Draw]], comm: Communicator
+) -> list[list[Sampled]]:
+    """The tokens of each sequence's draws, up to the first draw that forbids every token.
+
+    Shapes: logits [n, V_local] local, one row per draw, sequence after sequence.
+    Collective: like `sample`, and once more for the other rows where one has no token.
+    """
+    rows = [draw for own in draws for draw in own]
+    try:
+        drawn = dict(enumerate(sample(logits, vocab, rows, comm)))
+    except NoTokenLeft as error:
+        able = [row for row in range(len(rows)) if row not in error.rows]
+        others = sample(logits[able], vocab, [rows[row] for row in able], comm)
+        drawn = dict(zip(able, others, strict=True))
+    tokens = []
+    stop = 0
+    for own in draws:
+        start, stop = stop, stop + len(own)
+        tokens.append([drawn[row] for row in takewhile(drawn.__contains__, range(start, stop))])
+    return tokens

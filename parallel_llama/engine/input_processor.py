@@ -1,0 +1,249 @@
+"""From what a person asks to requests: text to tokens, defaults filled in, everything checked.
+
+The whole of it happens before any weight is read, so that a prompt that is too long is refused at
+once. It imports no torch and does not know how requests run.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from parallel_llama.config import (
+    GenerationDefaults,
+    ModelArgs,
+    context_length,
+    load_generation_defaults,
+)
+from parallel_llama.engine.prompts import Prompt, Prompts, as_prompt, as_prompts
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.request import (
+    Request,
+    SamplingParams,
+    items_of,
+    new_seed,
+    resolve_max_tokens,
+    resolve_seed,
+    resolve_stop_ids,
+)
+from parallel_llama.structured import GrammarCompiler
+from parallel_llama.tokenizer import (
+    Chat,
+    ChatTemplate,
+    Tokenizer,
+    load_chat_template,
+    load_tokenizer,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class InputProcessor:
+    """The text side of one model: its tokenizer, chat template, sampling defaults and limits.
+
+    `max_seq_len` lowers the model's own context; `seed` is for requests without one, and None
+    draws a new one whenever requests are made.
+
+    Raises: UsageError if `max_seq_len` is beyond the model's context.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        args: ModelArgs,
+        *,
+        max_seq_len: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.files, self.args, self.seed = files, args, seed
+        self.max_seq_len = context_length(args, max_seq_len)
+        # What the KV cache holds, once there is one: an open max_tokens goes no further.
+        self.n_cache_tokens: int | None = None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises: UsageError if the model has no tokenizer, CheckpointError if it is damaged."""
+        if self.files.kind == "config":
+            raise UsageError(
+                f"{self.files.path.stem} is a shape without a tokenizer; give token ids, as "
+                '{"tokens": [..]} lines of --prompts or in --tokens-file'
+            )
+        return load_tokenizer(self.files.path)
+
+    @cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether text can go in and out; token ids always can."""
+        try:
+            return self.tokenizer is not None
+        except UsageError:
+            return False
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """How a conversation becomes tokens; None where the model has none."""
+        return load_chat_template(self.files.path, self.tokenizer)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What turns a request's grammar into masks over this model's vocabulary."""
+        return GrammarCompiler(self.tokenizer, self.args.vocab_size, self._eos_ids)
+
+    @cached_property
+    def defaults(self) -> GenerationDefaults:
+        return load_generation_defaults(self.files)
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """The sampling that the model's authors want, with whatever is given in its place.
+
+        Raises: UsageError for a value out of range, naming the model where the value is its own.
+        """
+        try:
+            return SamplingParams(**{**self.defaults.sampling, **given})
+        except UsageError as error:
+            SamplingParams(**given)
+            raise UsageError(
+                f"the model's own settings, in {self.files.path}: {error}; or give a value instead"
+            ) from error
+
+    def requests(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Request]:
+        """Requests for a prompt or some of them, whatever their forms.
+
+        Raises: UsageError naming the prompt that is none, empty, too long or not made for this
+        model.
+        """
+        given = as_prompts(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or self.sampling_params()] * len(given)
+        if len(params) != len(given):
+            raise UsageError(f"{len(given)} prompts and {len(params)} sampling params; match them")
+        seed = self.run_seed()
+        requests = []
+        for index, (prompt, own) in enumerate(zip(given, params, strict=True)):
+            try:
+                requests.append(self.request(index, prompt, own, seed))
+            except UsageError as error:
+                raise UsageError(f"prompt {index}: {error}") from error
+        return requests
+
+    def run_seed(self) -> int:
+        """What requests without a seed get theirs from: the one that was given, else a new one."""
+        return new_seed() if self.seed is None else self.seed
+
+    def request(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        run_seed: int | None = None,
+    ) -> Request:
+        """The request for one prompt; where it has no seed, it gets one of `run_seed` and `index`.
+
+        Raises: UsageError for a prompt or settings that this model cannot take.
+        """
+        params = params or self.sampling_params()
+        tokens = self._tokens(as_prompt(prompt))
+        limit = self.max_seq_len
+        if params.max_tokens is None and self.n_cache_tokens is not None:
+            limit = min(limit, self.n_cache_tokens)
+        most = resolve_max_tokens(len(tokens), params, limit)
+        self.check_sequence(tokens)
+        if not self.has_tokenizer:
+            for name in ("stop", "bad_words", "grammar"):
+                if getattr(params, name):
+                    raise UsageError(f"{name} needs a tokenizer and this model has none")
+        if params.grammar is not None:
+            self.grammars.matcher(params.grammar)  # kept, so that the engine finds it compiled
+            if params.logit_bias:
+                logger.warning(
+                    "request %d: its logit_bias cannot bring back a token that its grammar forbids",
+                    index,
+                )
+        self._check_ids("logit_bias", (token for token, _ in params.logit_bias))
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        return Request(
+            index,
+            tokens,
+            replace(params, max_tokens=most),
+            resolve_seed(params, self.run_seed() if run_seed is None else run_seed, index),
+            resolve_stop_ids(params, self._eos_ids),
+            self._spellings(params.bad_words),
+        )
+
+    def chats(
+        self,
+        messages: Any,
+        tools: Sequence[Mapping[str, Any]],
+        documents: Sequence[Mapping[str, Any]],
+        template_vars: Mapping[str, Any],
+    ) -> list[Chat]:
+        """The chats of one conversation, or of each of a list of them.
+
+        Raises: UsageError for what is neither.
+        """
+        items = items_of(messages)
+        if not items:
+            raise UsageError("give a conversation, a list of messages, or a list of conversations")
+        conversations = [items] if isinstance(items[0], Mapping) else items
+        return [Chat(each, tools, documents, template_vars) for each in conversations]
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        if (largest := max(ids, default=0)) >= self.args.vocab_size:
+            raise UsageError(
+                f"{name}: token id {largest} is outside the vocabulary, "
+                f"0 to {self.args.vocab_size - 1}"
+            )
+
+    def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The ids of each word, as it is spelled at the beginning of a text and inside one."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip(" ")):
+                found[tuple(self.tokenizer.encode(text, bos=False, special=False))] = None
+        return tuple(filter(None, found))
+
+    def check_sequence(self, tokens: Sequence[int]) -> None:
+        """Check token ids that are to be scored.
+
+        Raises: UsageError for an empty sequence, one beyond the context, or an id that is none.
+        """
+        if not tokens:
+            raise UsageError("it is empty; give at least one token")
+        if len(tokens) > self.max_seq_len:
+            raise UsageError(
+                f"{len(tokens)} tokens and the context is {self.max_seq_len}; "
+                f"shorten it by {len(tokens) - self.max_seq_len}"
+            )
+        for token in tokens:
+            if type(token) is not int:  # bool is an int to Python
+                raise UsageError(f"token {token!r} is not a whole number")
+            if not 0 <= token < self.args.vocab_size:
+                raise UsageError(
+                    f"token id {token} is outside the vocabulary, 0 to {self.args.vocab_size - 1}"
+                )
+
+    def _tokens(self, prompt: str | list[int] | Chat) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt)) if prompt else ()
+        if isinstance(prompt, list):
+            return tuple(prompt)
+        if self.chat_template is None:
+            raise UsageError(
+                f"{self.files.path} has no chat template, so it is no chat model; "
+                "give text without a chat"
+            )
+        return tuple(self.chat_template.encode(prompt))
+
+    @cached_property
+    def _eos_ids(self) -> frozenset[int]:
+        """Every id that ends a text or a turn, as far as any of the model's files says."""
+        ids = frozenset(self.defaults.eos_ids)
+        if self.has_tokenizer:
+            ids |= self.tokenizer.eos_ids
+            ids |= self.chat_template.stop_ids if self.chat_template else frozenset()
+        return ids

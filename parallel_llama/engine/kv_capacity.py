@@ -1,0 +1,168 @@
+"""How many tokens the KV cache holds: from the memory at hand, agreed across the ranks."""
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.errors import OutOfMemory, UsageError
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.plan import ShardPlan, kv_bytes_per_token
+
+# Of the memory that is free once the weights are loaded, on the CPU shared by all ranks of a host.
+CPU_SHARE, CUDA_SHARE = 0.5, 0.9
+# On the CPU no more than this without being asked: beside the model there are other programs.
+MAX_CPU_BYTES = 2 << 30
+
+_NO_MEMORY = re.compile(
+    r"can('t|not) allocate memory|not enough memory|out of memory", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The blocks of the KV cache, the same number on every rank; bytes are the fullest rank's."""
+
+    n_blocks: int
+    block_size: int
+    n_bytes: int
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_blocks * self.block_size
+
+    def n_full_requests(self, max_seq_len: int) -> int:
+        """How many requests of `max_seq_len` tokens fit at the same time."""
+        return self.n_blocks // -(-max_seq_len // self.block_size)
+
+
+class CacheSize:
+    """How large each rank's KV cache is to be: `n_bytes`, or what there is room for.
+
+    Raises: UsageError if a cache of `n_bytes` cannot hold one block on every rank.
+    """
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        plan: ShardPlan,
+        dtype: torch.dtype,
+        block_size: int,
+        n_bytes: int | None,
+    ) -> None:
+        if block_size < 1:
+            raise UsageError(f"block_size={block_size}: a block holds at least 1 token")
+        self.block_size, self.n_bytes = block_size, n_bytes
+        self._block_bytes = [
+            kv_bytes_per_token(args, share, dtype.itemsize) * block_size for share in plan.shares
+        ]
+        widest = max(self._block_bytes)
+        if n_bytes is not None and n_bytes < widest:
+            raise UsageError(
+                f"kv_cache_bytes={n_bytes} and one block of {block_size} tokens takes {widest} "
+                "bytes on a rank; raise kv_cache_bytes, lower block_size, or use more ranks"
+            )
+
+    def agree(self, comm: Communicator, device: torch.device) -> Capacity:
+        """As many blocks as the rank with the least room can hold.
+
+        Raises: UsageError, on all ranks alike, if that is not one block, or if a rank has less free
+        memory than `n_bytes`.
+        Collective: one all_gather.
+        """
+        free, room = _free_and_room(device, comm.size)
+        room = room if self.n_bytes is None else self.n_bytes
+        frees, rooms = comm.all_gather(torch.tensor([free, room])).unbind(1)
+        least = int(frees.argmin())
+        if self.n_bytes is not None and self.n_bytes > frees[least]:
+            raise UsageError(
+                f"kv_cache_bytes={self.n_bytes} and rank {least} has {frees[least]} bytes of free "
+                "memory; lower kv_cache_bytes"
+            )
+        n_blocks = [int(room) // each for room, each in zip(rooms, self._block_bytes, strict=True)]
+        tightest = n_blocks.index(min(n_blocks))
+        if n_blocks[tightest] < 1:
+            raise UsageError(
+                f"rank {tightest} has {rooms[tightest]} bytes for its KV cache and one block of "
+                f"{self.block_size} tokens takes {self._block_bytes[tightest]}; free some memory, "
+                "or use more ranks on more hosts"
+            )
+        n_bytes = n_blocks[tightest] * max(self._block_bytes)
+        return Capacity(n_blocks[tightest], self.block_size, n_bytes)
+
+
+@contextmanager
+def memory_for(what: str, remedy: str) -> Iterator[None]:
+    """Says what memory was wanted for, and what makes it less, where it cannot be had.
+
+    Raises: OutOfMemory.
+    """
+    try:
+        yield
+    except RankError:  # one that tells of another rank's lack of memory is not of this rank's
+        raise
+    except (MemoryError, OSError, RuntimeError) as error:
+        text = str(error)
+        # torch has no error of its own for the CPU's memory.
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text):
+            raise
+        asked = re.search(r"(\d+) bytes", text)
+        size = f" ({asked[1]} bytes at once)" if asked else ""
+        raise OutOfMemory(f"there is no memory for {what}{size}; {remedy}") from error
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that programs can still take without swapping, limits of container and process heeded.
+
+    Where the system below `root` does not say, as much as the cache wants at the most.
+    """
+    available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
+    if available is None:
+        return int(MAX_CPU_BYTES / CPU_SHARE)
+    left = [available << 10, *_room_in_address_space(root)]
+    cgroup = root / "sys" / "fs" / "cgroup"
+    for folder, limit, used, prefix in (  # versions 2 and 1
+        (cgroup, "memory.max", "memory.current", ""),
+        (cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        try:
+            n_left = int((folder / limit).read_text()) - int((folder / used).read_text())
+        except (OSError, ValueError):  # no container, or one without a limit, which it calls "max"
+            continue
+        # What files left in memory counts as used, and makes way for a cache.
+        stat = _numbers(folder / "memory.stat")
+        left.append(n_left + sum(stat.get(f"{prefix}{s}active_file", 0) for s in ("", "in")))
+    return max(0, min(left))
+
+
+def _room_in_address_space(root: Path) -> list[int]:
+    """What `ulimit -v` leaves this process, where it is set."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    taken = _numbers(root / "proc" / "self" / "status").get("VmSize:")
+    if limit == resource.RLIM_INFINITY or taken is None:
+        return []
+    return [limit - (taken << 10)]
+
+
+def _free_and_room(device: torch.device, n_ranks: int) -> tuple[int, int]:
+    """Bytes that this rank can still take, and what its cache takes of them without being asked."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free, int(free * CUDA_SHARE)
+    free = available_memory()
+    return free, min(MAX_CPU_BYTES, int(free * CPU_SHARE) // n_ranks)
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first number behind each line's first word; nothing where there is no such file."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except (OSError, ValueError):
+        return {}
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

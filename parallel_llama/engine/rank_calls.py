@@ -1,0 +1,72 @@
+"""What ranks do together between two steps of the engine, and how rank 0 sends them to it.
+
+Each call is called on rank 0, which does its part itself; the other ranks are in `serve_rank`.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+import torch
+
+from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.machine import Machine, measure
+from parallel_llama.engine.model_runner import Chunk
+from parallel_llama.errors import NumericalError
+from parallel_llama.sampling import score
+
+_SCORED_AT_ONCE = 256  # positions whose logits exist at once
+
+_SCORE, _MEASURE, _CLOSE = b"s", b"m", b"c"
+
+
+def serve_rank(engine: Engine) -> None:
+    """Serve rank 0, with steps and rank_calls, until it closes; for ranks above 0."""
+    while True:
+        with suppress(NumericalError):  # rank 0 has it too, and is the one to tell
+            engine.step()
+            call, body = engine.call[:1], engine.call[1:]
+            if call == _CLOSE:
+                return
+            if call == _MEASURE:
+                measure(engine.comm, engine.runner.device)
+            elif call == _SCORE:
+                _score(engine, msgspec.msgpack.decode(body, type=list[int]))
+
+
+def score_sequence(engine: Engine, tokens: Sequence[int]) -> list[float]:
+    """Natural-log probabilities of every token after the first, given those before it.
+
+    The cache must have room for them.
+    """
+    engine.send(_SCORE + msgspec.msgpack.encode(tokens))
+    return _score(engine, tokens)
+
+
+def measure_machine(engine: Engine) -> Machine:
+    """How fast the ranks read their memory, and how much of it they have held."""
+    engine.send(_MEASURE)
+    return measure(engine.comm, engine.runner.device)
+
+
+def close(engine: Engine) -> None:
+    """Let the other ranks leave `serve_rank`."""
+    engine.send(_CLOSE)
+
+
+def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
+    """Every rank's part, in chunks."""
+    runner, pool = engine.runner, engine.pool
+    blocks = pool.take(-(-len(tokens) // pool.block_size))
+    logprobs: list[float] = []
+    try:
+        for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
+            targets = torch.tensor(
+                tokens[start + 1 : start + 1 + _SCORED_AT_ONCE], device=runner.device
+            )
+            chunk = Chunk(tokens[start : start + len(targets)], start, blocks, len(tokens))
+            logits = runner.logits(runner.forward([chunk]))
+            logprobs += score(logits, runner.share.vocab, targets, engine.comm).tolist()
+    finally:
+        pool.release(blocks)
+    return logprobs

@@ -1,0 +1,37 @@
+"""Llama 1 to 3, and whoever trained another model of their shape.
+
+Source: LlamaConfig of transformers 5.23; ggml's docs/gguf.md.
+"""
+
+from typing import Any
+
+from parallel_llama.errors import UsageError
+from parallel_llama.families.family import Family
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.files.fields import Fields
+
+
+def _features(fields: Fields) -> dict[str, Any]:
+    return {
+        "attention_bias": fields.flag("attention_bias", False),
+        "mlp_bias": fields.flag("mlp_bias", False),
+    }
+
+
+def _writes(args: ModelArgs) -> dict[str, Any]:
+    if args.has_wo_bias != args.attention_bias:
+        raise UsageError(
+            "biases of some of the attention's projections: config.json of a Llama has no words "
+            "for them; use --format native"
+        )
+    return {"attention_bias": args.attention_bias, "mlp_bias": args.mlp_bias}
+
+
+LLAMA = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    base_architecture="LlamaModel",
+    reads=frozenset({"attention_bias", "mlp_bias"}),
+    features=_features,
+    writes=_writes,
+)

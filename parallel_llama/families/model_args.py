@@ -1,0 +1,185 @@
+"""What a model is, in numbers, whichever file they come from.
+
+Values that no model can have are refused when the arguments are made, so nothing later has to.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from parallel_llama.dtypes import DTYPES
+from parallel_llama.errors import UsageError
+
+# The largest sizes accepted, far beyond any model: a damaged file must not ask for terabytes.
+MAX_SIZES = {
+    "dim": 1 << 20, "n_layers": 1 << 12, "n_heads": 1 << 14, "n_kv_heads": 1 << 14,
+    "head_dim": 1 << 14, "ffn_dim": 1 << 24, "vocab_size": 1 << 24, "max_seq_len": 1 << 30,
+}  # fmt: skip
+
+# Features that families have and nothing computes yet, and the value with which each is left out.
+_NEUTRAL: dict[str, object] = {
+    "norm": "rms",
+    "activation": "silu",
+    "parallel_block": False,
+    "qk_norm": False,
+    "sliding_window": None,
+    "attention_soft_cap": None,
+    "logit_soft_cap": None,
+    "n_experts": 0,
+    "embedding_scale": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    kind `linear` divides positions by `factor`; `dynamic` raises the base with the length that the
+    sequence has when a token comes; `llama3` and `yarn` treat low and high frequencies differently;
+    `factors` divides each frequency by its own number (GGUF files carry llama3 scaling so).
+
+    Raises: UsageError for a value that no rotary table can be computed from.
+    Source: linear arXiv 2306.15595; yarn arXiv 2309.00071; llama3 as in Meta's llama-models.
+    """
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "factors"]
+    factor: float = 1.0
+    original_max_seq_len: int | None = None
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn; None: computed from factor and the mscales
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range outwards
+    factors: tuple[float, ...] = ()  # factors: one per rotary pair
+
+    def __post_init__(self) -> None:
+        names = "factor", "low_freq_factor", "beta_fast", "beta_slow"
+        positive: dict[str, float | None] = {name: getattr(self, name) for name in names}
+        positive |= {f"factors[{i}]": factor for i, factor in enumerate(self.factors)}
+        positive["attention_factor"] = self.attention_factor
+        for name, value in positive.items():
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"rope scaling {name}={value}: use a finite number above 0")
+        if self.kind in ("llama3", "yarn") and self.original_max_seq_len is None:
+            raise UsageError(
+                f"rope scaling {self.kind!r} needs the length of the trained context; "
+                "set original_max_position_embeddings"
+            )
+        limit = MAX_SIZES["max_seq_len"]
+        if self.original_max_seq_len is not None and not 1 <= self.original_max_seq_len <= limit:
+            raise UsageError(
+                f"rope scaling with a trained context of {self.original_max_seq_len} tokens; "
+                f"use 1 to {limit}"
+            )
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise UsageError(
+                f"low_freq_factor={self.low_freq_factor} and high_freq_factor="
+                f"{self.high_freq_factor}: the high one must be the larger"
+            )
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Everything about a Llama-family model that shapes its weights or its arithmetic.
+
+    Names are those of Meta's params.json where it has one.
+
+    Raises: UsageError for values that no model can have.
+    """
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab_size: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_seq_len: int = 2048
+    tied_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str = "bfloat16"  # of the weights as stored; 'float32' for quantised GGUF files
+    family: str = "llama"
+    wo_bias: bool | None = None  # where it differs from attention_bias, which wq, wk and wv have
+    norm: str = "rms"
+    activation: str = "silu"
+    parallel_block: bool = False  # attention and feed-forward side by side
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    n_experts: int = 0
+    embedding_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, neutral in _NEUTRAL.items():
+            if (value := getattr(self, name)) != neutral:
+                raise UsageError(f"{name}={value!r} does not run yet; supported: {neutral!r}")
+        if self.wo_bias == self.attention_bias:
+            object.__setattr__(self, "wo_bias", None)
+        for name, limit in MAX_SIZES.items():
+            value = getattr(self, name)
+            if not 1 <= value <= limit:
+                raise UsageError(f"{name}={value}: use a whole number from 1 to {limit}")
+        if self.n_heads % self.n_kv_heads:
+            raise UsageError(
+                f"n_heads={self.n_heads} and n_kv_heads={self.n_kv_heads}: every KV head serves "
+                "the same number of query heads; use a divisor of n_heads"
+            )
+        if self.head_dim % 2:
+            raise UsageError(f"head_dim={self.head_dim}: rotary pairs need an even number")
+        if not 0 <= self.norm_eps < math.inf:
+            raise UsageError(f"norm_eps={self.norm_eps}: use a finite number from 0, as 1e-5")
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
+            raise UsageError(f"rope_theta={self.rope_theta}: use a finite number above 1")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype={self.dtype!r}: weights are read in {', '.join(DTYPES)}")
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        if scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
+            raise UsageError(
+                f"rope scaling has {len(scaling.factors)} factors and head_dim={self.head_dim}: "
+                f"there are {self.head_dim // 2} rotary pairs, each needs one"
+            )
+        if scaling.kind == "dynamic" and self.head_dim == 2:
+            raise UsageError("head_dim=2 has one rotary pair, and dynamic rope scaling needs two")
+
+    @property
+    def has_wo_bias(self) -> bool:
+        return self.attention_bias if self.wo_bias is None else self.wo_bias
+
+
+def head_size(dim_key: str, dim: int, heads_key: str, n_heads: int) -> int:
+    """The width of a head where a file leaves it to the model's width and number of heads.
+
+    Raises: UsageError, with the file's own names for the two, unless they divide.
+    """
+    if n_heads < 1 or dim % n_heads:
+        raise UsageError(
+            f"{dim_key}={dim} and {heads_key}={n_heads}: the width must be a multiple of the heads"
+        )
+    return dim // n_heads
+
+
+def context_length(args: ModelArgs, wanted: int | None = None) -> int:
+    """The longest sequence that may run: the model's own context, or less where less is wanted.
+
+    Raises: UsageError for more than the model's own.
+    """
+    limit = args.max_seq_len
+    if args.rope_scaling is not None and args.rope_scaling.kind == "dynamic":
+        limit = round(limit * args.rope_scaling.factor)
+    if wanted is None:
+        return limit
+    if not 1 <= wanted <= limit:
+        raise UsageError(
+            f"max_seq_len={wanted}: this model's context is {limit} tokens; use 1 to {limit}"
+        )
+    return wanted

@@ -1,0 +1,93 @@
+"""What each layout calls a weight: Meta's, HF's and GGUF's names.
+
+Meta's names are the model's own. A name that two rows match, or none, is an error, so that no
+weight is ever taken for another in silence.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Layout = Literal["meta", "hf", "gguf"]
+RotaryOrder = Literal["interleaved", "half"]
+
+
+@dataclass(frozen=True)
+class Names:
+    """One row: the name of a weight in each layout; `*` stands for the same part in all three."""
+
+    meta: str
+    hf: str
+    gguf: str
+
+    def pattern(self, layout: Layout) -> str:
+        pattern: str = getattr(self, layout)
+        return pattern
+
+
+LLAMA_NAMES = (
+    Names("tok_embeddings.weight", "model.embed_tokens.weight", "token_embd.weight"),
+    Names("norm.weight", "model.norm.weight", "output_norm.weight"),
+    Names("output.weight", "lm_head.weight", "output.weight"),
+    *(
+        Names(f"layers.*.{meta}", f"model.layers.*.{hf}", f"blk.*.{gguf}")
+        for meta, hf, gguf in (
+            ("attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
+            ("attention.wq.*", "self_attn.q_proj.*", "attn_q.*"),
+            ("attention.wk.*", "self_attn.k_proj.*", "attn_k.*"),
+            ("attention.wv.*", "self_attn.v_proj.*", "attn_v.*"),
+            ("attention.wo.*", "self_attn.o_proj.*", "attn_output.*"),
+            ("ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
+            ("feed_forward.w1.*", "mlp.gate_proj.*", "ffn_gate.*"),
+            ("feed_forward.w2.*", "mlp.down_proj.*", "ffn_down.*"),
+            ("feed_forward.w3.*", "mlp.up_proj.*", "ffn_up.*"),
+        )
+    ),
+)
+
+# Some files carry them; the model computes its own from the configuration.
+_ROTARY_TABLES: dict[Layout, tuple[str, ...]] = {
+    "meta": ("rope.freqs", "layers.*.attention.inner_attention.rope.freqs"),
+    "hf": ("model.rotary_emb.inv_freq", "model.layers.*.self_attn.rotary_emb.inv_freq"),
+    "gguf": ("rope_freqs.weight",),
+}
+
+_IN_BASE_MODEL = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
+
+
+def renamed(name: str, source: Layout, target: Layout, names: Sequence[Names] = LLAMA_NAMES) -> str:
+    """The name in layout `target` of the weight that layout `source` calls `name`.
+
+    >>> renamed("layers.3.attention.wq.bias", "meta", "hf")
+    'model.layers.3.self_attn.q_proj.bias'
+
+    Raises: KeyError unless exactly one row of the table matches.
+    """
+    hits = [
+        (row, match)
+        for row in names
+        if (match := _compiled(row.pattern(source)).fullmatch(name)) is not None
+    ]
+    if len(hits) != 1:
+        raise KeyError(f"{name}: {len(hits)} rows of the name table match, need exactly 1")
+    row, match = hits[0]
+    parts = iter(match.groups())
+    return re.sub(r"\*", lambda _: next(parts), row.pattern(target))
+
+
+def hf_full_name(name: str) -> str:
+    """The name of a weight in HF's model with a head; the base model leaves out the `model.`.
+
+    >>> hf_full_name("norm.weight"), hf_full_name("lm_head.weight")
+    ('model.norm.weight', 'lm_head.weight')
+    """
+    return f"model.{name}" if name.startswith(_IN_BASE_MODEL) else name
+
+
+def is_rotary_table(name: str, layout: Layout) -> bool:
+    return any(_compiled(pattern).fullmatch(name) for pattern in _ROTARY_TABLES[layout])
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))

@@ -1,0 +1,111 @@
+"""Files of anybody: the one place where the file system is asked about them.
+
+What it does not let us see is an error, and never the answer that nothing is there. Contents are
+read with a bound on their size.
+"""
+
+import errno
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+
+from parallel_llama.errors import CheckpointError, UnreadableFile
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path leads to anything, links followed.
+
+    Raises: UnreadableFile if the system does not say: no permission, a loop of links. So do all
+    functions here.
+    """
+    return _mode(path) != 0
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a regular file."""
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: Path) -> bool:
+    return stat.S_ISDIR(_mode(path))
+
+
+def has_short_name(path: Path) -> bool:
+    """Whether something could lie at a path, as far as the length of its name goes."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    return True
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of what lies in a folder, in order."""
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+
+
+def expanded(path: str) -> Path:
+    """The path with a leading ~ or ~user replaced, as far as there is such a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def resolved(path: Path) -> Path:
+    """The path with all links followed."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise _unreadable(path, error) from error
+
+
+def open_file(path: Path) -> BufferedReader:
+    """A file, opened to read its bytes."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A block that reads an open file; what the system refuses there is a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The content of a file.
+
+    Raises: CheckpointError if it cannot be read or is larger than `max_bytes`.
+    """
+    with open_file(path) as file, reading(path):
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the most that is read")
+    return data
+
+
+def _mode(path: Path) -> int:
+    """The kind and permissions of what a path leads to; 0 where there is nothing."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
+        return 0
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # then nothing can have it
+            return 0
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> UnreadableFile:
+    reason = getattr(error, "strerror", None) or error
+    return UnreadableFile(f"{str(path)[:500]}: cannot be read: {reason}")

@@ -1,0 +1,70 @@
+"""What the tools of the Hugging Face hub have downloaded: where it lies, and which models it is.
+
+The layout is the hub's, and so are the variables of the environment that move it. Nothing is
+fetched, and nothing of the hub's is imported.
+
+Source: huggingface_hub 2.4, constants.py and its guide to the cache.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from parallel_llama.errors import UsageError
+from parallel_llama.files.bounded_files import expanded, is_folder, is_there, names_in, read_bytes
+
+MAX_REVISION_BYTES = 256
+
+_PART = r"\w(?:[\w.-]{0,94}\w)?"
+_NAME = re.compile(rf"(?!.*(?:--|\.\.)){_PART}/{_PART}", re.ASCII)
+_REVISION = re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether the hub could have a model of this name.
+
+    >>> is_hub_name("HuggingFaceTB/SmolLM2-135M-Instruct"), is_hub_name("./model")
+    (True, False)
+    """
+    return _NAME.fullmatch(name) is not None
+
+
+def hub_folder(name: str) -> Path:
+    """Where the hub keeps what it has of a model, downloaded or not."""
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = _followed(os.environ.get("HF_HOME", f"{caches}/huggingface"))
+    cache = os.environ.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub")  # the older name
+    return _followed(os.environ.get("HF_HUB_CACHE", cache)) / f"models--{name.replace('/', '--')}"
+
+
+def find_snapshot(name: str) -> Path | None:
+    """The folder of a model's files, as its main branch was when it was last downloaded.
+
+    Where that is not noted it is the only snapshot there. None if nothing was downloaded.
+
+    Raises: UsageError if several are there, or not the one that is noted.
+    """
+    folder = hub_folder(name)
+    snapshots, main = folder / "snapshots", folder / "refs" / "main"
+    if not is_folder(snapshots):
+        return None
+    held = [revision for revision in names_in(snapshots) if is_folder(snapshots / revision)]
+    wanted = [_noted(main)] if is_there(main) else held
+    if len(wanted) != 1 or wanted[0] not in held:
+        meant = f"wants {wanted[0][:80]!r}" if is_there(main) else "is not there"
+        raise UsageError(
+            f"{folder}: has {len(held)} snapshots, and refs/main, which says which one is meant, "
+            f"{meant}; run: hf download {name}"
+        )
+    return snapshots / wanted[0]
+
+
+def _noted(main: Path) -> str:
+    text = read_bytes(main, MAX_REVISION_BYTES).decode(errors="replace").strip()
+    if not _REVISION.fullmatch(text):
+        raise UsageError(f"{main}: {text[:80]!r} is no revision; remove the file, or download anew")
+    return text
+
+
+def _followed(path: str) -> Path:
+    return Path(os.path.expandvars(expanded(path)))

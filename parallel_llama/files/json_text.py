@@ -1,0 +1,55 @@
+"""JSON of anybody: what is broken, too large or nested too deeply is refused in words."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.errors import CheckpointError, shown
+from parallel_llama.files.bounded_files import read_bytes
+
+MAX_CONFIG_BYTES = 16 << 20
+
+_Hook = Callable[[list[tuple[str, Any]]], dict[str, Any]]
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value; ValueError says where it is broken."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
+    except RecursionError:
+        raise ValueError("not usable JSON: it is nested too deeply") from None
+
+
+def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises: CheckpointError if the file cannot be read, is larger than `max_bytes`, is not JSON or
+    not an object, or gives a key twice.
+    """
+    return json_object(path, read_bytes(path, max_bytes), _without_repeats)
+
+
+def json_object(path: Path, data: str | bytes, hook: _Hook | None = None) -> dict[str, Any]:
+    """The object in a file's content, whose keys and values `hook` makes into a mapping.
+
+    Raises: CheckpointError if it is not JSON or not an object.
+    """
+    try:
+        value = json.loads(data, object_pairs_hook=hook)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {shown(repeated, 80)} appears twice")
+    return value

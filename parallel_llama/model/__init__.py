@@ -1,0 +1,1 @@
+"""The transformer, as one rank sees it."""

@@ -1,0 +1,119 @@
+"""Grouped-query attention of this rank's heads over packed sequences.
+
+A batch holds chunks of sequences end to end, [T, ...] without padding. Each chunk attends to its
+own past in the KV cache and to nothing else, so a request's result does not depend on its
+neighbours. It does not know which heads are whose: the plan's runs say which query heads share
+which KV heads.
+
+Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.model.kv_cache import KVCache, Past
+from parallel_llama.model.layers import ColumnParallelLinear, RowParallelLinear, end_to_end
+from parallel_llama.ops import DecodeBatch, TorchOps
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.plan import Run, Share
+
+
+@dataclass(frozen=True)
+class Window:
+    """What consecutive queries of one sequence see: their rows of the batch, and their past.
+
+    Shapes: `queries` is a slice of the batch's T tokens; `pasts`, one per run of heads, hold the
+    sequence from its first token to the last query's; `mask` is [len(queries), S], 0 where a query
+    may look and -inf elsewhere, or None where the causal mask is whole (a prompt from its start) or
+    hides nothing (one token).
+    """
+
+    queries: slice
+    pasts: tuple[Past, ...]
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one forward pass, sequences end to end.
+
+    Each token is in one of the `windows`, or a row of `decode`: what it sees is there.
+
+    Shapes: tokens [T] int64, slots [T] int64, rotations [T, 1, head_dim / 2] complex, rows [n]
+    int64 (those whose result is wanted, None for all); all replicated.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    rotations: Tensor
+    windows: tuple[Window, ...]
+    decode: DecodeBatch | None
+    rows: Tensor | None
+
+
+class Attention(nn.Module):
+    """One attention block: wq, wk, wv by columns, wo by rows.
+
+    `pack` lays wq, wk and wv end to end once they are filled; `forward` needs it done.
+
+    Shapes: x [T, dim] replicated; the result [T, dim] replicated.
+    Collective: the all_reduce of wo.
+    """
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        share: Share,
+        layer: int,
+        comm: Communicator,
+        ops: TorchOps,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.layer, self.runs, self.ops = layer, share.runs, ops
+        self.head_dim, self.n_local_heads = args.head_dim, share.n_local_heads
+        q_rows = range(share.n_local_heads * args.head_dim)
+        kv_rows = range(share.n_local_kv_heads * args.head_dim)
+        self.wq, self.wk, self.wv = (
+            ColumnParallelLinear(args.dim, rows, ops, dtype, bias=args.attention_bias)
+            for rows in (q_rows, kv_rows, kv_rows)
+        )
+        self.wo = RowParallelLinear(q_rows, args.dim, comm, ops, dtype, bias=args.has_wo_bias)
+
+    def pack(self) -> None:
+        self.wqkv = end_to_end(self.wq, self.wk, self.wv)
+
+    def forward(self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None) -> Tensor:
+        qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
+        self.ops.rotate_and_store(qkv, batch.rotations, batch.slots, *cache.layer(self.layer))
+        q = qkv[:, : self.n_local_heads]
+        o = attend(q, self.layer, batch, cache, self.runs, self.ops)  # [T, H * D] local
+        return self.wo(o if rows is None else o[rows])  # type: ignore[no-any-return]
+
+
+def attend(
+    q: Tensor, layer: int, batch: Batch, cache: KVCache, runs: Sequence[Run], ops: TorchOps
+) -> Tensor:
+    """Softmax attention of every query over its own keys, run by run of equal groups.
+
+    A rank with 5 query heads over 2 KV heads is two runs, 3 + 2.
+
+    Shapes: q [T, H, D] local; the result [T, H * D] local.
+    """
+    o = q.new_empty(q.shape)
+    k, v = cache.layer(layer)
+    for number, run in enumerate(runs):
+        heads = slice(run.heads.start, run.heads.stop)
+        own = slice(run.kv_heads.start, run.kv_heads.stop)
+        if batch.decode is not None:
+            ops.decode_attention(q[:, heads], k[own], v[own], batch.decode, o[:, heads])
+        for window in batch.windows:
+            keys, values = window.pasts[number].layer(layer)
+            o[window.queries, heads] = ops.prefill_attention(
+                q[window.queries, heads], keys, values, window.mask
+            )
+    return o.flatten(1)

@@ -1,0 +1,61 @@
+"""Weights in memory with huge pages, so that reading them all is not a search for their addresses.
+
+Decoding reads every weight once a step; with pages of 4 KiB the processor looks up an address for
+each of them, and waits. Where a system has no huge pages to give, it gives small ones.
+
+Source: Linux's admin guide, "Transparent Hugepage Support".
+"""
+
+import mmap
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor
+
+from parallel_llama.ops.formats import DenseWeight
+
+_LINE_BYTES = 64  # of a cache: where a weight begins
+
+
+class HugePages:
+    """One stretch of the CPU's memory with room for some weights, which move there end to end.
+
+    `values` are the weights' before they are filled: their sizes count.
+    """
+
+    def __init__(self, values: Collection[Tensor]) -> None:
+        self._memory = _huge_pages(sum(_rounded(each.nbytes) for each in values))
+        self._n_used = 0
+
+    def move(self, weights: Iterable[DenseWeight]) -> None:
+        """Move weights here that are there by now, so that none is held twice for long.
+
+        Weights that share memory go on sharing it.
+        """
+        owners: dict[int, list[DenseWeight]] = {}
+        for weight in weights:
+            if weight.values.numel():
+                storage = weight.values.untyped_storage()
+                owners.setdefault(storage.data_ptr(), []).append(weight)
+        for sharing in owners.values():
+            old = sharing[0].values.untyped_storage()
+            new = self._memory[self._n_used : self._n_used + old.nbytes()]
+            new.copy_(torch.empty(0, dtype=torch.uint8).set_(old))
+            for weight in sharing:
+                values = weight.values
+                whole = new.view(values.dtype)
+                offset = whole.storage_offset() + values.storage_offset()
+                weight.values = whole.as_strided(values.shape, values.stride(), offset)
+            self._n_used += _rounded(old.nbytes())
+
+
+def _rounded(n_bytes: int) -> int:
+    return -(-n_bytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def _huge_pages(n_bytes: int) -> Tensor:
+    """Fresh memory. Shapes: [n_bytes] uint8."""
+    memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

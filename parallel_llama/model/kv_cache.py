@@ -1,0 +1,105 @@
+"""The paged KV cache: keys and values of this rank's KV heads, in blocks.
+
+A slot is one token's place, a block is `block_size` consecutive slots, and a sequence's block table
+lists its blocks in order. Who owns which block is kept
+elsewhere, the same on every rank, since it counts tokens and not bytes; here are the tensors.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.plan import Share
+
+
+class KVCache:
+    """Keys and values of all layers for `n_blocks` blocks.
+
+    Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, D] local; keys are kept as they are
+    attended to, rotated and in the interleaved order of `rope`.
+    """
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        share: Share,
+        n_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.n_blocks, self.block_size = n_blocks, block_size
+        n_kv = share.n_local_kv_heads
+        shape = (args.n_layers, 2, n_kv, n_blocks * block_size, args.head_dim)
+        self._kv = torch.empty(shape, dtype=dtype, device=device)
+        self.k, self.v = self._kv.unbind(1)
+
+    def past(self, kv_heads: range, slots: Sequence[slice]) -> "Past":
+        """What these heads keep in these slots. Shapes: K = len(kv_heads), S slots in all."""
+        return Past(self._kv[:, :, kv_heads.start : kv_heads.stop], slots)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer in all slots. Shapes: each [K, n_slots, D] local."""
+        return self.k[layer], self.v[layer]
+
+
+class Past:
+    """Keys and values of some heads of one sequence, in all layers, as views into the cache.
+
+    The views of all layers are made at once: layer by layer that would take a good part of the
+    time of attention to a short past.
+
+    Shapes: kv [n_layers, 2, K, n_slots, D] local.
+    """
+
+    def __init__(self, kv: Tensor, slots: Sequence[slice]) -> None:
+        flat = kv.flatten(0, 1).unsqueeze(1)  # [n_layers * 2, 1, K, n_slots, D]
+        self._parts = [flat[:, :, :, own].unbind() for own in slots]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, in place where their slots are one slice.
+
+        Shapes: each [1, K, S, D].
+        """
+        k, v = ([part[at] for part in self._parts] for at in (2 * layer, 2 * layer + 1))
+        if len(k) == 1:
+            return k[0], v[0]
+        return torch.cat(k, dim=2), torch.cat(v, dim=2)
+
+
+def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[int]:
+    """Where positions of a sequence with this block table lie.
+
+    >>> slots_of([7, 2], 4, range(2, 6))
+    [30, 31, 8, 9]
+    """
+    return [blocks[p // block_size] * block_size + p % block_size for p in positions]
+
+
+def without_last(slices: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The same slots but the last.
+
+    >>> without_last((slice(28, 36), slice(8, 9)))
+    (slice(28, 36, None),)
+    """
+    *others, last = slices
+    return (*others, slice(last.start, last.stop - 1)) if last.stop - last.start > 1 else (*others,)
+
+
+def slices_of(blocks: Sequence[int], block_size: int, n_tokens: int) -> tuple[slice, ...]:
+    """The slots of a sequence's first tokens, consecutive blocks in one slice.
+
+    >>> slices_of([7, 8, 2], 4, 10)
+    (slice(28, 36, None), slice(8, 10, None))
+    """
+    slices: list[slice] = []
+    for first in range(0, n_tokens, block_size):
+        start = blocks[first // block_size] * block_size
+        stop = start + min(block_size, n_tokens - first)
+        if slices and slices[-1].stop == start:
+            start = slices.pop().start
+        slices.append(slice(start, stop))
+    return tuple(slices)

@@ -1,0 +1,120 @@
+"""The parallel layers: Megatron's column-, row- and vocabulary-parallel weights, and RMSNorm.
+
+Names and meaning are fairscale's. What they add: uneven shards (any range from the plan, an empty
+one included), construction on the meta device, and nothing allocated beyond the rank's own part.
+They do not know how ranges are chosen, nor how a weight is stored.
+
+With Y = X A, a column-parallel layer holds columns of A and gives columns of Y; a row-parallel
+layer holds rows of A and gives a partial sum of Y. torch stores A transposed, [out, in].
+
+Source: Megatron-LM, arXiv 1909.08053, section 3.
+"""
+
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+
+from parallel_llama.ops import TorchOps
+from parallel_llama.ops.formats import DenseWeight
+from parallel_llama.parallel.collectives import Communicator
+
+
+def unfilled(dtype: torch.dtype, *shape: int) -> DenseWeight:
+    """A weight that takes no memory until it is filled: layers are built on the meta device."""
+    return DenseWeight(shape, dtype=dtype, device=torch.device("meta"))
+
+
+class ColumnParallelLinear(nn.Module):
+    """Y = X A + b with the rank's own columns of A: input replicated, output local.
+
+    Shapes: x [T, in_features] replicated; the result [T, len(rows)] local.
+    """
+
+    def __init__(
+        self, in_features: int, rows: range, ops: TorchOps, dtype: torch.dtype, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.weight = unfilled(dtype, len(rows), in_features)
+        self.bias = unfilled(dtype, len(rows)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.apply(x, self.ops, self.bias)
+
+
+def end_to_end(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
+    """One layer that gives the outputs of several, side by side, in one product.
+
+    The layers' weights become views of its weight, so nothing is held twice afterwards.
+    """
+    whole = copy(layers[0])
+    whole.weight = DenseWeight.end_to_end([layer.weight for layer in layers])
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    whole.bias = DenseWeight.end_to_end(biases) if biases else None
+    return whole
+
+
+class RowParallelLinear(nn.Module):
+    """Y = X A + b with the rank's own rows of A: input local, output summed over the ranks.
+
+    Shapes: x [T, len(columns)] local; the result [T, out_features] replicated.
+    Collective: one all_reduce.
+    """
+
+    def __init__(
+        self,
+        columns: range,
+        out_features: int,
+        comm: Communicator,
+        ops: TorchOps,
+        dtype: torch.dtype,
+        *,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        self.comm, self.ops = comm, ops
+        self.weight = unfilled(dtype, out_features, len(columns))
+        self.bias = unfilled(dtype, out_features) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.weight.apply(x, self.ops)  # [T, out_features] partial
+        y = self.comm.all_reduce(y)  # [T, out_features] replicated
+        return y if self.bias is None else y + self.bias.values  # after the sum: it counts once
+
+
+class VocabParallelEmbedding(nn.Module):
+    """The embedding of each token, looked up by the one rank that holds its row.
+
+    Shapes: tokens [T] int64 replicated; the result [T, dim] replicated.
+    Collective: one all_reduce.
+    """
+
+    def __init__(self, rows: range, dim: int, comm: Communicator, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.comm, self.rows, self.dim = comm, rows, dim
+        self.weight = unfilled(dtype, len(rows), dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if len(self.rows) == 0:  # a tiny vocabulary may leave a rank without rows
+            x = self.weight.values.new_zeros(len(tokens), self.dim)
+        else:
+            elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
+            own = (tokens - self.rows.start).masked_fill(elsewhere, 0)
+            x = self.weight.lookup(own).masked_fill(elsewhere[:, None], 0)
+        return self.comm.all_reduce(x)  # [T, dim] partial -> replicated
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, which every rank holds whole.
+
+    Shapes: x [T, dim] replicated, and so is the result.
+    """
+
+    def __init__(self, dim: int, eps: float, ops: TorchOps, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps, self.ops = eps, ops
+        self.weight = unfilled(dtype, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight.values, self.eps)

@@ -1,0 +1,161 @@
+"""Rotary position embeddings and the ways they are stretched to longer contexts.
+
+Queries and keys are in interleaved order (Meta's): pair i of a head is its values 2 i and 2 i + 1,
+so that rotating a pair is one product of complex numbers. Checkpoints are read in that order
+whatever theirs is (see `checkpoint.rotary`); q k^T is the same in both. Frequencies and angles are
+computed in float64 and rounded once, so the tables do not depend on the runtime dtype.
+
+Source: RoFormer, arXiv 2104.09864, section 3.2.2.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from parallel_llama.config import ModelArgs, RopeScaling
+
+# Tables that are kept: one, but for dynamic scaling, where each length of a sequence has its own.
+_MAX_TABLES = 64
+
+
+def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
+    """Radians per position of each rotary pair, and the factor on cos and sin.
+
+    `n_tokens` is the length of the sequence, at which dynamic scaling alone looks.
+
+    Shapes: [head_dim / 2] float64.
+    """
+    base, scaling = args.rope_theta, args.rope_scaling
+    if scaling is not None and scaling.kind == "dynamic":
+        base = _dynamic_base(args, scaling, n_tokens)
+    pair = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
+    freqs = base ** (-pair / args.head_dim)
+    if scaling is None or scaling.kind == "dynamic":
+        return freqs, 1.0
+    if scaling.kind == "linear":
+        return freqs / scaling.factor, 1.0
+    if scaling.kind == "factors":
+        return freqs / torch.tensor(scaling.factors, dtype=torch.float64), 1.0
+    if scaling.kind == "llama3":
+        return _llama3(freqs, scaling), 1.0
+    return _yarn(freqs, args, scaling), _yarn_attention_factor(scaling)
+
+
+class RotaryTables:
+    """The rotations of every position, computed when a position is first asked for and kept.
+
+    `dtype` is that of the model; the tables have at least float32.
+
+    Dynamic scaling raises the base with the length that a sequence has when a token comes: the
+    prompt's tokens come at once, and each later one makes it longer by itself. So nothing depends
+    on how long the sequence may become, and keys keep the rotation that they were given, as with
+    transformers' generate.
+    """
+
+    def __init__(self, args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.promote_types(dtype, torch.float32)
+        self._args, self._dtype, self._device = args, wide.to_complex(), device
+        self._tables: dict[int, Tensor] = {}
+
+    def rows(self, positions: range, n_prompt: int) -> Tensor:
+        """Rotations of consecutive positions in a sequence that began with `n_prompt` tokens.
+
+        Shapes: [T, 1, head_dim / 2] complex.
+        """
+        n_together = base_len(self._args, n_prompt)
+        if not n_together or positions.stop <= n_together:
+            return self._from_table(positions, n_prompt)
+        together = range(positions.start, max(positions.start, n_together))
+        alone = [range(at, at + 1) for at in range(together.stop, positions.stop)]
+        rows = torch.cat([rotations(self._args, position, position.stop) for position in alone])
+        rows = rows.to(device=self._device, dtype=self._dtype)
+        return torch.cat([self._from_table(together, n_prompt), rows]) if together else rows
+
+    def _from_table(self, positions: range, n_tokens: int) -> Tensor:
+        """Rotations of positions in a sequence of this length."""
+        key = base_len(self._args, n_tokens)
+        table = self._tables.get(key)
+        if table is None or len(table) < positions.stop:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            # Twice what is asked for, so that a growing sequence rarely asks again.
+            table = rotations(self._args, range(2 * positions.stop), n_tokens)
+            table = table.to(device=self._device, dtype=self._dtype)
+            self._tables[key] = table
+        return table[positions.start : positions.stop]
+
+
+def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:
+    """exp(i angle) of every position and pair, times the factor of the scaling.
+
+    Shapes: [T, 1, head_dim / 2] complex128.
+    """
+    freqs, scale = frequencies(args, n_tokens)
+    at = torch.arange(positions.start, positions.stop, dtype=torch.float64)
+    angles = at[:, None, None] * freqs
+    return torch.polar(torch.full_like(angles, scale), angles)
+
+
+def base_len(args: ModelArgs, n_tokens: int) -> int:
+    """The length that a dynamic base goes by; 0 where the base is the same for all sequences.
+
+    Keys of the same tokens are the same in two sequences where this is for their prompts.
+    """
+    scaling = args.rope_scaling
+    if scaling is None or scaling.kind != "dynamic":
+        return 0
+    return max(n_tokens, _trained_len(args, scaling))
+
+
+def _trained_len(args: ModelArgs, scaling: RopeScaling) -> int:
+    return scaling.original_max_seq_len or args.max_seq_len
+
+
+def _dynamic_base(args: ModelArgs, scaling: RopeScaling, n_tokens: int) -> float:
+    """Source: NTK-aware scaling as in transformers' dynamic rotary embedding."""
+    stretch = scaling.factor * base_len(args, n_tokens) / _trained_len(args, scaling)
+    stretch -= scaling.factor - 1
+    return float(args.rope_theta * stretch ** (args.head_dim / (args.head_dim - 2)))
+
+
+def _llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
+    """Keep high frequencies, divide low ones by the factor, blend those in between.
+
+    Source: Llama 3.1, apply_scaling in Meta's llama-models (models/llama3/model.py).
+    """
+    assert scaling.original_max_seq_len is not None
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_seq_len * freqs / (2 * math.pi)  # within the trained context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return freqs * kept + freqs / scaling.factor * (1 - kept)
+
+
+def _yarn(freqs: Tensor, args: ModelArgs, scaling: RopeScaling) -> Tensor:
+    """Source: YaRN, arXiv 2309.00071, section 3.2 (NTK-by-parts)."""
+    assert scaling.original_max_seq_len is not None
+    trained, dim = scaling.original_max_seq_len, args.head_dim
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(args.rope_theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low or 0.001  # no division by zero where the range is one pair
+    interpolated = ((torch.arange(dim // 2, dtype=torch.float64) - low) / width).clamp(0, 1)
+    return freqs * (1 - interpolated) + freqs / scaling.factor * interpolated
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    """Source: YaRN, arXiv 2309.00071, section 3.4 (the temperature sqrt(1/t))."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
+    return temperature(1.0)

@@ -1,0 +1,175 @@
+"""The Llama transformer, as one rank sees it.
+
+The residual stream x is replicated; inside a block each rank works on its own heads and channels,
+and the row-parallel layer at the block's end makes the sum whole. One forward pass is
+2 n_layers + 1 all_reduces: one for the embedding, and one for each attention and feed-forward.
+
+Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.families import parameters
+from parallel_llama.model.attention import Attention, Batch
+from parallel_llama.model.huge_pages import HugePages
+from parallel_llama.model.kv_cache import KVCache
+from parallel_llama.model.layers import (
+    ColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    end_to_end,
+)
+from parallel_llama.ops import TorchOps
+from parallel_llama.ops.formats import DenseWeight
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.plan import Share
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x), w1 and w3 by columns, w2 by rows.
+
+    `pack` lays w1 and w3 end to end once they are filled; `forward` needs it done.
+
+    Shapes: x [T, dim] replicated; the result [T, dim] replicated.
+    Collective: the all_reduce of w2.
+    Source: arXiv 2002.05202.
+    """
+
+    def __init__(
+        self, args: ModelArgs, share: Share, comm: Communicator, ops: TorchOps, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.ops, bias = ops, args.mlp_bias
+        self.w1, self.w3 = (
+            ColumnParallelLinear(args.dim, share.ffn, ops, dtype, bias=bias) for _ in range(2)
+        )
+        self.w2 = RowParallelLinear(share.ffn, args.dim, comm, ops, dtype, bias=bias)
+
+    def pack(self) -> None:
+        self.w13 = end_to_end(self.w1, self.w3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.ops.silu_and_mul(self.w13(x)))  # type: ignore[no-any-return]
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each on the normed residual stream and added to it."""
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        share: Share,
+        layer: int,
+        comm: Communicator,
+        ops: TorchOps,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.attention = Attention(args, share, layer, comm, ops, dtype)
+        self.feed_forward = FeedForward(args, share, comm, ops, dtype)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps, ops, dtype)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps, ops, dtype)
+
+    def forward(
+        self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None = None
+    ) -> Tensor:
+        """Changes x. With `rows` the result is that of these rows alone, [n, dim]."""
+        o = self.attention(self.attention_norm(x), batch, cache, rows)
+        x = o.add_(x if rows is None else x[rows])
+        return x.add_(self.feed_forward(self.ffn_norm(x)))
+
+
+class Transformer(nn.Module):
+    """The whole model with this rank's share of every weight.
+
+    It costs no memory until `assign` puts each weight in its place.
+    """
+
+    def __init__(
+        self, args: ModelArgs, share: Share, comm: Communicator, ops: TorchOps, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self._names = [param.name for param in parameters(args)]
+        self._huge_pages: HugePages | None = None  # on a CPU, from the first weight on
+        self.tok_embeddings = VocabParallelEmbedding(share.vocab, args.dim, comm, dtype)
+        self.layers = nn.ModuleList(
+            TransformerBlock(args, share, layer, comm, ops, dtype) for layer in range(args.n_layers)
+        )
+        self.norm = RMSNorm(args.dim, args.norm_eps, ops, dtype)
+        self.output = (
+            None
+            if args.tied_embeddings
+            else ColumnParallelLinear(args.dim, share.vocab, ops, dtype, bias=False)
+        )
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Run the batch's tokens through all blocks and store their keys and values.
+
+        Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] of the
+        batch's rows: all tokens pass the last block's keys and values, these alone the rest.
+        Collective: 2 n_layers + 1 all_reduces.
+        """
+        x = self.tok_embeddings(batch.tokens)  # [T, dim] replicated
+        *others, last = self.layers
+        for block in others:
+            x = block(x, batch, cache)
+        return last(x, batch, cache, batch.rows)  # type: ignore[no-any-return]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Scores of this rank's vocabulary rows, in at least float32.
+
+        Shapes: x [n, dim] replicated, rows of the residual stream; the result [n, V_local] local.
+        """
+        head = self.tok_embeddings if self.output is None else self.output
+        scores = head.weight.apply(self.norm(x), self.ops)  # [n, V_local] local
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+    def assign(self, name: str, values: Tensor) -> None:
+        """Fill one weight with its values, already cut to this rank's share.
+
+        Raises: KeyError for a name the model does not have, ValueError for another shape or for a
+        weight that is already there.
+        """
+        if name not in self._names:
+            raise KeyError(f"the model has no weight {name}")
+        if self._huge_pages is None and values.device.type == "cpu":
+            self._huge_pages = HugePages([self._weight(each).values for each in self._names])
+        try:
+            self._weight(name).fill(values)
+        except ValueError as error:
+            raise ValueError(f"weight {name} {error}") from error
+        top, number = (*name.split(".", 2), "")[:2]
+        self._settle(self.get_submodule(f"{top}.{number}" if top == "layers" else top))
+
+    def complete(self) -> None:
+        """See that every weight is filled; `forward` works from here on.
+
+        Raises: ValueError if one was never filled.
+        """
+        missing = [name for name in self._names if not self._weight(name).is_filled]
+        if missing:
+            raise ValueError(f"{len(missing)} weights were never filled: {missing[:10]}")
+
+    def _weight(self, name: str) -> DenseWeight:
+        module, _, leaf = name.rpartition(".")
+        weight: DenseWeight = getattr(self.get_submodule(module), leaf)
+        return weight
+
+    def _settle(self, part: nn.Module) -> None:
+        """Pack a part of the model once it is whole, in the memory that is read fastest."""
+        if not all(weight.is_filled for weight in _weights_of(part)):
+            return
+        if isinstance(part, TransformerBlock):
+            part.attention.pack()
+            part.feed_forward.pack()
+        if self._huge_pages is not None:
+            self._huge_pages.move(_weights_of(part))
+
+
+def _weights_of(part: nn.Module) -> list[DenseWeight]:
+    held = (value for module in part.modules() for value in vars(module).values())
+    return [value for value in held if isinstance(value, DenseWeight)]

@@ -1,0 +1,11 @@
+"""The operators of the model: torch's, and faster ones where a device has them.
+
+A model is given one set of operators when it is loaded, calls them as `ops.rms_norm(..)`, and
+never asks which device it is on. torch's are always there, and what all others are compared with.
+"""
+
+from parallel_llama.ops.cpu_ops import CPUOps, choose_ops
+from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.torch_ops import TorchOps
+
+__all__ = ["CPUOps", "DecodeBatch", "TorchOps", "choose_ops"]

@@ -1,0 +1,24 @@
+"""Machine code for the steps that read much memory for few rows, made for the CPU at hand.
+
+torch's products and attention are built for many rows. Decoding has a row per sequence: what counts
+is that every weight and every key passes the core once, as fast as memory gives it. Each kernel is
+a function of LLVM's intermediate representation, compiled when a model is loaded.
+
+A kernel sums in an order that does not depend on how many rows or threads there are, so a row's
+result is the same to the last bit in any company, as long as that is few enough for kernels.
+"""
+
+from parallel_llama.ops.cpu.attention import make_attention
+from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear
+from parallel_llama.ops.cpu.norm import make_norm
+from parallel_llama.ops.cpu.program import computes
+from parallel_llama.ops.cpu.rotary import make_rotary
+
+__all__ = [
+    "MAX_ROWS",
+    "computes",
+    "make_attention",
+    "make_linear",
+    "make_norm",
+    "make_rotary",
+]

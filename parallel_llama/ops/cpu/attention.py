@@ -1,0 +1,312 @@
+"""Attention of one query per sequence, over keys and values where they lie in the KV cache.
+
+What one KV head keeps of one sequence is read once, for the whole group of queries that share it.
+Scores are taken for a vector of keys at a time and go to a scratch row per query; their softmax is
+taken in place; the values are then summed by it, for a few queries at a time.
+
+A result depends on the query, its keys and its values alone: not on the other sequences, not on the
+thread, and not on how the slots are cut into ranges.
+
+Source: grouped queries, arXiv 2305.13245.
+"""
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from operator import add
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.builder import (
+    I64,
+    Lanes,
+    Thread,
+    Value,
+    Variable,
+    copy,
+    fma,
+    loop,
+    shuffle,
+    smaller,
+    when,
+    where,
+)
+from parallel_llama.ops.cpu.exponential import exp
+from parallel_llama.ops.cpu.program import Machine, Program, this_machine
+from parallel_llama.ops.decode_batch import DecodeBatch
+
+_MAX_CHUNK = 4  # of a group whose sums of values stay in registers together
+_BLOCK_BYTES = 1 << 13  # of values that a whole group takes while the next ones are on their way
+_LINE_BYTES = 64  # of a cache
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a kernel is made for."""
+
+    lanes: Lanes
+    head_dim: int
+    n_group: int
+    n_registers: int
+
+    @property
+    def block(self) -> int:
+        """Keys whose values go through a whole group before the next ones."""
+        return max(1, _BLOCK_BYTES // (self.head_dim * self.lanes.stored.itemsize))
+
+    def chunks(self) -> Iterator[tuple[int, int, int]]:
+        """Rows start to stop of a group, so many at a time; sizes differ by one at most."""
+        n_chunks = -(-self.n_group // _MAX_CHUNK)
+        size, n_larger = divmod(self.n_group, n_chunks)
+        middle = n_larger * (size + 1)
+        if n_larger:
+            yield 0, middle, size + 1
+        yield middle, self.n_group, size
+
+    def vectors_at_once(self, n_rows: int) -> int:
+        """Of a value: as many as leave room for a sum of each row and for the rows' weights."""
+        n_vectors = self.head_dim // self.lanes.width
+        fitting = (self.n_registers - 1 - n_rows) // n_rows
+        return max(n for n in range(1, fitting + 1) if n_vectors % n == 0)
+
+
+class AttentionKernel:
+    """Softmax attention of decode rows over their own keys, for one run of equal groups.
+
+    Other rows of `out` are left as they are.
+
+    Shapes: q, out [T, K * G, D], heads contiguous, rows anywhere; k, v [K, n_slots, D], slots
+    contiguous, heads anywhere.
+    """
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, n_group: int, machine: Machine) -> None:
+        self.dtype, self.head_dim, self.n_group = dtype, head_dim, n_group
+        lanes = machine.lanes(dtype, head_dim)
+        self._width = lanes.width
+        shape = _Shape(lanes, head_dim, n_group, machine.n_vectors)
+        integers = I64.as_pointer()
+        types = [integers, I64, I64, integers, integers, *[lanes.pointer, I64] * 5]
+        self._program = Program("attention", types, partial(_attention, shape))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor) -> None:
+        n_kv_heads, packed = len(k), (self.head_dim, 1)
+        assert q.shape == out.shape == (len(q), n_kv_heads * self.n_group, self.head_dim)
+        assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == out.stride()[1:] == packed
+        assert q.dtype == k.dtype == v.dtype == out.dtype == self.dtype
+        # A vector of scores may begin at a row's last key, and one of -inf comes after that.
+        stride = -(-batch.max_len // self._width) * self._width + self._width
+        n_items = len(batch.rows) * n_kv_heads
+        n_threads = min(torch.get_num_threads(), n_items)
+        scores = torch.empty(n_threads * self.n_group * stride, dtype=self.dtype)
+        taken = ctypes.c_int64(0)
+        self._program(
+            n_threads,
+            ctypes.addressof(taken), n_items, n_kv_heads,
+            batch.rows.data_ptr(), batch.slot_ranges.data_ptr(),
+            q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+            out.data_ptr(), out.stride(0), scores.data_ptr(), stride,
+        )  # fmt: skip
+
+
+@cache
+def make_attention(dtype: torch.dtype, head_dim: int, n_group: int) -> AttentionKernel:
+    """The kernel for this machine, compiled when first asked for; `computes` says for what."""
+    return AttentionKernel(dtype, head_dim, n_group, this_machine())
+
+
+def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+    """The kernel.
+
+    for (row, head) in the pairs of decode row and KV head that no other thread has taken:
+        scores = q[row, group of head] @ k[head, slots of row].T / sqrt(D)
+        scores = softmax(scores)
+        out[row, group of head] = scores @ v[head, slots of row]
+    """
+    (
+        taken, n_items, n_kv_heads, rows, slot_ranges,
+        q, q_stride, k, k_stride, v, v_stride, out, out_stride, scores, stride,
+    ) = arguments  # fmt: skip
+    lanes, head_dim = shape.lanes, shape.head_dim
+    own = scores + thread.number * stride * shape.n_group
+    few = Value(b, b.alloca(lanes.vector.element, lanes.width * head_dim))
+    with loop(b, 0, lanes.width * head_dim, lanes.width) as i:
+        # Numbers that nobody wrote may be so small that products with them are slow.
+        lanes.store(few + i, lanes.constant(b, 0))
+    with _items(taken, n_items) as item:
+        row, n_keys, first, end = (rows[item // n_kv_heads * 4 + i] for i in range(4))
+        head = item % n_kv_heads
+        group, seen = head * (shape.n_group * head_dim), (slot_ranges, first, end)
+        with _blocks(*seen, lanes.width) as block:
+            _score(shape, q + row * q_stride + group, k + head * k_stride, own, stride, block, few)
+        with loop(b, 0, shape.n_group) as query:
+            _softmax(lanes, own + query * stride, n_keys)
+        own_out = out + row * out_stride + group
+        with loop(b, 0, shape.n_group * head_dim, lanes.width) as i:
+            lanes.store(own_out + i, lanes.constant(b, 0))
+        with _blocks(*seen, shape.block) as block:
+            _add_values(shape, own_out, v + head * v_stride, own, stride, block)
+
+
+@contextmanager
+def _items(taken: Value, n_items: Value) -> Iterator[Value]:
+    """Emit what is built inside for every item that no other thread has taken."""
+    b = taken.b
+    head, inside, end = (b.append_basic_block(name) for name in ("take", "item", "done"))
+    b.branch(head)
+    b.position_at_end(head)
+    item = Value(b, b.atomic_rmw("add", taken.raw, I64(1), "monotonic"))
+    b.cbranch((item < n_items).raw, inside, end)
+    b.position_at_end(inside)
+    yield item
+    b.branch(head)
+    b.position_at_end(end)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some keys of one range, at most as many as are taken at a time.
+
+    They are the `t`-th and following ones of their row, and begin at `slot`; `n_left` are from
+    there to the end of the range. The next block begins at the slot `following`.
+    """
+
+    t: Value
+    slot: Value
+    n_left: Value
+    following: Value
+
+
+@contextmanager
+def _blocks(slot_ranges: Value, first: Value, end: Value, size: int) -> Iterator[_Block]:
+    """Emit what is built inside for every block of a row's keys, in their order."""
+    b = slot_ranges.b
+    n_before = Variable(first.like(0))
+    with loop(b, first, end) as number:
+        start, stop = slot_ranges[number * 2], slot_ranges[number * 2 + 1]
+        with loop(b, start, stop, size) as slot:
+            next_start = slot_ranges[smaller(number + 1, end - 1) * 2]
+            following = where(slot + size < stop, slot + size, next_start)
+            yield _Block(n_before.value + (slot - start), slot, stop - slot, following)
+        n_before.value += stop - start
+
+
+def _score(
+    shape: _Shape, q: Value, k: Value, scores: Value, stride: Value, block: _Block, few: Value
+) -> None:
+    """scores[g, t] = q[g] @ k[slot of t] / sqrt(D) for the queries g and a block's keys t.
+
+    Shapes: q [G, D]; k [n_slots, D]; scores [G, stride], undefined after the last key.
+    """
+    lanes, head_dim = shape.lanes, shape.head_dim
+    _prefetch(shape, k + block.following * head_dim, lanes.width * head_dim)
+    keys = _readable(shape, k + block.slot * head_dim, block.n_left, few)
+    with loop(q.b, 0, shape.n_group) as query:
+        dots = _dots(shape, q + query * head_dim, keys)
+        lanes.store(scores + query * stride + block.t, dots * head_dim**-0.5)
+
+
+def _prefetch(shape: _Shape, address: Value, n_numbers: int) -> None:
+    """Ask memory for numbers that are used later; any address may be asked for."""
+    for start in range(0, n_numbers, _LINE_BYTES // shape.lanes.stored.itemsize):
+        (address + start).prefetch()
+
+
+def _readable(shape: _Shape, keys: Value, n_keys: Value, few: Value) -> Value:
+    """A vector's worth of keys; where fewer are left, their copy, for memory may end after them."""
+    are_few = n_keys < shape.lanes.width
+    with when(are_few, likely=False):
+        copy(few, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
+    return where(are_few, few, keys)
+
+
+def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
+    """One query by a vector's worth of keys: y[w] = q @ keys[w].
+
+    Shapes: q [D]; keys [W, D]; the result [W].
+    """
+    lanes, b = shape.lanes, q.b
+    sums = [Variable(lanes.constant(b, 0)) for _ in range(lanes.width)]
+    with loop(b, 0, shape.head_dim, lanes.width) as i:
+        x = lanes.load(q + i)
+        for key, total in enumerate(sums):
+            y = lanes.load(keys + key * shape.head_dim + i)
+            total.value = fma(x, y, total.value)
+    return _summed(lanes, [total.value for total in sums])
+
+
+def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
+    """A vector whose lane i is the sum of all lanes of the i-th vector, in an order all share.
+
+    Each step adds halves of ever shorter stretches, of two vectors at a time: W - 1 additions for
+    W vectors, where one at a time would take log2(W) each. With stretches of four lanes, abcd and
+    ABCD become a+c b+d A+C B+D.
+    """
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        # The first halves of all stretches, those of the first vector before the second's.
+        first = [n + n // half % 2 * (lanes.width - half) for n in range(lanes.width)]
+        second = [n + half for n in first]
+        vectors = [
+            shuffle(x, first, y) + shuffle(x, second, y)
+            for x, y in zip(vectors[:half], vectors[half:], strict=True)
+        ]
+    return vectors[0]
+
+
+def _larger(x: Value, y: Value) -> Value:
+    """`y` where one is NaN."""
+    return where(y < x, x, y)
+
+
+def _softmax(lanes: Lanes, row: Value, n: Value) -> None:
+    """row = exp(row - max(row)) / sum(exp(row - max(row))) for n numbers and room for a vector."""
+    b = row.b
+    lanes.store(row + n, lanes.constant(b, -math.inf))  # exp makes it 0
+    largest = Variable(lanes.constant(b, -math.inf))
+    with loop(b, 0, n, lanes.width) as t:
+        largest.value = _larger(lanes.load(row + t), largest.value)
+    maximum = lanes.splat(lanes.reduce(_larger, largest.value))
+    total = Variable(lanes.constant(b, 0))
+    with loop(b, 0, n, lanes.width) as t:
+        term = exp(lanes, lanes.load(row + t) - maximum)
+        lanes.store(row + t, term)
+        total.value += term
+    share = 1 / lanes.splat(lanes.reduce(add, total.value))
+    with loop(b, 0, n, lanes.width) as t:
+        lanes.store(row + t, lanes.load(row + t) * share)
+
+
+def _add_values(
+    shape: _Shape, out: Value, v: Value, weights: Value, stride: Value, block: _Block
+) -> None:
+    """out[g] += weights[g, t] * v[slot of t] for the queries g and a block's keys t, in order.
+
+    A few queries and as many parts of them as registers have room for take all keys before others.
+
+    Shapes: out [G, D]; v [n_slots, D]; weights [G, stride].
+    """
+    lanes, head_dim, b = shape.lanes, shape.head_dim, out.b
+    values, following = v + block.slot * head_dim, v + block.following * head_dim
+    n_keys = smaller(block.n_left, shape.block)
+    for first, stop, n_rows in shape.chunks():
+        part = shape.vectors_at_once(n_rows) * lanes.width
+        offsets = [(g, i) for g in range(n_rows) for i in range(0, part, lanes.width)]
+        with loop(b, first, stop, n_rows) as row, loop(b, 0, head_dim, part) as start:
+            addresses = [out + row * head_dim + start + (g * head_dim + i) for g, i in offsets]
+            own = weights + row * stride + block.t
+            sums = [Variable(lanes.load(address)) for address in addresses]
+            with loop(b, 0, n_keys) as t:
+                offset = start + t * head_dim
+                _prefetch(shape, following + offset, part)
+                parts = [lanes.load(values + offset + i) for i in range(0, part, lanes.width)]
+                shares = [lanes.splat(own[stride * g + t]) for g in range(n_rows)]
+                for total, (share, value) in zip(sums, product(shares, parts), strict=True):
+                    total.value = fma(share, value, total.value)
+            for total, address in zip(sums, addresses, strict=True):
+                lanes.store(address, total.value)

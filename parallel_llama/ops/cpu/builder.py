@@ -1,0 +1,274 @@
+"""What kernels are written with: arithmetic on values, loops, and vectors of numbers.
+
+Source: the LLVM language reference.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Union
+
+import torch
+from llvmlite import ir
+
+VOID = ir.VoidType()
+I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
+_TYPES = {torch.float32: F32, torch.float64: F64}
+
+# A plain number is a constant of the other operand's type, in all lanes of a vector.
+Operand = Union["Value", float]
+Emit = Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]
+
+
+def _operator(integers: Emit, numbers: Emit) -> Callable[["Value", Operand], "Value"]:
+    """A method that emits the instruction for integers, or the one for floating-point numbers."""
+
+    def method(self: "Value", other: Operand) -> "Value":
+        emit = numbers if _element(self.raw.type) in (F32, F64) else integers
+        return Value(self.b, emit(self.b, self.raw, self.like(other).raw))
+
+    return method
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What a kernel computes with: an integer, a number, an address, or a vector.
+
+    `address + n` is n elements further, and `address[n]` is what lies there. `//` and `%` are of
+    integers that are not negative; `<` is false where a number is NaN.
+    """
+
+    b: ir.IRBuilder
+    raw: ir.Value
+
+    _plus = _operator(ir.IRBuilder.add, ir.IRBuilder.fadd)
+    __sub__ = _operator(ir.IRBuilder.sub, ir.IRBuilder.fsub)
+    __mul__ = _operator(ir.IRBuilder.mul, ir.IRBuilder.fmul)
+    __truediv__ = _operator(ir.IRBuilder.fdiv, ir.IRBuilder.fdiv)
+    __floordiv__ = _operator(ir.IRBuilder.sdiv, ir.IRBuilder.sdiv)
+    __mod__ = _operator(ir.IRBuilder.srem, ir.IRBuilder.srem)
+    __and__ = _operator(ir.IRBuilder.and_, ir.IRBuilder.and_)
+    __lshift__ = _operator(ir.IRBuilder.shl, ir.IRBuilder.shl)
+    __lt__ = _operator(
+        lambda b, x, y: b.icmp_signed("<", x, y), lambda b, x, y: b.fcmp_ordered("<", x, y)
+    )
+
+    def __add__(self, other: Operand) -> "Value":
+        if not self.raw.type.is_pointer:
+            return self._plus(other)
+        n = other.raw if isinstance(other, Value) else I64(other)
+        return Value(self.b, self.b.gep(self.raw, [n]))
+
+    def __rtruediv__(self, other: float) -> "Value":
+        return self.like(other) / self
+
+    def __gt__(self, other: Operand) -> "Value":
+        return self.like(other) < self
+
+    def __neg__(self) -> "Value":
+        return Value(self.b, self.b.fneg(self.raw))
+
+    def __abs__(self) -> "Value":
+        return _elementwise("fabs", self)
+
+    def sqrt(self) -> "Value":
+        return _elementwise("sqrt", self)
+
+    def __getitem__(self, n: Operand) -> "Value":
+        return Value(self.b, self.b.load((self + n).raw))
+
+    def __setitem__(self, n: Operand, value: "Value") -> None:
+        self.b.store(value.raw, (self + n).raw)
+
+    def prefetch(self) -> None:
+        """Ask memory for what is at this address, which need not exist."""
+        read, soonest, data = (Value(self.b, I32(number)) for number in (0, 3, 1))
+        _intrinsic("prefetch.p0", VOID, self, read, soonest, data)
+
+    def like(self, other: Operand) -> "Value":
+        """An operand as it is, and a plain number as one of this value's type."""
+        return other if isinstance(other, Value) else _constant(self.b, self.raw.type, other)
+
+    def to(self, type_: ir.Type) -> "Value":
+        """The same number in another type, rounded if need be."""
+        if self.raw.type == type_:
+            return self
+        if self.raw.type == I64:
+            return Value(self.b, self.b.sitofp(self.raw, type_))
+        convert = self.b.fpext if type_ == F64 else self.b.fptrunc
+        return Value(self.b, convert(self.raw, type_))
+
+    def bits_as(self, type_: ir.Type) -> "Value":
+        return Value(self.b, self.b.bitcast(self.raw, type_))
+
+
+class Variable:
+    """A value that changes.
+
+    It begins in memory, for LLVM's own values never change; LLVM moves it to a register.
+    """
+
+    def __init__(self, start: Value) -> None:
+        with start.b.goto_entry_block():
+            self._place = Value(start.b, start.b.alloca(start.raw.type))
+        self.value = start
+
+    @property
+    def value(self) -> Value:
+        return self._place[0]
+
+    @value.setter
+    def value(self, value: Value) -> None:
+        self._place[0] = value
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A vector of `width` numbers, stored in one type and computed with in one.
+
+    Raises: KeyError for a dtype that kernels do not compute in.
+    """
+
+    stored: torch.dtype
+    computed: torch.dtype
+    width: int
+
+    @property
+    def vector(self) -> ir.VectorType:
+        return ir.VectorType(_TYPES[self.computed], self.width)
+
+    @property
+    def pointer(self) -> ir.PointerType:
+        """To one stored number."""
+        return _TYPES[self.stored].as_pointer()
+
+    def load(self, address: Value, mask: Value | None = None) -> Value:
+        """The numbers that begin at any address; 0 where a mask is false, and nothing is read."""
+        stored, access = self._access(address, mask)
+        name, zeros = f"masked.load.{_mangled(stored)}.p0", _constant(address.b, stored, 0)
+        return _intrinsic(name, stored, *access, zeros).to(self.vector)
+
+    def store(self, address: Value, value: Value, mask: Value | None = None) -> None:
+        """Write the numbers, or those where a mask is true."""
+        stored, access = self._access(address, mask)
+        _intrinsic(f"masked.store.{_mangled(stored)}.p0", VOID, value.to(stored), *access)
+
+    def _access(self, address: Value, mask: Value | None) -> tuple[ir.Type, list[Value]]:
+        """The type in memory; what its address is, how it is aligned, and which lanes to touch."""
+        stored = ir.VectorType(_TYPES[self.stored], self.width)
+        place, align = address.bits_as(stored.as_pointer()), I32(self.stored.itemsize)
+        all_lanes = _constant(address.b, ir.VectorType(ir.IntType(1), self.width), 1)
+        return stored, [place, Value(address.b, align), mask or all_lanes]
+
+    def first(self, n: Value) -> Value:
+        """A mask that is true in the first n lanes."""
+        numbers = ir.VectorType(I64, self.width)([I64(lane) for lane in range(self.width)])
+        return Value(n.b, numbers) < self.splat(n)
+
+    def constant(self, b: ir.IRBuilder, number: float) -> Value:
+        """One number in all lanes."""
+        return _constant(b, self.vector, number)
+
+    def splat(self, value: Value) -> Value:
+        """One value, of any type, in all lanes."""
+        empty = ir.VectorType(value.raw.type, self.width)(ir.Undefined)
+        first = value.b.insert_element(empty, value.raw, I32(0))
+        return shuffle(Value(value.b, first), [0] * self.width)
+
+    def reduce(self, combine: Callable[[Value, Value], Value], x: Value) -> Value:
+        """All lanes as one number: half of them with the other half until one is left."""
+        half = self.width // 2
+        while half:
+            x = combine(x, shuffle(x, [(lane + half) % self.width for lane in range(self.width)]))
+            half //= 2
+        return Value(x.b, x.b.extract_element(x.raw, I32(0)))
+
+
+@dataclass(frozen=True)
+class Thread:
+    """One of the threads that run a kernel: its number, and how many they are."""
+
+    number: Value
+    count: Value
+
+    def part_of(self, n: Value) -> tuple[Value, Value]:
+        """Which of n things, from one to before another, are this thread's."""
+        return n * self.number // self.count, n * (self.number + 1) // self.count
+
+
+def fma(x: Value, y: Operand, z: Operand) -> Value:
+    """x * y + z, rounded once."""
+    return _elementwise("fma", x, y, z)
+
+
+def where(condition: Value, one: Value, other: Operand) -> Value:
+    """One value where the condition is true, lane by lane, and the other elsewhere."""
+    b = condition.b
+    return Value(b, b.select(condition.raw, one.raw, one.like(other).raw))
+
+
+def smaller(one: Value, other: Operand) -> Value:
+    return where(one < other, one, other)
+
+
+def shuffle(x: Value, lanes: Sequence[int], y: Value | None = None) -> Value:
+    """A vector of these lanes of x; those of y are counted after them."""
+    other = x.raw.type(ir.Undefined) if y is None else y.raw
+    numbers = ir.VectorType(I32, len(lanes))([I32(lane) for lane in lanes])
+    return Value(x.b, x.b.shuffle_vector(x.raw, other, numbers))
+
+
+def copy(target: Value, source: Value, n_bytes: Value) -> None:
+    is_volatile = Value(target.b, ir.IntType(1)(0))
+    _intrinsic("memcpy.p0.p0.i64", VOID, target, source, n_bytes, is_volatile)
+
+
+def when(condition: Value, likely: bool | None = None) -> AbstractContextManager[None]:
+    """Emit what is built inside for when the condition is true."""
+    inside: AbstractContextManager[None] = condition.b.if_then(condition.raw, likely)
+    return inside
+
+
+@contextmanager
+def loop(b: ir.IRBuilder, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
+    """Emit what is built inside for start, start + step, ... below stop, perhaps for none."""
+    first, last = (Value(b, I64(0)).like(n) for n in (start, stop))
+    before, inside, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
+    b.cbranch((first < last).raw, inside, after)
+    b.position_at_end(inside)
+    index = Value(b, b.phi(I64))
+    yield index
+    following = index + step
+    index.raw.add_incoming(first.raw, before)
+    index.raw.add_incoming(following.raw, b.block)
+    b.cbranch((following < last).raw, inside, after)
+    b.position_at_end(after)
+
+
+def _constant(b: ir.IRBuilder, type_: ir.Type, number: float) -> Value:
+    is_vector = isinstance(type_, ir.VectorType)
+    return Value(b, type_([type_.element(number)] * type_.count if is_vector else number))
+
+
+def _intrinsic(name: str, result: ir.Type, *arguments: Value) -> Value:
+    """Call a function that LLVM has."""
+    b, raw = arguments[0].b, [argument.raw for argument in arguments]
+    type_ = ir.FunctionType(result, [each.type for each in raw])
+    known = b.module.globals.get(f"llvm.{name}")
+    return Value(b, b.call(known or ir.Function(b.module, type_, f"llvm.{name}"), raw))
+
+
+def _elementwise(name: str, x: Value, *others: Operand) -> Value:
+    """A function that LLVM has for numbers, lane by lane."""
+    type_ = x.raw.type
+    return _intrinsic(f"{name}.{_mangled(type_)}", type_, x, *map(x.like, others))
+
+
+def _element(type_: ir.Type) -> ir.Type:
+    return type_.element if isinstance(type_, ir.VectorType) else type_
+
+
+def _mangled(type_: ir.Type) -> str:
+    """How the names of LLVM's overloaded functions spell a type."""
+    lanes = f"v{type_.count}" if isinstance(type_, ir.VectorType) else ""
+    return f"{lanes}{_element(type_).intrinsic_name}"

@@ -1,0 +1,62 @@
+"""RMSNorm in one pass; torch needs several, and for few rows each takes longer than the work."""
+
+from functools import cache, partial
+from operator import add
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.builder import F64, I64, Lanes, Thread, Value, Variable, fma, loop
+from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threads_for
+
+
+class NormKernel:
+    """x / rms(x) * weight, and nan for a row whose squares are too large to be summed.
+
+    Shapes: x [n, dim], each row in one piece; weight [dim]; the result [n, dim].
+    Source: arXiv 1910.07467.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        types = [lanes.pointer, I64, lanes.pointer, lanes.pointer, I64, I64, F64]
+        self._program = Program("norm", types, partial(_norm, lanes))
+
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        n, dim = x.shape
+        assert x.stride(1) == 1 and x.dtype == weight.dtype
+        assert weight.is_contiguous() and weight.shape == (dim,)
+        y = x.new_empty(n, dim)
+        addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr())
+        self._program(threads_for(n * dim), *addresses, n, dim, eps)
+        return y
+
+
+@cache
+def make_norm(dtype: torch.dtype) -> NormKernel:
+    """The kernel for this machine; `computes` says for which types."""
+    return NormKernel(dtype, this_machine())
+
+
+def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+    """The kernel.
+
+    for row in this thread's rows:
+        y[row] = x[row] * (1 / sqrt(mean(x[row] ** 2) + eps)) * weight
+    """
+    x, x_stride, weight, y, n, dim, eps = arguments
+    with loop(b, *thread.part_of(n)) as row:
+        own_x, own_y = x + row * x_stride, y + row * dim
+        squares = Variable(lanes.constant(b, 0))
+        with loop(b, 0, dim, lanes.width) as i:
+            value = lanes.load(own_x + i, lanes.first(dim - i))
+            squares.value = fma(value, value, squares.value)
+        mean = lanes.reduce(add, squares.value).to(F64) / dim.to(F64) + eps
+        # Nothing is added, but for an infinite mean: divided by that, the row would become zeros.
+        inverse = 1 / mean.sqrt() + mean * 0
+        scale = lanes.splat(inverse.to(lanes.vector.element))
+        with loop(b, 0, dim, lanes.width) as i:
+            mask = lanes.first(dim - i)
+            value, factor = lanes.load(own_x + i, mask), lanes.load(weight + i, mask)
+            lanes.store(own_y + i, value * scale * factor, mask)

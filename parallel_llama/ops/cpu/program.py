@@ -1,0 +1,124 @@
+"""From a kernel in LLVM's intermediate representation to a function that Python can call.
+
+A kernel runs on the threads that torch's own operations run on: torch's copy of GNU OpenMP starts
+it. A second set of threads would fight with that one over the cores.
+
+Source: libgomp's ABI, section "Implementing PARALLEL construct" of its manual.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import llvmlite.binding as llvm
+import torch
+from llvmlite import ir
+
+from parallel_llama.ops.cpu.builder import F64, I32, I64, VOID, Lanes, Thread, Value
+
+Body = Callable[[ir.IRBuilder, Thread, list[Value]], None]  # what builds a kernel
+
+_FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What kernels are shaped by: bytes of a vector register, and how many of them there are."""
+
+    vector_bytes: int
+    n_vectors: int
+
+    def lanes(self, dtype: torch.dtype, size: int = 0) -> Lanes:
+        """A register of numbers, or of so many of them that a row of this size has no rest."""
+        return Lanes(dtype, dtype, math.gcd(self.vector_bytes // dtype.itemsize, size))
+
+
+@cache
+def this_machine() -> Machine:
+    """The vectors of the CPU at hand."""
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        return Machine(64, 32)
+    if features.get("avx2"):
+        return Machine(32, 16)
+    return Machine(16, 32 if features.get("neon") else 16)
+
+
+@cache
+def openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch runs on; None where it is not GNU's or like it."""
+    preloaded = ctypes.CDLL(None)
+    if hasattr(preloaded, "GOMP_parallel"):
+        return preloaded
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    return ctypes.CDLL(str(found[0])) if found else None
+
+
+@cache
+def computes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels can be made for tensors of this type and place."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or openmp() is None:
+        return False
+    features = llvm.get_host_cpu_features()
+    # Without it, each product and sum would be a call of a function.
+    return bool(features.get("fma") or features.get("neon"))
+
+
+def threads_for(n_numbers: int) -> int:
+    """On how many threads to pass over so many numbers; few are done before another starts."""
+    return torch.get_num_threads() if n_numbers > 1 << 16 else 1
+
+
+class Program:
+    """A kernel, compiled; calling it runs it on some of torch's threads and waits for them.
+
+    Arguments are integers, addresses and float64 numbers, as their types say.
+    """
+
+    def __init__(self, name: str, types: Sequence[ir.Type], body: Body) -> None:
+        library = openmp()
+        assert library is not None, "kernels need torch's own OpenMP"
+        module = ir.Module(name)
+        _entry(module, types, body)
+        self._code = _linked(module, library)
+        self._entry = ctypes.c_void_p(self._code["entry"])
+        in_c = {I64: ctypes.c_int64, F64: ctypes.c_double}
+        fields = [(f"_{i}", in_c.get(type_, ctypes.c_void_p)) for i, type_ in enumerate(types)]
+        self._arguments = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        self._start = library.GOMP_parallel
+
+    def __call__(self, n_threads: int, *arguments: float) -> None:
+        self._start(self._entry, ctypes.byref(self._arguments(*arguments)), n_threads, 0)
+
+
+def _entry(module: ir.Module, types: Sequence[ir.Type], body: Body) -> None:
+    """What each thread starts with: it looks its number up and unpacks the arguments."""
+    packed = ir.LiteralStructType(types).as_pointer()
+    function = ir.Function(module, ir.FunctionType(VOID, [packed]), "entry")
+    b = ir.IRBuilder(function.append_basic_block())
+    fields = (b.gep(function.args[0], [I32(0), I32(i)]) for i in range(len(types)))
+    arguments = [Value(b, b.load(field)) for field in fields]
+    asked = (ir.Function(module, ir.FunctionType(I32, []), name) for name in _FROM_OPENMP)
+    thread = Thread(*(Value(b, b.sext(b.call(function, []), I64)) for function in asked))
+    body(b, thread, arguments)
+    b.ret_void()
+
+
+def _linked(module: ir.Module, library: ctypes.CDLL) -> llvm.ResourceTracker:
+    """The machine code, which lives as long as this object; it has the address of `entry`."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+    )
+    code = llvm.parse_assembly(str(module))
+    code.verify()
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+    passes.getModulePassManager().run(code, passes)
+    linker = llvm.JITLibraryBuilder().add_object_img(machine.emit_object(code))
+    for name in _FROM_OPENMP:
+        linker.import_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    return linker.export_symbol("entry").link(llvm.create_lljit_compiler(machine), module.name)

@@ -1,0 +1,89 @@
+"""Rotary positions and the way into the KV cache, in one pass over queries, keys and values.
+
+Source: RoFormer, arXiv 2104.09864, section 3.4.2.
+"""
+
+from functools import cache, partial
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.builder import I64, Lanes, Thread, Value, fma, loop, shuffle
+from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threads_for
+
+
+class RotaryKernel:
+    """Rotate queries in place; store rotated keys, and values, in their slots.
+
+    The keys in `qkv` stay as they are.
+
+    Shapes: qkv [T, H + 2 K, D] in one piece, each token's H queries, K keys and K values;
+    rotations [T, 1, D / 2] complex, pair i turning numbers 2 i and 2 i + 1; slots [T] int64; k, v
+    [K, n_slots, D], slots in one piece, heads anywhere.
+    """
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, machine: Machine) -> None:
+        self.dtype, self.head_dim = dtype, head_dim
+        lanes = machine.lanes(dtype, head_dim)
+        numbers, integers = lanes.pointer, I64.as_pointer()
+        types = [numbers, numbers, integers, numbers, numbers, I64, I64, I64, I64]
+        self._program = Program("rotary", types, partial(_rotary, lanes, head_dim))
+
+    def __call__(self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        n, n_kv_heads = len(qkv), len(k)
+        assert qkv.is_contiguous() and qkv.shape[2] == self.head_dim
+        assert rotations.is_contiguous() and rotations.dtype == self.dtype.to_complex()
+        assert len(rotations) == len(slots) == n
+        assert k.stride() == v.stride() and k.stride()[1:] == (self.head_dim, 1)
+        self._program(
+            threads_for(qkv.numel()),
+            qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), k.data_ptr(), v.data_ptr(),
+            k.stride(0), n, qkv.shape[1] - 2 * n_kv_heads, n_kv_heads,
+        )  # fmt: skip
+
+
+@cache
+def make_rotary(dtype: torch.dtype, head_dim: int) -> RotaryKernel:
+    """The kernel for this machine; `computes` says for what."""
+    return RotaryKernel(dtype, head_dim, this_machine())
+
+
+def _rotary(
+    lanes: Lanes, head_dim: int, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+) -> None:
+    """The kernel.
+
+    for token in this thread's tokens:
+        for head in the query heads:
+            q[token, head] = rotate(q[token, head])
+        for head in the KV heads:
+            k_cache[head, slots[token]] = rotate(k[token, head])
+            v_cache[head, slots[token]] = v[token, head]
+    """
+    qkv, rotations, slots, k_cache, v_cache, cache_stride, n, n_heads, n_kv_heads = arguments
+    with loop(b, *thread.part_of(n)) as token:
+        q = qkv + token * (n_heads + n_kv_heads * 2) * head_dim
+        k = q + n_heads * head_dim
+        v = k + n_kv_heads * head_dim
+        turns, slot = rotations + token * head_dim, slots[token] * head_dim
+        with loop(b, 0, n_heads) as head:
+            own = q + head * head_dim
+            _rotate(lanes, head_dim, own, turns, own)
+        with loop(b, 0, n_kv_heads) as head:
+            own, cached = head * head_dim, head * cache_stride + slot
+            _rotate(lanes, head_dim, k + own, turns, k_cache + cached)
+            with loop(b, 0, head_dim, lanes.width) as i:
+                lanes.store(v_cache + cached + i, lanes.load(v + own + i))
+
+
+def _rotate(lanes: Lanes, head_dim: int, source: Value, turns: Value, target: Value) -> None:
+    """One head: (x + iy)(c + is) = (xc - ys) + i(yc + xs), the numbers of a pair side by side."""
+    number = lanes.vector.element
+    signs = Value(source.b, lanes.vector([number(-1), number(1)] * (lanes.width // 2)))
+    with loop(source.b, 0, head_dim, lanes.width) as i:
+        x, turn = lanes.load(source + i), lanes.load(turns + i)
+        cos = shuffle(turn, [lane & ~1 for lane in range(lanes.width)])
+        sin = shuffle(turn, [lane | 1 for lane in range(lanes.width)])
+        other = shuffle(x, [lane ^ 1 for lane in range(lanes.width)])
+        lanes.store(target + i, fma(x, cos, other * sin * signs))

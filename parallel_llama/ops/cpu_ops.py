@@ -1,0 +1,58 @@
+"""The operators on a CPU: kernels of our own where rows are few, torch where they are many."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from parallel_llama.ops.cpu import (
+    MAX_ROWS,
+    computes,
+    make_attention,
+    make_linear,
+    make_norm,
+    make_rotary,
+)
+from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.torch_ops import TorchOps
+
+
+class CPUOps(TorchOps):
+    """For a model of one dtype and head size, with such groups of query heads on each KV head."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int, groups: Collection[int]) -> None:
+        self._dtype, self._head_dim, self._groups = dtype, head_dim, groups
+
+    def compile(self) -> None:
+        """Make the kernels, which are kept for all models; a second time it costs nothing."""
+        for kernel in (make_linear, make_norm):
+            kernel(self._dtype)
+        make_rotary(self._dtype, self._head_dim)
+        for n_group in self._groups:
+            make_attention(self._dtype, self._head_dim, n_group)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if len(x) > MAX_ROWS:
+            return super().linear(x, weight, bias)
+        y = make_linear(self._dtype)(x, weight)
+        return y if bias is None else y.add_(bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return make_norm(self._dtype)(x, weight, eps)
+
+    def rotate_and_store(
+        self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        make_rotary(self._dtype, self._head_dim)(qkv, rotations, slots, k, v)
+
+    def decode_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
+    ) -> None:
+        make_attention(self._dtype, self._head_dim, q.shape[1] // len(k))(q, k, v, batch, out)
+
+
+def choose_ops(
+    dtype: torch.dtype, device: torch.device, head_dim: int, groups: Collection[int]
+) -> TorchOps:
+    """The fastest operators there are for a model of this kind."""
+    return CPUOps(dtype, head_dim, groups) if computes(dtype, device) else TorchOps()

@@ -1,0 +1,38 @@
+"""Which queries of a step are decoded, each on its own, and where their keys are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The decode rows of a batch: each is one query, which sees keys of its own in all layers.
+
+    Shapes: int64 `rows` [n, 4], those with the most keys first: a row's number, how many keys it
+    sees, and from where to where in `slot_ranges` [m, 2] they are, each range being its first slot
+    and the one after its last.
+    """
+
+    rows: Tensor
+    slot_ranges: Tensor
+    max_len: int
+
+    @classmethod
+    def of(cls, slots: Mapping[int, Sequence[slice]]) -> "DecodeBatch":
+        """From the slots that each row sees, in order; each sees some, and no slice is empty."""
+        rows: list[tuple[int, int, int, int]] = []
+        slot_ranges: list[tuple[int, int]] = []
+        for row, slices in slots.items():
+            n_keys = sum(each.stop - each.start for each in slices)
+            rows.append((row, n_keys, len(slot_ranges), len(slot_ranges) + len(slices)))
+            slot_ranges += [(each.start, each.stop) for each in slices]
+        # The longest come first, so that no thread is left with one while the others have finished.
+        rows.sort(key=lambda row: row[1], reverse=True)
+        return cls(
+            torch.tensor(rows, dtype=torch.int64),
+            torch.tensor(slot_ranges, dtype=torch.int64),
+            max_len=rows[0][1],
+        )

@@ -1,0 +1,111 @@
+"""The operators in torch: they run on any device, in any dtype, and say what each computes."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel_llama.ops.decode_batch import DecodeBatch
+
+
+class TorchOps:
+    """The operators of a model, called on one rank's part of it.
+
+    Other sets of operators are subclasses with faster ones in the place of some.
+    """
+
+    def compile(self) -> None:
+        """Make ready what takes a while, so that the first step does not wait for it."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Y = X A + b, the weight in torch's order. Shapes: [T, in], [out, in] -> [T, out]."""
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight, with the mean of squares in at least float32.
+
+        A row whose squares are too large for that becomes nan, not zeros.
+
+        Shapes: x [T, dim], and so is the result.
+        Source: arXiv 1910.07467.
+        """
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # Not F.rms_norm: on the CPU it takes ten times as long for many rows.
+        length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        # One call for eps + norm^2 / dim: at one row each call takes as long as what it computes.
+        mean = torch.full_like(length, eps).addcmul_(length, length, value=1 / x.shape[-1])
+        inverse_rms = (mean * 0).add_(mean.rsqrt())  # nan for an infinite mean
+        return (wide * inverse_rms).to(x.dtype).mul_(weight)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu(gate) * up, which lie side by side in x; x may be overwritten.
+
+        Shapes: [T, 2 * channels] -> [T, channels].
+        Source: SwiGLU, arXiv 2002.05202.
+        """
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate, inplace=True).mul_(up)
+
+    def rotate_and_store(
+        self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Rotate the queries in place; put rotated keys, and values, in their slots of the cache.
+
+        The keys in qkv are undefined afterwards.
+
+        Shapes: qkv [T, H + 2 K, D], heads in interleaved order; rotations [T, 1, D / 2] complex;
+        slots [T]; k, v [K, n_slots, D].
+        """
+        n_kv_heads = len(k)
+        rotated = qkv[:, : qkv.shape[1] - n_kv_heads]
+        rotate_(rotated, rotations)
+        k.index_copy_(1, slots, rotated[:, -n_kv_heads:].transpose(0, 1))
+        v.index_copy_(1, slots, qkv[:, -n_kv_heads:].transpose(0, 1))
+
+    def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Softmax attention of consecutive queries of one sequence, heads in equal groups.
+
+        Without a mask it is causal, the first query at the first key; one query sees all keys.
+
+        Shapes: q [T, K * G, D]; k, v [1, K, S, D]; mask [T, S], added to the scores; the result
+        [T, K * G, D].
+        """
+        n_rows, n_kv_heads = len(q), k.shape[1]
+        if n_rows == 1:
+            # The heads of a group are the rows of one call, so each key is read once.
+            o = F.scaled_dot_product_attention(q.view(1, n_kv_heads, -1, q.shape[2]), k, v)
+            return o.flatten(1, 2)
+        q = q.view(n_rows, n_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [K, G, T, D]
+        n_group = q.shape[1]
+        # No key or value is repeated, as torch's own grouped attention does on the CPU.
+        o = F.scaled_dot_product_attention(
+            q,
+            k.transpose(0, 1).expand(-1, n_group, -1, -1),
+            v.transpose(0, 1).expand(-1, n_group, -1, -1),
+            attn_mask=mask,
+            is_causal=mask is None,
+        )
+        return o.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def decode_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
+    ) -> None:
+        """Softmax attention of single queries, each over keys of its own, into their rows of out.
+
+        Shapes: q, out [T, K * G, D]; k, v [K, n_slots, D].
+        """
+        ranges = batch.slot_ranges.tolist()
+        for row, _, first, end in batch.rows.tolist():
+            own = [slice(*each) for each in ranges[first:end]]
+            keys, values = (torch.cat([each[:, s] for s in own], 1)[None] for each in (k, v))
+            out[row : row + 1] = self.prefill_attention(q[row : row + 1], keys, values, None)
+
+
+def rotate_(x: Tensor, rotations: Tensor) -> None:
+    """Rotate every head of x, in interleaved order, by its token's angles, in place.
+
+    Shapes: x [T, H, D]; `rotations` [T, 1, D / 2] complex, of at least float32.
+    """
+    wide = x.to(rotations.dtype.to_real())
+    torch.view_as_complex(wide.view(*x.shape[:-1], -1, 2)).mul_(rotations)
+    if wide is not x:
+        x.copy_(wide)

@@ -1,0 +1,1 @@
+"""A model from any layout to any other: the layouts that are written, and how."""

@@ -1,0 +1,37 @@
+"""Work in a thread of its own: a generator that runs a little ahead of who takes its items."""
+
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def ahead(items: Generator[T, None, None], n_ahead: int) -> Generator[T, None, None]:
+    """The same items; at most `n_ahead` are made before they are asked for.
+
+    What making one raises is raised where it is taken. Closed early, it waits for those on their
+    way and closes `items`.
+    """
+    with started_thread() as thread:
+        try:
+            made = deque(thread.submit(next, items, None) for _ in range(n_ahead))
+            while (item := made.popleft().result()) is not None:
+                made.append(thread.submit(next, items, None))
+                yield item
+                del item  # the taker may be the last to hold it
+        finally:
+            # In that thread nothing can come before those on their way, not even by Ctrl-C.
+            thread.submit(items.close).result()
+
+
+def started_thread() -> ThreadPoolExecutor:
+    """An executor that has its one thread already, and waits for all that is submitted.
+
+    A Ctrl-C while the thread starts would leave one that the executor does not know of; it comes
+    here, where there is no work yet.
+    """
+    executor = ThreadPoolExecutor(1)
+    executor.submit(int).result()
+    return executor

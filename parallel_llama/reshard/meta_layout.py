@@ -1,0 +1,213 @@
+"""Writing a Meta folder: consolidated.NN.pth, one file for each of any number of ranks.
+
+Where the number of files divides the heads, channels and rows the cuts are Meta's own, so Meta's
+program loads the files; elsewhere they are the plan's. A KV head that two files need is in both.
+"""
+
+import logging
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import tee
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import sliced_shape
+from parallel_llama.checkpoint.manifest import tensor_bytes
+from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes
+from parallel_llama.checkpoint.rotary import is_rotary, reordered
+from parallel_llama.config import ModelArgs
+from parallel_llama.config.meta import beyond_meta, meta_config, meta_params
+from parallel_llama.errors import CheckpointError
+from parallel_llama.families import parameters
+from parallel_llama.families.weights import Param
+from parallel_llama.plan import make_plan
+from parallel_llama.reshard.layout import Layout, TargetFile, json_text
+from parallel_llama.reshard.target_folder import TargetKind
+from parallel_llama.reshard.torch_skeleton import (
+    CHECKSUM_BYTES,
+    Record,
+    TorchSkeleton,
+    torch_skeleton,
+)
+
+EMBEDDINGS, OUTPUT = "tok_embeddings.weight", "output.weight"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Filling:
+    """A record that is being filled: how much of it there is, and the CRC-32 of that."""
+
+    name: str
+    record: Record
+    n_bytes: int = 0
+    checksum: int = 0
+
+    def parts(self, data: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        """Where its next data lies, and with the last of it the checksum."""
+        if not data.nbytes:
+            return
+        yield self.name, self.record.offset + self.n_bytes, data
+        self.n_bytes += data.nbytes
+        self.checksum = zlib.crc32(tensor_bytes(data), self.checksum)
+        if self.n_bytes == self.record.n_bytes:
+            checksum = bytearray(self.checksum.to_bytes(CHECKSUM_BYTES, "little"))
+            yield self.name, self.record.checksum, torch.frombuffer(checksum, dtype=torch.uint8)
+
+
+class MetaLayout(Layout):
+    """A Meta folder of `n_parts` files; `dtypes` are the tensors' by Meta's names.
+
+    `embeddings_dim` is the dimension along which the embeddings are cut: 0 as in Llama 3, 1 as in
+    Llama 1 and 2. `variants` are a source's copies of norms that differ, one for each of its files:
+    as many files as it had get them back, and any other number keeps them beside the weights.
+    Tied embeddings are stored a second time as output.weight, which Meta's program needs.
+
+    Raises: UsageError unless n_parts is 1 to n_heads, or if params.json and config.json cannot say
+    what the model is.
+    """
+
+    kind: TargetKind = "meta"
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        dtypes: Mapping[str, torch.dtype],
+        n_parts: int,
+        embeddings_dim: int = 0,
+        variants: Mapping[str, Sequence[Tensor]] | None = None,
+    ) -> None:
+        self._args = args
+        self._variants = variants or {}
+        self._params, self._config = meta_params(args), meta_config(args)
+        stored = list(_stored(args, embeddings_dim))
+        self._dims = {param.name: param.dim for param in stored}
+        self._cuts = _cuts(args, n_parts, stored)
+        skeletons = _skeletons(stored, dtypes, self._cuts)
+        self._records = [skeleton.records for skeleton in skeletons]
+        self.files = tuple(
+            TargetFile(f"consolidated.{number:02}.pth", skeleton.n_bytes, skeleton.pieces)
+            for number, skeleton in enumerate(skeletons)
+        )
+        if beyond := beyond_meta(args):
+            logger.warning(
+                "Meta's own program cannot run this model, which has %s; config.json says it "
+                "beside params.json",
+                ", ".join(beyond),
+            )
+
+    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        if param.name == EMBEDDINGS and self._args.tied_embeddings:
+            pieces, again = tee(pieces)
+            yield from self._parts(param, pieces)
+            yield from self._parts(replace(param, name=OUTPUT), again)
+        else:
+            yield from self._parts(param, pieces)
+
+    def finish(self, folder: Path) -> None:
+        """Repeat every checksum in the directory, so that any program finds the archives whole.
+
+        Raises: CheckpointError if a file has another size than it was made with.
+        """
+        for target, records in zip(self.files, self._records, strict=True):
+            path = folder / target.name
+            with path.open("r+b", buffering=0) as file:
+                descriptor = file.fileno()
+                if (size := os.fstat(descriptor).st_size) != target.n_bytes:
+                    raise CheckpointError(
+                        f"{path}: has {size} bytes, expected {target.n_bytes}; start again"
+                    )
+                for record in records.values():
+                    if record.n_bytes:
+                        checksum = os.pread(descriptor, CHECKSUM_BYTES, record.checksum)
+                        os.pwrite(descriptor, checksum, record.listed_checksum)
+
+    def metadata(self) -> dict[str, bytes]:
+        files = {"params.json": json_text(self._params), "config.json": json_text(self._config)}
+        if any(len(copies) != len(self.files) for copies in self._variants.values()):
+            files[NORM_VARIANTS] = as_bytes(self._variants)
+        return files
+
+    def _parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        """The parts of one record of each file."""
+        fillings = [
+            Filling(file.name, records[param.name])
+            for file, records in zip(self.files, self._records, strict=True)
+        ]
+        copies = self._variants.get(param.name, ())
+        start = 0
+        for piece in pieces:
+            rows = range(start, start + piece.shape[0])
+            start = rows.stop
+            for number, filling in enumerate(fillings):
+                own = piece
+                if len(copies) == len(fillings):
+                    own = copies[number][rows.start : rows.stop].to(piece.dtype)
+                yield from filling.parts(self._cut(param, own, rows, number))
+
+    def _cut(self, param: Param, piece: Tensor, rows: range, number: int) -> Tensor:
+        """What a file holds of some rows of a tensor, in the file's rotary order."""
+        dim, cut = self._dims[param.name], self._cuts[number][param.name]
+        start, stop = cut.start, cut.stop
+        if dim == 0:
+            start, stop = (min(max(0, at - rows.start), len(rows)) for at in (start, stop))
+        part = piece.narrow(dim, start, stop - start)
+        if is_rotary(param):
+            part = reordered(part, self._args.head_dim, "interleaved")
+        return part.contiguous()
+
+
+def _stored(args: ModelArgs, embeddings_dim: int) -> Iterator[Param]:
+    """Every tensor of a file in its order: the output that is tied follows the embeddings."""
+    embeddings, *others = parameters(args)
+    yield replace(embeddings, dim=embeddings_dim)
+    if args.tied_embeddings:
+        yield replace(embeddings, name=OUTPUT)
+    yield from others
+
+
+def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[str, range]]:
+    """For each file, what it holds of every tensor along the tensor's `dim`."""
+
+    def equal_part(size: int, number: int) -> range:
+        return range(size * number // n_parts, size * (number + 1) // n_parts)
+
+    files = []
+    for share in make_plan(args, n_parts).shares:
+        # Of the heads the plan makes Meta's equal parts itself, where they divide.
+        if args.ffn_dim % n_parts == 0:
+            share = replace(share, ffn=equal_part(args.ffn_dim, share.rank))
+        if args.vocab_size % n_parts == 0:
+            share = replace(share, vocab=equal_part(args.vocab_size, share.rank))
+        cuts = {param.name: share.rows_of(param) for param in stored}
+        if stored[0].dim == 1:
+            cuts[EMBEDDINGS] = equal_part(args.dim, share.rank)
+        files.append(cuts)
+    return files
+
+
+def _skeletons(
+    stored: Sequence[Param],
+    dtypes: Mapping[str, torch.dtype],
+    files: Sequence[Mapping[str, range]],
+) -> list[TorchSkeleton]:
+    """One for each file; files of the same shapes share theirs."""
+    made: dict[tuple[tuple[int, ...], ...], TorchSkeleton] = {}
+    skeletons = []
+    for cuts in files:
+        shapes = tuple(sliced_shape(param, cuts[param.name]) for param in stored)
+        if shapes not in made:
+            made[shapes] = torch_skeleton(
+                {
+                    # The output that is tied has no dtype of its own.
+                    param.name: (shape, dtypes.get(param.name, dtypes[EMBEDDINGS]))
+                    for param, shape in zip(stored, shapes, strict=True)
+                }
+            )
+        skeletons.append(made[shapes])
+    return skeletons

@@ -1,0 +1,235 @@
+"""A whole model from one layout to another, tensor by tensor.
+
+Values are moved and not computed: they change only where another dtype is asked for. Memory is
+bounded by the largest tensor. Whatever ends the process, under the target's name is nothing or the
+whole.
+"""
+
+import errno
+import resource
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
+from parallel_llama.checkpoint.canonical import canonical_pieces
+from parallel_llama.checkpoint.checkpoint import Checkpoint
+from parallel_llama.checkpoint.manifest import (
+    FileEntry,
+    Manifest,
+    Source,
+    hash_bytes,
+    write_manifest,
+)
+from parallel_llama.checkpoint.meta_folder import MetaFolder
+from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes, norm_variants
+from parallel_llama.checkpoint.reused_memory import ReusedMemory
+from parallel_llama.config import ModelArgs, load_generation_defaults, load_model_args
+from parallel_llama.errors import UsageError, WriteError
+from parallel_llama.families import parameters
+from parallel_llama.files.bounded_files import is_file
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.ops.formats import dtype_name
+from parallel_llama.reshard.companions import companions
+from parallel_llama.reshard.layout import Layout
+from parallel_llama.reshard.meta_layout import MetaLayout
+from parallel_llama.reshard.partial_folder import PartialFolder, partial_bytes
+from parallel_llama.reshard.safetensors_layout import HFLayout, NativeLayout
+from parallel_llama.reshard.target_folder import TargetKind, check_parts, check_target
+from parallel_llama.reshard.tensor_writer import TensorWriter, Written
+
+# Beside the files: journal, manifest, and what a file system needs for itself.
+SPARE_BYTES = 16 << 20
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run wrote, all small files included, and what it took."""
+
+    files: int
+    bytes: int
+    seconds: float
+    peak_rss_bytes: int
+
+
+def reshard(
+    source: ModelFiles,
+    target: Path,
+    *,
+    layout: TargetKind,
+    n_parts: int,
+    dtype: str | None = None,
+    resume: bool = False,
+    on_start: Callable[[int, int], None] = lambda _total, _done: None,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> Result:
+    """Write a model's files anew in another layout, as `n_parts` files.
+
+    The values stay what they are unless a `dtype` is asked for. When everything is checked,
+    `on_start` is told the bytes of all weights and how many of them an earlier run has written;
+    `on_bytes` is told of every piece that this one writes.
+
+    Raises: UsageError for what cannot be done and CheckpointError for a damaged source, both before
+    anything is written; DamagedWeights or WriteError if reading or writing fails.
+    """
+    source.require_weights()
+    check_target(source, target)
+    args = load_model_args(source, meta_vocab_size)
+    check_parts(layout, args, n_parts)
+    with closing(open_checkpoint(source, args, ReusedMemory().empty)) as checkpoint:
+        checkpoint.check(args)
+        dtypes = {p.name: checkpoint.read(p, range(0)).dtype for p in parameters(args)}
+        if dtype is not None:
+            dtypes = dict.fromkeys(dtypes, getattr(torch, dtype))
+        args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
+        defaults = load_generation_defaults(source)
+        variants = norm_variants(source)
+        beside = companions(source, layout, defaults)
+        written: Layout
+        if layout == "meta":
+            dim = checkpoint.embeddings_dim() if isinstance(checkpoint, MetaFolder) else 0
+            written = MetaLayout(args, dtypes, n_parts, dim, variants)
+        else:
+            if variants:
+                beside[NORM_VARIANTS] = as_bytes(variants)
+            if layout == "hf":
+                written = HFLayout(args, dtypes, n_parts, defaults)
+            else:
+                written = NativeLayout(args, dtypes, n_parts)
+        small = {**beside, **written.metadata()}
+        run = Run(source, args, checkpoint, written, target, dtypes, small)
+        run.require_space()
+        return run.write(resume, on_start, on_bytes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, checked and not started: a checkpoint that passed, and the layout to write it in.
+
+    `dtypes` are the target's by Meta's names; `small` the files beside the weights, by name.
+    """
+
+    source: ModelFiles
+    args: ModelArgs
+    checkpoint: Checkpoint
+    layout: Layout
+    target: Path
+    dtypes: Mapping[str, torch.dtype]
+    small: Mapping[str, bytes]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(file.n_bytes for file in self.layout.files)
+
+    def require_space(self) -> None:
+        """Raises: UsageError if there is not enough."""
+        small = sum(len(data) for data in self.small.values())
+        wanted = self.n_bytes + small + SPARE_BYTES - partial_bytes(self.target)
+        free = shutil.disk_usage(self.target.parent).free
+        if wanted > free:
+            raise UsageError(
+                f"{self.target}: needs {wanted} bytes and {free} are free there; free "
+                f"{wanted - free} more, or write to another disk"
+            )
+
+    def write(
+        self, resume: bool, on_start: Callable[[int, int], None], on_bytes: Callable[[int], None]
+    ) -> Result:
+        """Write the folder.
+
+        Raises: UsageError as PartialFolder does; DamagedWeights or WriteError if reading or
+        writing fails, after which --resume goes on.
+        """
+        began, plan = time.monotonic(), self._plan()
+        try:
+            with closing(PartialFolder(self.target, plan, resume)) as partial:
+                done = [Written.from_line(line) for line in partial.done]
+                on_start(self.n_bytes, sum(tensor.n_bytes for tensor in done))
+                n_files, n_bytes = self._fill(partial, done, on_bytes)
+        except OSError as error:
+            raise self._failure(error) from error
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Result(n_files, n_bytes, time.monotonic() - began, peak)
+
+    def _plan(self) -> dict[str, Any]:
+        """What an unfinished run must agree with to be continued."""
+        return {
+            "layout": self.layout.kind,
+            "files": {file.name: file.n_bytes for file in self.layout.files},
+            "dtypes": {name: dtype_name(dtype) for name, dtype in self.dtypes.items()},
+            "source": {p.name: _identity(p) for p in (self.source.config, *self.source.weights)},
+            "beside": {name: hash_bytes(data) for name, data in self.small.items()},
+        }
+
+    def _fill(
+        self, partial: PartialFolder, done: list[Written], on_bytes: Callable[[int], None]
+    ) -> tuple[int, int]:
+        """Write what is not done yet; returns the number of files, and their bytes."""
+        self.layout.create(partial.files)
+        names = {tensor.name for tensor in done}
+        left = [param for param in parameters(self.args) if param.name not in names]
+        with closing(TensorWriter(self.layout, partial, on_bytes)) as writer:
+            written = done + writer.write(canonical_pieces(self.checkpoint, left, self.dtypes))
+            self.layout.finish(partial.files)
+            hashes = writer.file_hashes()
+        for name, data in self.small.items():
+            path = partial.files / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(data)
+        write_manifest(partial.files, self._manifest(written, hashes))
+        sizes = [path.stat().st_size for path in partial.files.rglob("*") if is_file(path)]
+        partial.commit()
+        return len(sizes), sum(sizes)
+
+    def _manifest(self, written: list[Written], hashes: Mapping[str, str]) -> Manifest:
+        """In the order of the model, whatever a continued run wrote first."""
+        by_name = {tensor.name: tensor for tensor in written}
+        tensors = [by_name[param.name] for param in parameters(self.args)]
+        files = {f.name: FileEntry(f.n_bytes, hashes[f.name]) for f in self.layout.files}
+        for name, data in sorted(self.small.items()):
+            files[name] = FileEntry(len(data), hash_bytes(data))
+        assert self.source.kind != "config"
+        return Manifest(
+            layout=self.layout.kind,
+            tensors={tensor.name: tensor.entry for tensor in tensors},
+            files=files,
+            units={tensor.name: tensor.units for tensor in tensors if tensor.units},
+            source=Source(
+                self.source.kind,
+                {path.name: path.stat().st_size for path in self.source.weights},
+                {tensor.name: tensor.source for tensor in tensors if tensor.source is not None},
+            ),
+        )
+
+    def _failure(self, error: OSError) -> WriteError:
+        where = error.filename or self.target
+        if error.errno in NO_ROOM:
+            return WriteError(
+                f"{self.target}: no room for more ({error.strerror}); make room and run again "
+                "with --resume"
+            )
+        return WriteError(
+            f"{where}: cannot be written: {error.strerror or error}; run again with --resume when "
+            "that is mended"
+        )
+
+
+def _identity(path: Path) -> str:
+    """What changes when a file does."""
+    stat = path.stat()
+    return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
+
+
+def _dtype_of_matrices(args: ModelArgs, dtypes: Mapping[str, torch.dtype]) -> str:
+    """The one that all matrices fit into, as config.json states one for the model."""
+    matrices = {dtypes[param.name] for param in parameters(args) if len(param.shape) > 1}
+    return str(reduce(torch.promote_types, matrices)).removeprefix("torch.")

@@ -1,0 +1,184 @@
+"""Writing HF and native folders: which tensor in which safetensors file, at which byte."""
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.native_folder import (
+    axis_units,
+    is_unit_major,
+    stored_shape,
+    unit_major_blocks,
+    unit_of,
+    unit_spans,
+)
+from parallel_llama.config import GenerationDefaults, ModelArgs
+from parallel_llama.config.hf import hf_config
+from parallel_llama.config.native import native_config
+from parallel_llama.dtypes import STORED_NAMES
+from parallel_llama.errors import UsageError
+from parallel_llama.families import family_of, parameters
+from parallel_llama.families.weights import Param
+from parallel_llama.ops.formats import dtype_name
+from parallel_llama.reshard.layout import Layout, TargetFile, json_text
+from parallel_llama.reshard.target_folder import TargetKind
+
+# Data begins where a page does, and so does every tensor of a usual shape.
+HEADER_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor under the name and in the shape that a file gives it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsLayout(Layout):
+    """The model's tensors dealt to the named files, about the same number of bytes to each.
+
+    `dtypes` are by Meta's names; `stored` are the tensors as the files have them, by Meta's names,
+    and `locations` file name and byte offset of each, by the files' names.
+
+    Raises: UsageError if there are more files than tensors.
+    """
+
+    def __init__(
+        self, args: ModelArgs, dtypes: Mapping[str, torch.dtype], names: Sequence[str]
+    ) -> None:
+        self.args = args
+        self.stored = {
+            param.name: StoredTensor(self._name(param), dtypes[param.name], self._shape(param))
+            for param in parameters(args)
+        }
+        if len(names) > len(self.stored):
+            raise UsageError(
+                f"{len(names)} files and {len(self.stored)} tensors: a file holds at least one; "
+                f"use --tp 1 to {len(self.stored)}"
+            )
+        files: list[TargetFile] = []
+        self.locations: dict[str, tuple[str, int]] = {}
+        for name, dealt in zip(names, _dealt([*self.stored.values()], len(names)), strict=True):
+            # Wide dtypes first, so that none begins at a byte that its width does not divide.
+            ordered = sorted(dealt, key=lambda tensor: -tensor.dtype.itemsize)
+            header = _header(ordered)
+            offset = len(header)
+            for tensor in ordered:
+                self.locations[tensor.name] = name, offset
+                offset += tensor.n_bytes
+            files.append(TargetFile(name, offset, ((0, header),)))
+        self.files = tuple(files)
+
+    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        file, offset = self.locations[self.stored[param.name].name]
+        for piece in pieces:
+            yield file, offset, piece
+            offset += piece.nbytes
+
+    def _name(self, param: Param) -> str:
+        return param.name
+
+    def _shape(self, param: Param) -> tuple[int, ...]:
+        return param.shape
+
+
+class HFLayout(SafetensorsLayout):
+    """A HF folder: HF's names, their index, config.json.
+
+    Raises: UsageError if there are more files than tensors, or config.json cannot say what the
+    model is.
+    """
+
+    kind: TargetKind = "hf"
+
+    def __init__(
+        self,
+        args: ModelArgs,
+        dtypes: Mapping[str, torch.dtype],
+        n_parts: int,
+        ids: GenerationDefaults | None = None,
+    ) -> None:
+        self._config = hf_config(args, ids)
+        names = [f"model-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
+        super().__init__(args, dtypes, names if n_parts > 1 else ["model.safetensors"])
+
+    def metadata(self) -> dict[str, bytes]:
+        files = {"config.json": json_text(self._config)}
+        if len(self.files) > 1:
+            n_bytes = sum(tensor.n_bytes for tensor in self.stored.values())
+            weight_map = {name: file for name, (file, _) in self.locations.items()}
+            index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
+            files["model.safetensors.index.json"] = json_text(index)
+        return files
+
+    def _name(self, param: Param) -> str:
+        return family_of(self.args).name_in("hf", param.name)
+
+
+class NativeLayout(SafetensorsLayout):
+    """A native folder (see `checkpoint.native_folder`).
+
+    Raises: UsageError if there are more files than tensors.
+    """
+
+    kind: TargetKind = "native"
+
+    def __init__(self, args: ModelArgs, dtypes: Mapping[str, torch.dtype], n_parts: int) -> None:
+        self._units = axis_units(args)
+        names = [f"weights-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
+        super().__init__(args, dtypes, names)
+
+    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        if is_unit_major(param):
+            (whole,) = pieces
+            pieces = unit_major_blocks(whole, unit_of(param, self._units))
+        return super().parts(param, pieces)
+
+    def metadata(self) -> dict[str, bytes]:
+        return {"native.json": json_text(native_config(self.args, self._units))}
+
+    def unit_bytes(self, param: Param) -> list[int]:
+        held = range(self.stored[param.name].n_bytes)
+        return [len(span) for span in unit_spans(held, param, self._units)]
+
+    def _shape(self, param: Param) -> tuple[int, ...]:
+        return stored_shape(param, unit_of(param, self._units))
+
+
+def _dealt(tensors: Sequence[StoredTensor], n_files: int) -> list[Sequence[StoredTensor]]:
+    """Cut where the running sum comes nearest to equal parts, at least one tensor to a file."""
+    ends = list(accumulate(tensor.n_bytes for tensor in tensors))
+    cuts = [0]
+    for number in range(1, n_files):
+        wanted = bisect_left(ends, ends[-1] * number / n_files) + 1
+        cuts.append(max(cuts[-1] + 1, min(wanted, len(tensors) - (n_files - number))))
+    cuts.append(len(tensors))
+    return [tensors[start:stop] for start, stop in pairwise(cuts)]
+
+
+def _header(tensors: Sequence[StoredTensor]) -> bytes:
+    # Readers of other projects look for this format before they take a file as torch's.
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        entries[tensor.name] = {
+            "dtype": STORED_NAMES[dtype_name(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.n_bytes],
+        }
+        offset += tensor.n_bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,158 @@
+"""Writing tensors into a layout's files: the data, its hashes, and the journal behind the disk."""
+
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from parallel_llama.checkpoint.canonical import CanonicalTensor
+from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
+from parallel_llama.errors import UsageError
+from parallel_llama.reshard.ahead import ahead, started_thread
+from parallel_llama.reshard.direct_file import DirectFile, Staging
+from parallel_llama.reshard.hashes import FileHash, UnitHashes
+from parallel_llama.reshard.layout import Layout
+from parallel_llama.reshard.partial_folder import PartialFolder
+
+# The journal follows what is on the disk after every so many bytes, or open files: the most that a
+# kill costs.
+FLUSH_BYTES = 128 << 20
+MAX_OPEN_FILES = 256
+
+# Pieces, and parts of files, that wait for the next thread.
+N_AHEAD = 3
+
+Pieces = Generator[tuple[CanonicalTensor, Tensor], None, None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What lies of a tensor at an offset of a file."""
+
+    tensor: CanonicalTensor
+    file: str
+    offset: int
+    data: memoryview
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the manifest says of a tensor that is written; a line of the journal.
+
+    `n_bytes` are those in the files, where a part of a tensor may lie more than once.
+    """
+
+    name: str
+    entry: TensorEntry
+    source: str | None
+    units: list[str]
+    n_bytes: int
+
+    @classmethod
+    def from_line(cls, line: Mapping[str, Any]) -> "Written":
+        """Raises: UsageError for a line of another version."""
+        try:
+            return msgspec.convert(line, cls)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the journal is damaged ({error}); remove its folder") from error
+
+
+class TensorWriter:
+    """Writes tensors one after the other; `on_bytes` is told of every part.
+
+    Reading, laying out, hashing and writing have a thread each. The disk is waited for in another
+    one: only what it has comes into the journal.
+    """
+
+    def __init__(
+        self, layout: Layout, partial: PartialFolder, on_bytes: Callable[[int], None]
+    ) -> None:
+        self._layout, self._partial, self._on_bytes = layout, partial, on_bytes
+        self._hashes = {file.name: FileHash(partial.files / file.name) for file in layout.files}
+        self._staging = Staging()
+        self._open: dict[str, DirectFile] = {}
+        self._unflushed: list[Written] = []
+        self._unflushed_bytes = 0
+        self._flushing_thread = started_thread()
+        self._flushing: Future[None] | None = None
+
+    def write(self, pieces: Pieces) -> list[Written]:
+        """All of the tensors, in order, to the disk."""
+        written = []
+        with closing(ahead(self._hashed(self._laid_out(pieces)), N_AHEAD)) as parts:
+            for part in parts:
+                if isinstance(part, Part):
+                    self._write(part)
+                else:
+                    written.append(part)
+                    self._unflushed.append(part)
+                    is_due = self._unflushed_bytes >= FLUSH_BYTES
+                    if is_due or len(self._open) >= MAX_OPEN_FILES:
+                        self._flush()
+        self._flush()
+        self._wait()
+        return written
+
+    def close(self) -> None:
+        """Let go of files and thread, whatever came of them."""
+        self._flushing_thread.shutdown()
+        for file in self._open.values():
+            file.close()
+        self._open = {}
+
+    def file_hashes(self) -> dict[str, str]:
+        """The hash of each weight file; only when every tensor is written and `finish` has run."""
+        return {f.name: self._hashes[f.name].finish(f.n_bytes) for f in self._layout.files}
+
+    def _laid_out(self, pieces: Pieces) -> Generator[Part, None, None]:
+        """The parts of every tensor."""
+        with closing(ahead(pieces, N_AHEAD)) as read:
+            for tensor, group in groupby(read, itemgetter(0)):
+                values = (value for _, value in group)
+                for file, offset, value in self._layout.parts(tensor.param, values):
+                    yield Part(tensor, file, offset, tensor_bytes(value))
+
+    def _hashed(self, parts: Generator[Part, None, None]) -> Generator[Part | Written, None, None]:
+        """The same parts, and behind those of each tensor what is to be noted of it."""
+        with closing(ahead(parts, N_AHEAD)) as laid_out:
+            for tensor, group in groupby(laid_out, attrgetter("tensor")):
+                units, n_bytes = UnitHashes(self._layout.unit_bytes(tensor.param)), 0
+                for part in group:
+                    self._hashes[part.file].add(part.offset, part.data)
+                    units.add(part.data)
+                    n_bytes += len(part.data)
+                    yield part
+                yield Written(tensor.param.name, tensor.entry, tensor.source, units.hashes, n_bytes)
+
+    def _write(self, part: Part) -> None:
+        if part.file not in self._open:
+            self._open[part.file] = DirectFile(self._partial.files / part.file, self._staging)
+        self._open[part.file].write(part.data, part.offset)
+        self._unflushed_bytes += len(part.data)
+        self._on_bytes(len(part.data))
+
+    def _flush(self) -> None:
+        """Hand what is written to the disk; waits for what was handed over before."""
+        self._wait()
+        batch, files = self._unflushed, list(self._open.values())
+        self._unflushed, self._unflushed_bytes, self._open = [], 0, {}
+        self._flushing = self._flushing_thread.submit(self._sync, files, batch)
+
+    def _wait(self) -> None:
+        if self._flushing is not None:
+            self._flushing.result()
+
+    def _sync(self, files: list[DirectFile], batch: list[Written]) -> None:
+        try:
+            for file in files:
+                file.sync()
+        finally:
+            for file in files:
+                file.close()
+        self._partial.record(msgspec.to_builtins(batch))

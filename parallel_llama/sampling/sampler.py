@@ -1,0 +1,240 @@
+"""Drawing one token per row from a vocabulary that is cut over ranks.
+
+The cuts are ascending ranges, some of them perhaps empty, and whole rows of logits do not cross
+ranks. In the head exchange each rank sends a few numbers per row; every rank then decides from the
+same gathered bytes, so all decide alike.
+
+A draw is an argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
+The noise of a token follows from (seed, choice, position, token id) alone, so a draw depends
+neither on the other rows of the batch, nor on who holds which rows, nor on how many candidates were
+sent. Between tp sizes only the rounding of sums over ranks differs: log-probabilities agree to
+about 1e-14, and a nucleus may differ where its sum lies within rounding of top_p.
+
+It does not know requests' text, stop conditions or which rank's word counts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from parallel_llama.errors import NumericalError
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.request import TokenLogprob
+from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled
+from parallel_llama.sampling.filters import Filters
+from parallel_llama.sampling.logits_processors import adjust
+from parallel_llama.sampling.scoring import (
+    N_LOCAL,
+    chunks,
+    gather_logits,
+    leaders_of,
+    new_block,
+    put_leaders,
+    score_tokens,
+)
+from parallel_llama.sampling.tiles import Tiles, column
+
+# Candidates that a rank sends for a row whose filters do not say how many they keep, and the most
+# it sends for one that does. A row that needs more is gathered whole.
+N_CANDIDATES = 64
+MAX_CANDIDATES = 1024
+
+# Columns of the head exchange, one float64 row per draw and rank, behind N_LOCAL.
+_LARGEST = 1  # its largest logit
+_MASS = 2  # filtered rows: sum of exp((logit - its largest logit) / temperature)
+_SCORE, _TOKEN = 3, 4  # plain rows: its largest logit / temperature + noise, and whose
+_N_FIXED = 5
+
+
+def sample(
+    logits: Tensor, vocab: range, draws: Sequence[Draw], comm: Communicator
+) -> list[Sampled]:
+    """Draw one token per row; the same on all ranks, and at every tp_size.
+
+    Equal logits rank by token id: greedy takes the smallest, top_k keeps exactly k.
+
+    Shapes: logits [n, V_local] local, the scores of the token ids in `vocab`; n draws.
+    Raises: on all ranks, NumericalError where a row holds nan or +inf or nothing but -inf, and
+    NoTokenLeft where only what the draw forbids made it so.
+    Collective: one all_gather; another where the candidates do not settle a row's filters, and
+    another where log-probabilities are asked for.
+    """
+    assert logits.shape == (len(draws), len(vocab))
+    if not draws:
+        return []
+    adjusted, ways = adjust(logits, vocab, draws), _Ways.of(draws)
+    head = _Head(comm.all_gather(_local_block(adjusted, vocab, draws, ways)).cpu())
+    _require_tokens(head.largest, draws)
+    picked = torch.full((len(draws),), -1)
+    if ways.greedy:
+        picked[ways.greedy] = head.tokens[ways.greedy, 0]
+    if ways.plain:
+        blocks = head.blocks[:, ways.plain]
+        winner = blocks[:, :, _SCORE].argmax(0)
+        picked[ways.plain] = blocks[winner, torch.arange(len(ways.plain)), _TOKEN].long()
+    if uncovered := _pick_filtered(picked, head, ways.filtered, draws):
+        full = gather_logits(adjusted[uncovered], head.vocabs, comm).cpu()
+        _pick_from_full(picked, full, uncovered, draws)
+    scored = _score_drawn(logits, vocab, picked, draws, comm)
+    return [Sampled(token, scored.get(row)) for row, token in enumerate(picked.tolist())]
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """The rows that are drawn in each way: the largest logit, any token, or what filters keep."""
+
+    greedy: list[int]
+    plain: list[int]
+    filtered: list[int]
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw]) -> "_Ways":
+        ways = cls([], [], [])
+        for row, draw in enumerate(draws):
+            if draw.params.is_filtered:
+                ways.filtered.append(row)
+            else:
+                (ways.greedy if draw.params.is_greedy else ways.plain).append(row)
+        return ways
+
+
+class _Head:
+    """What the head exchange brought: all ranks' numbers, and their candidates in one order.
+
+    Shapes: blocks [tp_size, n, _N_FIXED + 2 K] float64; largest [n]; values and tokens [n, K], the
+    largest logits of the whole vocabulary in falling order, equal ones by token id.
+    """
+
+    def __init__(self, blocks: Tensor) -> None:
+        self.blocks = blocks
+        borders = accumulate((int(each) for each in blocks[:, 0, N_LOCAL]), initial=0)
+        self.vocabs = [range(start, stop) for start, stop in pairwise(borders)]
+        self.vocab_size = self.vocabs[-1].stop
+        self.largest = blocks[:, :, _LARGEST].amax(0)  # nan wherever a rank has one
+        self.values, self.tokens = leaders_of(blocks, _N_FIXED)
+
+
+def _pick_filtered(
+    picked: Tensor, head: _Head, rows: list[int], draws: Sequence[Draw]
+) -> list[int]:
+    """Draw the filtered rows that their candidates settle. Returns: the rows that are left."""
+    if not rows:
+        return []
+    filters = Filters.of([draws[row] for row in rows])
+    n_candidates = min(head.values.shape[1], head.vocab_size)
+    values, tokens = head.values[rows, :n_candidates], head.tokens[rows, :n_candidates]
+    blocks = head.blocks[:, rows]
+    shift = (blocks[:, :, _LARGEST] - values[:, 0]) / filters.temperature[:, 0]  # [tp_size, n]
+    mass = (blocks[:, :, _MASS] * shift.exp()).sum(0)[:, None]
+    left = _pick_settled(picked, rows, filters, values, tokens, mass, head.vocab_size)
+    return [rows[each] for each in left]
+
+
+def _pick_from_full(picked: Tensor, full: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+    """Draw the rows that needed their whole logits. Shapes: full [len(rows), vocab_size]."""
+    vocab_size = full.shape[1]
+    filters = Filters.of([draws[row] for row in rows])
+    tiles = Tiles.of(full, range(vocab_size))
+    mass = _mass(tiles, filters.temperature)
+    # Sorting a whole row takes many times longer than finding its largest thousand.
+    for k in (MAX_CANDIDATES, 8 * MAX_CANDIDATES, vocab_size):
+        values, tokens = tiles.leaders(min(k, vocab_size))
+        left = _pick_settled(picked, rows, filters, values.double(), tokens, mass, vocab_size)
+        if not left:
+            return
+        rows = [rows[each] for each in left]
+        tiles, mass, filters = tiles.rows(left), mass[left], filters.rows(left)
+
+
+def _pick_settled(
+    picked: Tensor,
+    rows: Sequence[int],
+    filters: Filters,
+    values: Tensor,
+    tokens: Tensor,
+    mass: Tensor,
+    vocab_size: int,
+) -> list[int]:
+    """Draw the rows that their candidates settle. Returns: the places of the others in `rows`.
+
+    Shapes: values and tokens [n, C] candidates; mass [n, 1]; n rows.
+    """
+    kept, settled = filters.kept(values, mass, vocab_size)
+    place = filters.draw(values, tokens, kept)[:, None]
+    picked[torch.tensor(rows)[settled]] = tokens.gather(1, place)[settled, 0]
+    return (~settled).nonzero()[:, 0].tolist()
+
+
+def _score_drawn(
+    logits: Tensor, vocab: range, tokens: Tensor, draws: Sequence[Draw], comm: Communicator
+) -> dict[int, TokenLogprob]:
+    """Log-probabilities of the drawn tokens, by row, where they are asked for."""
+    rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
+    n_top = [draws[row].params.logprobs or 0 for row in rows]
+    own = logits if len(rows) == len(logits) else logits[rows]
+    scored = score_tokens(own, vocab, tokens[rows].to(logits.device), n_top, comm)
+    return dict(zip(rows, scored, strict=True))
+
+
+def _local_block(logits: Tensor, vocab: range, draws: Sequence[Draw], ways: _Ways) -> Tensor:
+    """This rank's part of the head exchange. Shapes: [n, _N_FIXED + 2 K] float64 local."""
+    k = max(map(_n_candidates, draws))
+    block = new_block(len(draws), _N_FIXED, k, vocab, logits.device)
+    block[:, _MASS] = 0
+    if not len(vocab):
+        return block
+    tiles = Tiles.of(logits, vocab)
+    block[:, _LARGEST] = tiles.largest.amax(1).double()
+    if rows := ways.plain:
+        scores, tokens = tiles.rows(rows).plain_leaders([draws[row] for row in rows])
+        block[rows, _SCORE], block[rows, _TOKEN] = scores, tokens.double()
+    # One maximum is several times cheaper than the largest 64: rows share the work by their need.
+    for rows, n_leaders in ((ways.greedy, 1), (ways.filtered, k)):
+        if rows:
+            put_leaders(block, rows, _N_FIXED, *tiles.rows(rows).leaders(n_leaders))
+    if rows := ways.filtered:
+        temperature = column([draws[row].params.temperature for row in rows])
+        block[rows, _MASS] = _mass(tiles.rows(rows), temperature)[:, 0]
+    return block
+
+
+def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
+    """The sum of exp((logit - its row's largest) / temperature). Shapes: [n, 1] twice, float64."""
+    # Rows of nothing but -inf on this rank have no mass; -inf minus itself would be nan.
+    largest = tiles.largest.amax(1, keepdim=True).double()
+    largest.clamp_(min=-torch.finfo(torch.float64).max)
+    temperature = temperature.to(largest.device)
+    mass = torch.empty_like(largest)
+    for rows, x in chunks(tiles.flat()):
+        weight = (x.double() - largest[rows]).div_(temperature[rows]).exp_()
+        mass[rows] = weight.sum(1, keepdim=True)
+    return mass
+
+
+def _n_candidates(draw: Draw) -> int:
+    """How many of its largest logits each rank sends for a row; known from its parameters alone."""
+    params = draw.params
+    if params.is_filtered:
+        return min(params.top_k or N_CANDIDATES, MAX_CANDIDATES)
+    return 1 if params.is_greedy else 0
+
+
+def _require_tokens(largest: Tensor, draws: Sequence[Draw]) -> None:
+    """Check that every row has a largest logit that is a number."""
+    without: list[int] = []
+    for row, value in enumerate(largest.tolist()):
+        if math.isfinite(value):
+            continue
+        if value == -math.inf and draws[row].is_adjusted:
+            without.append(row)
+            continue
+        raise NumericalError(
+            f"{draws[row]}: the largest of its logits is {value}; the weights are damaged or "
+            "overflow their dtype: verify the checkpoint, or use a wider dtype"
+        )
+    if without:
+        raise NoTokenLeft(without, draws)

@@ -1,0 +1,259 @@
+"""The tokenizer inside a GGUF file: rebuilt for the library that runs its kind, and as files.
+
+Source: the keys under tokenizer.ggml in ggml's docs/gguf.md.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.files.fields import did_you_mean
+from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.tokenizer import spm
+from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer
+from parallel_llama.tokenizer.tokenizer import Tokenizer
+from parallel_llama.tokenizer.tokenizer_json import BuiltEncoder, TokenizersTokenizer
+from parallel_llama.tokenizer.vocabulary import MAX_PIECES
+
+MAX_MERGES = 4 * MAX_PIECES
+MAX_ADDED = 1 << 18  # speech models have some 30,000; a library takes seconds for this many
+
+# Special tokens by the names that templates use, and the fields that say them.
+_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def build_gguf_tokenizer(fields: dict[str, Any], source: str) -> Tokenizer:
+    """The tokenizer that a GGUF header's fields describe.
+
+    Raises: UsageError for a kind that cannot be run, CheckpointError for damaged fields.
+    """
+    vocabulary = GGUFVocabulary(fields, source)
+    kind = vocabulary.value("model", str, None)
+    if kind == "gpt2":
+        return _byte_level_bpe(vocabulary)
+    if kind == "llama":
+        return _sentencepiece(vocabulary)
+    if kind is None:
+        raise UsageError(f"{source}: holds no tokenizer (no field tokenizer.ggml.model)")
+    raise UsageError(f"{source}: has a {kind[:80]!r} tokenizer; those that can be run: gpt2, llama")
+
+
+class GGUFVocabulary:
+    """The fields under tokenizer.ggml, each checked for its type where it is read."""
+
+    def __init__(self, fields: dict[str, Any], source: str) -> None:
+        self._fields = fields
+        self.source = source
+
+    def value(self, name: str, kind: type, default: Any) -> Any:
+        value = self._fields.get(f"tokenizer.ggml.{name}", default)
+        if value is not default and type(value) is not kind:
+            raise self.damaged(f"{name} is a {type(value).__name__}, not a {kind.__name__}")
+        return value
+
+    def values(self, name: str, kind: type, length: int | None = None) -> list[Any]:
+        """A list whose items are all of one type, and of this length if one is given."""
+        values: list[Any] = self.value(name, list, [])
+        if any(type(value) is not kind for value in values):
+            raise self.damaged(f"{name} is not a list of {kind.__name__} alone")
+        if length is not None and len(values) != length:
+            raise self.damaged(f"{name} has {len(values)} items and there are {length} tokens")
+        return values
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        tokens: list[str] = self.values("tokens", str)
+        if not 0 < len(tokens) <= MAX_PIECES:
+            raise self.damaged(f"there are {len(tokens)} tokens, allowed 1 to {MAX_PIECES}")
+        return tokens
+
+    @cached_property
+    def types(self) -> list[int]:
+        """The type of each token; all are normal where the file does not say."""
+        if "tokenizer.ggml.token_type" not in self._fields:
+            return [spm.NORMAL] * len(self.tokens)
+        types: list[int] = self.values("token_type", int, len(self.tokens))
+        for id, kind in enumerate(types):
+            if not spm.NORMAL <= kind <= spm.BYTE:
+                raise self.damaged(f"token {id} has type {kind}, allowed 1 to 6")
+        n_added = types.count(spm.CONTROL) + types.count(spm.USER_DEFINED)
+        if n_added > MAX_ADDED:
+            raise self.damaged(f"{n_added} tokens are special or added, at most {MAX_ADDED}")
+        return types
+
+    def token_id(self, name: str, default: int | None = None) -> int | None:
+        """The id of a special token; the default counts as far as there is such a token."""
+        n_tokens = len(self.tokens)
+        id: int | None = self.value(f"{name}_token_id", int, None)
+        if id is None:
+            return default if default is not None and default < n_tokens else None
+        if not 0 <= id < n_tokens:
+            raise self.damaged(f"{name}_token_id is {id} and there are {n_tokens} tokens")
+        return id
+
+    def eos_ids(self, default: int | None = None) -> frozenset[int]:
+        ids = [self.token_id("eos", default), self.token_id("eot"), self.token_id("eom")]
+        return frozenset(id for id in ids if id is not None)
+
+    def names(self) -> dict[str, str]:
+        """The texts of the special tokens, by the names that templates use."""
+        ids = {name: self.token_id(key) for name, key in _NAMES.items()}
+        return {name: self.tokens[id] for name, id in ids.items() if id is not None}
+
+    def user_defined(self) -> dict[int, str]:
+        """The tokens that are found in text before anything else, and are not special."""
+        tokens = enumerate(zip(self.tokens, self.types, strict=True))
+        return {id: token for id, (token, kind) in tokens if kind == spm.USER_DEFINED}
+
+    def damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.source}: damaged tokenizer: {why}")
+
+
+def _byte_level_bpe(vocabulary: GGUFVocabulary) -> TokenizersTokenizer:
+    tokens, types = vocabulary.tokens, vocabulary.types
+    name = vocabulary.value("pre", str, "default")
+    pre = PRE_TOKENIZERS.get(name)
+    if pre is None:
+        raise UsageError(
+            f"{vocabulary.source}: tokenizer.ggml.pre={name[:80]!r} is not known, and the file "
+            "does not say how it cuts text; give the model's HF folder, whose tokenizer.json does"
+            + did_you_mean(name, PRE_TOKENIZERS)
+        )
+    words = [token for token in tokens if token]  # some files have empty rows
+    if n_again := len(words) - len(set(words)):
+        raise vocabulary.damaged(f"{n_again} tokens appear more than once")
+    merges = _merges(vocabulary)
+    encoder = BuiltEncoder(lambda: _bpe(tokens, types, merges, pre), vocabulary.source)
+    bos_id = vocabulary.token_id("bos")
+    return TokenizersTokenizer(
+        encoder,
+        vocabulary.source,
+        bos_text=None if bos_id is None else tokens[bos_id],
+        adds_bos=vocabulary.value("add_bos_token", bool, pre.adds_bos),
+        eos_ids=vocabulary.eos_ids(),
+    )
+
+
+def _merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
+    texts = vocabulary.values("merges", str)
+    if len(texts) > MAX_MERGES:
+        raise vocabulary.damaged(f"there are {len(texts)} merges, at most {MAX_MERGES} are read")
+    merges: list[tuple[str, str]] = []
+    for number, merge in enumerate(texts):
+        left, space, right = merge.partition(" ")
+        if not (left and space and right):
+            raise vocabulary.damaged(f"merge {number} is {merge[:40]!r}, not two tokens")
+        merges.append((left, right))
+    if not merges:
+        raise vocabulary.damaged("there are no merges")
+    return merges
+
+
+def _bpe(
+    tokens: list[str], types: list[int], merges: list[tuple[str, str]], pre: PreTokenizer
+) -> tokenizers.Tokenizer:
+    ids = {token: id for id, token in enumerate(tokens) if token}
+    tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=pre.whole_words))
+    cuts = [pre_tokenizers.Split(tokenizers.Regex(text), "isolated") for text in pre.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(
+        [
+            tokenizers.AddedToken(token, special=kind == spm.CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (spm.CONTROL, spm.USER_DEFINED) and token
+        ]
+    )
+    return tokenizer
+
+
+def _sentencepiece(vocabulary: GGUFVocabulary) -> SentencePieceTokenizer:
+    user_defined = vocabulary.user_defined().items()
+    bos_id = vocabulary.token_id("bos", default=1)
+    return SentencePieceTokenizer(
+        _proto(vocabulary),
+        vocabulary.source,
+        bos_id=bos_id,
+        adds_bos=vocabulary.value("add_bos_token", bool, True),
+        eos_ids=vocabulary.eos_ids(default=2),
+        added=[AddedToken(id, text, is_special=False) for id, text in user_defined],
+    )
+
+
+def _proto(vocabulary: GGUFVocabulary) -> Any:
+    """A SentencePiece model with the file's pieces, scores and settings."""
+    tokens, types = vocabulary.tokens, vocabulary.types
+    scores = vocabulary.values("scores", float, len(tokens))
+    unk_id = vocabulary.token_id("unknown", default=0)
+    proto = spm.SPM_PROTO.ModelProto()
+    for id, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True)):
+        # SentencePiece wants exactly one unknown piece, which not every converter has marked.
+        marked = spm.UNKNOWN if id == unk_id else spm.UNUSED if kind == spm.UNKNOWN else kind
+        proto.pieces.add(piece=token, score=score, type=marked)
+    trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
+    trainer.model_type = spm.SPM_PROTO.TrainerSpec.BPE
+    trainer.byte_fallback = spm.BYTE in types
+    trainer.vocab_size = len(tokens)
+    trainer.unk_id = unk_id
+    normalizer.name = "identity"
+    normalizer.add_dummy_prefix = vocabulary.value("add_space_prefix", bool, True)
+    normalizer.remove_extra_whitespaces = vocabulary.value("remove_extra_whitespaces", bool, False)
+    normalizer.escape_whitespaces = True
+    normalizer.precompiled_charsmap = bytes(
+        byte & 0xFF for byte in vocabulary.values("precompiled_charsmap", int)
+    )
+    return proto
+
+
+def export_gguf_tokenizer(path: Path) -> dict[str, bytes]:
+    """tokenizer.json (tokenizer.model where it is SentencePiece's) and tokenizer_config.json.
+
+    Raises: UsageError for a kind that cannot be run, CheckpointError for damaged fields.
+    """
+    fields = read_gguf_header(path).fields
+    tokenizer = build_gguf_tokenizer(fields, str(path))
+    vocabulary = GGUFVocabulary(fields, str(path))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bool(tokenizer.encode("")),
+        "clean_up_tokenization_spaces": False,
+        **vocabulary.names(),
+    }
+    if (template := fields.get("tokenizer.chat_template")) is not None:
+        tool_use = fields.get("tokenizer.chat_template.tool_use")
+        named = {"default": template, "tool_use": tool_use}
+        both = [{"name": name, "template": text} for name, text in named.items()]
+        config["chat_template"] = template if tool_use is None else both
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        config |= _sentencepiece_config(vocabulary, tokenizer)
+        files = {"tokenizer.model": tokenizer.to_model()}
+    else:
+        assert isinstance(tokenizer, TokenizersTokenizer)
+        files = {"tokenizer.json": tokenizer.to_json().encode()}
+    return {**files, "tokenizer_config.json": json.dumps(config, indent=2).encode() + b"\n"}
+
+
+def _sentencepiece_config(
+    vocabulary: GGUFVocabulary, tokenizer: SentencePieceTokenizer
+) -> dict[str, Any]:
+    """What tokenizer.model does not say: bos and eos by their texts, and tokens that are added."""
+    tokens = vocabulary.tokens
+    added = {
+        str(id): {"content": token, "special": False}
+        for id, token in vocabulary.user_defined().items()
+    }
+    config: dict[str, Any] = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+    if tokenizer.bos_id is not None:
+        config["bos_token"] = tokens[tokenizer.bos_id]
+    if (eos_id := vocabulary.token_id("eos", default=2)) is not None:
+        config["eos_token"] = tokens[eos_id]
+    if added:
+        config["added_tokens_decoder"] = added
+    return config

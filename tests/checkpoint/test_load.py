@@ -1,0 +1,162 @@
+"""One rank's tensors: random weights, conversion, refusals, and what a load costs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoint_cost import cost_of_rank, write_random_folder
+from checkpoint_samples import TINY, interleaved, weights_of, write_hf
+
+from parallel_llama.checkpoint import load, open_checkpoint, random_checkpoint
+from parallel_llama.checkpoint.reading import PIECE_VALUES, pieces_of
+from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import DenseFormat
+from parallel_llama.errors import CheckpointError
+from parallel_llama.families import parameters
+from parallel_llama.families.weights import Param
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.ops.formats import dtype_name
+from parallel_llama.plan import make_plan, weight_bytes
+
+CPU = torch.device("cpu")
+
+
+def loaded(checkpoint, share, dtype=torch.float32, on_bytes=lambda _: None):
+    return list(load(checkpoint, TINY, share, dtype, CPU, on_bytes))
+
+
+@pytest.mark.parametrize("piece_values", [1, 1 << 25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_gets_its_share_in_order_and_counts_its_bytes(
+    tmp_path, monkeypatch, piece_values, dtype
+):
+    monkeypatch.setattr("parallel_llama.checkpoint.reading.PIECE_VALUES", piece_values)
+    monkeypatch.setattr("parallel_llama.checkpoint.reading.PIECE_ALIGNMENT", 7)
+    weights = weights_of(TINY)
+    checkpoint = open_checkpoint(write_hf(tmp_path, weights), TINY)
+    for share in make_plan(TINY, 4).shares:
+        counts = []
+        tensors = loaded(checkpoint, share, dtype, counts.append)
+        assert [name for name, _ in tensors] == [param.name for param in parameters(TINY)]
+        for (name, tensor), param in zip(tensors, parameters(TINY), strict=True):
+            rows = share.rows_of(param)
+            whole = interleaved(name, weights[name], TINY.head_dim)  # as the model wants it
+            whole = whole.narrow(param.dim, rows.start, len(rows)).to(dtype)
+            assert tensor.dtype == dtype and tensor.is_contiguous()
+            assert torch.equal(tensor, whole)
+        assert sum(counts) == weight_bytes(TINY, share, DenseFormat(dtype_name(dtype)))
+
+
+def test_a_share_without_rows_is_an_empty_tensor(tmp_path):
+    args = replace(TINY, ffn_dim=3)
+    checkpoint = open_checkpoint(write_hf(tmp_path, weights_of(args)), args)
+    shapes = {
+        tuple(tensor.shape)
+        for share in make_plan(args, 9).shares
+        for name, tensor in load(checkpoint, args, share, torch.float32, CPU)
+        if name == "layers.0.feed_forward.w2.weight"
+    }
+    assert shapes == {(36, 0), (36, 1)}
+
+
+def test_pieces_are_bounded_cover_the_rows_and_begin_at_blocks():
+    param = Param("w", (5000, 1 << 17), "ffn")
+    pieces = pieces_of(param, range(300, 4000), PIECE_VALUES)
+    assert [row for piece in pieces for row in piece] == list(range(300, 4000))
+    assert all(
+        len(piece) <= 256 and (at == 0 or piece.start % 256 == 0) for at, piece in enumerate(pieces)
+    )
+    assert pieces_of(Param("w", (100, 8), "ffn"), range(3, 50), PIECE_VALUES) == [range(3, 50)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["layers.1.feed_forward.w2.weight", "norm.weight"])
+def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, name, value):
+    weights = weights_of(TINY)
+    weights[name].view(-1)[-1] = value
+    checkpoint = open_checkpoint(write_hf(tmp_path, weights), TINY)
+    with pytest.raises(CheckpointError, match=rf"{name}: 1 of \d+ values read are NaN or Inf"):
+        for share in make_plan(TINY, 3).shares:
+            loaded(checkpoint, share)
+
+
+def test_a_value_too_large_for_the_wanted_dtype_is_refused(tmp_path):
+    weights = weights_of(TINY)
+    weights["norm.weight"][0] = 1e6
+    checkpoint = open_checkpoint(write_hf(tmp_path, weights), TINY)
+    share = make_plan(TINY, 1).shares[0]
+    loaded(checkpoint, share, torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"norm.weight: a value of 1e\+06 does not fit"):
+        loaded(checkpoint, share, torch.float16)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_a_weight_is_read(tmp_path):
+    checkpoint = open_checkpoint(write_hf(tmp_path, weights_of(TINY)), TINY)
+    other = replace(TINY, ffn_dim=51)
+    with pytest.raises(CheckpointError, match="misshapen"):
+        next(load(checkpoint, other, make_plan(other, 1).shares[0], torch.float32, CPU))
+
+
+def test_a_configuration_alone_is_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="without weights"):
+        open_checkpoint(ModelFiles("config", tmp_path, tmp_path, (), None), TINY)
+
+
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
+    files = write_hf(tmp_path, weights_of(TINY))
+    files.weights[0].unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: No such file"):
+        open_checkpoint(files, TINY)
+
+
+def test_a_disk_that_fails_while_reading_is_an_error_that_names_the_file(tmp_path, monkeypatch):
+    checkpoint = open_checkpoint(write_hf(tmp_path, weights_of(TINY)), TINY)
+
+    def failing(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("parallel_llama.checkpoint.byte_ranges.os.preadv", failing)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: Input/output"):
+        loaded(checkpoint, make_plan(TINY, 1).shares[0])
+
+
+def test_random_weights_do_not_depend_on_the_number_of_ranks():
+    args = replace(TINY, ffn_dim=200, vocab_size=300, dtype="bfloat16")
+    checkpoint = random_checkpoint(args, seed=3)
+    wholes = {
+        p.name: checkpoint.read(p, range(p.shape[p.dim]), "interleaved") for p in parameters(args)
+    }
+    for tp_size in range(2, 10):
+        for share in make_plan(args, tp_size).shares:
+            for name, tensor in load(checkpoint, args, share, torch.bfloat16, CPU):
+                param = next(p for p in parameters(args) if p.name == name)
+                rows = share.rows_of(param)
+                assert torch.equal(tensor, wholes[name].narrow(param.dim, rows.start, len(rows)))
+
+
+def test_random_weights_differ_by_seed_name_and_chunk_and_keep_activations_sane():
+    args = replace(TINY, dim=576, vocab_size=300)
+    checkpoint = random_checkpoint(args, seed=3)
+    params = {param.name: param for param in parameters(args)}
+    embeddings = params["tok_embeddings.weight"]
+    first = checkpoint.read(embeddings, range(64))
+    assert torch.equal(first, random_checkpoint(args, 3).read(embeddings, range(64)))
+    assert not torch.equal(first, random_checkpoint(args, 4).read(embeddings, range(64)))
+    assert not torch.equal(first, checkpoint.read(embeddings, range(64, 128)))
+    assert not torch.equal(first, checkpoint.read(params["output.weight"], range(64)))
+    assert abs(first.std().item() - 0.02) < 0.001
+    norm = checkpoint.read(params["norm.weight"], range(576))
+    assert abs(norm.mean().item() - 1) < 0.03 and 0.08 < norm.std().item() < 0.12
+
+
+def test_a_load_reads_each_byte_once_and_holds_little_beside_the_share(tmp_path):
+    """Column slices (wo, w2) must not read whole rows, nor float32 be converted as one tensor."""
+    args = ModelArgs(
+        dim=256, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=1024, vocab_size=65536
+    )
+    n_bytes = write_random_folder(tmp_path, args, torch.float32)
+    costs = [cost_of_rank(tmp_path, args, 2, rank, piece_values=1 << 18) for rank in range(2)]
+    assert n_bytes <= sum(cost.read_bytes for cost in costs) <= 1.05 * n_bytes
+    for cost in costs:
+        # A tensor converted as a whole would be 32 MiB; pieces and what is imported take 8 to 13.
+        assert cost.share_bytes < cost.peak_bytes < cost.share_bytes + (20 << 20)

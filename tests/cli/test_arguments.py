@@ -1,0 +1,625 @@
+"""The command line up to where work would start: what is accepted, what is refused, in what words.
+
+All wrong command lines run in one fresh process, which reports at the end whether torch was loaded.
+"""
+
+import io
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from parallel_llama.cli import main as command_line
+from parallel_llama.cli import terminal
+from parallel_llama.cli.arguments import Flag, Flags, HelpRequested, Verb, help_text, parse_flags
+from parallel_llama.cli.main import VERBS, load_verb
+from parallel_llama.cli.parsers import plain_text
+from parallel_llama.cli.prompts import gather, read_lines
+from parallel_llama.cli.ranks import Job, rank_count
+from parallel_llama.cli.score import perplexity
+from parallel_llama.errors import UsageError
+from parallel_llama.tokenizer import Chat
+
+ROOT = Path(__file__).parents[2]
+GENERATE = load_verb("generate")
+TEXTS = [
+    "Hello, world", "42", "None", "True", '{"a":1}', "[1, 2]", "", "-", "--", "-x", "--chat",
+    "--prompt", "--help", "a=b", "two\nlines", "'quoted'", '"quoted"', "\u4f60\u597d", "1e5", " ",
+]  # fmt: skip
+
+# The files that the command lines below name, in the folder where they run.
+FILES = {
+    "good.jsonl": '{"prompt": "Hello"}\n\n{"tokens": [1, 2]}\n',
+    "empty.jsonl": "\n\n",
+    "broken.jsonl": '{"prompt": "a"}\n{"prompt": \n',
+    "list.jsonl": "[1, 2]\n",
+    "typo.jsonl": '{"promt": "a"}\n',
+    "both.jsonl": '{"prompt": "a", "tokens": [1]}\n',
+    "none.jsonl": "{}\n",
+    "number.jsonl": '{"prompt": 42}\n',
+    "notokens.jsonl": '{"tokens": []}\n',
+    "negative.jsonl": '{"tokens": [1, -1]}\n',
+    "bool.jsonl": '{"tokens": [1, true]}\n',
+    "large.jsonl": '{"tokens": [1]}\n{"tokens": [400000]}\n',
+    "huge.jsonl": '{"tokens": [' + "9" * 4000 + "]}\n",
+    "long.jsonl": json.dumps({"tokens": [1] * 9000}) + "\n",
+    "messages.jsonl": '{"messages": [{"role": "user"}]}\n',
+    "nomessages.jsonl": '{"messages": []}\n',
+    "content.jsonl": '{"messages": [{"role": "user", "content": null}]}\n',
+    "surrogate.jsonl": '{"prompt": "\\ud800"}\n',
+    "deep.jsonl": '{"prompt": ' + "[" * 100_000 + "\n",
+    "text.txt": "some text",
+    "empty.txt": "",
+    "ids.json": "[1, 2, 3]",
+    "mixed.json": '[1, "a"]',
+    "object.json": '{"tokens": [1]}',
+    "nested.json": "[[1, 2], []]",
+    "outside.json": "[[1, 2], [1, 49152]]",
+}
+
+# (arguments, what the message says); everything here ends with exit code 2.
+WRONG: list[tuple[list[str], str]] = [
+    ([], "usage: parallel-llama COMMAND"),
+    (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
+    (["serve"], "unknown command 'serve'"),
+    (["--prompt", "x"], "unknown command '--prompt'"),
+    (["generate"], "give the prompt with --prompt TEXT"),
+    (["generate", "hello"], "unexpected argument 'hello'; a prompt goes after --prompt"),
+    (["generate", "--prompt", "x", "y"], "unexpected argument 'y'"),
+    (["generate", "--prompt"], "--prompt needs a value: --prompt TEXT"),
+    (["generate", "--prompt", "x", "--max-tokens"], "--max-tokens needs a value: --max-tokens N"),
+    (["generate", "--promt", "x"], "unknown flag '--promt'; did you mean '--prompt'?"),
+    (["generate", "--prompt", "x", "--max-token=5"], "did you mean '--max-tokens'?"),
+    (["generate", "--prompt", "x", "--quant", "int8"], "unknown flag '--quant'"),
+    (["generate", "--prompt", "x", "--exact"], "unknown flag '--exact'"),
+    (["generate", "--prompt", "x", "-n", "2"], "unknown flag '-n'"),
+    (["generate", "--prompt", "x", "--"], "unknown flag '--'"),
+    (["generate", "--prompt", "x", "--chat=yes"], "--chat is a switch and takes no value"),
+    (["generate", "--prompt", "x", "--chat", "--nochat"], "--chat is given twice"),
+    (["generate", "--prompt", "x", "--no-prompt"], "unknown flag '--no-prompt'"),
+    (["generate", "--prompt", "x", "--seed", "1", "--seed", "2"], "--seed is given twice"),
+    (["generate", "--prompt", "x", "--max-tokens=1", "--max_tokens=1"], "--max-tokens is given"),
+    (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens '0': not a whole number"),
+    (["generate", "--prompt", "x", "--max-tokens", "2.5"], "--max-tokens '2.5': not a whole"),
+    (["generate", "--prompt", "x", "--max-tokens", "1_000"], "--max-tokens '1_000': not a whole"),
+    (["generate", "--prompt", "x", "--max-tokens", "\u0663"], "not a whole number"),
+    (["generate", "--prompt", "x", "--max-tokens", "9" * 5000], "not a whole number"),
+    (["generate", "--prompt", "x", "--max-tokens", "--seed"], "--max-tokens '--seed': not a whole"),
+    (["generate", "--prompt", "x", "--max-tokens="], "--max-tokens '': not a whole number"),
+    (["generate", "--prompt", "x", "--temperature", "nan"], "--temperature 'nan': not a number"),
+    (["generate", "--prompt", "x", "--temperature", "inf"], "--temperature 'inf': not a number"),
+    (["generate", "--prompt", "x", "--temperature", "1e999"], "not a number from 0"),
+    (["generate", "--prompt", "x", "--temperature", "-1"], "not a number from 0"),
+    (["generate", "--prompt", "x", "--top-p", "0"], "--top-p '0': not a number above 0, at most 1"),
+    (["generate", "--prompt", "x", "--top-p", "1.01"], "not a number above 0, at most 1"),
+    (["generate", "--prompt", "x", "--top-k", "-1"], "--top-k '-1': not a whole number from 0"),
+    (["generate", "--prompt", "x", "--min-p", "2"], "--min-p '2': not a number from 0 to 1"),
+    (["generate", "--prompt", "x", "--logprobs", "21"], "not a whole number from 0 to 20"),
+    (["generate", "--prompt", "x", "--seed", "-1"], "--seed '-1': not a whole number from 0"),
+    (["generate", "--prompt", "x", "--stop", ""], "--stop '': empty"),
+    (["generate", "--prompt", "x", "--dtype", "float"], "--dtype 'float': not one of float32"),
+    (["generate", "--prompt", "x", "--dtype", "float23"], "did you mean 'float32'?"),
+    (["generate", "--prompt", "x", "--device", "gpu"], "--device 'gpu': not one of auto, cpu"),
+    (["generate", "--prompt", "x", "--nproc", "0"], "--nproc '0': not a whole number from 1"),
+    (["generate", "--prompt", "x", "--nproc", "1-4"], "--nproc '1-4': not a whole number"),
+    (["generate", "--prompt", "x", "--nproc", "10"], "n_heads=9 and tp_size=10"),
+    (["generate", "--prompt", "x", "--max-seq-len", "0"], "--max-seq-len '0'"),
+    (["generate", "--prompt", "x", "--max-seq-len", "9000"], "this model's context is 8192 tokens"),
+    (["generate", "--prompt", "x", "--max-tokens", "8192"], "8193 positions and the context has"),
+    (["generate", "--prompt", "x", "--model", ""], "--model '': empty"),
+    (["generate", "--prompt", "x", "--model", "no-such-model"], "no-such-model"),
+    (["generate", "--prompt", "x", "--output", "."], "--output .: a folder"),
+    (["generate", "--prompt", "x", "--output", "no/such/file"], "there is no folder no/such"),
+    (["generate", "--prompt", "x", "--system", "Be brief"], "--system is a part of a chat; add"),
+    (["generate", "--prompt", ""], "prompt 0 is empty"),
+    (["generate", "--prompt", "\udcff"], "not UTF-8 text"),
+    (["generate", "--prompt", "x", "--prompts", "good.jsonl"], ", not both"),
+    (["generate", "--prompts", "nowhere.jsonl"], "--prompts 'nowhere.jsonl': no such file"),
+    (["generate", "--prompts", "good.jsonl", "--prompts", "good.jsonl"], "--prompts is given"),
+    (["generate", "--prompts", "empty.jsonl"], "empty.jsonl: no prompts in it"),
+    (["generate", "--prompts", "broken.jsonl"], "broken.jsonl, line 2: not JSON"),
+    (["generate", "--prompts", "list.jsonl"], "line 1: not an object"),
+    (["generate", "--prompts", "typo.jsonl"], "unknown key 'promt'; did you mean 'prompt'?"),
+    (["generate", "--prompts", "both.jsonl"], "give exactly one of prompt, tokens, messages"),
+    (["generate", "--prompts", "none.jsonl"], "give exactly one of"),
+    (["generate", "--prompts", "number.jsonl"], "prompt is '42', not a string"),
+    (["generate", "--prompts", "notokens.jsonl"], "tokens must be a list of token ids"),
+    (["generate", "--prompts", "negative.jsonl"], "tokens[1] is '-1', not a token id"),
+    (["generate", "--prompts", "bool.jsonl"], "tokens[1] is 'true', not a token id"),
+    (["generate", "--prompts", "large.jsonl"], "large.jsonl, line 2: token id 400000 is outside"),
+    (["generate", "--prompts", "huge.jsonl"], "not a token id, 0 to 2147483647"),
+    (["generate", "--prompts", "long.jsonl"], "long.jsonl, line 1: a prompt of 9000 tokens"),
+    (["generate", "--prompts", "messages.jsonl"], "messages[0] has content=None"),
+    (["generate", "--prompts", "nomessages.jsonl"], "messages must be a list with at least one"),
+    (["generate", "--prompts", "content.jsonl"], "give text or a list of text parts"),
+    (["generate", "--prompts", "surrogate.jsonl"], "half of a surrogate pair"),
+    (["generate", "--prompts", "deep.jsonl"], "nested too deeply"),
+    (["chat", "--prompt", "x"], "chat: unknown flag '--prompt'"),
+    (["chat", "--max-tokens", "x"], "--max-tokens 'x': not a whole number"),
+    (["score"], "give the input with --text-file FILE or --tokens-file FILE"),
+    (["score", "--text-file", "text.txt", "--tokens-file", "ids.json"], "one of them"),
+    (["score", "--text-file", "nowhere.txt"], "--text-file 'nowhere.txt': no such file"),
+    (["score", "--text-file", "empty.txt"], "empty.txt: the file is empty"),
+    (["score", "--tokens-file", "text.txt"], "text.txt: not JSON"),
+    (["score", "--tokens-file", "mixed.json"], "the file[1] is"),
+    (["score", "--tokens-file", "object.json"], "must be a list of token ids"),
+    (["score", "--tokens-file", "nested.json"], "list 1 must be a list of token ids"),
+    (["score", "--tokens-file", "outside.json"], "list 1: token id 49152 is outside"),
+    (["plan", "--nproc", "4-2"], "--nproc '4-2': not a number of ranks"),
+    (["plan", "--nproc", "10"], "use 1 to 9 ranks"),
+    (["plan", "--nproc", "10", "--memory", "8"], "use 1 to 9 ranks"),
+    (["plan", "--nproc", "2", "--memory", "8x1"], "memory names 1 ranks and there are 2"),
+    (["plan", "--nproc", "2", "--memory", "8,8,8"], "memory names 3 ranks and there are 2"),
+    (["plan", "--nproc", "1-2", "--memory", "8,8"], "give --nproc N, not a range"),
+    (["plan", "--nproc", "1-2", "--memory", "8x2"], "or one size for all ranks"),
+    (["plan", "--memory", "8,,8"], "--memory '8,,8': not sizes such as 80 (GiB)"),
+    (["plan", "--memory", "8,-8"], "--memory '8,-8': not sizes such as 80 (GiB)"),
+    (["plan", "--memory", "0"], "--memory '0': not sizes"),
+    (["plan", "--memory", "1e300"], "--memory '1e300': not sizes"),  # its room was NaN: a crash
+    (["plan", "--memory", "80GX"], "--memory '80GX': not sizes"),
+    (["plan", "--memory", "8x80GB"], "--memory '8x80GB': not sizes"),
+    (["plan", "--memory", "80x0"], "--memory '80x0': not sizes"),
+    (["plan", "--memory", "80x1000,80x25"], "for at most 1024 ranks"),
+    (["plan", "--memory", "80x99999999999999999999"], "for at most 1024 ranks"),
+    (["plan", "--batch", "0"], "--batch '0': not a whole number"),
+    (["plan", "--prompt", "x"], "plan: unknown flag '--prompt'"),
+    (["plan", "\x1b[2J"], r"unexpected argument '\x1b[2J'"),
+]  # fmt: skip
+
+RUNNER = """
+import contextlib, io, json, sys
+from parallel_llama.cli.main import main
+
+def run(argv):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    return [code, out.getvalue(), err.getvalue()]
+
+results = [run(argv) for argv in json.load(sys.stdin)]
+json.dump({"results": results, "torch": "torch" in sys.modules}, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("command_line")
+    for name, text in FILES.items():
+        (path / name).write_text(text)
+    return path
+
+
+def run_all(folder: Path, lines: list[list[str]], **environment: str) -> dict[str, Any]:
+    """Exit code, stdout and stderr of each command line, all in one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, Any]:
+    return run_all(folder, [argv for argv, _ in WRONG])
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)), ids=lambda case: " ".join(WRONG[case][0])[:60])
+def test_wrong_use_is_named_and_ends_with_2(answers: dict[str, Any], case: int) -> None:
+    code, out, err = answers["results"][case]
+    assert code == 2, err
+    assert out == ""
+    assert WRONG[case][1] in err
+    assert len(err) < 2000
+    assert "Traceback" not in err
+
+
+def test_wrong_use_is_found_before_torch_is_loaded(answers: dict[str, Any]) -> None:
+    assert answers["torch"] is False
+
+
+def test_a_plan_loads_no_torch(folder: Path) -> None:
+    lines = [
+        ["plan", "--nproc", "3"],
+        ["plan", "--nproc", "1-12"],
+        ["plan", "--memory", "1"],
+        ["plan", "--help"],
+        ["--version"],
+    ]
+    answer = run_all(folder, lines)
+    assert [code for code, _, _ in answer["results"]] == [0] * len(lines)
+    assert answer["torch"] is False
+
+
+def parsed(verb: Verb, argv: Sequence[str]) -> dict[str, Any]:
+    """The value of each of a verb's flags, by its name."""
+    flags = parse_flags(verb, argv)
+    return {flag.name: flags[flag] for flag in verb.flags}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text_is_a_prompt_in_both_forms(text: str) -> None:
+    assert parsed(GENERATE, ["--prompt", text])["prompt"] == [text]
+    assert parsed(GENERATE, [f"--prompt={text}"])["prompt"] == [text]
+
+
+def echo(flags: Flags) -> Job:
+    """A verb's function that starts nothing and keeps what fire gave it."""
+    kept.append(flags)
+    return Job(lambda: 0)
+
+
+kept: list[Flags] = []
+PROMPT: Flag[list[str]] = Flag("prompt", "", plain_text, repeatable=True)
+CHAT: Flag[bool] = Flag("chat", "")
+N_X: Flag[int | None] = Flag("n-x", "", int)
+ECHO = Verb("echo", "", "", (PROMPT, CHAT, N_X), "", echo)
+
+
+@given(st.lists(st.text(max_size=20), max_size=4))
+@example(TEXTS)
+def test_prompts_reach_the_verb_as_they_were_given(texts: list[str]) -> None:
+    """fire alone turns 'a, b' into a tuple, keeps the last repeat, and takes '-x' for a flag."""
+    argv = [word for text in texts for word in ("--prompt", text)]
+    command_line._prepare(ECHO, ["--n_x=3", *argv, "--chat"])
+    flags = kept.pop()
+    assert (flags[PROMPT], flags[CHAT], flags[N_X]) == (texts, True, 3)
+
+
+def test_a_flag_that_a_verb_does_not_take_has_its_default() -> None:
+    command_line._prepare(ECHO, [])
+    flags = kept.pop()
+    assert (flags[Flag("b", "", int, "N", 7)], flags[Flag("c", "")]) == (7, False)
+
+
+def test_fire_prints_nothing_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    command_line._prepare(ECHO, [])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_repeats_stay_in_order() -> None:
+    argv = ["--stop", "b", "--prompt", "2", "--stop=a", "--prompt=1", "--prompt", "2"]
+    values = parsed(GENERATE, argv)
+    assert (values["prompt"], values["stop"]) == (["2", "1", "2"], ["b", "a"])
+
+
+def test_hyphens_and_underscores_are_alike() -> None:
+    for argv in (["--max-tokens", "5"], ["--max_tokens=5"], ["--max-tokens=5"]):
+        assert parsed(GENERATE, argv)["max-tokens"] == 5
+
+
+def test_a_switch_can_be_turned_off() -> None:
+    values = [
+        parsed(GENERATE, argv)["chat"] for argv in ([], ["--chat"], ["--nochat"], ["--no-chat"])
+    ]
+    assert values == [False, True, False, False]
+
+
+@pytest.mark.parametrize("verb", list(map(load_verb, VERBS)), ids=lambda verb: verb.name)
+def test_help_names_every_flag_and_its_default(verb: Verb) -> None:
+    with pytest.raises(HelpRequested):
+        parse_flags(verb, ["--json", "-h"] if verb.name != "chat" else ["--help"])
+    text = help_text(verb)
+    for flag in verb.flags:
+        assert f"--{flag.name}" in text
+        if flag.default is not None:
+            assert f"default: {flag.default}" in text
+    assert text.startswith(f"usage: parallel-llama {verb.name} ")
+    assert verb.example in text
+
+
+@pytest.mark.parametrize("verb", list(map(load_verb, VERBS)), ids=lambda verb: verb.name)
+def test_the_example_in_the_help_is_valid(verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    program, name, *argv = shlex.split(verb.example)
+    assert (program, name) == ("parallel-llama", verb.name)
+    parse_flags(verb, argv)
+
+
+def test_a_prompts_file_may_mix_its_forms(folder: Path) -> None:
+    lines = read_lines(str(folder / "good.jsonl"))
+    assert [line.prompt for line in lines] == ["Hello", [1, 2]]
+
+
+def gathered(*argv: str) -> list[Any]:
+    return [line.prompt for line in gather(parse_flags(GENERATE, argv))]
+
+
+def test_chat_makes_every_text_a_conversation(folder: Path) -> None:
+    user = {"role": "user", "content": "Hello"}
+    system = {"role": "system", "content": "Be brief"}
+    path = str(folder / "good.jsonl")
+    chats = gathered("--prompts", path, "--chat", "--system", "Be brief")
+    assert chats == [Chat([system, user]), [1, 2]]
+    assert gathered("--prompt", "Hello", "--prompt", "", "--chat")[0] == Chat([user])
+    for chat, expected in (("--chat", Chat([user], template_vars={"a": 1})), ("--nochat", "Hello")):
+        assert gathered("--prompt", "Hello", chat, "--template-var", "a=1") == [expected]
+    own = folder / "vars.jsonl"
+    own.write_text(json.dumps({"messages": [user], "template_vars": {"a": 2}}))
+    given = ("--template-var", "a=1", "--template-var", "b=3")
+    assert gathered("--prompts", str(own), *given) == [Chat([user], template_vars={"a": 2, "b": 3})]
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--prompts"])
+def test_a_closed_stdin_is_wrong_use(flag: str) -> None:
+    """A traceback: Python has no sys.stdin then."""
+    command = f"{shlex.quote(sys.executable)} -m parallel_llama generate {flag} - <&-"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("parallel-llama: stdin is closed; ")
+
+
+def test_torchrun_decides_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert rank_count(None) == rank_count(3) == 3
+    with pytest.raises(UsageError, match=r"--nproc 2 inside torchrun, which started 3 ranks"):
+        rank_count(2)
+    monkeypatch.setenv("WORLD_SIZE", "three")
+    with pytest.raises(UsageError, match="WORLD_SIZE='three'"):
+        rank_count(None)
+
+
+def test_without_torchrun_the_flag_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert (rank_count(None), rank_count(4)) == (1, 4)
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    """The object that a plan prints, whose `fits` its exit code agrees with."""
+    code = command_line.main(["plan", "--json", *argv])
+    plan = json.loads(capsys.readouterr().out)
+    assert code == (1 if plan["fits"] is False else 0)
+    return plan
+
+
+def plan_page(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    command_line.main(["plan", *argv])
+    return capsys.readouterr().out
+
+
+def test_plan_json_covers_every_unit_once(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_json(capsys, "--nproc", "4", "--dtype", "bfloat16")
+    keys = {"rank", "heads", "kv_heads", "ffn", "vocab", "weight_bytes", "kv_bytes_per_token"}
+    assert [rank.keys() for rank in plan["ranks"]] == [keys] * plan["tp_size"] == [keys] * 4
+    for axis, size in (("heads", 9), ("ffn", 1536), ("vocab", 49152)):
+        ends = [rank[axis] for rank in plan["ranks"]]
+        assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
+        assert ends[-1][1] == size
+    assert plan["imbalance"] == pytest.approx(12 / 9)
+    assert plan["fits"] is None
+    wider = plan_json(capsys, "--nproc", "4", "--dtype", "float32")
+    assert wider["weight_bytes"] == 2 * plan["weight_bytes"]
+
+
+def test_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    room = plan_json(capsys, "--memory", "1,1", "--batch", "1")
+    assert room["fits"] is True
+    most = room["room_for_kv_tokens"]
+    fits = [
+        plan_json(capsys, "--memory", "1,1", "--max-seq-len", "1", "--batch", str(batch))["fits"]
+        for batch in (most, most + 1)
+    ]
+    assert fits == [True, False]
+
+
+def test_plan_of_a_range_gives_the_reason_for_each_refusal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plans = plan_json(capsys, "--nproc", "8-10")["plans"]
+    assert [plan["tp_size"] for plan in plans] == [8, 9, 10]
+    assert "use 1 to 9 ranks" in plans[2]["error"]
+    assert "no: n_heads=9 and tp_size=10" in plan_page(capsys, "--nproc", "8-10")
+
+
+def test_sizes_that_are_refused_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """A range far beyond the model's heads was a page of the same reason over and over."""
+    page = plan_page(capsys, "--nproc", "8-1024")
+    assert len(page.splitlines()) < 12
+    assert re.search(r"^10-1024 .* no: n_heads=9 and tp_size=10", page, re.M)
+
+
+def test_the_plans_of_all_sizes_of_the_largest_model_take_less_than_a_second(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They took more than a minute: every layer of every share was counted anew."""
+    started_s = time.process_time()
+    asked = ["--model", "llama-3.1-405b", "--nproc", "1-1024", "--memory", "80"]
+    plans = plan_json(capsys, *asked)["plans"]
+    assert time.process_time() - started_s < 1
+    assert [len(plan["ranks"]) for plan in plans[:128]] == list(range(1, 129))
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("80", 80 * 2**30),
+        ("0.5", 2**29),
+        ("0.4876995086669922", 523663360),
+        ("1e2", 100 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("80 gib", 80 * 2**30),
+        ("24576MiB", 24 * 2**30),
+        ("80,80, 40", [80 * 2**30, 80 * 2**30, 40 * 2**30]),
+        ("80x1", [80 * 2**30]),
+        ("80X2", [80 * 2**30] * 2),
+        ("24GBx2,1", [24 * 10**9] * 2 + [2**30]),
+    ],
+)
+def test_memory_is_of_all_ranks_or_of_each_in_gib_or_a_unit(
+    text: str, sizes: int | list[int]
+) -> None:
+    assert parsed(load_verb("plan"), ["--memory", text])["memory"] == sizes
+
+
+def test_one_size_of_memory_is_that_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    plans = [
+        plan_json(capsys, *argv)
+        for argv in (
+            ["--memory", "0.2,0.2,0.2"],
+            ["--memory", "0.2x3"],
+            ["--memory", "0.2x2,0.2"],
+            ["--memory", "0.2", "--nproc", "3"],
+        )
+    ]
+    assert plans[1:] == plans[:1] * 3
+    in_range = plan_json(capsys, "--memory", "0.2", "--nproc", "3-4")["plans"][0]
+    assert {"model": "smollm2", **in_range} == plans[0]
+
+
+@pytest.mark.parametrize("memory", ["1", "400MiB", "300MiB", "250MiB", "190MiB"])
+def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(
+    capsys: pytest.CaptureFixture[str], memory: str
+) -> None:
+    compared = plan_json(capsys, "--nproc", "1-9", "--memory", memory)
+    fits = [plan["fits"] for plan in compared["plans"]]
+    fewest = fits.index(True) + 1
+    assert compared["smallest_that_fits"] == fewest
+    found = plan_json(capsys, "--memory", memory)
+    assert (found["tp_size"], found["fits"], found["smallest_that_fits"]) == (fewest, True, fewest)
+    fewer = found["next_smaller"]
+    assert fewer == (compared["plans"][fewest - 2] if fewest > 1 else None)
+    assert not fewer or fewer["fits"] is False
+
+
+def test_the_page_says_that_one_rank_fewer_is_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    page = plan_page(capsys, "--memory", "300MiB", "--dtype", "float32")
+    assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 505.1 MiB" in page
+    page = plan_page(capsys, "--memory", "1", "--dtype", "bfloat16")
+    assert "fewest     1 rank is enough in bfloat16" in page
+
+
+def test_where_no_number_of_ranks_fits_the_largest_plan_says_why(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plan = plan_json(capsys, "--memory", "30MiB")
+    assert (plan["tp_size"], plan["fits"], plan["smallest_that_fits"]) == (9, False, None)
+    page = plan_page(capsys, "--memory", "30MiB", "--dtype", "float32")
+    assert "no: the weights leave no room for KV cache; try more memory or --dtype" in page
+    assert "no number of ranks is enough, and 9 are the most there can be" in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--nproc", "2"], 0),
+        (["--nproc", "1-12"], 0),
+        (["--nproc", "10-12"], 0),
+        (["--nproc", "2", "--memory", "1"], 0),
+        (["--nproc", "2", "--memory", "0.1"], 1),
+        (["--memory", "1,0.01"], 1),
+        (["--memory", "0.01"], 1),
+        (["--nproc", "1-12", "--memory", "0.3"], 0),
+        (["--nproc", "1-12", "--memory", "0.01"], 1),
+        (["--nproc", "10-12", "--memory", "80"], 1),
+    ],
+)
+def test_what_does_not_fit_ends_with_1(argv: list[str], code: int) -> None:
+    assert command_line.main(["plan", *argv]) == code
+    assert command_line.main(["plan", *argv, "--json"]) == code
+
+
+def test_a_range_with_memory_shows_which_sizes_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ["--memory", "300MiB", "--dtype", "float32"]
+    page = plan_page(capsys, "--nproc", "2-4", *memory)
+    plans = plan_json(capsys, "--nproc", "2-4", *memory)["plans"]
+    rooms = [f"{plan['room_for_kv_tokens']:,}" for plan in plans]
+    rows = re.findall(r"^ +([234]) .* ([0-9,]+)  (yes|no)$", page, re.M)
+    assert rows == list(zip("234", rooms, ("no", "yes", "no"), strict=True))
+    assert "of these, 3 ranks are enough" in page
+    none = plan_page(capsys, "--nproc", "1-2", *memory)
+    assert "none of these is enough; with 2, there is room for" in none
+
+
+def test_each_remedy_that_a_plan_names_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"--memory": "400MiB,400MiB", "--dtype": "float32"}
+    asked |= {"--max-seq-len": "2000", "--batch": "4"}
+
+    def words(changed: dict[str, str]) -> list[str]:
+        return [word for pair in (asked | changed).items() for word in pair]
+
+    verdict = re.search(r"fits +no: .* try (more ranks or .*)", plan_page(capsys, *words({})))
+    assert verdict is not None
+    remedies = dict(remedy.split() for remedy in verdict[1].split(" or "))
+    assert remedies.keys() == {"more", "--dtype", "--batch", "--max-seq-len"}
+    for flag in ("--batch", "--max-seq-len"):
+        most = int(remedies[flag])
+        fits = [plan_json(capsys, *words({flag: str(n)}))["fits"] for n in (most, most + 1)]
+        assert fits == [True, False]
+
+
+def test_a_kv_head_that_several_ranks_hold_counts_as_copies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The page said that 6 of 3 KV heads were held again."""
+    page = plan_page(capsys, "--nproc", "9")
+    assert "9 copies of 3 KV heads (+200%)" in page
+
+
+def test_text_into_a_pipe_has_no_escape_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    command_line.main(["plan", "--nproc", "2", "--memory", "1,1"])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colors_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert terminal.has_colors(Terminal())
+    assert not terminal.has_colors(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not terminal.has_colors(Terminal())
+
+
+def test_a_model_cannot_steer_the_terminal() -> None:
+    """Escape codes in an answer could retitle the window or rewrite what is on the screen."""
+    hostile = "a\x1b]0;owned\x07\u202eb\r\x9b2J"
+    shown = terminal.printable(hostile)
+    assert not any(ord(char) < 32 or 127 <= ord(char) < 160 for char in shown)
+    assert "\u202e" not in shown
+    assert terminal.printable("tab\tline\n\u4f60 \U0001f600") == "tab\tline\n\u4f60 \U0001f600"
+
+
+@given(st.lists(st.floats(0, 1), max_size=2), st.integers(1, 40))
+def test_a_bar_has_its_width(parts: list[float], width: int) -> None:
+    assert len(terminal.bar([part / 2 for part in parts], width, Terminal())) == width
+
+
+def test_the_first_ctrl_c_is_a_question_and_the_second_an_end() -> None:
+    with pytest.raises(KeyboardInterrupt), terminal.ctrl_c() as pressed:
+        assert not pressed()
+        signal.raise_signal(signal.SIGINT)
+        assert pressed()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_perplexity_of_a_uniform_guess_is_the_number_of_choices() -> None:
+    assert perplexity([math.log(1 / 7)] * 5) == pytest.approx(7)
+    assert perplexity([]) is None

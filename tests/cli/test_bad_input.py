@@ -1,0 +1,517 @@
+"""What a person or a damaged download can get wrong, from the command line to the exit code.
+
+2: found before any weight is read. 1: only reading or running shows it. In both the message has
+the value and the remedy, and stdout stays empty. Other wrong command lines, refused without any
+model, are in test_arguments.
+"""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf_builder
+import pytest
+import torch
+from checkpoint_samples import TINY as META_ARGS
+from checkpoint_samples import meta_shards, weights_of, write_meta
+from safetensors.torch import load_file, save_file
+from tiny_folder import write_chat_folder
+
+from parallel_llama.cli.main import main
+from parallel_llama.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TEXT = ("--prompt", "Hi", "--max-tokens", "2")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """A copy of a good model, to be damaged."""
+    return Path(shutil.copytree(good, tmp_path / "chat"))
+
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command line in this process and returns its message, held to the contract."""
+
+    def refused(*argv: str, code: int = 2, says: Sequence[str]) -> str:
+        capsys.readouterr()
+        assert main(argv) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        hold(err, says)
+        return err
+
+    return refused
+
+
+def hold(err: str, says: Sequence[str]) -> None:
+    assert "Traceback" not in err
+    messages = [line for line in err.splitlines() if line.startswith("parallel-llama:")]
+    assert len(messages) == 1, err
+    for words in says:
+        assert words in messages[0]
+
+
+def test_the_good_model_runs(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every refusal below is of something done to this folder."""
+    assert main(["generate", "--model", str(good), *TEXT, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_prompt_tokens"] == 3
+
+
+FLAGS: list[tuple[tuple[str, ...], Sequence[str]]] = [
+    (("--max-token", "3"), ["unknown flag '--max-token'", "did you mean '--max-tokens'"]),
+    (("--modle", "x"), ["unknown flag '--modle'", "did you mean '--model'"]),
+    (("--max-tokens", "0"), ["--max-tokens '0'", "a whole number from 1"]),
+    (("--max-tokens", "-5"), ["--max-tokens '-5'", "a whole number from 1"]),
+    (("--max-tokens", "2.5"), ["--max-tokens '2.5'", "whole number"]),
+    (("--top-p", "1.5"), ["--top-p '1.5'", "above 0, at most 1"]),
+    (("--top-p", "0"), ["--top-p '0'", "above 0"]),
+    (("--top-k", "-1"), ["--top-k '-1'", "from 0"]),
+    (("--min-p", "nan"), ["--min-p 'nan'", "from 0 to 1"]),
+    (("--temperature", "-1"), ["--temperature '-1'", "from 0 to 100"]),
+    (("--logprobs", "21"), ["--logprobs '21'", "0 to 20"]),
+    (("--stop", ""), ["--stop ''", "at least one character"]),
+    (("--dtype", "float23"), ["--dtype 'float23'", "did you mean 'float32'"]),
+    (("--device", "tpu"), ["--device 'tpu'", "auto, cpu, cuda"]),
+    (("--nproc", "0"), ["--nproc '0'", "from 1 to 1024"]),
+    (("--nproc", "10"), ["10", "n_heads", "9"]),
+    (("--seed", "-1"), ["--seed '-1'", "from 0"]),
+    (("--max-seq-len", "513"), ["513", "512"]),
+    (("--max-tokens", "511"), ["3 tokens", "511", "512", "lower max_tokens to 509"]),
+    (("--prompts", "nowhere.jsonl"), ["--prompts 'nowhere.jsonl'", "no such file"]),
+    (("--output", "nowhere/x.jsonl"), ["--output nowhere/x.jsonl", "no folder nowhere"]),
+    (("--output", "."), ["--output .", "a folder", "name of a file"]),
+    (("--system", "Be brief"), ["--system", "add --chat"]),
+    (("--exact",), ["unknown flag '--exact'"]),
+    (("--chat=yes",), ["--chat is a switch"]),
+    (("--json", "extra"), ["unexpected argument 'extra'", "after --prompt"]),
+    (("--prompt", ""), ["prompt 1 is empty", "at least one character"]),
+    (("--prompt", "x" * 600), ["prompt 1", "601 tokens", "512", "at most 511 tokens"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "says"), FLAGS, ids=lambda case: " ".join(case)[:30])
+def test_a_wrong_flag_is_named(
+    good: Path, refused: Refused, flags: tuple[str, ...], says: Sequence[str]
+) -> None:
+    refused("generate", "--model", str(good), "--prompt", "Hi", *flags, says=says)
+
+
+LINES: list[tuple[str, Sequence[str]]] = [
+    ('{"prompt": "a"}\n{"prompt": ', ["line 2", "not JSON", "character"]),
+    ('{"promt": "a"}', ["line 1", "unknown key 'promt'", "did you mean 'prompt'"]),
+    ('{"tokens": [1, 211]}', ["line 1", "token id 211", "0 to 210"]),
+    ('{"tokens": [1, -1]}', ["line 1", "tokens[1] is '-1'"]),
+    ('{"tokens": []}', ["line 1", "at least one"]),
+    ('{"messages": [{"role": "user"}]}', ["line 1", "messages[0]", "content"]),
+    ('{"prompt": "\\ud800"}', ["line 1", "half of a surrogate pair"]),
+    ("\n\n", ["no prompts in it", "one JSON object a line"]),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), LINES, ids=[text[:24] for text, _ in LINES])
+def test_a_wrong_line_of_a_prompts_file_is_named(
+    good: Path, tmp_path: Path, refused: Refused, text: str, says: Sequence[str]
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    refused("generate", "--model", str(good), "--prompts", str(file), says=says)
+
+
+SCORED: list[tuple[str, Sequence[str]]] = [
+    ("[1, 2, 211]", ["token id 211", "0 to 210"]),
+    ("[]", ["at least one"]),
+    ("[[1, 2], [3, true]]", ["list 1[1] is 'true'"]),
+    (json.dumps([5] * 513), ["513 tokens", "512", "shorten it by 1"]),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), SCORED, ids=[text[:24] for text, _ in SCORED])
+def test_a_sequence_that_cannot_be_scored_is_refused(
+    good: Path, tmp_path: Path, refused: Refused, text: str, says: Sequence[str]
+) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text(text)
+    refused("score", "--model", str(good), "--tokens-file", str(file), says=says)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_opened(
+    folder: Path, refused: Refused
+) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+    refused("generate", "--model", str(folder), "--prompt", "x" * 600, says=["601 tokens", "512"])
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut(file: Path, share: float) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * share)])
+
+
+NORM = "model.layers.1.post_attention_layernorm.weight"
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def lose_a_file_of_the_index(folder: Path) -> None:
+    names = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    weight_map = dict.fromkeys(names, "model-1.safetensors") | {NORM: "model-2.safetensors"}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def truncate(folder: Path) -> None:
+    cut(folder / "model.safetensors", 0.7)
+
+
+def cut_inside_the_header(folder: Path) -> None:
+    cut(folder / "model.safetensors", 0.001)
+
+
+def lose_a_tensor(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.__delitem__(NORM))
+
+
+def add_a_tensor(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}))
+
+
+def misshape_a_tensor(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({NORM: torch.ones(71).double()}))
+
+
+def store_whole_numbers(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({NORM: torch.ones(72).int()}))
+
+
+def damage_the_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+def ask_for_unknown_rope(folder: Path) -> None:
+    edit_json(folder / "config.json", rope_parameters={"rope_type": "yarm", "rope_theta": 1e4})
+
+
+def name_another_architecture(folder: Path) -> None:
+    edit_json(folder / "config.json", architectures=["GPT2LMHeadModel"], model_type="gpt2")
+
+
+def add_an_unknown_key(folder: Path) -> None:
+    edit_json(folder / "config.json", sliding_windows=4096)
+
+
+def lose_the_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def damage_the_tokenizer(folder: Path) -> None:
+    cut(folder / "tokenizer.json", 0.5)
+
+
+def forget_what_a_tokenizer_is(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": 3}')
+
+
+def damage_the_generation_config(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", do_sample=True, temperature="hot")
+
+
+def save_a_pickle(folder: Path) -> None:
+    remove_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+
+
+DAMAGES: list[tuple[Callable[[Path], None], Sequence[str]]] = [
+    (remove_weights, ["model.safetensors", "fetch"]),
+    (save_a_pickle, ["pytorch_model.bin", "without running code", "safetensors"]),
+    (lose_a_file_of_the_index, ["1 of the 2 files", "model-2.safetensors", "fetch"]),
+    (truncate, ["model.safetensors", "fetch it again"]),
+    (cut_inside_the_header, ["model.safetensors", "truncated", "fetch it again"]),
+    (lose_a_tensor, [f"missing: {NORM}", "fetch the files again"]),
+    (add_a_tensor, ["extra: 'model.extra.weight'"]),
+    (misshape_a_tensor, [f"misshapen: {NORM} is [71], expected [72]"]),
+    (store_whole_numbers, [NORM, "I32", "BF16"]),
+    (damage_the_config, ["config.json", "not JSON"]),
+    (ask_for_unknown_rope, ["rope_type='yarm'", "did you mean 'yarn'"]),
+    (name_another_architecture, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+    (add_an_unknown_key, ["sliding_windows"]),
+    (lose_the_tokenizer, ["no tokenizer", "tokenizer.json"]),
+    (damage_the_tokenizer, ["tokenizer.json"]),
+    (forget_what_a_tokenizer_is, ["tokenizer.json"]),
+    (damage_the_generation_config, ["generation_config.json", "temperature"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"), DAMAGES, ids=lambda case: getattr(case, "__name__", "")
+)
+def test_a_damaged_folder_is_refused_before_a_weight_is_read(
+    folder: Path, refused: Refused, damage: Callable[[Path], None], says: Sequence[str]
+) -> None:
+    damage(folder)
+    refused("generate", "--model", str(folder), *TEXT, says=says)
+
+
+TEMPLATES: list[tuple[str, Sequence[str]]] = [
+    ("{% for m in messages %}", ["chat template", "does not parse"]),
+    ("{{ raise_exception('only one turn') }}", ["only one turn"]),
+    ("{% for i in range(10**9) %}x{% endfor %}", ["chat template"]),
+]
+
+
+@pytest.mark.parametrize(("template", "says"), TEMPLATES)
+def test_a_damaged_chat_template_is_refused(
+    folder: Path, refused: Refused, template: str, says: Sequence[str]
+) -> None:
+    edit_json(folder / "tokenizer_config.json", chat_template=template)
+    refused("generate", "--model", str(folder), "--chat", *TEXT, says=says)
+
+
+@pytest.mark.parametrize("verb", ["chat", "generate"])
+def test_a_model_without_a_template_cannot_chat(folder: Path, refused: Refused, verb: str) -> None:
+    edit_json(folder / "tokenizer_config.json", chat_template=None)
+    flags = () if verb == "chat" else ("--chat", *TEXT)
+    refused(verb, "--model", str(folder), *flags, says=["no chat template", "no chat model"])
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(
+    folder: Path, refused: Refused
+) -> None:
+    """An id beyond the embeddings ends as a message, not as an index error in a rank."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["H"] = 5000
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused("generate", "--model", str(folder), *TEXT, says=["5000", "210"])
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("nowhere/at-all", ["'nowhere/at-all'", "not a path that exists"]),
+        ("smollm", ["'smollm'", "did you mean 'smollm2'"]),
+        ("llama-3.2-1b", ["without weights", "--random-weights"]),
+        (str(ROOT / "README.md"), ["README.md", "not a model", "a .gguf file"]),
+        (str(ROOT / "tests"), ["config.json", "params.json"]),
+    ],
+)
+def test_a_model_that_is_none_is_refused(refused: Refused, model: str, says: Sequence[str]) -> None:
+    refused("generate", "--model", model, *TEXT, says=says)
+
+
+def test_a_shape_has_no_tokenizer(refused: Refused) -> None:
+    model = ("--model", "llama-3.2-1b", "--random-weights", "1")
+    refused("generate", *model, *TEXT, says=["without a tokenizer", "token ids"])
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_a_truncated_gguf_file_is_refused(tmp_path: Path, refused: Refused, share: float) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_builder.GGUF().to_bytes())
+    cut(path, share)
+    refused("generate", "--model", str(path), *TEXT, says=["model.gguf"])
+
+
+def test_a_gguf_file_without_most_of_its_tensors_is_refused(
+    tmp_path: Path, refused: Refused
+) -> None:
+    path, prompts = tmp_path / "model.gguf", tmp_path / "prompts.jsonl"
+    path.write_bytes(gguf_builder.GGUF().to_bytes())
+    prompts.write_text('{"tokens": [2, 3]}')
+    argv = ("--model", str(path), "--prompts", str(prompts), "--max-tokens", "2")
+    refused("generate", *argv, says=["missing: ", "fetch the files again"])
+
+
+@pytest.fixture
+def meta(tmp_path: Path) -> Path:
+    """A Meta folder without a tokenizer, in two files."""
+    args = replace(META_ARGS, attention_bias=False, mlp_bias=False, n_heads=8, n_kv_heads=4, dim=32)
+    write_meta(tmp_path, meta_shards(args, weights_of(args), 2))
+    params = {"dim": 32, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "vocab_size": 101}
+    params |= {"multiple_of": 2, "ffn_dim_multiplier": 49.5 / 85, "norm_eps": 1e-5}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    (tmp_path / "prompts.jsonl").write_text('{"tokens": [2, 3]}')
+    return tmp_path
+
+
+def meta_argv(meta: Path) -> tuple[str, ...]:
+    prompts = str(meta / "prompts.jsonl")
+    return ("generate", "--model", str(meta), "--prompts", prompts, "--max-tokens", "2")
+
+
+def test_the_meta_folder_runs(meta: Path) -> None:
+    assert main(meta_argv(meta)) == 0
+
+
+def test_a_truncated_pth_file_is_refused(meta: Path, refused: Refused) -> None:
+    cut(meta / "consolidated.01.pth", 0.8)
+    says = ["consolidated.01.pth", "truncated or damaged", "fetch it again"]
+    refused(*meta_argv(meta), says=says)
+
+
+def test_a_missing_pth_file_is_refused(meta: Path, refused: Refused) -> None:
+    (meta / "consolidated.00.pth").unlink()
+    refused(*meta_argv(meta), says=["missing consolidated.00.pth", "fetch"])
+
+
+def put_in_row_0(folder: Path, value: float) -> None:
+    """In the embeddings' first row: rank 0 of two finds it, and rank 1 does not."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][0, 1] = value
+
+    edit_weights(folder, edit)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_found_while_reading(
+    folder: Path, refused: Refused, value: float
+) -> None:
+    put_in_row_0(folder, value)
+    says = ["tok_embeddings.weight: 1 of", "NaN or Inf", "fetch them again"]
+    refused("generate", "--model", str(folder), *TEXT, code=1, says=says)
+
+
+def test_a_weight_that_does_not_fit_the_dtype_is_found_while_reading(
+    folder: Path, refused: Refused
+) -> None:
+    put_in_row_0(folder, 1e6)
+    argv = ("generate", "--model", str(folder), *TEXT, "--dtype", "float16")
+    refused(*argv, code=1, says=["1e+06", "float16", "use bfloat16 or float32"])
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+    ],
+)
+def test_a_weight_that_is_too_large_to_compute_with_ends_with_1(
+    folder: Path, refused: Refused, name: str, nproc: str
+) -> None:
+    """Squares of its row are infinite in float32; the norm made zeros of it, and token 0."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(-1)[1] = 3e38
+
+    edit_weights(folder, edit)
+    argv = ("generate", "--model", str(folder), *TEXT, "--dtype", "float32", "--nproc", nproc)
+    refused(*argv, code=1, says=["the largest of its logits is", "the weights are damaged or"])
+
+
+def test_a_file_that_shrinks_while_it_is_read_ends_with_1(
+    folder: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from parallel_llama.checkpoint.hf_folder import HFFolder
+
+    check = HFFolder.check
+
+    def check_and_cut(self: HFFolder, args: Any) -> None:
+        check(self, args)
+        cut(folder / "model.safetensors", 0.5)
+
+    monkeypatch.setattr(HFFolder, "check", check_and_cut)
+    says = ["model.safetensors: ends at byte", "changed while it was read"]
+    refused("generate", "--model", str(folder), *TEXT, code=1, says=says)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "says"),
+    [
+        ("0", "3", ["--nproc 2", "3 ranks", "leave --nproc out"]),
+        ("3", "3", ["RANK='3'", "WORLD_SIZE='3'", "0 <= RANK < WORLD_SIZE"]),
+        ("zero", "2", ["RANK='zero'"]),
+        ("0", None, ["WORLD_SIZE=None"]),
+    ],
+)
+def test_an_environment_that_disagrees_is_refused(
+    good: Path,
+    refused: Refused,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: str,
+    size: str | None,
+    says: Sequence[str],
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    refused("generate", "--model", str(good), *TEXT, "--nproc", "2", says=says)
+
+
+def on_two_ranks(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    argv = ("generate", "--model", str(folder), *TEXT, "--json", "--nproc", "2", *more)
+    command = [sys.executable, "-m", "parallel_llama", *argv]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=clean)
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "says"),
+    [
+        (lose_a_tensor, 2, [f"missing: {NORM}"]),
+        (truncate, 2, ["model.safetensors", "fetch it again"]),
+        (misshape_a_tensor, 2, ["is [71], expected [72]"]),
+        (lambda folder: put_in_row_0(folder, float("nan")), 1, ["[rank 0]", "NaN or Inf"]),
+        (damage_the_tokenizer, 2, ["tokenizer.json"]),
+        (ask_for_unknown_rope, 2, ["rope_type='yarm'"]),
+    ],
+    ids=["missing", "truncated", "misshapen", "nan", "tokenizer", "rope"],
+)
+def test_two_ranks_say_it_once_and_end_with_the_same_code(
+    folder: Path, damage: Callable[[Path], None], code: int, says: Sequence[str]
+) -> None:
+    """Structural damage that a rank found used to end with 1, as if weights had been read."""
+    damage(folder)
+    done = on_two_ranks(folder)
+    assert (done.returncode, done.stdout) == (code, "")
+    hold(done.stderr, says)
+
+
+@pytest.mark.parametrize("text", ["Hello, world", "42", "None", "--looks-like-a-flag", '{"a": 1}'])
+def test_a_prompt_arrives_as_text(
+    good: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    """Nothing on the way takes it for Python, JSON or a flag: its tokens are the text's."""
+    tokens = load_tokenizer(good).encode(text)
+    assert len(tokens) == 1 + len(text)
+    for words in (["--prompt", text], [f"--prompt={text}"]):
+        assert main(["generate", "--model", str(good), *words, "--max-tokens=1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["n_prompt_tokens"] == len(tokens)
+
+
+def test_a_header_that_claims_more_than_memory_costs_nothing(
+    folder: Path, refused: Refused
+) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+    refused("generate", "--model", str(folder), *TEXT, says=[str(1 << 62), "at most"])

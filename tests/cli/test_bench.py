@@ -1,0 +1,86 @@
+"""What `bench` prints: the keys that scripts read, and figures that hang together."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import TINY_MODELS, write_hf
+
+from parallel_llama import LLM
+from parallel_llama.cli import bench
+from parallel_llama.cli.main import main
+
+KEYS = {
+    "prefill_tokens_per_s", "decode_tokens_per_s", "decode_ms_per_step", "time_to_first_token_s",
+    "start_s", "weight_bytes_per_step", "read_bandwidth_share", "tp_size", "dtype", "quant",
+    "peak_rss_bytes",
+}  # fmt: skip
+SIZES = ("--prompt-tokens=9", "--max-tokens=6", "--batch=3", "--repeat=2", "--dtype=float32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench")
+    write_hf(next(iter(TINY_MODELS.values())), path)
+    return path
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_figures_are_there_and_hang_together(folder, nproc):
+    command = [sys.executable, "-m", "parallel_llama", "bench", f"--model={folder}", *SIZES]
+    done = subprocess.run(
+        [*command, "--json", f"--nproc={nproc}"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=True,
+        timeout=120,
+    )
+    figures = json.loads(done.stdout)
+    assert figures.keys() >= KEYS
+    assert (figures["tp_size"], figures["dtype"], figures["quant"]) == (nproc, "float32", "none")
+    for key in ("prefill_tokens_per_s", "decode_tokens_per_s", "read_bandwidth_share"):
+        assert 0 < figures[f"{key}_min"] <= figures[key] <= figures[f"{key}_max"]
+    per_step = figures["decode_tokens_per_s"] * figures["decode_ms_per_step"] / 1e3
+    assert per_step == pytest.approx(3, rel=0.5)  # medians of a product, a batch of 3
+    assert 0 < figures["read_bandwidth_share"] < 1
+
+
+def test_the_table_is_for_people(folder, capsys):
+    assert main(["bench", f"--model={folder}", *SIZES]) == 0
+    out = capsys.readouterr().out
+    assert "decode, tokens/s" in out and "share of read bandwidth" in out
+
+
+def test_one_new_token_leaves_no_decode_step_to_time(folder, capsys):
+    assert main(["bench", f"--model={folder}", "--max-tokens=1", "--repeat=1", "--json",
+                 "--prompt-tokens=4"]) == 0  # fmt: skip
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["decode_tokens_per_s"] is None and figures["prefill_tokens_per_s"] > 0
+
+
+def test_no_run_profits_from_guesses_or_from_the_run_before(folder, monkeypatch):
+    """Prompts that repeat themselves invite guesses; the same prompts again are in the cache."""
+    llms = []
+    lengths = set()
+    original = LLM.run
+
+    def run(llm, requests):
+        llms.append(llm)
+        for progress in original(llm, requests):
+            lengths.add(len(progress.tokens))
+            yield progress
+
+    monkeypatch.setattr(LLM, "run", run)
+    monkeypatch.setattr(bench.random.Random, "randrange", lambda *_: 7)
+    assert main(["bench", f"--model={folder}", "--prompt-tokens=40", "--max-tokens=20",
+                 "--repeat=3"]) == 0  # fmt: skip
+    assert lengths == {1} and len(llms) == 4
+    assert llms[0].engine.scheduler.n_prefix_tokens == 0
+
+
+def test_a_batch_beyond_the_context_is_refused(folder, capsys):
+    assert main(["bench", f"--model={folder}", "--prompt-tokens=100000"]) == 2
+    assert "100000" in capsys.readouterr().err

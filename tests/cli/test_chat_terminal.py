@@ -1,0 +1,143 @@
+"""`chat` on a terminal: the real program behind a pseudo-terminal, typed at as a person would."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tiny_folder import write_chat_folder
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 30
+PAUSE_S = 0.2  # Python's prompt is shown a moment before it listens to signals
+
+
+class Terminal:
+    """A chat in a session of its own, whose controlling terminal is ours to type at."""
+
+    def __init__(self, model: Path, nproc: int) -> None:
+        self._ours, self._theirs = pty.openpty()
+        self.settings = termios.tcgetattr(self._theirs)
+        argv = ["--model", str(model), "--nproc", str(nproc), "--max-tokens", "8", "--seed", "1"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "parallel_llama", "chat", *argv],
+            stdin=self._theirs,
+            stdout=self._theirs,
+            stderr=self._theirs,
+            cwd=ROOT,
+            env={**os.environ, "TERM": "xterm", "NO_COLOR": "1"},
+            # A terminal becomes the controlling one of a session's leader that opens it.
+            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),
+            start_new_session=True,
+        )
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        time.sleep(PAUSE_S)
+        os.write(self._ours, text.encode())
+
+    def wait_for(self, text: str, n_times: int = 1) -> str:
+        """What was shown since the last call, up to the text's n-th occurrence."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.shown.count(text) < n_times:
+            ready, _, _ = select.select([self._ours], [], [], deadline - time.monotonic())
+            assert ready, f"no {text!r} in {self.shown!r}"
+            self.shown += os.read(self._ours, 4096).decode("utf-8", "replace")
+        parts = self.shown.split(text, n_times)
+        self.shown = parts[-1]
+        return text.join(parts[:-1])
+
+    def end(self) -> int:
+        """Its exit code; the terminal must be as it was before."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if select.select([self._ours], [], [], 0.05)[0]:  # else its writes would wait for us
+                self.shown += os.read(self._ours, 4096).decode("utf-8", "replace")
+        code = self.process.wait(timeout=1)
+        assert termios.tcgetattr(self._theirs) == self.settings
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+Open = Callable[[int], Terminal]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture
+def open_chat(model: Path) -> Iterator[Open]:
+    terminals: list[Terminal] = []
+
+    def open_chat(nproc: int) -> Terminal:
+        terminals.append(Terminal(model, nproc))
+        terminals[-1].wait_for("> ")
+        return terminals[-1]
+
+    yield open_chat
+    for terminal in terminals:
+        terminal.close()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(
+    open_chat: Open, nproc: int, tmp_path: Path
+) -> None:
+    """Two within a second ended the program, lost the talk, and left no echo on the terminal."""
+    chat = open_chat(nproc)
+    chat.type("Hello\n")
+    chat.wait_for("tokens")
+    chat.wait_for("> ")
+    chat.type("never sent")
+    for pressed in ("\x03", "\x03", "\x03\x03"):
+        chat.type(pressed)
+        chat.wait_for("Ctrl-D or /exit leaves")
+        chat.wait_for("> ")
+    chat.type(f"/save {tmp_path / 'talk.jsonl'}\n")
+    chat.wait_for("2 messages in")
+    chat.type("\x04")
+    assert chat.end() == 0
+    (line,) = (tmp_path / "talk.jsonl").read_text().splitlines()
+    assert [each["role"] for each in json.loads(line)["messages"]] == ["user", "assistant"]
+
+
+def test_a_setting_and_another_try(open_chat: Open) -> None:
+    chat = open_chat(1)
+    chat.type("/retry\n")
+    chat.wait_for("nothing was said yet")
+    chat.type("/set temperature 1.5\n")
+    chat.wait_for("temperature 1.5")
+    chat.type("/set temprature 1\n")
+    chat.wait_for("not a setting: 'temprature 1'")
+    chat.type("Hello\n")
+    chat.wait_for("tokens")
+    chat.type("/retry\n")
+    chat.wait_for("tokens")
+    chat.type("/exit\n")
+    assert chat.end() == 0
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(
+    open_chat: Open, nproc: int, number: int
+) -> None:
+    chat = open_chat(nproc)
+    time.sleep(PAUSE_S)
+    os.kill(chat.process.pid, number)
+    assert chat.end() == 128 + number

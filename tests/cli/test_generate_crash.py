@@ -1,0 +1,102 @@
+"""`generate --output` killed at random instants, and resumed until it is whole."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_folder import write_chat_folder
+
+from parallel_llama.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+N_PROMPTS = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": f"{i} is", "max_tokens": 2 + 6 * i} for i in range(N_PROMPTS)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def flags(model: Path, prompts: Path, output: Path) -> tuple[str, ...]:
+    files = ("--model", str(model), "--prompts", str(prompts), "--output", str(output))
+    return (*files, "--temperature", "1", "--seed", "3", "--dtype", "float64")
+
+
+def start(model: Path, prompts: Path, output: Path, *more: str) -> "subprocess.Popen[str]":
+    argv = (*flags(model, prompts, output), *more)
+    return subprocess.Popen(
+        [sys.executable, "-m", "parallel_llama", "generate", *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+
+
+def n_lines(output: Path) -> int:
+    return output.read_bytes().count(b"\n") if output.exists() else 0
+
+
+def wait_for_lines(process: "subprocess.Popen[str]", output: Path, n: int) -> None:
+    deadline = time.monotonic() + 30
+    while n_lines(output) < n and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def completions(output: Path) -> list[tuple[int, str]]:
+    """What every line must share with the line of an unbroken run."""
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    return sorted((line["index"], line["text"]) for line in lines)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_that_is_killed_again_and_again_ends_whole(
+    model: Path, prompts: Path, tmp_path: Path, nproc: int
+) -> None:
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    assert main(["generate", *flags(model, prompts, whole)]) == 0
+    chance = random.Random(nproc)
+    for _ in range(2):
+        process = start(model, prompts, broken, "--resume", f"--nproc={nproc}")
+        wait_for_lines(process, broken, n_lines(broken) + chance.randint(1, 8))
+        time.sleep(chance.uniform(0, 0.02))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert 0 < n_lines(broken) < N_PROMPTS
+    with broken.open("a") as file:
+        file.write('{"index": 39, "text": "')
+    _, err = start(model, prompts, broken, "--resume", f"--nproc={nproc}").communicate(timeout=60)
+    assert f"{N_PROMPTS} completions in {broken}" in err
+    assert completions(broken) == completions(whole)
+    assert not (tmp_path / "broken.jsonl.run").exists()
+
+
+def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    process = start(model, prompts, output, "--nproc=2")
+    wait_for_lines(process, output, 3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert "interrupted; the same command with --resume goes on" in err
+    n = n_lines(output)
+    assert 3 <= n < N_PROMPTS and f"{n} of {N_PROMPTS} completions in {output}" in err
+    assert len(completions(output)) == n  # each of them whole

@@ -1,0 +1,221 @@
+"""Ctrl-C, dead ranks and closed pipes, with real processes of a tiny model.
+
+A command must end within seconds, say one thing, and leave no process and no file behind.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_folder import write_chat_folder
+
+ROOT = Path(__file__).parents[2]
+ENDLESS = ("--prompt=Hello", "--max-tokens=60000")  # minutes of it, where nobody interrupts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a context that is long enough, and without an end-of-text id."""
+    folder = write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
+    for name, changes in {
+        "config.json": {"max_position_embeddings": 65536, "eos_token_id": None},
+        "generation_config.json": {"eos_token_id": None},
+        "tokenizer_config.json": {"eos_token": None},
+    }.items():
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**settings, **changes}))
+    return folder
+
+
+class Command:
+    """One `generate`, alone in a session as on a terminal of its own."""
+
+    def __init__(self, model: Path, nproc: int, *flags: str) -> None:
+        argv = ("--model", str(model), "--nproc", str(nproc), *flags)
+        clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        self.files_before = set(os.listdir("/dev/shm"))  # noqa: PTH208, names alone
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "parallel_llama", "generate", *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=ROOT,
+            env=clean,
+            start_new_session=True,
+        )
+        self.ranks: list[psutil.Process] = []
+
+    def wait_for_text(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.read(1), "ended before its first token"
+        self.find_ranks()
+
+    def find_ranks(self) -> None:
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.ranks = sorted(children, key=lambda rank: rank.pid)
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self, within_s: float) -> tuple[int, str, str]:
+        """Its exit code, stdout and stderr; nothing may be left of it."""
+        started = time.monotonic()
+        out, err = self.process.communicate(timeout=30)
+        assert time.monotonic() - started < within_s
+        assert still_running(self.ranks) == []
+        assert set(os.listdir("/dev/shm")) <= self.files_before  # noqa: PTH208
+        assert "Traceback" not in err
+        return self.process.returncode, out, err
+
+
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that are left after a moment; an orphan that nobody has buried yet is not running."""
+    _, left = psutil.wait_procs(processes, timeout=0.5)
+    return [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Start]:
+    commands: list[Command] = []
+
+    def start(nproc: int) -> Command:
+        commands.append(Command(model, nproc, *ENDLESS))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        if command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGKILL)
+        command.process.wait()
+        for stream in (command.process.stdout, command.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_ctrl_c_ends_all_ranks_and_shows_what_there_is(start: Start, nproc: int) -> None:
+    command = start(nproc)
+    command.wait_for_text()
+    command.press_ctrl_c()
+    code, out, err = command.end(within_s=5)
+    assert code == 130
+    assert "interrupted; the completions so far are above" in err
+    assert out and "tokens/s" in err
+
+
+def test_ctrl_c_while_a_model_is_loaded_ends_it(start: Start) -> None:
+    command = start(2)
+    deadline = time.monotonic() + 20
+    while len(command.ranks) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+        command.find_ranks()
+    command.press_ctrl_c()
+    code, out, _ = command.end(within_s=5)
+    assert (code, out) == (130, "")
+
+
+def test_ctrl_c_pressed_twice_is_no_reason_for_a_traceback(start: Start) -> None:
+    """The second one met Python's cleaning up at exit, which answered with a traceback."""
+    command = start(2)
+    command.wait_for_text()
+    for _ in range(4):
+        command.press_ctrl_c()
+        time.sleep(0.1)
+    code, _, _ = command.end(within_s=5)
+    assert code == 130
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_and_ends_the_others(start: Start, rank: int) -> None:
+    command = start(3)
+    command.wait_for_text()
+    command.ranks[rank].kill()
+    code, _, err = command.end(within_s=5)
+    assert code == 1
+    assert f"[rank {rank}] died of SIGKILL" in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_the_parent(start: Start, number: int, code: int) -> None:
+    command = start(2)
+    command.wait_for_text()
+    os.kill(command.process.pid, number)
+    assert command.end(within_s=5)[0] == code
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_reader_that_has_enough_ends_the_command_without_a_word(start: Start, nproc: int) -> None:
+    command = start(nproc)
+    command.wait_for_text()
+    assert command.process.stdout is not None and command.process.stderr is not None
+    command.process.stdout.close()
+    err = command.process.stderr.read()
+    assert command.process.wait(timeout=10) == 141
+    assert "Traceback" not in err and "BrokenPipe" not in err
+    assert still_running(command.ranks) == []
+
+
+def test_ranks_listen_on_loopback_alone(start: Start) -> None:
+    command = start(3)
+    command.wait_for_text()
+    processes = [psutil.Process(command.process.pid), *command.ranks]
+    sockets = [each for process in processes for each in process.net_connections("inet")]
+    listening = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert {each.laddr.ip for each in sockets} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def test_two_commands_at_once_do_not_meet(model: Path) -> None:
+    flags = ("--prompt=Hello", "--max-tokens=20", "--json")
+    both = [Command(model, 2, *flags) for _ in range(2)]
+    answers = [command.end(within_s=30)[:2] for command in both]
+    assert answers[0] == answers[1] and answers[0][0] == 0
+    assert len(answers[0][1].splitlines()) == 1
+
+
+def test_ctrl_c_in_a_reshard_says_how_to_go_on(tmp_path: Path) -> None:
+    """It ended without a word once Ctrl-C was left to the system until tokens flow."""
+    target = tmp_path / "target"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parallel_llama", "reshard", "smollm2", str(target),
+         "--tp=1", "--format=native"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 20
+    while not (tmp_path / ".target.partial" / "journal.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (130, ""), err
+    assert "--resume" in err and "Traceback" not in err
+    assert not target.exists()
+
+
+def test_tests_in_the_background_of_a_shell_hear_ctrl_c_too() -> None:
+    """Some two dozen failed there, where the system ignores it."""
+    program = "import conftest, signal; print(signal.getsignal(signal.SIGINT).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT / "tests",
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support")},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert done.stdout == "default_int_handler\n", done.stderr

@@ -1,0 +1,284 @@
+"""What commands write: completions in order, files as they grow, a conversation's turns."""
+
+import io
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel_llama.cli.chat import Conversation
+from parallel_llama.cli.generate import Results
+from parallel_llama.cli.main import main
+from parallel_llama.cli.prompts import Line, Prompt, read_lines
+from parallel_llama.cli.results import ResultFile
+from parallel_llama.cli.terminal import StatusLine
+from parallel_llama.errors import UsageError
+from parallel_llama.request import Completion, Request, SamplingParams, resolve_max_tokens
+from parallel_llama.tokenizer import Chat
+
+
+@dataclass
+class Step:
+    index: int
+    text: str = ""
+    completion: Completion | None = None
+    tokens: tuple[int, ...] = (1,)
+    choice: int = 0
+
+
+def done(index: int, text: str = "text", choice: int = 0, n: int = 1) -> Step:
+    ended = Completion(index, text, (1, 2), "stop", 3, choice=choice, n_choices=n)
+    return Step(index, "", ended)
+
+
+def requests(n_prompts: int, n: int = 1) -> list[Request]:
+    params = SamplingParams(n=n)
+    return [Request(i, (1, 2, 3), params, 0, frozenset()) for i in range(n_prompts)]
+
+
+def shown_results(prompts: Sequence[Prompt], as_json: bool = False, n: int = 1) -> Results:
+    lines = [Line(f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
+    return Results(lines, requests(len(lines), n), as_json, None)
+
+
+def test_json_lines_come_in_input_order_and_the_file_as_they_finish(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    asked = requests(3)
+    with Results([], asked, True, ResultFile(file, asked, {}, resume=False)) as results:
+        for index in (2, 0, 1):
+            results.take(done(index))
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["index"] for line in shown] == [0, 1, 2]
+    assert shown[0].keys() == {"index", "text", "tokens", "finish_reason", "n_prompt_tokens"}
+    written = [json.loads(line)["index"] for line in file.read_text().splitlines()]
+    assert written == [2, 0, 1]
+
+
+def test_a_finished_completion_is_shown_while_later_ones_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = shown_results(["a", "b"], as_json=True)
+    results.take(done(0))
+    assert json.loads(capsys.readouterr().out)["index"] == 0
+
+
+def test_one_prompt_streams_and_is_not_repeated_at_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = shown_results(["a"])
+    results.take(Step(0, "Par"))
+    assert capsys.readouterr().out == "Par"
+    results.take(Step(0, "is", done(0, "Paris").completion))
+    assert capsys.readouterr().out == "is\n"
+
+
+def test_several_prompts_are_titled(capsys: pytest.CaptureFixture[str]) -> None:
+    results = shown_results(["a\x1b", [1, 2]])
+    results.take(done(1, "two"))
+    results.take(done(0, "one"))
+    out = capsys.readouterr().out
+    assert out == "[0] 'a\\x1b'\none\n\n[1] 2 token ids\ntwo\n\n"
+
+
+def test_every_choice_of_a_prompt_is_shown_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    results = shown_results(["a"], n=2)
+    results.take(done(0, "second", choice=1, n=2))
+    assert capsys.readouterr().out == ""
+    results.take(done(0, "first", choice=0, n=2))
+    assert capsys.readouterr().out == "[0, 1 of 2] 'a'\nfirst\n\n[0, 2 of 2] 'a'\nsecond\n\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_of_progress_stays_on_one_line_of_the_terminal() -> None:
+    """One that is wrapped leaves its first part behind each time that it is drawn anew."""
+    terminal = Terminal()
+    status = StatusLine(terminal)
+    status.clear()
+    assert terminal.getvalue() == ""
+    status.show(lambda: "x" * 200)
+    assert terminal.getvalue() == "\r\x1b[K" + "x" * 79
+    status.show(lambda: "too soon")
+    status.clear()
+    assert terminal.getvalue().endswith("x\r\x1b[K")
+
+
+def test_progress_is_silent_where_no_terminal_shows_it() -> None:
+    pipe = io.StringIO()
+    status = StatusLine(pipe)
+    status.show(lambda: "progress")
+    status.clear()
+    assert pipe.getvalue() == ""
+
+
+@dataclass
+class EchoModel:
+    """Answers with the number of messages it was shown, and refuses one that says 'refuse'."""
+
+    tp_size: int = 1
+    max_seq_len: int = 1000
+    seen: list[list[dict[str, str]]] = field(default_factory=list)
+    asked: list[Request] = field(default_factory=list)
+    presses: int = 0  # of Ctrl-C in every answer
+
+    @property
+    def input_processor(self) -> "EchoModel":
+        return self
+
+    def request(self, index: int, chat: Chat, params: SamplingParams) -> Request:
+        if chat.messages[-1]["content"] == "refuse":
+            raise UsageError("the template refuses it")
+        self.seen.append(list(chat.messages))
+        n_prompt = 10 * len(chat.messages)
+        most = resolve_max_tokens(n_prompt, params, self.max_seq_len)
+        params = replace(params, max_tokens=most)
+        return Request(index, (1,) * n_prompt, params, 0, frozenset())
+
+    def run(self, requests: Sequence[Request], interrupted: Any) -> Iterator[Step]:
+        assert not interrupted()
+        self.asked += requests
+        yield Step(0, "answer ")
+        for _ in range(self.presses):
+            signal.raise_signal(signal.SIGINT)
+        if interrupted():
+            return
+        yield Step(0, f"to {len(self.seen[-1])}\x1b[2J")
+
+
+def talk(
+    monkeypatch: pytest.MonkeyPatch,
+    typed: str,
+    model: EchoModel,
+    system: str | None = None,
+    params: SamplingParams | None = None,
+) -> Conversation:
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        conversation = Conversation(model, params or SamplingParams(), system, {})
+        assert conversation.run("echo") == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return conversation
+
+
+def test_a_conversation_keeps_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EchoModel()
+    talk(monkeypatch, "one\n\ntwo\\\nlines\n/clear\nthree\n/quit\nfour\n", model, "Be brief")
+    system = {"role": "system", "content": "Be brief"}
+    first = [system, {"role": "user", "content": "one"}]
+    answer = {"role": "assistant", "content": "answer to 2\x1b[2J"}
+    assert model.seen == [
+        first,
+        [*first, answer, {"role": "user", "content": "two\nlines"}],
+        [system, {"role": "user", "content": "three"}],
+    ]
+
+
+def test_what_the_model_says_is_shown_without_escape_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(monkeypatch, "one\n", EchoModel())
+    assert capsys.readouterr().out == "answer to 1\\x1b[2J\n"
+
+
+def test_a_refused_turn_is_forgotten_and_the_conversation_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = EchoModel()
+    talk(monkeypatch, "1\nrefuse\n2\n/system New\n3\n", model)
+    assert [len(messages) for messages in model.seen] == [1, 3, 2]
+    assert "refuses it; /clear begins a new conversation" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_no_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = EchoModel()
+    talk(monkeypatch, "/claer\n/system\n/help\n/exi\n/exit\nnever\n", model)
+    err = capsys.readouterr().err
+    assert "not a command: '/claer'; did you mean '/clear'?" in err
+    assert "not a command: '/exi'; did you mean '/exit'?" in err
+    assert "write /system TEXT" in err
+    assert "Ctrl-D" in err
+    assert model.seen == []
+
+
+@pytest.mark.parametrize("max_seq_len", [75, 85])
+def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], max_seq_len: int
+) -> None:
+    """It was refused from then on, whatever was said; an answer goes with its question."""
+    model = EchoModel(max_seq_len=max_seq_len)
+    talk(monkeypatch, "1\n2\n3\n4\n", model, "Be brief", SamplingParams(max_tokens=30))
+    assert [len(request.prompt) for request in model.asked] == [20, 40, 40, 40]
+    assert all(len(each.prompt) + each.max_tokens <= max_seq_len for each in model.asked)
+    assert [each.max_tokens for each in model.asked] == [30, 30, 30, 30]
+    assert model.seen[-1][0]["content"] == "Be brief"
+    assert [message["content"] for message in model.seen[-1][1::2]] == ["3", "4"]
+    assert capsys.readouterr().err.count("the 2 oldest messages are left out") == 2
+
+
+def test_an_answer_gets_what_is_left_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EchoModel(max_seq_len=15)
+    talk(monkeypatch, "1\n", model, None, SamplingParams(max_tokens=30))
+    assert [each.max_tokens for each in model.asked] == [5]
+
+
+def test_an_answer_is_given_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EchoModel()
+    talked = talk(monkeypatch, "/retry\n1\n2\n/retry\n", model)
+    assert [len(messages) for messages in model.seen] == [1, 3, 3]
+    assert model.seen[1] == model.seen[2]
+    assert [turn["content"] for turn in talked.turns[::2]] == ["1", "2"]
+
+
+def test_settings_are_changed_and_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = EchoModel()
+    typed = "temperature 0.7\n/set top-p 2\n/set tempe 1\n/set top_k\n/set --max-tokens 9\n1\n/set"
+    talked = talk(monkeypatch, f"/set {typed}\n", model)
+    assert (talked.params.temperature, model.asked[0].max_tokens) == (0.7, 9)
+    err = capsys.readouterr().err
+    assert "top-p '2': not a number above 0, at most 1" in err
+    assert "not a setting: 'tempe 1'; did you mean 'temperature'?" in err
+    assert "not a setting: 'top_k'; write /set NAME VALUE" in err
+    assert "max-tokens 9" in err.splitlines()[-1] and "temperature 0.7" in err.splitlines()[-1]
+
+
+def test_a_conversation_is_saved_as_a_line_for_generate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "talk.jsonl"
+    talk(monkeypatch, f"1\n/save {path}\n/save {path}\n/save\n", EchoModel(), "Be brief")
+    (line,) = read_lines(str(path))
+    roles = [message["role"] for message in line.prompt.messages]
+    assert roles == ["system", "user", "assistant"]
+    err = capsys.readouterr().err
+    assert f"2 messages in {path}" in err and "File exists; give another name" in err
+    assert "write /save FILE" in err
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_ctrl_c_stops_an_answer_however_often_it_is_pressed(
+    monkeypatch: pytest.MonkeyPatch, presses: int
+) -> None:
+    """The second one ended the group in the middle of a step, and with it the talk."""
+    model = EchoModel(presses=presses)
+    talked = talk(monkeypatch, "1\n2\n", model)
+    assert [turn["content"] for turn in talked.turns] == ["1", "answer ", "2", "answer "]
+
+
+def test_a_model_without_a_tokenizer_cannot_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--model", "llama-3.2-1b", "--random-weights", "1"]) == 2
+    assert "tokenizer" in capsys.readouterr().err

@@ -1,0 +1,280 @@
+"""The file of --output: what an interrupted run leaves, and what goes on from it."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from parallel_llama.cli.results import Key, ResultFile, check_path, run_of
+from parallel_llama.errors import UsageError, WriteError
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.request import Completion, Request, SamplingParams
+
+RUN = {"model": "m", "dtype": None, "set of prompts": "p"}
+
+
+def requests(n_prompts: int = 3, **settings: Any) -> list[Request]:
+    params = SamplingParams(**settings)
+    return [Request(i, (1,) * (i + 1), params, i, frozenset({0})) for i in range(n_prompts)]
+
+
+def completion(index: int, choice: int = 0, **changes: Any) -> Completion:
+    ended = Completion(index, "text", (5,), "stop", index + 1, choice=choice, n_choices=2)
+    return replace(ended, **changes)
+
+
+def write(
+    path: Path, keys: Sequence[Key], asked: Sequence[Request], resume: bool = False
+) -> ResultFile:
+    file = ResultFile(path, asked, RUN, resume)
+    file.open()
+    for index, choice in keys:
+        file.write(completion(index, choice))
+    file.close()
+    return file
+
+
+def keys_in(path: Path) -> list[Key]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(line["index"], line["choice"]) for line in lines]
+
+
+def refusal(path: Path, asked: Sequence[Request], run: Any = RUN, resume: bool = True) -> str:
+    before = path.read_bytes()
+    with pytest.raises(UsageError) as raised:
+        ResultFile(path, asked, run, resume)
+    assert path.read_bytes() == before
+    return str(raised.value)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "answers.jsonl"
+
+
+def test_a_finished_run_leaves_nothing_but_its_lines(path: Path) -> None:
+    write(path, [(2, 0), (0, 0), (1, 0)], requests())
+    assert keys_in(path) == [(2, 0), (0, 0), (1, 0)]
+    assert os.listdir(path.parent) == [path.name]  # noqa: PTH208
+
+
+def test_a_finished_file_is_not_overwritten(path: Path) -> None:
+    """The same command again wiped out hours of answers, without a word."""
+    write(path, [(0, 0), (1, 0), (2, 0)], requests())
+    said = refusal(path, requests(), resume=False)
+    assert "results lie there; go on with --resume" in said
+    assert "remove the file, or give another name" in said
+    assert len(keys_in(path)) == 3
+
+
+def test_what_is_there_is_not_run_again(path: Path) -> None:
+    asked = requests(4, n=2)
+    write(path, [(3, 1), (0, 1), (0, 0), (2, 0)], asked)
+    file = ResultFile(path, asked, RUN, resume=True)
+    assert [request.index for request in file.missing(asked)] == [1, 2, 3]
+    assert (len(file.done), file.n_total, file.is_complete) == (4, 8, False)
+
+
+def test_choices_that_are_there_are_not_written_twice(path: Path) -> None:
+    """A request runs with all its choices, even if only one of them is missing."""
+    asked = requests(1, n=2)
+    write(path, [(0, 1)], asked)
+    file = write(path, [(0, 0), (0, 1)], asked, resume=True)
+    assert keys_in(path) == [(0, 1), (0, 0)]
+    assert file.is_complete and os.listdir(path.parent) == [path.name]  # noqa: PTH208
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(order=st.permutations(range(6)), data=st.data())
+def test_a_file_that_was_cut_anywhere_ends_up_whole(
+    path: Path, order: list[int], data: st.DataObject
+) -> None:
+    """A kill leaves any number of bytes of the last line; none of them may stay in the file."""
+    asked = requests(6)
+    path.unlink(missing_ok=True)
+    write(path, [(index, 0) for index in order[:5]], asked)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
+    file = ResultFile(path, asked, RUN, resume=True)
+    left = file.missing(asked)
+    assert len(left) == 6 - path.read_bytes().count(b"\n")
+    write(path, [(request.index, 0) for request in left], asked, resume=True)
+    assert sorted(keys_in(path)) == [(index, 0) for index in range(6)]
+    assert not path.with_name("answers.jsonl.run").exists()
+
+
+def test_an_interrupted_completion_is_left_to_be_done_whole(path: Path) -> None:
+    file = ResultFile(path, requests(), RUN, resume=False)
+    file.open()
+    file.write(completion(0))
+    file.write(completion(1, finish_reason="interrupted"))
+    file.close()
+    assert keys_in(path) == [(0, 0)]
+
+
+def test_every_line_is_in_the_file_once_it_is_written(path: Path) -> None:
+    file = ResultFile(path, requests(), RUN, resume=False)
+    file.open()
+    for n_lines in (1, 2):
+        file.write(completion(n_lines))
+        assert len(keys_in(path)) == n_lines
+    file.close()
+
+
+def test_an_unfinished_file_is_not_overwritten(path: Path) -> None:
+    write(path, [(0, 0)], requests())
+    said = refusal(path, requests(), resume=False)
+    assert "an unfinished run lies there; go on with --resume" in said and "remove" in said
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_has_written_nothing_yet_can_be_begun_anew(path: Path, resume: bool) -> None:
+    write(path, [], requests())
+    assert path.with_name("answers.jsonl.run").exists()
+    write(path, [(0, 0), (1, 0), (2, 0)], requests(), resume)
+    assert len(keys_in(path)) == 3
+
+
+def test_to_resume_what_was_never_begun_is_to_begin(path: Path) -> None:
+    write(path, [(0, 0), (1, 0), (2, 0)], requests(), resume=True)
+    assert len(keys_in(path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": "float64"}, "a different dtype (none then, float64 now)"),
+        ({"model": "n"}, "a different model;"),
+        ({"set of prompts": "q"}, "a different set of prompts;"),
+    ],
+)
+def test_lines_of_another_run_are_not_gone_on_with(
+    path: Path, change: dict[str, str], says: str
+) -> None:
+    write(path, [(0, 0)], requests())
+    message = refusal(path, requests(), {**RUN, **change})
+    assert says in message and "remove answers.jsonl to begin anew" in message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"no json\n",
+        b"[1]\n",
+        b"7\n",
+        b"{}\n",
+        b'{"index": [0], "n_prompt_tokens": 1}\n',
+        b'{"index": 3, "n_prompt_tokens": 4}\n',
+        b'{"index": 1, "n_prompt_tokens": 9}\n',
+        b'{"index": 1, "choice": 1, "n_prompt_tokens": 2}\n',
+        b'{"index": 0, "n_prompt_tokens": 1}\n',
+        b"\xff\n",
+        b"\n",
+    ],
+)
+def test_a_line_that_does_not_belong_is_named(path: Path, line: bytes) -> None:
+    write(path, [(0, 0)], requests())
+    with path.open("ab") as file:
+        file.write(line)
+    assert "line 2" in refusal(path, requests())
+
+
+def test_a_file_that_nothing_speaks_for_is_resumed_only_if_it_is_whole(path: Path) -> None:
+    write(path, [(0, 0), (1, 0), (2, 0)], requests())
+    assert ResultFile(path, requests(), RUN, resume=True).is_complete
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    message = refusal(path, requests())
+    assert "2 of 3 completions" in message and "answers.jsonl.run" in message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "x" * 100_000])
+def test_a_damaged_sidecar_is_refused(path: Path, text: str) -> None:
+    write(path, [(0, 0)], requests())
+    path.with_name("answers.jsonl.run").write_text(text)
+    assert "answers.jsonl.run" in refusal(path, requests())
+
+
+def test_two_runs_do_not_write_one_file(path: Path) -> None:
+    first = ResultFile(path, requests(), RUN, resume=False)
+    second = ResultFile(path, requests(), RUN, resume=False)
+    first.open()
+    with pytest.raises(UsageError, match="is being written by another run"):
+        second.open()
+    first.write(completion(0))
+    first.close()
+    with pytest.raises(UsageError, match="another run has written to it meanwhile"):
+        second.open()
+    assert keys_in(path) == [(0, 0)]
+
+
+def test_what_is_no_regular_file_is_written_and_left_alone() -> None:
+    file = ResultFile(Path("/dev/null"), requests(), RUN, resume=False)
+    file.open()
+    file.write(completion(0, finish_reason="interrupted"))
+    file.close()
+    assert file.done == {(0, 0)} and not Path("/dev/null.run").exists()
+    with pytest.raises(UsageError, match="no regular file"):
+        ResultFile(Path("/dev/null"), requests(), RUN, resume=True)
+
+
+def test_a_full_disk_is_told_as_such() -> None:
+    file = ResultFile(Path("/dev/full"), requests(), RUN, resume=False)
+    file.open()
+    with pytest.raises(WriteError, match=r"/dev/full: No space left on device; 0 completions"):
+        file.write(completion(0))
+
+
+def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.touch()
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    for name, says in {
+        "": "a folder",
+        "nowhere/x": "no folder",
+        "prompts.jsonl": "the file of the prompts itself",
+        "link.jsonl": "the file of the prompts itself",
+    }.items():
+        with pytest.raises(UsageError, match=says):
+            check_path(str(tmp_path / name), str(prompts))
+
+
+def model_in(folder: Path) -> ModelFiles:
+    folder.mkdir(exist_ok=True)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text(name)
+    weights = (folder / "model.safetensors",)
+    return ModelFiles("hf", folder, folder / "config.json", weights)
+
+
+def test_a_run_is_what_decides_its_completions(tmp_path: Path) -> None:
+    model = model_in(tmp_path)
+    asked = requests()
+    run = run_of(asked, model, seed=5, dtype=None)
+    assert run == run_of(requests(), model, seed=5, dtype=None)
+    others: list[tuple[str, list[Request]]] = [
+        ("set of prompts", [replace(asked[0], prompt=(2,)), *asked[1:]]),
+        ("sampling or seed", [replace(asked[0], seed=9), *asked[1:]]),
+        ("sampling or seed", [replace(asked[0], stop_ids=frozenset({7})), *asked[1:]]),
+        ("sampling or seed", requests(max_tokens=5)),
+        ("sampling or seed", requests(stop=("a",))),
+        ("number of prompts", asked[:2]),
+    ]
+    for what, other in others:
+        assert run_of(other, model, seed=5, dtype=None)[what] != run[what]
+    assert run_of(asked, model, seed=5, dtype="float64")["dtype"] != run["dtype"]
+    assert run_of(asked, model, seed=6, dtype=None)["seed"] != run["seed"]
+
+
+def test_weights_that_were_changed_are_another_model(tmp_path: Path) -> None:
+    model = model_in(tmp_path)
+    run = run_of(requests(), model, seed=5)
+    os.utime(model.weights[0], ns=(1, 1))
+    assert run_of(requests(), model, seed=5)["model"] != run["model"]

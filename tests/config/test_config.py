@@ -1,0 +1,896 @@
+"""A model's arguments from params.json, config.json and GGUF, against what others make of them."""
+
+import contextlib
+import json
+import logging
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf_builder import BF16, F16, F32, GGUF, Q8_0, TINY_FIELDS, Tensor, mutations
+from transformers import GenerationConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from parallel_llama.config import (
+    GenerationDefaults,
+    ModelArgs,
+    RopeScaling,
+    load_generation_defaults,
+    load_model_args,
+)
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.families import parameters
+from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.model.rope import frequencies
+
+ARGS = ModelArgs(64, 2, 8, 2, 8, 160, 320)
+
+PARAMS: dict[str, Any] = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "vocab_size": 320,
+    "multiple_of": 32,
+    "norm_eps": 1e-5,
+}
+HF: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 160,
+    "vocab_size": 320,
+    "max_position_embeddings": 256,
+}
+
+
+def from_params(values: Mapping[str, Any], vocab_size: int | None = None) -> ModelArgs:
+    return _loaded(values, "params.json", "consolidated.00.pth", vocab_size)
+
+
+def from_hf(values: Mapping[str, Any]) -> ModelArgs:
+    return _loaded(values, "config.json", "model.safetensors")
+
+
+def _loaded(
+    values: Mapping[str, Any], config: str, weights: str, vocab_size: int | None = None
+) -> ModelArgs:
+    count = None if vocab_size is None else lambda _: vocab_size
+    return load_model_args(_folder(values, config, weights), count)
+
+
+def _folder(values: Mapping[str, Any], config: str, weights: str) -> ModelFiles:
+    path = TEMPORARY[0]
+    for old in path.iterdir():
+        old.unlink()
+    (path / weights).write_text("")
+    (path / config).write_text(json.dumps(values))
+    return find_model(str(path))
+
+
+def from_gguf(content: GGUF) -> ModelArgs:
+    path = TEMPORARY[0] / "m.gguf"
+    path.write_bytes(content.to_bytes())
+    return load_model_args(find_model(str(path)))
+
+
+def gguf(tensors: list[Tensor] | None = None, **fields: Any) -> GGUF:
+    """The tiny file with other fields, dots written as __; None removes one."""
+    merged = {**TINY_FIELDS, **{key.replace("__", "."): item for key, item in fields.items()}}
+    kept = {key: item for key, item in merged.items() if item is not None}
+    return GGUF(fields=kept) if tensors is None else GGUF(fields=kept, tensors=tensors)
+
+
+TEMPORARY: list[Path] = []
+
+
+@pytest.fixture(autouse=True)
+def _temporary(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    TEMPORARY[:] = [folder]
+
+
+# name: (ffn_dim, parameters, context)
+PUBLISHED = {
+    "llama-1-7b": (11008, 6_738_415_616, 2048),
+    "llama-1-13b": (13824, 13_015_864_320, 2048),
+    "llama-1-30b": (17920, 32_528_943_616, 2048),
+    "llama-1-65b": (22016, 65_285_660_672, 2048),
+    "llama-2-7b": (11008, 6_738_415_616, 4096),
+    "llama-2-13b": (13824, 13_015_864_320, 4096),
+    "llama-2-70b": (28672, 68_976_648_192, 4096),
+    "llama-3-8b": (14336, 8_030_261_248, 8192),
+    "llama-3-70b": (28672, 70_553_706_496, 8192),
+    "llama-3.1-8b": (14336, 8_030_261_248, 131072),
+    "llama-3.1-70b": (28672, 70_553_706_496, 131072),
+    "llama-3.1-405b": (53248, 405_853_388_800, 131072),
+    # Meta stores the output beside the equal embeddings: 1.236e9 and 3.213e9 where they are tied.
+    "llama-3.2-1b": (8192, 1_498_482_688, 131072),
+    "llama-3.2-3b": (8192, 3_606_752_256, 131072),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shape_has_the_published_sizes(name: str) -> None:
+    args = load_model_args(find_model(name))
+    n_parameters = sum(math.prod(param.shape) for param in parameters(args))
+    assert (args.ffn_dim, n_parameters, args.max_seq_len) == PUBLISHED[name]
+
+
+def test_every_shape_is_checked() -> None:
+    folder = Path(__file__).parents[2] / "configs" / "models"
+    assert {path.stem for path in folder.glob("*.json")} == set(PUBLISHED)
+
+
+# ModelArgs
+
+
+@pytest.mark.parametrize(
+    "name", ["dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"]
+)
+@pytest.mark.parametrize("value", [0, -1, 2**31])
+def test_a_size_out_of_range_is_refused(name: str, value: int) -> None:
+    with pytest.raises(UsageError, match=rf"{name}={value}: use a whole number from 1 to"):
+        replace(ARGS, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"n_kv_heads": 3}, "n_heads=8 and n_kv_heads=3"),
+        ({"n_kv_heads": 16}, "use a divisor of n_heads"),
+        ({"head_dim": 7}, "head_dim=7: rotary pairs need an even number"),
+        ({"norm_eps": -1e-5}, "norm_eps=-1e-05"),
+        ({"norm_eps": math.inf}, "norm_eps=inf"),
+        ({"norm_eps": math.nan}, "norm_eps=nan"),
+        ({"rope_theta": 1.0}, "rope_theta=1"),
+        ({"rope_theta": math.inf}, "rope_theta=inf"),
+        ({"max_seq_len": 0}, "max_seq_len=0"),
+        ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
+        ({"rope_scaling": RopeScaling("factors", factors=(1.0,))}, "1 factors and head_dim=8"),
+        ({"head_dim": 2, "rope_scaling": RopeScaling("dynamic", 2.0)}, "head_dim=2"),
+    ],
+)
+def test_arguments_of_no_model_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(ARGS, **changed)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "linear", "factor": 0.0}, "factor=0"),
+        ({"kind": "linear", "factor": math.nan}, "factor=nan"),
+        ({"kind": "llama3", "factor": 8.0}, "needs the length of the trained context"),
+        ({"kind": "yarn", "factor": 8.0, "original_max_seq_len": 0}, "0 tokens"),
+        ({"kind": "yarn", "original_max_seq_len": 8, "beta_slow": -1.0}, "beta_slow=-1"),
+        ({"kind": "yarn", "original_max_seq_len": 8, "attention_factor": 0.0}, "attention_factor"),
+        (
+            {"kind": "llama3", "original_max_seq_len": 8, "low_freq_factor": 4.0},
+            "the high one must be the larger",
+        ),
+        ({"kind": "factors", "factors": (1.0, math.inf)}, r"factors\[1\]=inf"),
+    ],
+)
+def test_scaling_that_no_table_can_be_made_of_is_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        RopeScaling(**values)
+
+
+# params.json
+
+
+def test_params_json_is_read() -> None:
+    args = from_params({**PARAMS, "ffn_dim_multiplier": 1.3, "rope_theta": 500000})
+    assert args == ModelArgs(
+        dim=64, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=8, ffn_dim=224, vocab_size=320,
+        norm_eps=1e-5, rope_theta=500000.0, max_seq_len=8192,
+    )  # fmt: skip
+
+
+def test_params_json_of_llama_1_leaves_out_what_is_default() -> None:
+    args = from_params({"dim": 64, "n_layers": 2, "n_heads": 8, "vocab_size": 5, "norm_eps": 1e-6})
+    assert (args.n_kv_heads, args.rope_theta, args.ffn_dim) == (8, 10000.0, 256)
+
+
+@pytest.mark.parametrize("stated", [-1, None])
+def test_an_open_vocabulary_is_given_or_refused(stated: int | None) -> None:
+    """Llama 1 and 2 ship vocab_size -1: their program asks the tokenizer."""
+    values = {**PARAMS, "vocab_size": stated}
+    assert from_params(values, vocab_size=32000).vocab_size == 32000
+    with pytest.raises(UsageError, match=r"params\.json: vocab_size=-1 leaves the vocabulary open"):
+        from_params(values)
+    assert from_params(PARAMS, vocab_size=7).vocab_size == 320
+
+
+@pytest.mark.parametrize(
+    ("changed", "context"),
+    [
+        ({}, 4096),
+        ({"norm_eps": 1e-6}, 2048),
+        ({"rope_theta": 1e6}, 16384),
+        ({"rope_theta": 5e5}, 8192),
+        ({"rope_theta": 5e5, "use_scaled_rope": True}, 131072),
+        ({"rope_theta": 5e5, "use_scaled_rope": True, "max_seq_len": 77}, 77),
+    ],
+)
+def test_the_context_of_a_meta_folder(changed: dict[str, Any], context: int) -> None:
+    assert from_params({**PARAMS, **changed}).max_seq_len == context
+
+
+def test_scaled_rope_of_llama_3_1_and_3_2() -> None:
+    """Both say use_scaled_rope alone, and 3.2 1B and 3B were trained with 32 in the place of 8."""
+    scaled = {**PARAMS, "use_scaled_rope": True}
+    assert from_params(scaled).rope_scaling == RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
+    assert from_params({**PARAMS, "use_scaled_rope": False}).rope_scaling is None
+    shape_1b = {**scaled, "dim": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8}
+    assert from_params(shape_1b).rope_scaling == RopeScaling("llama3", 32.0, 8192, 1.0, 4.0)
+    stated = from_params({**shape_1b, "rope_scaling_factor": 16, "rope_high_freq_factor": 2})
+    assert stated.rope_scaling == RopeScaling("llama3", 16.0, 8192, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"n_kv_head": 2}, "unknown key 'n_kv_head'; did you mean 'n_kv_heads'"),
+        ({"zzz": 1}, "unknown key 'zzz'$"),
+        ({"dim": None}, "lacks the key 'dim'"),
+        ({"dim": "64"}, "dim='64' is not a whole number"),
+        ({"dim": 64.0}, "dim=64.0 is not a whole number"),
+        ({"dim": True}, "dim=True is not a whole number"),
+        ({"dim": 65}, "dim=65 and n_heads=8"),
+        ({"n_heads": 0}, "n_heads=0"),
+        ({"n_layers": 10**30}, "n_layers=1000000000000000000000000000000 is beyond"),
+        ({"multiple_of": 0}, "multiple_of=0"),
+        ({"ffn_dim_multiplier": "1"}, "ffn_dim_multiplier='1' is not a number"),
+        ({"ffn_dim_multiplier": math.inf}, "not a finite number"),
+        ({"ffn_dim_multiplier": -1}, "ffn_dim_multiplier=-1.0: use"),
+        ({"ffn_dim_multiplier": 1e308}, "ffn_dim_multiplier=1e.308: use"),
+        ({"norm_eps": [1] * 1000}, "norm_eps=<list of 1000>"),
+        ({"use_scaled_rope": 1}, "neither true nor false"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"quantization_args": {"scheme": "x"}}, "a quantised checkpoint"),
+        ({"lora_args": {"rank": 1}}, "LoRA"),
+        ({"moe_args": {}}, "experts"),
+        ({"vision_chunk_size": 448}, "images"),
+    ],
+)
+def test_params_json_of_no_supported_model_is_refused(
+    changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"params.json: .*{message}"):
+        from_params({**PARAMS, **changed})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"dim": 1, "dim": 2}', '{"dim": ' + "9" * 5000])
+def test_a_config_that_is_no_json_object_is_damage(text: str) -> None:
+    files = _folder(PARAMS, "params.json", "consolidated.00.pth")
+    files.config.write_text(text)
+    with pytest.raises(CheckpointError, match=r"params\.json"):
+        load_model_args(files)
+
+
+# config.json
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "llama3 without its trained context": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn with a factor of null": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": None,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn with mscales": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 2.0,
+        "beta_slow": 0.5,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    },
+    "yarn with one mscale": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 3.0,
+    },
+    "yarn with an attention factor": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.7,
+    },
+    "yarn with a truncate of null": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "truncate": None,
+    },
+}
+
+
+def agrees_with_transformers(files: ModelFiles) -> None:
+    """The frequencies that rope makes of our arguments are those of transformers' own model."""
+    args = load_model_args(files)
+    config = LlamaConfig.from_pretrained(files.path)
+    assert isinstance(config.rope_parameters, dict)
+    theirs = LlamaRotaryEmbedding(config)
+    ours, scale = frequencies(args, args.max_seq_len)
+    torch.testing.assert_close(ours.float(), theirs.inv_freq, rtol=2e-6, atol=0)
+    assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+    expected = {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "ffn_dim": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "max_seq_len": config.max_position_embeddings,
+        "tied_embeddings": config.tie_word_embeddings,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+    }
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("whole", [False, True], ids=["saved", "every key"])
+def test_what_transformers_saves_is_read_as_it_reads_it(rope: str, whole: bool) -> None:
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=100,
+        vocab_size=77,
+        max_position_embeddings=256,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=dict(ROPES[rope]),
+        dtype="float16",
+    )
+    files = _folder({}, "config.json", "model.safetensors")
+    config.to_json_file(files.config, use_diff=not whole)
+    agrees_with_transformers(files)
+    assert load_model_args(files).dtype == "float16"
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_the_form_before_transformers_5_is_read_as_it_reads_it(rope: str, key: str) -> None:
+    scaling = dict(ROPES[rope])
+    theta = scaling.pop("rope_theta")
+    scaling[key] = scaling.pop("rope_type")
+    values = {**HF, "rope_theta": theta, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
+    agrees_with_transformers(_folder(values, "config.json", "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"rope_scaling": None, "rope_parameters": None, "rope_theta": 7.0},
+        {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}},
+        {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+        {"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 9.0}},
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 9.0},
+        },
+        {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
+        {"original_max_position_embeddings": 32, "rope_parameters": ROPES["llama3"]},
+        {"original_max_position_embeddings": 32, "rope_parameters": ROPES["yarn"]},
+        {"original_max_position_embeddings": 32, "rope_parameters": ROPES["dynamic"]},
+        {"rope_parameters": {**ROPES["dynamic"], "original_max_position_embeddings": 32}},
+        {"rope_parameters": {**ROPES["default"], "factor": 4.0}},
+        {"num_key_value_heads": None, "head_dim": None},
+    ],
+    ids=str,
+)
+def test_values_in_several_places_have_the_order_of_transformers(changed: dict[str, Any]) -> None:
+    agrees_with_transformers(_folder({**HF, **changed}, "config.json", "model.safetensors"))
+
+
+def test_what_config_json_omits_has_the_defaults_of_transformers() -> None:
+    args = from_hf({k: v for k, v in HF.items() if k != "max_position_embeddings"})
+    assert (args.norm_eps, args.max_seq_len, args.dtype) == (1e-6, 2048, "float32")
+    assert not (args.tied_embeddings or args.attention_bias or args.mlp_bias)
+
+
+def test_the_config_of_smollm2_is_read() -> None:
+    """Its own keys, is_llama_config and transformers.js_config, are harmless."""
+    values = {
+        **HF,
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "transformers.js_config": {"dtype": "q4"},
+        "torch_dtype": "bfloat16",
+        "pad_token_id": 2,
+    }
+    args = from_hf(values)
+    assert (args.rope_theta, args.tied_embeddings, args.dtype) == (1e5, True, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM'.*: LlamaForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "supported: LlamaForCausalLM"),
+        (
+            {"model_type": "gemma"},
+            "model_type='gemma' is not supported; supported: 'llama'",
+        ),
+        ({"model_type": None, "architectures": None}, "neither its model_type nor"),
+        ({"num_kv_heads": 2}, "unknown key 'num_kv_heads'; did you mean 'num"),
+        ({"rope_teta": 1.0}, "unknown key 'rope_teta'; did you mean 'rope_theta'"),
+        ({"hidden_size": None}, "lacks the key 'hidden_size'"),
+        ({"intermediate_size": None}, "lacks the key 'intermediate_size'"),
+        ({"vocab_size": None}, "lacks the key 'vocab_size'"),
+        ({"hidden_size": 63}, "hidden_size=63 and num_attention_heads=8"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"attention_bias": "no"}, "neither true nor false"),
+        ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'"),
+        ({"torch_dtype": 16}, "torch_dtype=16 is not a string"),
+        ({"quantization_config": {"quant_method": "awq"}}, "a quantised checkpoint"),
+        ({"sliding_window": 128}, "sliding_window=128 is not supported below .*=256; .*remove it"),
+        ({"sliding_window": 128, "use_sliding_window": False}, "sliding_window=128"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
+        ({"layer_types": ["full_attention"] * 3}, "3 layers and num_hidden_layers=2"),
+        ({"architectures": ["LlamaModel"]}, "a base model without a head"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' is not an object"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope'.*default, linear, dynamic, llama3"),
+        ({"rope_scaling": {"type": "linaer", "factor": 2}}, "did you mean 'linear'"),
+        ({"rope_scaling": {"type": "linear", "facto": 2}}, "'facto'; did you mean 'factor'"),
+        ({"rope_scaling": {"type": "linear"}}, "lacks the key 'factor'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": None}}, "lacks the key 'factor'"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks the key 'low_freq_factor'"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' is not a number"),
+        ({"rope_scaling": {"full_attention": {}}}, "unknown key 'full_attention'"),
+        (
+            {"rope_parameters": {**ROPES["yarn"], "original_max_position_embeddings": -1}},
+            "original_max_position_embeddings=-1",
+        ),
+    ],
+)
+def test_a_config_json_of_no_supported_model_is_refused(
+    changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"config.json: .*{message}"):
+        from_hf({**HF, **changed})
+
+
+ELSEWHERE: dict[str, Any] = {
+    "alibi": True,
+    "attention_chunk_size": 8192,
+    "attention_multiplier": 0.0078125,
+    "attn_logit_softcapping": 50.0,
+    "clip_qkv": 8.0,
+    "embedding_multiplier": 12.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "is_causal": False,
+    "logit_scale": 0.0625,
+    "logits_scaling": 8.0,
+    "no_rope_layers": [1, 0],
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "parallel_residual": True,
+    "qk_norm": True,
+    "query_pre_attn_scalar": 256,
+    "residual_multiplier": 0.22,
+    "rope_interleaved": True,
+    "sliding_window_pattern": 4,
+    "use_parallel_residual": True,
+    "use_qk_norm": True,
+    "use_sliding_window": True,
+}
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_what_another_architecture_computes_is_refused_unless_it_is_off(key: str) -> None:
+    """transformers' Llama passes over nearly all of these; the weights were trained with them."""
+    with pytest.raises(UsageError, match=rf"config\.json: {key}=.* not supported.* remove it"):
+        from_hf({**HF, key: ELSEWHERE[key]})
+    off = {"hidden_activation": "silu", "is_causal": True}
+    one = ("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier")
+    for value in (None, off.get(key, 1.0 if key in one else False)):
+        assert from_hf({**HF, key: value}) == from_hf(HF)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("num_key_value_head", "num_key_value_heads"),
+        ("num_kv_heads", "num_key_value_heads"),
+        ("rope_thetha", "rope_theta"),
+        ("rope_scalings", "rope_scaling"),
+        ("tie_embeddings", "tie_word_embeddings"),
+        ("rms_norm_epsilon", "rms_norm_eps"),
+        ("max_position_embedding", "max_position_embeddings"),
+        ("sliding_windows", "sliding_window"),
+        ("attn_logit_softcap", "attn_logit_softcapping"),
+        ("residual_multipliers", "residual_multiplier"),
+    ],
+)
+def test_a_misspelling_of_a_key_that_counts_is_refused(key: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown key '{key}'; did you mean '{meant}'"):
+        from_hf({**HF, key: 2})
+    assert from_hf({**HF, key: None}) == from_hf(HF)
+
+
+def test_keys_that_nobody_reads_are_ignored_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Any unknown key used to be refused, and each training program leaves its own."""
+    unknown = {
+        "mm_vision_tower": "x",
+        "max_window_layers": 28,
+        "eos_tokens_id": 3,
+        "lora": {"r": 8},
+    }
+    with caplog.at_level(logging.WARNING, logger="parallel_llama"):
+        assert from_hf({**HF, **unknown, "_anything": 1, "use_cache": True}) == from_hf(HF)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "config.json has unknown keys, which are ignored: 'mm_vision_tower', 'max_window_layers', "
+        "'eos_tokens_id' (near 'eos_token_id'), 'lora'"
+    )
+
+
+def test_a_config_of_more_keys_than_any_has_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="has 100009 keys, at most 1000"):
+        from_hf({**HF, **{f"num_heads_{number}": 1 for number in range(100_000)}})
+
+
+def test_code_named_by_a_config_is_left_alone_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="parallel_llama"):
+        from_hf({**HF, "auto_map": {"AutoModel": "m.M"}})
+    assert "auto_map" in caplog.text
+
+
+def test_rope_settings_of_another_type_change_nothing_and_say_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="parallel_llama"):
+        args = from_hf({**HF, "rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 3}})
+    assert args.rope_scaling == RopeScaling("linear", 2.0)
+    assert "does not use beta_fast" in caplog.text
+
+
+# GGUF
+
+
+def test_a_gguf_header_is_read() -> None:
+    assert from_gguf(gguf()) == ModelArgs(
+        dim=8, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=12, vocab_size=5,
+        norm_eps=struct.unpack("f", struct.pack("f", 1e-5))[0], rope_theta=10000.0,
+        max_seq_len=64, tied_embeddings=True, dtype="float32",
+    )  # fmt: skip
+
+
+def test_the_embedded_model_is_read() -> None:
+    args = load_model_args(find_model("smollm2"))
+    assert (args.dim, args.n_layers, args.n_heads, args.n_kv_heads) == (576, 30, 9, 3)
+    assert (args.vocab_size, args.tied_embeddings, args.dtype) == (49152, True, "float32")
+    assert sum(math.prod(param.shape) for param in parameters(args)) == 134_515_008
+    assert load_generation_defaults(find_model("smollm2")).eos_ids == (2,)
+
+
+def test_what_a_gguf_file_may_leave_out_or_state() -> None:
+    assert from_gguf(gguf(llama__attention__head_count_kv=None)).n_kv_heads == 2
+    assert from_gguf(gguf(llama__rope__dimension_count=None)).head_dim == 4
+    assert from_gguf(gguf(llama__vocab_size=7)).vocab_size == 7
+    wide = gguf(
+        llama__attention__key_length=6,
+        llama__attention__value_length=6,
+        llama__rope__dimension_count=6,
+        llama__rope__freq_base=500000.0,
+        llama__expert_count=0,
+    )
+    assert (from_gguf(wide).head_dim, from_gguf(wide).rope_theta) == (6, 500000.0)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dtype"),
+    [
+        ([F32], "float32"),
+        ([F16, F16], "float16"),
+        ([BF16], "bfloat16"),
+        ([F16, F32], "float32"),
+        ([Q8_0], "float32"),
+    ],
+)
+def test_the_dtype_is_that_of_the_matrices(kinds: list[int], dtype: str) -> None:
+    """The norms are float32 in every file."""
+    tensors = [Tensor(f"t{i}", (2, 32), kind) for i, kind in enumerate(kinds)]
+    assert from_gguf(gguf([*tensors, Tensor("norm", (8,), F32)])).dtype == dtype
+
+
+def test_biases_and_the_output_are_told_from_the_tensors() -> None:
+    args = from_gguf(gguf([Tensor("output.weight", (5, 8)), Tensor("blk.0.attn_k.bias", (4,))]))
+    assert (args.tied_embeddings, args.attention_bias, args.mlp_bias) == (False, True, False)
+    assert from_gguf(gguf([Tensor("blk.0.ffn_down.bias", (8,))])).mlp_bias
+
+
+def test_rope_factors_are_read_from_their_tensor() -> None:
+    """GGUF carries Llama 3.1's scaling as one divisor per rotary pair."""
+    tensors = [
+        Tensor("first", (3,)),
+        Tensor("rope_freqs.weight", (2,), data=struct.pack("<2f", 1.0, 8.0)),
+    ]
+    scaling = from_gguf(gguf(tensors)).rope_scaling
+    assert scaling == RopeScaling("factors", factors=(1.0, 8.0))
+
+
+def test_rope_scaling_of_a_gguf_file() -> None:
+    linear = RopeScaling("linear", 4.0)
+    assert from_gguf(gguf(llama__rope__scaling__factor=4.0)).rope_scaling == linear
+    assert from_gguf(gguf(llama__rope__scale_linear=4.0)).rope_scaling == linear
+    kind: dict[str, Any] = {"llama__rope__scaling__type": "linear"}
+    assert from_gguf(gguf(**kind, llama__rope__scaling__factor=4.0)).rope_scaling == linear
+    assert from_gguf(gguf(**kind)).rope_scaling is None
+    assert from_gguf(gguf(llama__rope__scaling__factor=1.0)).rope_scaling is None
+    yarn = gguf(
+        llama__rope__scaling__type="yarn",
+        llama__rope__scaling__factor=4.0,
+        llama__rope__scaling__original_context_length=16,
+        llama__rope__scaling__attn_factor=2.0,
+    )
+    scaling = from_gguf(yarn).rope_scaling
+    assert scaling is not None
+    assert scaling.attention_factor == pytest.approx(2 * (1 + 0.1 * math.log(4)))
+    assert replace(scaling, attention_factor=None) == RopeScaling("yarn", 4.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"general__architecture": "gemma"},
+            "'gemma' is not supported; supported: 'llama'",
+        ),
+        ({"general__architecture": None}, "lacks the key 'general.architecture'"),
+        ({"llama__embedding_length": None}, "lacks the key 'llama.embedding_length'"),
+        ({"llama__block_count": "1"}, "is not a whole number"),
+        ({"llama__attention__head_count_kv": [1, 1]}, "<list of 2> is not a whole number"),
+        ({"llama__expert_count": 8}, "a mixture of 8 experts"),
+        ({"llama__rope__dimension_count": 2}, "dimension_count=2 and heads of 4"),
+        ({"llama__attention__value_length": 8}, "value_length=8 and heads of 4"),
+        ({"llama__attention__head_count": 3}, "llama.attention.head_count=3"),
+        ({"llama__attention__head_count": 0}, "llama.attention.head_count=0"),
+        ({"llama__rope__freq_bas": 1.0}, "did you mean 'llama.rope.freq_base'"),
+        ({"llama__attention__sliding_window": 4}, "unknown key"),
+        ({"llama__rope__scaling__type": "longrope"}, "'longrope'.*none, linear, yarn"),
+        ({"llama__rope__scaling__attn_factor": 2.0}, "attn_factor of 2.0"),
+        ({"llama__rope__scaling__factor": math.nan}, "not a finite number"),
+        ({"tokenizer__ggml__tokens": None}, "lacks the key 'llama.vocab_size'"),
+        ({"split__count": 3}, "one of 3 parts"),
+    ],
+)
+def test_a_gguf_file_of_no_supported_model_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=f"m.gguf: .*{message}"):
+        from_gguf(gguf(**fields))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (Tensor("rope_freqs.weight", (2,), F16), "F16"),
+        (Tensor("rope_freqs.weight", (1, 2)), r"shape \[1, 2\]"),
+        (Tensor("rope_freqs.weight", (3,), data=struct.pack("<3f", 1, 1, 1)), "3 factors"),
+        (Tensor("rope_freqs.weight", (2,), data=struct.pack("<2f", 1, math.nan)), "=nan"),
+        (Tensor("rope_freqs.weight", (2,)), "=0"),
+        (Tensor("rope_freqs.weight", (100_000,)), "more than any head"),
+    ],
+)
+def test_rope_factors_that_make_no_table_are_refused(tensor: Tensor, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_gguf(gguf([tensor]))
+
+
+def test_random_damage_to_a_gguf_file_is_refused_in_our_own_words() -> None:
+    """Numbers that the header reader cannot doubt reach the arguments, and must stop there."""
+    content = gguf([Tensor("rope_freqs.weight", (2,), data=struct.pack("<2f", 1, 8))])
+    path = TEMPORARY[0] / "m.gguf"
+    refused = 0
+    for data in mutations(content.to_bytes() + bytes(600), 300):
+        path.write_bytes(data)
+        try:
+            load_model_args(find_model(str(path)))
+            load_generation_defaults(find_model(str(path)))
+        except (UsageError, CheckpointError):
+            refused += 1
+    assert 100 < refused < 300
+
+
+WRONG: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    10**400,
+    1.5,
+    math.nan,
+    -math.inf,
+    "x",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: str(wrong)[:8])
+def test_a_wrong_value_under_any_key_is_refused_or_read(wrong: Any) -> None:
+    """Any exception but UsageError fails."""
+    path = TEMPORARY[0] / "config.json"
+    (path.parent / "model.safetensors").write_text("")
+    whole = {
+        **LlamaConfig(**{key: item for key, item in HF.items() if key != "model_type"}).to_dict(),
+        "sliding_window": None,
+        "rope_parameters": None,
+        "rope_scaling": ROPES["yarn with mscales"],
+    }
+    for key in whole:
+        path.write_text(json.dumps({**whole, key: wrong}))
+        _read_all(path.parent)
+    for key in whole["rope_scaling"]:
+        path.write_text(
+            json.dumps({**whole, "rope_scaling": {**whole["rope_scaling"], key: wrong}})
+        )
+        _read_all(path.parent)
+
+
+def _read_all(folder: Path) -> None:
+    for read in (load_model_args, load_generation_defaults):
+        with contextlib.suppress(UsageError):
+            read(find_model(str(folder)))
+
+
+# sampling defaults
+
+
+def defaults(config: Mapping[str, Any], generation: Any = None) -> GenerationDefaults:
+    files = _folder({**HF, **config}, "config.json", "model.safetensors")
+    if generation is not None:
+        (files.path / "generation_config.json").write_text(json.dumps(generation))
+    return load_generation_defaults(files)
+
+
+def test_sampling_defaults_that_transformers_saves_are_read() -> None:
+    files = _folder(HF, "config.json", "model.safetensors")
+    GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=True,
+        temperature=0.6,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        eos_token_id=[128001, 128008, 128009],
+        bos_token_id=128000,
+    ).save_pretrained(files.path)
+    assert load_generation_defaults(files) == GenerationDefaults(
+        0.6, 0.9, 40, 0.1, 1.1, (128001, 128008, 128009), 128000
+    )
+
+
+@pytest.mark.parametrize("do_sample", [False, None])
+def test_without_do_sample_the_default_is_greedy(do_sample: bool | None) -> None:
+    """As in transformers, where of these the penalty alone changes anything."""
+    stated = {"temperature": 0.6, "top_k": 5, "repetition_penalty": 1.1}
+    found = defaults({}, {"do_sample": do_sample, **stated})
+    assert found == GenerationDefaults(temperature=0.0, repetition_penalty=1.1)
+
+
+def test_sampling_without_a_temperature_has_1() -> None:
+    assert defaults({}, {"do_sample": True}) == GenerationDefaults(temperature=1.0)
+
+
+def test_ids_come_from_the_config_where_there_is_no_better_place() -> None:
+    ids = {"eos_token_id": 2, "bos_token_id": 1}
+    assert defaults(ids) == GenerationDefaults(eos_ids=(2,), bos_id=1)
+    found = defaults(ids, {"eos_token_id": [7, 8, 7]})
+    assert (found.eos_ids, found.bos_id) == ((7, 8), 1)
+    assert defaults({"eos_token_id": None, "bos_token_id": -1}) == GenerationDefaults()
+
+
+def test_unsupported_sampling_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="parallel_llama"):
+        defaults({}, {"typical_p": 1.0, "num_beams": 1, "repetition_penalty": 1.1})
+        assert not caplog.text
+        defaults({}, {"typical_p": 0.9, "num_beams": 4})
+    assert "typical_p, num_beams" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"do_sample": "yes"}, "do_sample='yes'"),
+        ({"do_sample": True, "temperature": "hot"}, "temperature='hot'"),
+        ({"eos_token_id": ["a"]}, "eos_token_id='a'"),
+        ({"eos_token_id": -2}, "eos_token_id=-2 is not a token id"),
+        ({"eos_token_id": 1.5}, "eos_token_id=1.5"),
+    ],
+)
+def test_sampling_defaults_of_the_wrong_type_are_refused(
+    generation: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"generation_config.json: {message}"):
+        defaults({}, generation)
+
+
+def test_a_generation_config_that_is_no_object_is_damage() -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        defaults({}, [])
+
+
+def test_the_ids_and_sampling_of_a_gguf_file() -> None:
+    path = TEMPORARY[0] / "m.gguf"
+    content = gguf(
+        tokenizer__ggml__eot_token_id=3,
+        tokenizer__ggml__eom_token_id=3,
+        general__sampling__temp=0.5,
+        general__sampling__top_k=20,
+    )
+    path.write_bytes(content.to_bytes())
+    found = load_generation_defaults(find_model(str(path)))
+    assert found == GenerationDefaults(temperature=0.5, top_k=20, eos_ids=(1, 3), bos_id=0)
+
+
+def test_metas_files_state_no_defaults() -> None:
+    files = _folder(PARAMS, "params.json", "consolidated.00.pth")
+    assert load_generation_defaults(files) == GenerationDefaults()

@@ -1,0 +1,126 @@
+"""What a model's authors state holds where the caller says nothing, and only there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_folder import write_chat_folder
+from tiny_models import TINY_MODELS, write_hf
+from transformers import AutoModelForCausalLM
+
+from parallel_llama import LLM, Grammar, SamplingParams
+from parallel_llama.config import load_model_args
+from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import find_model
+from parallel_llama.tokenizer import Chat
+
+TOKENS = [0, 5, 17, 3, 200, 42, 42, 9]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_chat_folder(tmp_path / "chat")
+
+
+def state(folder: Path, **values: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **values}))
+
+
+def input_processor(folder: Path) -> InputProcessor:
+    files = find_model(str(folder))
+    return InputProcessor(files, load_model_args(files))
+
+
+def test_a_stated_repetition_penalty_shapes_greedy_tokens_as_in_transformers(folder: Path) -> None:
+    state(folder, repetition_penalty=3.0)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    prompt = torch.tensor([TOKENS])
+    expected = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, eos_token_id=None
+    )
+    llm = LLM(str(folder), dtype="float64", kv_cache_bytes=4 << 20)
+    shared = {"max_tokens": 24, "ignore_eos": True}
+    stated = llm.input_processor.sampling_params(**shared)
+    plain = llm.input_processor.sampling_params(**shared, repetition_penalty=1)
+    tokens, others = (each.tokens for each in llm.generate([TOKENS] * 2, [stated, plain]))
+    llm.close()
+    assert [*TOKENS, *tokens] == expected[0].tolist()
+    assert tokens != others
+
+
+def test_what_is_given_stands_before_what_is_stated(folder: Path) -> None:
+    state(folder, do_sample=True, temperature=0.6, top_k=7, repetition_penalty=1.2)
+    params = input_processor(folder).sampling_params(top_k=3, repetition_penalty=1.0)
+    assert (params.temperature, params.top_k, params.repetition_penalty) == (0.6, 3, 1.0)
+
+
+def test_a_stated_value_out_of_range_is_refused_unless_another_is_given(folder: Path) -> None:
+    state(folder, do_sample=True, top_k=-2)
+    with pytest.raises(UsageError, match=r"own settings, in .*chat: top_k=-2.*give a value"):
+        input_processor(folder).sampling_params(temperature=1)
+    assert input_processor(folder).sampling_params(top_k=0).top_k == 0
+    with pytest.raises(UsageError, match=r"^top_p=2"):  # the caller's own mistake
+        input_processor(folder).sampling_params(top_k=0, top_p=2)
+
+
+def test_a_chat_is_a_prompt_beside_texts_token_ids_and_messages(folder: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    listed, chat = input_processor(folder).requests([messages, Chat(messages)])
+    assert chat.prompt == listed.prompt
+    with pytest.raises(UsageError, match=r"prompt 1: messages\[0\] has content=7"):
+        input_processor(folder).requests(["a", [{"role": "user", "content": 7}]])
+
+
+def test_dynamic_rope_scaling_gives_the_tokens_of_transformers_whatever_max_tokens_is(
+    tmp_path: Path,
+) -> None:
+    """The first tokens changed with the number that was asked for."""
+    folder = write_hf(TINY_MODELS["6/6 dynamic"], tmp_path / "dynamic")  # trained for 12 tokens
+    with LLM(str(folder), dtype="float64", kv_cache_bytes=4 << 20, block_size=4) as llm:
+        room = llm.input_processor.max_seq_len
+        for n_prompt in (5, 12, 13, 20):
+            # A new one: it keeps the base of the longest sequence that it has seen.
+            theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+            prompt = TOKENS * 3
+            ids = torch.tensor([prompt[:n_prompt]])
+            expected = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=room - n_prompt,
+                do_sample=False,
+                eos_token_id=None,
+            )[0, n_prompt:].tolist()
+            for n_new in (1, 4, room - n_prompt):
+                params = SamplingParams(max_tokens=n_new, ignore_eos=True)
+                (completion,) = llm.generate(prompt[:n_prompt], params)
+                assert list(completion.tokens) == expected[:n_new]
+
+
+def test_dynamic_rope_scaling_survives_preemption_and_the_prefix_cache(tmp_path: Path) -> None:
+    folder = write_hf(TINY_MODELS["6/6 dynamic"], tmp_path / "dynamic")
+    prompts = [(TOKENS * 3)[:n] for n in (5, 11, 14, 20, 11, 3)]
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    alone = []
+    for prompt in prompts:
+        with LLM(str(folder), dtype="float64", kv_cache_bytes=1 << 20) as llm:
+            alone += [each.tokens for each in llm.generate(prompt, params)]
+    with LLM(str(folder), dtype="float64", kv_cache_bytes=1536 * 45, block_size=1) as small:
+        for _ in range(2):
+            assert [each.tokens for each in small.generate(prompts, params)] == alone
+        assert small.engine.scheduler.n_preempted > 0
+        assert small.engine.scheduler.n_prefix_tokens > 0
+
+
+def test_a_bias_beside_a_grammar_is_warned_of(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The grammar's mask overrode it without a word."""
+    digits = Grammar("regex", "[0-9]+")
+    input_processor(folder).request(3, "Hello", SamplingParams(logit_bias={5: 1.0}))
+    input_processor(folder).request(3, "Hello", SamplingParams(grammar=digits))
+    assert caplog.text == ""
+    input_processor(folder).request(3, "Hello", SamplingParams(grammar=digits, logit_bias={5: 1.0}))
+    assert "request 3: its logit_bias cannot bring back a token that its grammar" in caplog.text

@@ -1,0 +1,214 @@
+"""How many tokens the KV cache holds: what the system says, and what the ranks make of it."""
+
+import mmap
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mixes import ARGS
+from thread_ranks import run_on_threads
+
+from parallel_llama.engine import kv_capacity
+from parallel_llama.engine.kv_capacity import (
+    MAX_CPU_BYTES,
+    CacheSize,
+    Capacity,
+    available_memory,
+    memory_for,
+)
+from parallel_llama.errors import OutOfMemory, UsageError
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.plan import make_plan
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+# Of 9 query heads and 3 KV heads two ranks hold 2 KV heads each, the middle one twice.
+BLOCK = 16 * 2 * 2 * 2 * 4 * 8  # tokens, layers, k and v, KV heads, head_dim, bytes
+
+
+MEMINFO_FILE, V2, V1 = "proc/meminfo", "sys/fs/cgroup/memory", "sys/fs/cgroup/memory/memory"
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+MEMINFO = "MemTotal:       33554432 kB\nMemFree:  1 kB\nMemAvailable:    8388608 kB\n"
+
+
+def test_without_a_container_it_is_what_is_available(tmp_path):
+    write(tmp_path, {MEMINFO_FILE: MEMINFO})
+    assert available_memory(tmp_path) == 8 * GIB
+
+
+def test_where_the_system_does_not_say_the_cache_gets_its_most(tmp_path):
+    assert available_memory(tmp_path) * kv_capacity.CPU_SHARE == MAX_CPU_BYTES
+
+
+@pytest.mark.parametrize("limit", ["max\n", f"{64 * GIB}\n", "?"])
+def test_a_container_without_a_tighter_limit_changes_nothing(tmp_path, limit):
+    write(tmp_path, {MEMINFO_FILE: MEMINFO, f"{V2}.max": limit, f"{V2}.current": "0\n"})
+    assert available_memory(tmp_path) == 8 * GIB
+
+
+def test_a_container_limit_counts_what_it_uses_but_for_files(tmp_path):
+    """A checkpoint that was read stays in memory as long as nobody else wants that."""
+    stat = f"anon {GIB}\nfile {3 * GIB}\ninactive_file {2 * GIB}\nactive_file 500\n"
+    limits = {f"{V2}.max": f"{5 * GIB}", f"{V2}.current": f"{4 * GIB}", f"{V2}.stat": stat}
+    write(tmp_path, {MEMINFO_FILE: MEMINFO, **limits})
+    assert available_memory(tmp_path) == 3 * GIB + 500
+
+
+def test_a_container_of_version_1_has_a_limit_too(tmp_path):
+    stat = f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file 3\n"
+    limits = {
+        f"{V1}.limit_in_bytes": f"{5 * GIB}\n",
+        f"{V1}.usage_in_bytes": f"{4 * GIB}\n",
+        f"{V1}.stat": stat,
+    }
+    write(tmp_path, {MEMINFO_FILE: MEMINFO, **limits})
+    assert available_memory(tmp_path) == 2 * GIB + 3
+
+
+def test_a_container_beyond_its_limit_has_nothing_left(tmp_path):
+    write(tmp_path, {MEMINFO_FILE: MEMINFO, f"{V2}.max": "100", f"{V2}.current": "200"})
+    assert available_memory(tmp_path) == 0
+
+
+def test_a_limit_of_the_address_space_is_heeded():
+    """`ulimit -v`; the cache was sized as if there were none, and its allocation failed."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * mmap.PAGESIZE + GIB // 4, hard))
+    try:
+        assert GIB // 8 < available_memory() <= GIB // 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda: torch.empty(1 << 50, dtype=torch.uint8),
+        lambda: mmap.mmap(-1, 1 << 50),
+        lambda: bytearray(1 << 60),
+    ],
+)
+def test_memory_that_cannot_be_had_says_what_to_lower(take: Callable[[], object]):
+    told = pytest.raises(OutOfMemory, match=r"no memory for the cache.*; lower it")
+    with told, memory_for("the cache", "lower it"):
+        take()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("a shape"),
+        FileNotFoundError(2, "none", "file"),
+        RankError("rank 1 has died: it was out of memory"),
+    ],
+)
+def test_what_is_no_lack_of_memory_stays_what_it_is(error: Exception):
+    with pytest.raises(type(error)) as caught, memory_for("the cache", "lower it"):
+        raise error
+    assert caught.value is error
+
+
+def test_weights_that_find_no_room_end_a_command_with_1():
+    """A traceback."""
+    program = """
+import mmap, pathlib, resource, torch
+from parallel_llama.cli.main import main
+taken = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 30), resource.RLIM_INFINITY))
+raise SystemExit(main(
+    "score --model llama-3.2-1b --random-weights 1 --tokens-file /dev/stdin --device cpu".split()
+))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], input="[1, 2]", capture_output=True, text=True
+    )
+    said = [line for line in done.stderr.splitlines() if "memory" in line]
+    assert (done.returncode, done.stderr.count("Traceback"), len(said)) == (1, 0, 1), done.stderr
+    assert said[0].startswith("parallel-llama: there is no memory for the weights")
+
+
+def size_of_cache(n_ranks: int, block_size: int, n_bytes: int | None) -> CacheSize:
+    return CacheSize(ARGS, make_plan(ARGS, n_ranks), torch.float64, block_size, n_bytes)
+
+
+def agree(comm: Communicator, n_bytes: int | None, block_size: int = 16) -> Capacity | str:
+    try:
+        return size_of_cache(comm.size, block_size, n_bytes).agree(comm, CPU)
+    except UsageError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("blocks", [(16, 40), (40, 16), (16, 16)])
+def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch, blocks):
+    """Each of two ranks takes half of half of what is free."""
+    own = threading.local()
+
+    def on_its_host(comm: Communicator) -> Capacity | str:
+        own.free = blocks[comm.rank] * BLOCK + 3
+        return agree(comm, None)
+
+    monkeypatch.setattr(kv_capacity, "available_memory", lambda: own.free)
+    assert run_on_threads(2, on_its_host) == [Capacity(4, 16, 4 * BLOCK)] * 2
+
+
+def test_a_cache_that_nobody_sized_stays_small(monkeypatch):
+    monkeypatch.setattr(kv_capacity, "available_memory", lambda: 1 << 40)
+    found = agree(Solo(), None)
+    assert isinstance(found, Capacity)
+    assert MAX_CPU_BYTES - 2 * BLOCK < found.n_bytes <= MAX_CPU_BYTES
+
+
+def test_a_limit_is_each_ranks(monkeypatch):
+    monkeypatch.setattr(kv_capacity, "available_memory", lambda: 100 * BLOCK)
+    assert run_on_threads(2, agree, 7 * BLOCK + 1) == [Capacity(7, 16, 7 * BLOCK)] * 2
+
+
+def test_the_fullest_rank_limits_the_others(monkeypatch):
+    """Four ranks of 3 KV heads: some hold one, some two."""
+    monkeypatch.setattr(kv_capacity, "available_memory", lambda: 100 * BLOCK)
+    shares = make_plan(ARGS, 4).shares
+    assert {share.n_local_kv_heads for share in shares} == {1, 2}
+    assert set(run_on_threads(4, agree, 7 * BLOCK)) == {Capacity(7, 16, 7 * BLOCK)}
+
+
+def test_too_little_memory_is_the_same_error_on_every_rank(monkeypatch):
+    own = threading.local()
+
+    def on_its_host(comm: Communicator, n_bytes: int | None) -> Capacity | str:
+        own.free = 1000 if comm.rank == 1 else 100 * BLOCK
+        return agree(comm, n_bytes)
+
+    monkeypatch.setattr(kv_capacity, "available_memory", lambda: own.free)
+    first, second = run_on_threads(2, on_its_host, None)
+    assert first == second
+    assert "rank 1 has 250 bytes" in first and f"takes {BLOCK}" in first
+    first, second = run_on_threads(2, on_its_host, 2 * BLOCK)
+    assert first == second
+    assert f"kv_cache_bytes={2 * BLOCK}" in first and "rank 1 has 1000 bytes" in first
+
+
+def test_what_holds_no_block_is_refused_before_weights_are_read():
+    size_of_cache(2, 16, BLOCK)
+    with pytest.raises(UsageError, match=rf"kv_cache_bytes={BLOCK - 1} .* takes {BLOCK} bytes"):
+        size_of_cache(2, 16, BLOCK - 1)
+    with pytest.raises(UsageError, match="block_size=0"):
+        size_of_cache(2, 0, None)
+
+
+def test_full_requests_are_counted_in_whole_blocks():
+    assert Capacity(10, 16, 0).n_tokens == 160
+    assert Capacity(10, 16, 0).n_full_requests(33) == 3

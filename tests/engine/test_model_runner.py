@@ -1,0 +1,92 @@
+"""A runner finds a sequence's past in any blocks, and computes only the rows that are wanted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from parity_steps import load_runner
+from thread_ranks import ThreadComm, run_on_threads
+from tiny_models import TINY_MODELS, write_hf
+from torch import Tensor
+
+from parallel_llama.engine.model_runner import Chunk
+
+NAME = "9/3 attention bias"
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
+N = len(PROMPT)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(TINY_MODELS[NAME], tmp_path_factory.mktemp("runner"), 0)
+
+
+def rows_and_all(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Tensor, int]:
+    runner = load_runner(comm, folder, 2 * N)
+    runner.reserve(2, N)
+    pieces = [Chunk(PROMPT, 0, [1], N), Chunk(PROMPT[:5], 0, [0], N)]
+    whole = runner.forward(pieces)
+    rows = runner.forward(pieces, [N + 4, 2])
+    comm.counts.clear()
+    none = runner.forward(pieces, [])
+    return whole, rows, none, comm.counts["all_reduce"]
+
+
+@pytest.mark.parametrize("tp_size", [2, 5])
+def test_wanted_rows_are_those_of_the_whole_and_none_is_a_number_too(
+    folder: Path, tp_size: int
+) -> None:
+    """A step that only fills the cache takes part in every collective all the same."""
+    for whole, rows, none, n_all_reduces in run_on_threads(tp_size, rows_and_all, folder):
+        torch.testing.assert_close(rows, whole[[N + 4, 2]], rtol=0, atol=1e-12)
+        assert len(none) == 0
+        assert n_all_reduces == 2 * TINY_MODELS[NAME].n_layers + 1
+
+
+def hidden_by_blocks(comm: ThreadComm, folder: Path) -> list[Tensor]:
+    """The last rows, by two sequences that share what one wrote, for each way to lay the blocks."""
+    runner = load_runner(comm, folder, N)
+    results = [runner.forward([Chunk(PROMPT, 0, [0], N)])[8:]]
+    for block_size in (1, 2, 4):
+        runner.reserve(2 * N, block_size)
+        runner.cache.k.fill_(torch.nan)
+        runner.cache.v.fill_(torch.nan)
+        n_shared = 8 // block_size
+        shared = list(range(n_shared, 0, -1))
+        runner.forward([Chunk(PROMPT[:8], 0, shared, N)], [])
+        n_tail = -(-(N - 8) // block_size)
+        after = range(n_shared + 1, n_shared + 1 + n_tail)
+        backwards = range(2 * N - 1, 2 * N - 1 - n_tail, -1)
+        for table in ([*shared, *after], [*shared, *backwards]):
+            results.append(runner.forward([Chunk(PROMPT[8:], 8, table, N)]))
+    return results
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_any_block_size_and_order_of_blocks_is_the_same(folder: Path, tp_size: int) -> None:
+    for whole, *others in run_on_threads(tp_size, hidden_by_blocks, folder):
+        for other in others:
+            torch.testing.assert_close(other, whole, rtol=0, atol=1e-12)
+
+
+def hidden_by_windows(
+    comm: ThreadComm, folder: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    runner = load_runner(comm, folder, N)
+    results = []
+    for size in sizes:
+        monkeypatch.setattr("parallel_llama.engine.model_runner._MAX_QUERIES", size)
+        whole = runner.forward([Chunk(PROMPT, 0, [0], N)])
+        runner.forward([Chunk(PROMPT[:4], 0, [0], N)], [])
+        rest = runner.forward([Chunk(PROMPT[4:], 4, [0], N)])
+        results += [whole, torch.cat((whole[:4], rest))]
+    return results
+
+
+def test_a_prompt_seen_through_several_windows_is_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [N, 5, 4, 1]
+    ((first, *others),) = run_on_threads(1, hidden_by_windows, folder, sizes, monkeypatch)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=1e-12)

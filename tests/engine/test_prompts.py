@@ -1,0 +1,74 @@
+"""Prompts in all the forms that people know from elsewhere: one alone is one."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from parallel_llama import Chat, UsageError
+from parallel_llama.engine.prompts import as_prompts
+
+TALK = [{"role": "user", "content": "Hi!"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("Hi!", ["Hi!"]),
+        (["Hi!"], ["Hi!"]),
+        (("a", "b"), ["a", "b"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ((1, 2), [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ([(1, 2), "a"], [[1, 2], "a"]),
+        (["a", [1, 2], TALK], ["a", [1, 2], Chat(TALK)]),
+        (TALK, [Chat(TALK)]),
+        ([TALK, TALK], [Chat(TALK)] * 2),
+        (Chat(TALK), [Chat(TALK)]),
+        ([Chat(TALK), "a"], [Chat(TALK), "a"]),
+        ({"prompt": "Hi!"}, ["Hi!"]),
+        ({"prompt_token_ids": [1, 2]}, [[1, 2]]),
+        ([{"prompt": "Hi!"}, {"prompt_token_ids": (1, 2)}], ["Hi!", [1, 2]]),
+        (np.array([1, 2]), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        (torch.tensor([1, 2]), [[1, 2]]),
+        ([np.int64(1), np.int32(2)], [[1, 2]]),
+        ([np.array([1]), torch.tensor([2])], [[1], [2]]),
+        ((text for text in ("a", "b")), ["a", "b"]),
+        ([], []),
+        ([[]], [[]]),
+        ("", [""]),
+    ],
+)
+def test_a_prompt_is_what_its_author_means(given: Any, prompts: list[Any]) -> None:
+    """A bare text was a prompt per character, and a dict one of its keys' names."""
+    assert as_prompts(given) == prompts
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (5, "prompts cannot be int 5; give a text, a list of token ids, a conversation"),
+        (None, "prompts cannot be NoneType None"),
+        (b"Hi!", "cannot be bytes b'Hi!'"),
+        ({"a", "b"}, "cannot be set"),
+        ([None], "prompt 0: a prompt cannot be NoneType None"),
+        (["a", 5], "prompt 1: a prompt cannot be int 5"),
+        (["a", b"b"], "prompt 1: a prompt cannot be bytes"),
+        ([1, "a"], "token str 'a' is not a whole number"),
+        ([1.5, 2], "prompt 0: a prompt cannot be float 1.5"),
+        ([True, False], "prompt 0: a prompt cannot be bool True"),
+        (np.array([1.5]), "prompt 0: a prompt cannot be float"),
+        ({}, r"keys \(none\): give"),
+        ({"text": "Hi!"}, "keys text: give"),
+        ({"prompt": "Hi!", "multi_modal_data": {}}, "keys prompt, multi_modal_data: give"),
+        ({"prompt": ["Hi!"]}, "is no text"),
+        ({"prompt_token_ids": "12"}, "is no list of token ids"),
+        ({"prompt_token_ids": ["1"]}, "token str '1' is not a whole number"),
+        ([{"prompt": 5}], "prompt 0: .* is no text"),
+    ],
+)
+def test_anything_else_is_refused_with_what_is_taken(given: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        as_prompts(given)

@@ -1,0 +1,341 @@
+"""Every token sees exactly its own prefix, everyone gets through, and all ranks choose alike."""
+
+from collections import abc
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from parallel_llama.engine.block_pool import BlockPool
+from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
+from parallel_llama.errors import UsageError
+from parallel_llama.request import Request, SamplingParams
+
+
+def make_request(prompt: abc.Sequence[int], index: int = 0, **params: object) -> Request:
+    return Request(
+        index, tuple(prompt), SamplingParams(**{"max_tokens": 8, **params}), 0, frozenset()
+    )
+
+
+def salt(request: Request) -> bytes:
+    return (request.params.cache_salt or "").encode()
+
+
+def next_token(sequence: Sequence, n_known: int) -> int:
+    """What the model would draw; small, so that completions meet and guesses come true."""
+    return (sequence.tokens[0] + sequence.number * n_known) % 3
+
+
+def guess(sequence: Sequence, most: int) -> list[int]:
+    """Drafts that are right for a while."""
+    right = [next_token(sequence, len(sequence.tokens) + ahead) for ahead in range(most)]
+    return [token if (ahead + len(sequence.tokens)) % 4 else 7 for ahead, token in enumerate(right)]
+
+
+class Model:
+    """Stands for the device: what each slot holds, and draws that show what was seen."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.slots: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # the prefix up to this token
+
+    def run(self, scheduled: abc.Sequence[ScheduledTokens]) -> None:
+        """Check that each token sees its own prefix alone, as a step runs all at once."""
+        size = self.scheduler.pool.block_size
+        written: list[int] = []
+        for item in scheduled:
+            sequence = item.sequence
+            known = [*sequence.tokens[: item.start], *item.tokens]
+            slots = [sequence.blocks[at // size] * size + at % size for at in range(len(known))]
+            for at in range(item.start, len(known)):
+                self.slots[slots[at]] = (salt(sequence.request), tuple(known[: at + 1]))
+            written += slots[item.start :]
+        assert len(written) == len(set(written)), "two scheduled write one slot"
+        for item in scheduled:
+            sequence = item.sequence
+            known = [*sequence.tokens[: item.start], *item.tokens]
+            for at in range(len(known)):
+                slot = sequence.blocks[at // size] * size + at % size
+                assert self.slots[slot] == (salt(sequence.request), tuple(known[: at + 1]))
+
+    def draw(self, item: ScheduledTokens) -> list[int]:
+        if not item.draws:
+            return []
+        sequence, drawn = item.sequence, []
+        n_left = sequence.request.params.max_tokens - sequence.n_drawn
+        drafts = item.tokens[len(item.tokens) - item.n_drafts :]
+        assert len(drafts) < n_left
+        for draft in (*drafts, None):
+            drawn.append(next_token(sequence, len(sequence.tokens) + len(drawn)))
+            if drawn[-1] != draft:
+                break
+        return drawn
+
+
+def step(scheduler: Scheduler, model: Model) -> list[ScheduledTokens]:
+    scheduled = scheduler.schedule()
+    check_step(scheduler, scheduled)
+    model.run(scheduled)
+    for item in scheduled:
+        before = list(item.sequence.tokens)
+        drawn = model.draw(item)
+        scheduler.commit(item, drawn)
+        assert item.sequence.tokens == before + drawn
+    for item in scheduled:
+        if item.sequence.n_drawn == item.sequence.request.params.max_tokens:
+            scheduler.finish(item.sequence)
+    return scheduled
+
+
+def check_step(scheduler: Scheduler, scheduled: abc.Sequence[ScheduledTokens]) -> None:
+    assert scheduled or scheduler.idle
+    assert sum(len(item.tokens) for item in scheduled) <= scheduler.step_tokens
+    assert len(scheduler.running) <= scheduler.max_running
+    assert len({item.sequence.arrival for item in scheduled}) == len(scheduled)
+    for item in scheduled:
+        sequence = item.sequence
+        assert sequence in scheduler.running and item.start == sequence.n_cached
+        pending = sequence.tokens[item.start :]
+        n_own = len(item.tokens) - item.n_drafts
+        assert n_own >= 1 and list(item.tokens[:n_own]) == pending[:n_own]
+        assert item.draws == (n_own == len(pending))
+        assert item.draws or not item.n_drafts
+    for sequences in (scheduler.waiting, scheduler.running):
+        arrivals = [sequence.arrival for sequence in sequences]
+        assert arrivals == sorted(arrivals)
+
+
+def signature(scheduled: abc.Sequence[ScheduledTokens]) -> list[tuple[object, ...]]:
+    return [
+        (item.sequence.arrival, item.start, item.tokens, item.n_drafts, tuple(item.sequence.blocks))
+        for item in scheduled
+    ]
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, are cancelled and end; two schedulers hear of the same events."""
+
+    @initialize(
+        n_blocks=st.integers(2, 12),
+        block_size=st.integers(1, 4),
+        step_tokens=st.integers(1, 12),
+        max_running=st.integers(1, 6),
+        drafts=st.booleans(),
+    )
+    def start(
+        self, n_blocks: int, block_size: int, step_tokens: int, max_running: int, drafts: bool
+    ) -> None:
+        options = {"draft": guess} if drafts else {}
+        self.schedulers = [
+            Scheduler(
+                BlockPool(n_blocks, block_size),
+                step_tokens=step_tokens,
+                max_running=max_running,
+                context=salt,
+                **options,
+            )
+            for _ in range(2)
+        ]
+        self.models = [Model(scheduler) for scheduler in self.schedulers]
+        self.sequences: list[list[Sequence]] = [[], []]
+        self.n_requests = 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        max_tokens=st.integers(1, 12),
+        n=st.integers(1, 3),
+        cache_salt=st.sampled_from([None, "salt"]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
+    def add(self, prompt: list[int], **params: object) -> None:
+        request = make_request(prompt, self.n_requests, **params)
+        pool = self.schedulers[0].pool
+        fits = len(prompt) + request.params.max_tokens - 1 <= pool.n_blocks * pool.block_size
+        for scheduler, sequences in zip(self.schedulers, self.sequences, strict=True):
+            if fits:
+                sequences += scheduler.add(request)
+            else:
+                with pytest.raises(UsageError):
+                    scheduler.add(request)
+        self.n_requests += 1
+
+    @rule(n_steps=st.integers(1, 6))
+    def run(self, n_steps: int) -> None:
+        for _ in range(n_steps):
+            first, second = (
+                signature(step(*both)) for both in zip(self.schedulers, self.models, strict=True)
+            )
+            assert first == second
+
+    @precondition(lambda self: not self.schedulers[0].idle)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        held = [*self.schedulers[0].waiting, *self.schedulers[0].running]
+        arrival = data.draw(st.sampled_from(sorted(sequence.arrival for sequence in held)))
+        for scheduler, sequences in zip(self.schedulers, self.sequences, strict=True):
+            scheduler.finish(sequences[arrival])
+            with pytest.raises(ValueError, match="finished already"):
+                scheduler.finish(sequences[arrival])
+
+    @invariant()
+    def owners_are_the_running_sequences(self) -> None:
+        for scheduler in self.schedulers:
+            pool = scheduler.pool
+            owned = {block for sequence in scheduler.running for block in sequence.blocks}
+            assert len(owned) == pool.n_used
+            assert pool.n_used + pool.n_cached + pool.n_free == pool.n_blocks
+            assert not any(sequence.blocks or sequence.n_cached for sequence in scheduler.waiting)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "schedulers"):
+            return
+        for scheduler, model in zip(self.schedulers, self.models, strict=True):
+            held = [*scheduler.waiting, *scheduler.running]
+            # A sequence computes its tokens once and again after each preemption; the oldest never
+            # waits for long, so all are through after each has run alone twice, a token a step.
+            most = 2 * sum(len(c.request.prompt) + c.request.params.max_tokens for c in held)
+            for _ in range(most):
+                if scheduler.idle:
+                    break
+                step(scheduler, model)
+            assert scheduler.idle
+            assert scheduler.pool.n_used == 0
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+
+
+def make(n_blocks: int, block_size: int = 4, **options: object) -> tuple[Scheduler, Model]:
+    scheduler = Scheduler(BlockPool(n_blocks, block_size), context=salt, **options)
+    return scheduler, Model(scheduler)
+
+
+def test_prompts_run_in_order_of_arrival():
+    scheduler, model = make(64, step_tokens=8)
+    sequences = [scheduler.add(make_request([index] * 11, index))[0] for index in range(5)]
+    firsts: list[Sequence] = []
+    while len(firsts) < 5:
+        firsts += [
+            item.sequence
+            for item in step(scheduler, model)
+            if item.draws and item.start + 8 >= 11 > item.start
+        ]
+    assert firsts == sequences
+
+
+def test_nobody_passes_an_older_one_that_waits_for_blocks():
+    scheduler, model = make(6)
+    scheduler.add(make_request([1] * 16, max_tokens=4))
+    big, small = (scheduler.add(make_request([2] * n, max_tokens=2))[0] for n in (12, 2))
+    step(scheduler, model)
+    assert list(scheduler.waiting) == [big, small]
+
+
+def test_decoding_goes_on_while_a_long_prompt_goes_in():
+    scheduler, model = make(64, step_tokens=8)
+    (short,) = scheduler.add(make_request([1], max_tokens=20))
+    step(scheduler, model)
+    scheduler.add(make_request([2] * 40))
+    for _ in range(5):
+        assert [item.sequence is short for item in step(scheduler, model)] == [True, False]
+
+
+def test_drafts_leave_room_for_prompts_and_for_the_last_token():
+    scheduler, model = make(64, step_tokens=9, draft=lambda _choice, most: [7] * most)
+    scheduler.add(make_request([1], max_tokens=20))
+    step(scheduler, model)
+    scheduler.add(make_request([2] * 40))
+    draft, prompt = step(scheduler, model)
+    assert (draft.n_drafts, len(prompt.tokens)) == (4, 4)
+
+
+def test_choices_share_their_prompt_through_the_cache():
+    scheduler, model = make(64)
+    first, *others = scheduler.add(make_request(range(10), n=3))
+    assert [item.sequence for item in step(scheduler, model)] == [first]
+    assert [item.start for item in step(scheduler, model)] == [10, 8, 8]
+    assert all(sequence.blocks[:2] == first.blocks[:2] for sequence in others)
+    assert scheduler.n_prefix_tokens == 16
+
+
+def test_a_request_runs_beside_choices_that_wait_for_a_prompt():
+    scheduler, model = make(64)
+    first, _ = scheduler.add(make_request(range(10), n=2))
+    (other,) = scheduler.add(make_request(range(20, 30), 1))
+    assert [item.sequence for item in step(scheduler, model)] == [first, other]
+
+
+def test_choices_go_on_when_the_one_they_wait_for_is_cancelled():
+    scheduler, model = make(64, step_tokens=4)
+    first, second, _ = scheduler.add(make_request(range(10), n=3))
+    step(scheduler, model)
+    scheduler.finish(first)
+    assert [item.sequence for item in step(scheduler, model)] == [second]
+
+
+def test_a_scored_prompt_is_computed_whole():
+    scheduler, model = make(64)
+    for index in range(2):
+        scheduler.add(make_request(range(10), index, prompt_logprobs=0, max_tokens=1))
+        (item,) = step(scheduler, model)
+        assert (item.start, len(item.tokens)) == (0, 10)
+
+
+def test_one_token_is_left_to_compute_of_a_prompt_that_is_cached():
+    scheduler, model = make(64)
+    for start in (0, 4):
+        scheduler.add(make_request(range(8), max_tokens=1))
+        (item,) = step(scheduler, model)
+        assert item.start == start
+
+
+def test_the_youngest_is_preempted_and_keeps_what_it_drew():
+    scheduler, model = make(4)
+    old, young = (
+        scheduler.add(make_request([index] * 3, index, max_tokens=9))[0] for index in range(2)
+    )
+    while not scheduler.n_preempted:
+        step(scheduler, model)
+    assert list(scheduler.running) == [old] and list(scheduler.waiting) == [young]
+    assert young.n_drawn > 0 and young.n_cached == 0
+
+
+def test_requests_that_fit_together_are_never_preempted_nor_kept_waiting():
+    scheduler, model = make(9)
+    for index in range(3):
+        scheduler.add(make_request([index] * 2, index, max_tokens=11))
+    step(scheduler, model)
+    assert len(scheduler.running) == 3
+    while not scheduler.idle:
+        step(scheduler, model)
+        for sequence in scheduler.running:
+            assert sequence.blocks == list(range(sequence.blocks[0], sequence.blocks[-1] + 1))
+    assert scheduler.n_preempted == 0
+
+
+def test_a_newcomer_leaves_a_block_for_each_that_can_grow():
+    scheduler, model = make(3)
+    for index in range(2):
+        scheduler.add(make_request([index] * 4, index, max_tokens=6))
+    step(scheduler, model)
+    assert len(scheduler.running) == 1
+
+
+def test_a_request_that_never_fits_is_refused_with_what_to_lower():
+    scheduler, _ = make(2)
+    assert scheduler.add(make_request([1] * 5, max_tokens=4))
+    with pytest.raises(UsageError, match=r"need 3 blocks .* has 2; lower max_tokens to 4 or"):
+        scheduler.add(make_request([1] * 5, max_tokens=5))
+    with pytest.raises(UsageError, match="shorten the prompt to at most 8 tokens"):
+        scheduler.add(make_request([1] * 9, max_tokens=1))
+
+
+def test_finishing_between_schedule_and_commit_is_caught():
+    scheduler, _ = make(4)
+    (sequence,) = scheduler.add(make_request([1]))
+    scheduler.schedule()
+    with pytest.raises(AssertionError):
+        scheduler.finish(sequence)

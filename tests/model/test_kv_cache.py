@@ -1,0 +1,54 @@
+"""A token's keys and values land in its own slot, and a block table says which that is."""
+
+import pytest
+import torch
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.model.kv_cache import KVCache, slices_of, slots_of
+from parallel_llama.plan import make_plan
+
+ARGS = ModelArgs(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, ffn_dim=8, vocab_size=8)
+TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks
+
+
+def make_cache() -> KVCache:
+    share = make_plan(ARGS, 1).shares[0]
+    return KVCache(ARGS, share, 10, 4, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("slots", [[slice(5, 14)], [slice(20, 24), slice(2, 6)]])
+def test_a_past_is_the_slots_of_some_heads_in_order_in_every_layer(slots: list[slice]):
+    cache = make_cache()
+    cache.k.normal_()
+    cache.v.normal_()
+    past = cache.past(range(1, 2), slots)
+    for layer in range(2):
+        for own, whole in zip(past.layer(layer), (cache.k, cache.v), strict=True):
+            expected = torch.cat([whole[layer, 1:2, one] for one in slots], dim=1)
+            assert torch.equal(own, expected[None])
+
+
+def test_a_past_sees_what_is_written_later():
+    """A step makes it before any layer has run."""
+    cache = make_cache()
+    cache.k.zero_()
+    past = cache.past(range(2), [slice(0, 4)])
+    cache.layer(1)[0][:, 2] = 1
+    assert past.layer(1)[0].sum() == 4 and past.layer(0)[0].sum() == 0
+
+
+def test_positions_lie_where_the_block_table_says():
+    assert slots_of(TABLE, 4, range(7, 10)) == [35, 8, 9]
+
+
+def test_slices_hold_the_slots_of_all_positions_in_order():
+    for n_tokens in range(1, 21):
+        slices = slices_of(TABLE, 4, n_tokens)
+        slots = [slot for own in slices for slot in range(own.start, own.stop)]
+        assert slots == slots_of(TABLE, 4, range(n_tokens))
+
+
+def test_consecutive_blocks_are_one_slice():
+    assert slices_of(TABLE, 4, 8) == (slice(28, 36),)
+    assert len(slices_of(TABLE, 4, 20)) == 3
+    assert slices_of([3, 3], 4, 8) == (slice(12, 16), slice(12, 16))

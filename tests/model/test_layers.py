@@ -1,0 +1,25 @@
+"""Packed layers are the layers that went into them."""
+
+import pytest
+import torch
+
+from parallel_llama.model.layers import ColumnParallelLinear, end_to_end
+from parallel_llama.ops import TorchOps
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_end_to_end_give_their_outputs_side_by_side_and_become_views(bias):
+    layers = [
+        ColumnParallelLinear(6, range(rows), TorchOps(), torch.float64, bias=bias)
+        for rows in (4, 0, 3)
+    ]
+    for layer in layers:
+        for weight in (layer.weight, layer.bias):
+            if weight is not None:
+                weight.fill(torch.randn(weight.values.shape, dtype=torch.float64))
+    x = torch.randn(2, 6, dtype=torch.float64)
+    apart = torch.cat([layer(x) for layer in layers], dim=1)
+    whole = end_to_end(*layers)
+    torch.testing.assert_close(whole(x), apart, rtol=1e-14, atol=1e-14)
+    whole.weight.values.zero_()
+    assert not any(layer.weight.values.any() for layer in layers)

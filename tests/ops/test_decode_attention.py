@@ -1,0 +1,202 @@
+"""One query per sequence attends to its own keys in the cache, in compiled code."""
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_llama.ops import DecodeBatch
+from parallel_llama.ops.cpu.attention import AttentionKernel
+from parallel_llama.ops.cpu.program import Machine, openmp
+
+pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+
+MACHINES = {16: Machine(16, 16), 32: Machine(32, 16), 64: Machine(64, 32)}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+N_SLOTS, N_KV_HEADS = 720, 2
+# Lengths about the width of a vector, and some that take more than one block of values.
+SEQUENCES = (
+    (slice(3, 4),),
+    (slice(20, 320),),
+    (slice(400, 417), slice(5, 20), slice(704, 720)),
+    (slice(330, 331), slice(340, 341), slice(700, 703), slice(350, 390)),
+    (slice(420, 480), slice(331, 333), slice(480, 700)),
+)
+
+
+@cache
+def kernel(dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int) -> AttentionKernel:
+    return AttentionKernel(dtype, head_dim, n_group, MACHINES[vector_bytes])
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Tests set how many there are."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def slots_of(slices: Sequence[slice]) -> list[int]:
+    return [slot for own in slices for slot in range(own.start, own.stop)]
+
+
+def make_cache(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the sequences, between slots that are NaN, as unwritten memory may be."""
+    kv = torch.full((2, N_KV_HEADS, N_SLOTS, head_dim), torch.nan, dtype=dtype)
+    used = [slot for slices in SEQUENCES for slot in slots_of(slices)]
+    kv[:, :, used] = torch.randn(2, N_KV_HEADS, len(used), head_dim, dtype=dtype)
+    return kv[0], kv[1]
+
+
+def make_queries(dtype: torch.dtype, n_group: int, head_dim: int) -> Tensor:
+    """The first heads of a wider product, so that rows lie apart."""
+    n_heads = N_KV_HEADS * n_group
+    return torch.randn(len(SEQUENCES), n_heads + 3, head_dim, dtype=dtype)[:, :n_heads]
+
+
+def run(
+    attention: AttentionKernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequence[Sequence[slice]],
+) -> Tensor:
+    """Into the first heads of wider rows; what lies beside them must stay as it was."""
+    wide = torch.full((len(q), q.shape[1] + 1, q.shape[2]), -7.0, dtype=q.dtype)
+    attention(q, k, v, DecodeBatch.of(dict(enumerate(sequences))), wide[:, :-1])
+    assert (wide[:, -1] == -7).all()
+    return wide[:, :-1]
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, sequences: Sequence[Sequence[slice]]) -> Tensor:
+    """In float64, one sequence and one KV head at a time."""
+    q, k, v = q.double(), k.double(), v.double()
+    result = torch.empty_like(q)
+    n_group = q.shape[1] // len(k)
+    for row, slices in enumerate(sequences):
+        slots = slots_of(slices)
+        for head in range(len(k)):
+            group = slice(head * n_group, (head + 1) * n_group)
+            weights = (q[row, group] @ k[head, slots].T * q.shape[2] ** -0.5).softmax(-1)
+            result[row, group] = weights @ v[head, slots]
+    return result
+
+
+def check(dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int) -> None:
+    k, v = make_cache(dtype, head_dim)
+    q = make_queries(dtype, n_group, head_dim)
+    expected = by_definition(q, k, v, SEQUENCES)
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        o = run(kernel(dtype, head_dim, n_group, vector_bytes), q, k, v, SEQUENCES)
+        torch.testing.assert_close(o.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("vector_bytes", MACHINES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [1, 4, 6, 8, 64, 80, 128])
+def test_heads_of_any_size_attend_by_definition_on_vectors_of_any_width(
+    dtype: torch.dtype, head_dim: int, vector_bytes: int
+) -> None:
+    check(dtype, head_dim, 3, vector_bytes)
+
+
+@pytest.mark.parametrize("n_group", [1, 2, 4, 5, 9, 71])
+def test_groups_of_any_size_attend_by_definition(n_group: int) -> None:
+    """More than four queries are worked off in chunks, of two sizes where they do not divide."""
+    check(torch.float32, 16, n_group, 32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_result_is_the_same_to_the_last_bit_in_any_company(dtype: torch.dtype) -> None:
+    k, v = make_cache(dtype, 64)
+    q = make_queries(dtype, 5, 64)
+    attention = kernel(dtype, 64, 5, 64)
+    torch.set_num_threads(1)
+    alone = torch.cat(
+        [run(attention, q[i : i + 1], k, v, SEQUENCES[i : i + 1]) for i in range(len(q))]
+    )
+    for n_threads in (1, 2, 3):
+        torch.set_num_threads(n_threads)
+        for order in ([0, 1, 2, 3, 4], [4, 2, 0, 1, 3], [1, 3]):
+            together = run(attention, q[order], k, v, [SEQUENCES[i] for i in order])
+            assert torch.equal(together, alone[order])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_result_is_the_same_to_the_last_bit_wherever_the_keys_lie(dtype: torch.dtype) -> None:
+    """In company a sequence gets other blocks than alone, so its slices are cut elsewhere."""
+    keys, values = torch.randn(2, N_KV_HEADS, 150, 80, dtype=dtype)
+    q = torch.randn(1, N_KV_HEADS * 3, 80, dtype=dtype)
+    attention = kernel(dtype, 80, 3, 64)
+    results = []
+    for slices in (
+        [slice(0, 150)],
+        [slice(5, 6), slice(100, 249)],
+        [slice(start, start + 15) for start in range(700, 0, -70)],
+    ):
+        kv = torch.full((2, N_KV_HEADS, N_SLOTS, 80), torch.nan, dtype=dtype)
+        kv[0, :, slots_of(slices)], kv[1, :, slots_of(slices)] = keys, values
+        results.append(run(attention, q, kv[0], kv[1], [slices]))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
+    """Whole numbers, so that scores up to 10^4 are exact and the comparison is sharp."""
+    k = torch.randint(-50, 51, (N_KV_HEADS, 200, 4)).to(dtype)
+    v = torch.randn(N_KV_HEADS, 200, 4, dtype=dtype)
+    q = torch.randint(-100, 101, (1, N_KV_HEADS * 3, 4)).to(dtype)
+    q[:, 0], k[0, 0], k[0, 1] = 100, 50, -50
+    o = run(kernel(dtype, 4, 3, 64), q, k, v, [[slice(0, 200)]])
+    expected = by_definition(q, k, v, [[slice(0, 200)]])
+    torch.testing.assert_close(o.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_weights_are_accurate_to_the_last_places_however_small(dtype: torch.dtype) -> None:
+    """Of two keys with scores 0 and x and values 0 and 1 the result is exp(x) / (1 + exp(x))."""
+    least = torch.finfo(dtype).tiny
+    x = -torch.linspace(0, 1.05, 9999, dtype=dtype) * -torch.tensor(least, dtype=dtype).log()
+    x = torch.cat((x, torch.tensor([-torch.inf], dtype=dtype)))
+    k = torch.stack((torch.zeros_like(x), x), dim=1).view(1, -1, 1)
+    v = torch.tensor([0, 1], dtype=dtype).repeat(len(x)).view(1, -1, 1)
+    pairs = [[slice(2 * i, 2 * i + 2)] for i in range(len(x))]
+    o = run(kernel(dtype, 1, 1, 64), torch.ones(len(x), 1, 1, dtype=dtype), k, v, pairs)
+    precise = x.double()
+    expected = precise.exp() / (1 + precise.exp())
+    rtol = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(o.flatten().double(), expected, rtol=rtol, atol=2 * least)
+    assert o[-1] == 0
+
+
+def test_a_key_that_is_not_a_number_spoils_its_own_head_alone() -> None:
+    k, v = make_cache(torch.float32, 8)
+    q = make_queries(torch.float32, 3, 8)
+    attention = kernel(torch.float32, 8, 3, 64)
+    before = run(attention, q, k, v, SEQUENCES)
+    k[1, 100] = torch.nan  # of the second sequence
+    spoiled = torch.zeros(before.shape[:2], dtype=torch.bool)
+    spoiled[1, 3:] = True
+    after = run(attention, q, k, v, SEQUENCES)
+    assert after[spoiled].isnan().all() and torch.equal(after[~spoiled], before[~spoiled])
+
+
+@pytest.mark.parametrize("n_keys", [1, 15, 17])
+def test_nothing_after_the_cache_is_read(n_keys: int) -> None:
+    """A cache that ends where memory does; a read after it would end the process."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + page), page, 0) == 0
+    k = torch.frombuffer(memory, dtype=torch.float32, count=page // 4).view(1, -1, 16)
+    k.normal_()
+    q = torch.randn(1, 3, 16)
+    own = [[slice(k.shape[1] - n_keys, k.shape[1])]]
+    o = run(kernel(torch.float32, 16, 3, 64), q, k, k, own)
+    torch.testing.assert_close(o.double(), by_definition(q, k, k, own), rtol=0, atol=1e-5)

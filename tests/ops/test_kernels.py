@@ -1,0 +1,119 @@
+"""Kernels give what torch gives, and a row's result does not depend on its company."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from parallel_llama.ops.cpu import MAX_ROWS
+from parallel_llama.ops.cpu.linear import LinearKernel
+from parallel_llama.ops.cpu.norm import NormKernel
+from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.rotary import RotaryKernel
+
+MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 32), Machine(16, 16)]
+CLOSE = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.float64: {"rtol": 1e-13, "atol": 1e-13},
+}
+
+
+pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+linear_for = cache(LinearKernel)
+
+
+@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} threads")
+def n_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
+def dtype(request):
+    return request.param
+
+
+@pytest.mark.usefixtures("n_threads")
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_product_is_torchs_for_any_shape(machine, dtype):
+    """Rows that fill no group, columns that fill no tile, and sums that fill no vector."""
+    linear = linear_for(dtype, machine)
+    for n, k, m in [(1, 64, 48), (2, 5, 7), (6, 576, 24), (7, 33, 1), (13, 100, 29), (32, 17, 96)]:
+        x, weight = torch.randn(n, k, dtype=dtype), torch.randn(m, k, dtype=dtype)
+        torch.testing.assert_close(linear(x, weight), x @ weight.T, **CLOSE[dtype])
+
+
+def test_a_product_with_nothing_in_it_is_zero_or_empty(dtype):
+    """A rank without heads multiplies no columns; a step that draws nothing has no rows."""
+    linear = linear_for(dtype, this_machine())
+    for n, k, m in [(3, 0, 5), (0, 4, 5), (3, 4, 0)]:
+        x, weight = torch.ones(n, k, dtype=dtype), torch.ones(m, k, dtype=dtype)
+        assert torch.equal(linear(x, weight), torch.zeros(n, m, dtype=dtype))
+
+
+def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(dtype):
+    """Neighbours are NaN: reading one would show, were it multiplied by zero."""
+    linear = linear_for(dtype, this_machine())
+    around = torch.full((9, 50), torch.nan, dtype=dtype)
+    x = around[1:8, 4:41]
+    x.normal_()
+    weights = torch.full((23, 37), torch.nan, dtype=dtype)
+    weight = weights[3:20]
+    weight.normal_()
+    torch.testing.assert_close(linear(x, weight), x @ weight.T, **CLOSE[dtype])
+
+
+@pytest.mark.usefixtures("n_threads")
+def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(dtype):
+    linear = linear_for(dtype, this_machine())
+    x, weight = torch.randn(MAX_ROWS, 201, dtype=dtype), torch.randn(61, 201, dtype=dtype)
+    alone = torch.cat([linear(row[None], weight) for row in x])
+    for n in range(1, MAX_ROWS + 1):
+        assert torch.equal(linear(x[:n], weight), alone[:n])
+
+
+def test_the_number_of_threads_does_not_change_a_bit(dtype):
+    linear = linear_for(dtype, this_machine())
+    x, weight = torch.randn(7, 130, dtype=dtype), torch.randn(101, 130, dtype=dtype)
+    before, results = torch.get_num_threads(), []
+    for n_threads in (1, 2, 3):
+        torch.set_num_threads(n_threads)
+        results.append(linear(x, weight))
+    torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_norm_is_its_definition(machine, dtype):
+    norm = NormKernel(dtype, machine)
+    for n, dim in [(1, 64), (5, 33), (32, 7)]:
+        x = torch.full((n, dim + 3), torch.nan, dtype=dtype)[:, 1 : dim + 1]
+        x.normal_()
+        weight = torch.randn(dim, dtype=dtype)
+        wide = x.double()
+        expected = wide / (wide.square().mean(-1, keepdim=True) + 0.01).sqrt() * weight
+        torch.testing.assert_close(norm(x, weight, 0.01), expected.to(dtype), **CLOSE[dtype])
+
+
+@pytest.mark.usefixtures("n_threads")
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(3, 1), (5, 2), (2, 0)])
+def test_queries_turn_and_keys_and_values_go_to_their_slots(machine, dtype, n_heads, n_kv_heads):
+    for n, head_dim in [(1, 2), (3, 12), (700, 64)]:
+        qkv = torch.randn(n, n_heads + 2 * n_kv_heads, head_dim, dtype=dtype)
+        angles = torch.rand(n, 1, head_dim // 2, dtype=torch.float64)
+        turns = torch.polar(torch.ones_like(angles), angles).to(dtype.to_complex())
+        slots = torch.randperm(n + 5)[:n]
+        kv = torch.full((2, n_kv_heads, n + 5, head_dim), -7, dtype=dtype)
+        k, v = kv.clone()
+        pairs = torch.view_as_complex(qkv.view(n, -1, head_dim // 2, 2))
+        turned = torch.view_as_real(pairs * turns).flatten(2)
+        expected = kv.clone()
+        own = slice(n_heads, n_heads + n_kv_heads)
+        expected[0][:, slots] = turned[:, own].transpose(0, 1)
+        expected[1][:, slots] = qkv[:, own.stop :].transpose(0, 1)
+        RotaryKernel(dtype, head_dim, machine)(qkv, turns, slots, k, v)
+        torch.testing.assert_close(qkv[:, :n_heads], turned[:, :n_heads], **CLOSE[dtype])
+        torch.testing.assert_close(torch.stack((k, v)), expected, **CLOSE[dtype])

@@ -1,0 +1,150 @@
+"""Every operator of every backend of this machine gives what its definition says."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_llama.ops import CPUOps, DecodeBatch, TorchOps, choose_ops
+
+HEAD_DIM, N_GROUP, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+Backend = tuple[TorchOps, torch.dtype, torch.device]
+
+
+def backends() -> Iterator[Backend]:
+    """torch's operators, and the fastest, for every dtype on every device."""
+    for device in map(torch.device, DEVICES):
+        for dtype in TOLERANCE:
+            yield TorchOps(), dtype, device
+            best = choose_ops(dtype, device, HEAD_DIM, {N_GROUP})
+            if type(best) is not TorchOps:
+                yield best, dtype, device
+
+
+@pytest.fixture(params=backends(), ids=lambda b: f"{type(b[0]).__name__}-{b[1]}-{b[2]}")
+def backend(request: pytest.FixtureRequest) -> Backend:
+    torch.manual_seed(0)
+    ops, dtype, device = request.param
+    ops.compile()
+    return ops, dtype, device
+
+
+def check(ours: Tensor, expected: Tensor) -> None:
+    """`expected` is in float64."""
+    tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 7, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear(backend: Backend, n_rows: int, has_bias: bool) -> None:
+    ops, dtype, device = backend
+    x, weight, bias = (
+        torch.randn(shape, dtype=dtype, device=device) for shape in ((n_rows, 37), (21, 37), (21,))
+    )
+    expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
+    check(ops.linear(x, weight, bias if has_bias else None), expected)
+
+
+def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(backend: Backend) -> None:
+    ops, dtype, device = backend
+    x = (300 * torch.randn(5, 96, device=device)).to(dtype)
+    weight, before = torch.randn(96, device=device).to(dtype), x.clone()
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    check(ops.rms_norm(x, weight, 1e-5), expected * weight.double())
+    assert torch.equal(x, before)
+
+
+def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend: Backend) -> None:
+    """It became zeros, and the model went on to token 0 with exit code 0."""
+    ops, dtype, device = backend
+    x = torch.randn(3, 96, device=device).to(dtype)
+    x[1, 7] = 1e38 if dtype != torch.float64 else 1e308
+    y = ops.rms_norm(x, torch.ones(96, dtype=dtype, device=device), 1e-5)
+    assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
+
+
+def test_silu_and_mul(backend: Backend) -> None:
+    ops, dtype, device = backend
+    x = (8 * torch.randn(6, 2 * 29, device=device)).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    check(ops.silu_and_mul(x.clone()), gate / (1 + (-gate).exp()) * up)
+
+
+def test_rotate_and_store(backend: Backend) -> None:
+    """Pair i of a head is its values 2 i and 2 i + 1; slots that are not named stay as they are."""
+    ops, dtype, device = backend
+    n, n_heads = 4, N_KV_HEADS * N_GROUP
+    shape = (n, n_heads + 2 * N_KV_HEADS, HEAD_DIM)
+    qkv = torch.randn(shape, dtype=torch.float64, device=device).to(dtype)
+    angles = torch.randn(n, 1, HEAD_DIM // 2, dtype=torch.float64, device=device)
+    wide = torch.promote_types(dtype, torch.float32)
+    rotations = torch.polar(torch.ones_like(angles), angles).to(wide.to_complex())
+    slots = torch.tensor([5, 60, 0, 31], device=device)
+    k, v = torch.full((2, N_KV_HEADS, N_SLOTS, HEAD_DIM), -7.0, dtype=dtype, device=device)
+    pairs = qkv.double().unflatten(-1, (-1, 2))
+    turns = rotations.to(torch.complex128)
+    cos, sin = turns.real, turns.imag
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    values = qkv[:, -N_KV_HEADS:].double()
+    ops.rotate_and_store(qkv, rotations, slots, k, v)
+    check(qkv[:, :n_heads], turned[:, :n_heads])
+    check(k[:, slots].transpose(0, 1), turned[:, n_heads:-N_KV_HEADS])
+    check(v[:, slots].transpose(0, 1), values)
+    others = [slot for slot in range(N_SLOTS) if slot not in slots.tolist()]
+    assert (k[:, others] == -7).all() and (v[:, others] == -7).all()
+
+
+def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int]) -> Tensor:
+    """One query [K * G, D] over some slots, one KV head at a time, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    heads = q.view(N_KV_HEADS, N_GROUP, HEAD_DIM)
+    rows = [
+        (head @ k[number, slots].T * HEAD_DIM**-0.5).softmax(-1) @ v[number, slots]
+        for number, head in enumerate(heads)
+    ]
+    return torch.cat(rows)
+
+
+def test_prefill_attention(backend: Backend) -> None:
+    """A prompt from its start, the end of one under a mask, and a single query."""
+    ops, dtype, device = backend
+    k, v = torch.randn(2, N_KV_HEADS, 9, HEAD_DIM, device=device).to(dtype)
+    for start in (0, 4, 8):
+        n = 9 - start
+        q = torch.randn(n, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
+        mask = torch.full((n, 9), -torch.inf, dtype=dtype, device=device).triu(start + 1)
+        o = ops.prefill_attention(q, k[None], v[None], mask if start == 4 else None)
+        for row in range(n):
+            check(o[row], by_definition(q[row], k, v, list(range(start + row + 1))))
+
+
+def test_decode_attention(backend: Backend) -> None:
+    """Queries whose keys lie in one range of slots or several; other rows stay as they are."""
+    ops, dtype, device = backend
+    k, v = torch.randn(2, N_KV_HEADS, N_SLOTS, HEAD_DIM, device=device).to(dtype)
+    q = torch.randn(4, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
+    out = torch.full_like(q, -7.0)
+    slots = {0: [slice(3, 4)], 1: [slice(40, 64), slice(0, 9)], 3: [slice(5, 30)]}
+    ops.decode_attention(q, k, v, DecodeBatch.of(slots), out)
+    for row, own in slots.items():
+        seen = [slot for each in own for slot in range(each.start, each.stop)]
+        check(out[row], by_definition(q[row], k, v, seen))
+    assert (out[2] == -7).all()
+
+
+def test_kernels_are_chosen_for_the_types_they_compute_in() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    chosen = {
+        (dtype, device): type(choose_ops(dtype, device, HEAD_DIM, {N_GROUP}))
+        for dtype in TOLERANCE
+        for device in (cpu, cuda)
+    }
+    assert chosen.pop((torch.float32, cpu)) is chosen.pop((torch.float64, cpu)) is CPUOps
+    assert set(chosen.values()) == {TorchOps}

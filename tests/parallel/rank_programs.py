@@ -1,0 +1,140 @@
+"""Small programs that tests start as ranks: `python -m rank_programs NAME [arguments]`."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+from parallel_llama.parallel.failures import report_crash, report_error
+from parallel_llama.parallel.launch import hear_ctrl_c
+from parallel_llama.parallel.place import world
+
+RANK = int(os.environ.get("RANK", "0"))
+hear_ctrl_c()
+
+
+def say(**what: object) -> None:
+    """One line of JSON on stderr, which all ranks share, in one write."""
+    sys.stderr.write(json.dumps({"rank": RANK, **what}) + "\n")
+    sys.stderr.flush()
+
+
+def write(line: str) -> None:
+    """A line on stdout in one write: print makes two where Python does not buffer."""
+    sys.stdout.write(line + "\n")
+
+
+def environment() -> None:
+    """What this rank finds; rank 0 also passes its input on."""
+    say(
+        world=world(),
+        torch="torch" in sys.modules,
+        stdin=os.readlink("/proc/self/fd/0"),  # noqa: PTH115, compared as text
+        ignores_ctrl_c=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        env={key: os.environ.get(key) for key in sys.argv[2:]},
+    )
+    write(f"rank {RANK} on stdout" + (f" heard {sys.stdin.read()}" if RANK == 0 else ""))
+
+
+def fail(rank: str, code: str, delay_s: str) -> None:
+    """One rank reports an error and ends, after the others fail for that very reason or hang."""
+    if int(rank) == RANK:
+        report_error("the cause of it all")
+        time.sleep(float(delay_s))
+        sys.exit(int(code))
+    if delay_s != "0":
+        time.sleep(float(delay_s) / 2)
+        report_error("another rank failed")
+        sys.exit(1)
+    time.sleep(60)
+
+
+def fail_alike(code: str) -> None:
+    report_error("the same mistake on every rank")
+    sys.exit(int(code))
+
+
+def die(rank: str, number: str) -> None:
+    if int(rank) == RANK:
+        os.kill(os.getpid(), int(number))
+    time.sleep(60)
+
+
+def crash(rank: str) -> None:
+    if int(rank) == RANK:
+        try:
+            say(result=1 // 0)
+        except ZeroDivisionError as error:
+            report_crash(error)
+            sys.exit(1)
+    time.sleep(60)
+
+
+def end_with(code: str) -> None:
+    sys.exit(int(code))
+
+
+def sleep(behaviour: str = "") -> None:
+    """Run until Ctrl-C, which rank 0 takes as it is told."""
+    presses: list[float] = []
+    if RANK == 0 and behaviour == "deaf":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if RANK == 0 and behaviour == "listening":
+        signal.signal(signal.SIGINT, lambda *_: presses.append(time.monotonic()))
+    try:
+        say(pid=os.getpid())
+        for _ in range(3000):
+            time.sleep(0.01)
+            if presses and time.monotonic() - presses[0] > 3:
+                sys.exit(7)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def meet(timeout_s: str, color: str = "") -> None:
+    """Join, saying what came of it and after how long."""
+    import torch  # noqa: F401, so that its own time is not counted
+
+    from parallel_llama.parallel.failures import RankError
+    from parallel_llama.parallel.groups import join
+
+    awaited: list[list[int]] = []
+    started = time.monotonic()
+    say(pid=os.getpid())
+    try:
+        join(
+            timeout_s=float(timeout_s),
+            facts={"color": color},
+            look=lambda missing: awaited.append(list(missing)),
+        ).close()
+        outcome = "met"
+    except RankError as error:
+        outcome = str(error)
+    say(outcome=outcome, seconds=time.monotonic() - started, awaited=awaited)
+
+
+def reduce(then: str = "") -> None:
+    """Join, sum the ranks' numbers, and end or stay."""
+    import torch  # the other programs start without it
+
+    from parallel_llama.parallel.groups import join
+
+    comm = join(timeout_s=30)
+    total = comm.all_reduce(torch.tensor([comm.rank + 1]))
+    say(pid=os.getpid(), kind=type(comm).__name__, total=int(total[0]))
+    write(f"total {int(total[0])}")
+    if then == "twice":
+        try:
+            join(timeout_s=30)
+        except RuntimeError as error:
+            say(error=str(error))
+    if then == "stay":
+        comm.barrier()
+        time.sleep(60)
+    comm.close()
+    comm.close()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*(() if sys.argv[1] == "environment" else sys.argv[2:]))

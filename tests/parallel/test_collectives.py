@@ -1,0 +1,357 @@
+"""Collectives give the sum, the parts or the source's values: the same bits on every rank."""
+
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from ranks import RankFailed, Ranks
+from torch import Tensor
+
+from parallel_llama.parallel.collectives import (
+    MAX_MESSAGE_BYTES,
+    Communicator,
+    Solo,
+    broadcast_bytes,
+)
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
+
+# Values, so that pieces end before, at and behind the borders of a slot and of the shared sum.
+SIZES = [0, 1, 7, 576, SHARED_SUM_BYTES // 4 - 1, SHARED_SUM_BYTES // 4, 100_003]
+BORDERS = [SLOT_BYTES // 4 - 1, SLOT_BYTES // 4, SLOT_BYTES // 4 + 1, 3 * SLOT_BYTES // 4 + 5]
+
+KINDS = [pytest.param(True, id="shared"), pytest.param(False, id="gloo")]
+
+
+def part(rank: int, n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """A rank's values, which every rank can make."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if dtype.is_floating_point:
+        return torch.randn(n, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(-(10**15), 10**15, (n,), generator=generator).to(dtype)
+
+
+def reduce_sizes(comm: Communicator, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    reduced = []
+    for n in sizes:
+        x = part(comm.rank, n, dtype)
+        y = comm.all_reduce(x)
+        assert y is x
+        reduced.append(x)
+    return reduced
+
+
+def check_sums(
+    results: list[list[Tensor]], sizes: list[int], dtype: torch.dtype, half_ulps: float
+) -> None:
+    size = len(results)
+    for index, n in enumerate(sizes):
+        parts = [part(rank, n, dtype) for rank in range(size)]
+        first = results[0][index]
+        for other in results[1:]:
+            assert torch.equal(first, other[index]), (n, dtype)
+        if not dtype.is_floating_point:
+            assert torch.equal(first, torch.stack(parts).sum(0))
+            continue
+        exact = torch.stack(parts).to(torch.float64).sum(0)
+        scale = torch.stack(parts).to(torch.float64).abs().sum(0)
+        limit = half_ulps * torch.finfo(dtype).eps / 2 * scale + torch.finfo(dtype).tiny
+        assert bool(((first.to(torch.float64) - exact).abs() <= limit).all()), (n, dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7])
+def test_sums_are_right_and_the_same_bits_on_every_rank(ranks, size):
+    """Half types too are rounded once: the sum is taken in float32."""
+    for dtype in DTYPES:
+        results = ranks(size).run(reduce_sizes, SIZES, dtype)
+        half = dtype in (torch.float16, torch.bfloat16)
+        check_sums(results, SIZES, dtype, half_ulps=1.01 if half else 2 * size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_gloo_sums_are_the_same_bits_on_every_rank(ranks, size):
+    for dtype in DTYPES:
+        results = ranks(size, shared_memory=False).run(reduce_sizes, SIZES, dtype)
+        check_sums(results, SIZES, dtype, half_ulps=2 * size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_larger_than_a_slot_go_in_pieces(ranks, size):
+    results = ranks(size).run(reduce_sizes, BORDERS, torch.float32)
+    check_sums(results, BORDERS, torch.float32, half_ulps=2 * size)
+
+
+def reduce_in_inference_mode_and_out(comm: Communicator) -> list[float]:
+    """A slot's view that is born in inference mode refuses to be written outside it."""
+    sums = []
+    for inference in (True, True, False, False):  # both slots in each
+        with torch.inference_mode(inference):
+            sums.append(float(comm.all_reduce(torch.full((3,), comm.rank + 1.0)).sum()))
+    return sums
+
+
+def test_inference_mode_makes_no_difference(ranks):
+    assert ranks(2).run(reduce_in_inference_mode_and_out) == [[9.0] * 4] * 2
+
+
+def move_strided(comm: Communicator) -> tuple[Tensor, Tensor, Tensor]:
+    base = torch.arange(24, dtype=torch.float32).view(4, 6) + 100 * comm.rank
+    reduced, sent = base.clone(), base.clone()
+    comm.all_reduce(reduced[:, ::2])
+    comm.broadcast(sent.t()[1:3], src=comm.size - 1)
+    return reduced, sent, comm.all_gather(base.t())
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+def test_views_with_gaps_are_changed_in_place_and_nothing_beside_them(ranks, shared_memory):
+    bases = [torch.arange(24, dtype=torch.float32).view(4, 6) + 100 * rank for rank in range(3)]
+    for rank, (reduced, sent, gathered) in enumerate(ranks(3, shared_memory).run(move_strided)):
+        expected = bases[rank].clone()
+        expected[:, ::2] = sum(base[:, ::2] for base in bases)
+        assert torch.equal(reduced, expected)
+        expected = bases[rank].clone()
+        expected[:, 1:3] = bases[2][:, 1:3]
+        assert torch.equal(sent, expected)
+        assert torch.equal(gathered, torch.stack([base.t() for base in bases]))
+
+
+def gather_and_broadcast(comm: Communicator, sizes: list[int]) -> None:
+    for dtype in (*DTYPES, torch.uint8, torch.bool):
+        for n in sizes:
+            mine = part(comm.rank, n, torch.float32).to(dtype)
+            everybody = [part(rank, n, torch.float32).to(dtype) for rank in range(comm.size)]
+            gathered = comm.all_gather(mine)
+            assert gathered.shape == (comm.size, n) and gathered.dtype == dtype
+            assert torch.equal(gathered, torch.stack(everybody)), (dtype, n)
+            for src in range(comm.size):
+                x = mine.clone()
+                assert comm.broadcast(x, src) is x
+                assert torch.equal(x, everybody[src]), (dtype, n, src)
+    scalar = comm.all_gather(torch.tensor(float(comm.rank)))
+    assert scalar.tolist() == [float(rank) for rank in range(comm.size)]
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gathered_and_broadcast_values_are_exact(ranks, size, shared_memory):
+    ranks(size, shared_memory).run(gather_and_broadcast, [0, 1, 9, 1000])
+
+
+def test_gathered_and_broadcast_values_are_exact_beyond_a_slot(ranks):
+    ranks(2).run(gather_and_broadcast, [SLOT_BYTES // 2 + 3])
+
+
+def race(comm: Communicator, seed: int, n_turns: int, delay_s: float) -> None:
+    """Random collectives back to back, each checked; ranks are late by chance."""
+    common, own = random.Random(seed), random.Random(1000 * seed + comm.rank)
+    for turn in range(n_turns):
+        kind = common.choice(["all_reduce", "all_reduce", "all_gather", "broadcast", "barrier"])
+        n = common.choice([1, 2, 31, 576, 2000, SHARED_SUM_BYTES // 4 + 3])
+        src = common.randrange(comm.size)
+        base = torch.arange(n, dtype=torch.float32) % 1000
+        mine = base + (turn + comm.rank)
+        if own.random() < delay_s * 50:
+            time.sleep(own.random() * delay_s)
+        if kind == "all_reduce":
+            expected = base * comm.size + (turn * comm.size + sum(range(comm.size)))
+            assert torch.equal(comm.all_reduce(mine), expected), (turn, kind, n)
+        elif kind == "all_gather":
+            everybody = torch.stack([base + (turn + rank) for rank in range(comm.size)])
+            assert torch.equal(comm.all_gather(mine), everybody), (turn, kind, n)
+        elif kind == "broadcast":
+            assert torch.equal(comm.broadcast(mine, src), base + (turn + src)), (turn, kind, n)
+        else:
+            comm.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_two_thousand_collectives_back_to_back_do_not_mix(ranks, size):
+    ranks(size).run(race, 1, 2000, 0.0)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_are_late_by_chance_change_nothing(ranks, size):
+    """Delays from microseconds to 4 ms pass through spinning, yielding and sleeping."""
+    ranks(size).run(race, 2, 400, 0.004)
+
+
+def go_different_ways(comm: Communicator) -> None:
+    if comm.rank == 1:
+        comm.all_gather(torch.zeros(3))
+    else:
+        comm.all_reduce(torch.zeros(5))
+
+
+def test_ranks_in_different_collectives_are_told_so(ranks):
+    """Without signatures, one would read the other's slot as its own kind of data."""
+    with pytest.raises(RankFailed, match="gone different ways") as raised:
+        ranks(2).run(go_different_ways)
+    assert "all_gather of 12 values of torch.uint8" in str(raised.value)
+    assert "all_reduce of 5 values of torch.float32" in str(raised.value)
+
+
+def send_bytes(comm: Communicator, messages: list[bytes]) -> list[bytes]:
+    return [broadcast_bytes(comm, m if comm.rank == 0 else None) for m in messages]
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+def test_bytes_arrive_whole(ranks, shared_memory):
+    messages = [b"", b"\0", b"llama" * 1000, bytes(range(256)) * (SLOT_BYTES // 200)]
+    for received in ranks(2, shared_memory).run(send_bytes, messages):
+        assert received == messages
+
+
+@dataclass
+class Announcing(Solo):
+    """Hears an announced length from a rank 0 that is not there."""
+
+    announced: int
+    rank: int = 1
+    seen: list[int] = field(default_factory=list)
+
+    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+        assert src == 0 and not patient
+        self.seen.append(x.numel())
+        return x.fill_(self.announced)
+
+
+@pytest.mark.parametrize("length", [-1, MAX_MESSAGE_BYTES + 1, 2**62])
+def test_an_impossible_length_is_refused_before_memory_is_taken(length):
+    comm = Announcing(length)
+    with pytest.raises(RankError, match=f"message of {length} bytes"):
+        broadcast_bytes(comm, None)
+    assert comm.seen == [1]
+
+
+def test_rank_0_must_have_something_to_say():
+    with pytest.raises(ValueError, match="broadcasts nothing"):
+        broadcast_bytes(Solo(), None)
+
+
+def wait_for_a_late_word(comm: Communicator) -> float:
+    """Rank 0 has something to say after longer than any collective may take."""
+    comm.barrier()
+    started = time.monotonic()
+    if comm.rank == 0:
+        time.sleep(2.5)
+    word = broadcast_bytes(comm, b"word" if comm.rank == 0 else None, patient=True)
+    waited = time.monotonic() - started
+    assert word == b"word"
+    assert float(comm.all_reduce(torch.ones(1))) == comm.size
+    return waited
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+def test_a_rank_without_work_waits_longer_than_the_timeout(shared_memory):
+    """Rank 0 may wait for a person for hours; the others must not take that for a fault."""
+    pool = Ranks(2, shared_memory, timeout_s=1.5)
+    try:
+        for waited in pool.run(wait_for_a_late_word):
+            assert waited > 2.0
+    finally:
+        pool.end()
+
+
+def load_for_long(comm: Communicator) -> float:
+    """Rank 1 takes twice the timeout to load, and pulses; the others wait at the barrier."""
+    started = time.monotonic()
+    if comm.rank == 1:
+        for _ in range(30):
+            time.sleep(0.1)
+            comm.pulse()
+    comm.barrier()
+    assert float(comm.all_reduce(torch.ones(1))) == comm.size
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+def test_a_rank_that_gets_on_with_loading_is_not_late(shared_memory):
+    """Ranks load from disks of different speed; one that reads its last file held up nobody."""
+    pool = Ranks(3, shared_memory, timeout_s=1.5)
+    try:
+        for waited in pool.run(load_for_long):
+            assert waited > 2.9
+    finally:
+        pool.end()
+
+
+def stop_loading(comm: Communicator) -> tuple[float, str]:
+    """Rank 1 stops getting on in the middle of loading."""
+    if comm.rank == 1:
+        comm.pulse()
+        time.sleep(60)
+    started = time.monotonic()
+    try:
+        comm.barrier()
+    except RankError as error:
+        return time.monotonic() - started, str(error)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+def test_a_rank_that_gets_stuck_in_loading_is_named(shared_memory):
+    pool = Ranks(3, shared_memory, timeout_s=1.5, silence_s=6)
+    try:
+        for rank, outcome in enumerate(pool.outcomes(stop_loading)):
+            if rank != 1:
+                waited, message = outcome
+                assert 1.4 < waited < 4
+                assert message.startswith("rank 1 of 3 is late")
+    finally:
+        pool.end()
+
+
+def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
+    """Rank 1 sends itself a signal, and the others go on."""
+    comm.barrier()
+    started = time.monotonic()
+    if comm.rank == 1:
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+    try:
+        while True:
+            comm.all_reduce(torch.ones(8))
+    except RankError as error:
+        return time.monotonic() - started, str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_gloo_too_names_the_rank_that_has_died_or_is_stopped(number):
+    """Its own message has an address and a port, and no rank."""
+    pool = Ranks(3, False, timeout_s=1.5, silence_s=8)
+    try:
+        for rank, outcome in enumerate(pool.outcomes(fall_silent, number)):
+            if rank != 1:
+                waited, message = outcome
+                assert waited < 1.5 + 2
+                assert "of 3: rank 1 has died, is stopped or cannot be reached" in message
+    finally:
+        pool.end()
+
+
+def take_turns(comm: Communicator) -> None:
+    for turn in range(50):
+        word = b"%d" % turn if comm.rank == 0 else None
+        assert broadcast_bytes(comm, word, patient=True) == b"%d" % turn
+        assert float(comm.all_reduce(torch.ones(1))) == comm.size
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+def test_patient_and_other_collectives_can_alternate(ranks, shared_memory):
+    ranks(3, shared_memory).run(take_turns)
+
+
+def test_one_rank_alone_needs_nobody():
+    comm = Solo()
+    x = torch.arange(6.0).view(2, 3)
+    assert comm.all_reduce(x) is x and comm.broadcast(x) is x
+    gathered = comm.all_gather(x.t())
+    assert gathered.shape == (1, 3, 2)
+    gathered.zero_()
+    assert x.sum() == 15

@@ -1,0 +1,176 @@
+"""Ranks that are about to do different things are told so before they load, and which is odd."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_folder import write_chat_folder
+
+from parallel_llama.files.fingerprint import fingerprint
+from parallel_llama.files.model_files import find_model
+
+ROOT = Path(__file__).parents[2]
+GENERATE = ("generate", "--prompt", "Hello", "--max-tokens", "4", "--json")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("models") / "chat")
+
+
+@pytest.fixture
+def other(model: Path, tmp_path: Path) -> Path:
+    """The same model in another place, to be changed."""
+    return Path(shutil.copytree(model, tmp_path / "other"))
+
+
+Run = Callable[..., list[tuple[int, str, str]]]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """Runs a command line on each rank, as torchrun on two hosts would; code, stdout and stderr."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(*commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        for rank, argv in enumerate(commands):
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(commands)),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, "-m", "parallel_llama", *argv]
+            pipe = subprocess.PIPE
+            processes.append(
+                subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=env)
+            )
+        ends = [process.communicate(timeout=60) for process in processes]
+        return [(p.returncode, *end) for p, end in zip(processes, ends, strict=True)]
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_with_the_same_in_other_places_go_on(model: Path, other: Path, run: Run) -> None:
+    first, second = run((*GENERATE, "--model", str(model)), (*GENERATE, "--model", str(other)))
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert json.loads(first[1])["tokens"] and not second[1]
+
+
+DIFFERENT = [
+    (("--max-seq-len", "100"), "max_seq_len: rank 1 of 2 has 100 and rank 0 has 512"),
+    (("--block-size", "4"), "block_size: rank 1 of 2 has 4 and rank 0 has 16"),
+    (("--kv-cache-bytes", "1MB"), "kv_cache_bytes: rank 1 of 2 has 1000000 and rank 0 has None"),
+    (("--seed", "5"), "seed: rank 1 of 2 has 5 and rank 0 has None"),
+    (("--dtype", "float32"), "dtype: rank 1 of 2 has float32 and rank 0 has None"),
+    (("--random-weights", "1"), "random_weights: rank 1 of 2 has 1 and rank 0 has None"),
+    (("--timeout", "50"), "timeout_s: rank 1 of 2 has 50.0 and rank 0 has None"),
+]
+
+
+@pytest.mark.parametrize(("flags", "says"), DIFFERENT, ids=lambda case: str(case)[:30])
+def test_a_setting_that_differs_is_named(
+    model: Path, run: Run, flags: tuple[str, ...], says: str
+) -> None:
+    """Each was exit code 0 and wrong tokens, or a hang."""
+    command = (*GENERATE, "--model", str(model))
+    for code, out, err in run(command, (*command, *flags)):
+        assert (code, out) == (1, "")
+        assert says in err and "Traceback" not in err
+
+
+def change_weights(folder: Path) -> str:
+    """Values of one shape and type, so that names, sizes and headers are the same."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: torch.randn_like(t) for name, t in tensors.items()}, path, {"format": "pt"})
+    return "file model.safetensors: rank 1 of 2 has another one than rank 0"
+
+
+def change_tokenizer(folder: Path) -> str:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|turn|>", "<|turm|>"))
+    return "file tokenizer.json: rank 1 of 2 has another one than rank 0"
+
+
+def change_config(folder: Path) -> str:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
+    return "model's arguments: rank 1 of 2 has another one than rank 0"
+
+
+def add_a_manifest(folder: Path) -> str:
+    (folder / "manifest.json").write_text("{}")
+    return "file manifest.json: rank 1 of 2 has another one than rank 0"
+
+
+@pytest.mark.parametrize(
+    "change", [change_weights, change_tokenizer, change_config, add_a_manifest]
+)
+def test_a_file_that_differs_is_named(
+    model: Path, other: Path, run: Run, change: Callable[[Path], str]
+) -> None:
+    """Two checkpoints of one shape gave wrong tokens and exit code 0."""
+    says = change(other)
+    for code, out, err in run(
+        (*GENERATE, "--model", str(model)), (*GENERATE, "--model", str(other))
+    ):
+        assert (code, out) == (1, "")
+        assert says in err and "Traceback" not in err
+
+
+def test_another_command_is_named(model: Path, run: Run) -> None:
+    bench = ("bench", "--model", str(model), "--prompt-tokens", "8", "--max-tokens", "4")
+    for code, _, err in run((*GENERATE, "--model", str(model)), bench):
+        assert code == 1
+        assert "command: rank 1 of 2 has bench and rank 0 has generate" in err
+
+
+def test_the_odd_one_of_three_is_named(model: Path, run: Run) -> None:
+    command = (*GENERATE, "--model", str(model))
+    for code, _, err in run((*command, "--block-size", "8"), command, command):
+        assert code == 1
+        assert "block_size: rank 0 of 3 has 8 and rank 1 has 16" in err
+
+
+def test_a_fingerprint_is_of_what_files_hold_and_not_of_where_they_lie(
+    model: Path, other: Path
+) -> None:
+    before = fingerprint(find_model(str(model)))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= before.keys()
+    assert fingerprint(find_model(str(other))) == before
+    path = other / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    for at in (0, len(data) - 1):
+        data[at] ^= 1
+        path.write_bytes(data)
+        changed = fingerprint(find_model(str(other)))
+        assert {name for name in before if before[name] != changed[name]} == {path.name}
+        data[at] ^= 1
+
+
+def test_a_fingerprint_of_large_weights_samples_them(tmp_path: Path, model: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "large"))
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(64 << 20)
+    before = fingerprint(find_model(str(folder)))
+    with path.open("r+b") as file:  # a stretch that no sample can miss
+        file.seek(40 << 20)
+        file.write(b"x" * (2 << 20))
+    assert fingerprint(find_model(str(folder)))[path.name] != before[path.name]

@@ -1,0 +1,563 @@
+"""Starting ranks on one host: what they find, how they end, and that nobody outlives the parent."""
+
+import ast
+import importlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import parallel_llama
+from parallel_llama.errors import UsageError
+from parallel_llama.parallel import groups
+from parallel_llama.parallel.failures import RankError, Report, read_report, report_error
+from parallel_llama.parallel.handshake import Card, require_same
+from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_rank
+from parallel_llama.parallel.place import world
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = """
+import sys
+from parallel_llama.parallel.launch import run_ranks
+assert "torch" not in sys.modules
+sys.exit(run_ranks(sys.argv[3:], int(sys.argv[1]), 3, module="rank_programs",
+                   interactive=sys.argv[2] == "interactive"))
+"""
+
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    *("-m", "rank_programs"),
+)
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def environ(**more: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    return {**clean, "PYTHONPATH": paths, **more}
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a parent with ranks as a terminal would: one foreground process group."""
+    started = []
+
+    def start(nproc: int, *program: str, mode: str = "", **more: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, str(nproc), mode, *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ(**more),
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+def said(stderr: str) -> list[dict[str, Any]]:
+    """What ranks said, in rank order."""
+    lines = [json.loads(line) for line in stderr.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda line: int(line["rank"]))
+
+
+def messages(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.startswith("parallel-llama:")]
+
+
+def read_pids(process: subprocess.Popen[str], nproc: int) -> list[int]:
+    """Wait until every rank has said that it is there."""
+    assert process.stderr is not None
+    pids: list[int] = []
+    while len(pids) < nproc:
+        line = process.stderr.readline()
+        assert line, "the ranks ended before they were all there"
+        if line.startswith("{"):
+            pids.append(json.loads(line)["pid"])
+    return pids
+
+
+def all_gone(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(psutil.pid_exists(pid) and not is_zombie(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_ranks_find_torchruns_environment_and_rank_0_the_terminal(start):
+    keys = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
+    process = start(3, "environment", *keys, OMP_NUM_THREADS="")
+    stdout, stderr = process.communicate("input", timeout=30)
+    assert process.returncode == 0
+    assert "rank 0 on stdout heard input" in stdout
+    assert "rank 1" not in stdout and "rank 1 on stdout" in stderr and "rank 2 on stdout" in stderr
+    for rank, line in enumerate(said(stderr)):
+        assert line["world"] == [rank, 3]
+        assert not line["torch"]
+        assert (line["stdin"] == "/dev/null") == (rank > 0)
+        assert line["ignores_ctrl_c"] == (rank > 0)
+        assert line["env"] == dict(zip(keys, [str(rank), "3", "0", "127.0.0.1", ""], strict=True))
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "3"), ("5", "5")])
+def test_the_number_of_threads_is_given_unless_the_person_set_one(
+    start, monkeypatch, own, expected
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    process = start(
+        1, "environment", "OMP_NUM_THREADS", **({"OMP_NUM_THREADS": own} if own else {})
+    )
+    _, stderr = process.communicate("", timeout=30)
+    assert said(stderr)[0]["env"] == {"OMP_NUM_THREADS": expected}
+
+
+def test_a_failed_rank_ends_the_others_and_gives_its_message_and_code(start):
+    process = start(3, "fail", "1", "7", "0")
+    _, stderr = process.communicate("", timeout=20)
+    assert process.returncode == 7
+    assert messages(stderr) == ["parallel-llama: [rank 1] the cause of it all"]
+
+
+def test_the_first_report_counts_and_not_the_first_end(start):
+    """Other ranks fail because of the first, and a slow exit lets them be seen before it."""
+    process = start(2, "fail", "1", "7", "0.5")
+    _, stderr = process.communicate("", timeout=20)
+    assert process.returncode == 7
+    assert messages(stderr) == ["parallel-llama: [rank 1] the cause of it all"]
+
+
+def test_the_same_error_on_every_rank_is_shown_once(start):
+    process = start(3, "fail_alike", "2")
+    _, stderr = process.communicate("", timeout=20)
+    assert process.returncode == 2
+    assert messages(stderr) == ["parallel-llama: the same mistake on every rank"]
+
+
+@pytest.mark.parametrize(("rank", "name"), [(1, "SIGKILL"), (0, "SIGSEGV")])
+def test_a_rank_that_dies_of_a_signal_is_named_with_it(start, rank, name):
+    process = start(2, "die", str(rank), str(int(signal.Signals[name])))
+    _, stderr = process.communicate("", timeout=20)
+    assert process.returncode == 1
+    (message,) = messages(stderr)
+    assert message.startswith(f"parallel-llama: [rank {rank}] died of {name}")
+
+
+def test_a_traceback_names_its_rank_in_the_first_line(start):
+    process = start(2, "crash", "1")
+    _, stderr = process.communicate("", timeout=20)
+    assert process.returncode == 1
+    assert "[rank 1]\nTraceback (most recent call last):\n" in stderr
+    (message,) = messages(stderr)
+    assert "[rank 1] ZeroDivisionError: " in message
+
+
+def test_an_exit_code_alone_is_passed_on(start):
+    process = start(2, "end_with", "3")
+    assert process.wait(timeout=20) == 3
+
+
+@pytest.mark.parametrize("mode", ["", "interactive"])
+def test_ctrl_c_ends_everything_within_five_seconds(start, mode):
+    process = start(3, "sleep", mode=mode)
+    pids = read_pids(process, 3)
+    pressed = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate("", timeout=20)
+    assert time.monotonic() - pressed < 5
+    assert process.returncode == 130
+    assert messages(stderr) == [] and "Traceback" not in stderr
+    assert all_gone(pids, 1)
+
+
+def test_a_rank_0_that_does_not_hear_ctrl_c_is_ended_too(start):
+    process = start(2, "sleep", "deaf")
+    pids = read_pids(process, 2)
+    pressed = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert 3 < time.monotonic() - pressed < 5
+    assert all_gone(pids, 1)
+
+
+def test_an_interactive_program_goes_on_however_often_ctrl_c_is_pressed(start):
+    """Two within a second ended it and lost the talk; rank 0 alone knows what they mean."""
+    process = start(2, "sleep", "listening", mode="interactive")
+    read_pids(process, 2)
+    for _ in range(4):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    assert process.wait(timeout=20) == 7
+
+
+def test_sigterm_to_the_parent_ends_all_ranks(start):
+    process = start(2, "sleep", "deaf")
+    pids = read_pids(process, 2)
+    process.terminate()
+    assert process.wait(timeout=5) == 143
+    assert all_gone(pids, 1)
+
+
+def test_no_rank_outlives_a_killed_parent(start):
+    process = start(3, "sleep", "deaf")
+    pids = read_pids(process, 3)
+    process.kill()
+    assert all_gone(pids, 2)
+
+
+def test_ranks_meet_on_loopback_alone_and_die_with_their_parent(start):
+    """A store that torch opens itself listens on every interface, without any authorisation."""
+    process = start(2, "reduce", "stay")
+    pids = read_pids(process, 2)
+    listening = [
+        connection.laddr.ip
+        for pid in (process.pid, *pids)
+        for connection in psutil.Process(pid).net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert {ip for ip in listening if not ip.startswith("127.") and ip != "::1"} == set()
+    process.kill()
+    assert all_gone(pids, 2)
+
+
+def test_ranks_that_joined_compute_together(start):
+    process = start(3, "reduce", "twice")
+    stdout, stderr = process.communicate("", timeout=60)
+    assert process.returncode == 0, stderr
+    assert stdout == "total 6\n"
+    found = said(stderr)
+    assert [line["total"] for line in found if "total" in line] == [6, 6, 6]
+    assert {line["kind"] for line in found if "kind" in line} == {"SharedMemory"}
+    assert all("already" in line["error"] for line in found if "error" in line)
+    assert len([line for line in found if "error" in line]) == 3
+
+
+def test_two_launches_at_once_do_not_meet(start):
+    runs = [start(2, "reduce"), start(3, "reduce")]
+    assert [run.communicate("", timeout=60)[0] for run in runs] == ["total 3\n", "total 6\n"]
+
+
+def test_ranks_of_the_real_torchrun_join_too():
+    run = subprocess.run(
+        [*TORCHRUN, "reduce"],
+        capture_output=True,
+        text=True,
+        env=environ(GLOO_SOCKET_IFNAME="lo"),
+        timeout=90,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "total 3\n" * 2
+
+
+def test_torchrun_shows_a_report():
+    run = subprocess.run(
+        [*TORCHRUN, "fail_alike", "2"],
+        capture_output=True,
+        text=True,
+        env=environ(),
+        timeout=90,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "the same mistake on every rank" in run.stderr
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+Meet = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def meet() -> Iterator[Meet]:
+    """Starts processes by hand, as (RANK, WORLD_SIZE, color), and gives what came of each."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def meet(
+        *ranks: tuple[int, int, str], timeout_s: float = 4.0, rank_0_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        port = str(free_port())
+        for rank, size, color in ranks:
+            limit_s = timeout_s if rank or rank_0_s is None else rank_0_s
+            more = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": port}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "rank_programs", "meet", str(limit_s), color],
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=environ(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", **more),
+                )
+            )
+        return [
+            next(line for line in said(process.communicate(timeout=60)[1]) if "outcome" in line)
+            for process in processes
+        ]
+
+    yield meet
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_ranks_that_are_started_by_hand_meet_and_wait_for_nobody_else(meet):
+    assert [line["outcome"] for line in meet((0, 2, ""), (1, 2, ""), timeout_s=30)] == ["met"] * 2
+
+
+def test_a_rank_that_never_comes_is_named_and_awaited_no_longer_than_the_timeout(meet):
+    """It took 300 s, and no flag changed that."""
+    (line,) = meet((0, 3, ""), timeout_s=2)
+    assert line["outcome"].startswith("rank 1, 2 of 3 never joined within 2 s")
+    assert line["seconds"] < 4
+    assert line["awaited"][-1] == [1, 2]
+
+
+def test_where_rank_0_never_comes_it_is_named(meet):
+    (line,) = meet((1, 2, ""), timeout_s=2)
+    assert line["outcome"].startswith(
+        "rank 1 of 2 met nobody: rank 0 of 2 did not answer at MASTER_ADDR=127.0.0.1"
+    )
+    assert line["seconds"] < 4
+
+
+def test_where_rank_0_gives_up_the_others_hear_of_it(meet):
+    """The store ends with it, which was a traceback of torch's."""
+    given_up, left = meet((0, 3, ""), (1, 3, ""), timeout_s=30, rank_0_s=3)
+    assert given_up["outcome"].startswith("rank 2 of 3 never joined within 3 s")
+    assert left["outcome"] == (
+        "rank 0 of 3 has died or given up, and with it the store where the ranks meet; "
+        "rank 2 had not joined"
+    )
+
+
+def test_ranks_that_were_told_different_world_sizes_hear_of_it(meet):
+    """They waited for each other, or for a rank that nobody had started."""
+    for line in meet((0, 2, ""), (1, 3, ""), timeout_s=30):
+        assert re.fullmatch(
+            r"rank (0|1) \(process \d+ on \S+\) is one of (2|3) ranks and rank (0|1) "
+            r"\(process \d+ on \S+\) one of (2|3); give all the same WORLD_SIZE",
+            line["outcome"],
+        )
+        assert line["seconds"] < 20
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_of_one_rank_are_both_named(meet, rank):
+    others = [(0, 3, "")] if rank else []
+    for line in meet(*others, (rank, 3, ""), (rank, 3, ""), timeout_s=30):
+        assert re.fullmatch(
+            rf"two processes are rank {rank} of 3: process \d+ on \S+ and process \d+ on \S+; "
+            "give each process a RANK of its own",
+            line["outcome"],
+        )
+        assert line["seconds"] < 20
+
+
+def test_ranks_that_are_about_to_do_different_things_are_told_which(meet):
+    for line in meet((0, 3, "red"), (1, 3, "blue"), (2, 3, "red"), timeout_s=30):
+        assert "color: rank 1 of 3 has blue and rank 0 has red" in line["outcome"]
+
+
+@pytest.mark.parametrize(
+    ("colors", "told"),
+    [
+        (["a", "a", "a"], ""),
+        (["a", "b"], "rank 1 of 2 has b and rank 0 has a"),
+        (["a", "b", "b"], "rank 0 of 3 has a and rank 1 has b"),
+        (["a", None, "a", None, "a"], "rank 1 of 5 has nothing and rank 0 has a; so do 1 more"),
+        (["a" * 64, "b" * 64], "rank 1 of 2 has another one than rank 0"),
+    ],
+)
+def test_the_odd_rank_is_named(colors, told):
+    cards = [
+        Card(rank, len(colors), {} if color is None else {"color": color}, "here", rank, "")
+        for rank, color in enumerate(colors)
+    ]
+    if not told:
+        require_same(cards)
+        return
+    with pytest.raises(RankError, match=f"color: {re.escape(told)}"):
+        require_same(cards)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_before_it_meets_the_others_is_named(start, rank):
+    """Torch's store waits for ever for a keeper that does not answer."""
+    process = start(2, "meet", "3")
+    pids = read_pids(process, 2)
+    own = next(
+        pid
+        for pid in pids
+        if f"RANK={rank}" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+    )
+    os.kill(own, signal.SIGSTOP)
+    stopped = time.monotonic()
+    outcome = ""
+    while not outcome:
+        line = process.stderr.readline()
+        outcome = json.loads(line).get("outcome", "") if line.startswith("{") else ""
+    assert time.monotonic() - stopped < 3 + 2
+    assert outcome.startswith("rank 1 of 2 never joined" if rank else "rank 1 of 2 met nobody")
+    process.terminate()
+    asked = time.monotonic()
+    assert process.wait(timeout=5) == 143
+    assert time.monotonic() - asked < 1.0  # which a rank has that hears of it and does not end
+    assert all_gone(pids, 1)
+
+
+def test_libraries_announce_nothing_where_answers_go(capfd):
+    """With torch 2.10 gloo's lines stood between those of --json."""
+    print("before")
+    with groups._silent_stdout():
+        print("fairscale's")
+        os.write(1, b"gloo's\n")
+    print("after")
+    assert capfd.readouterr().out == "before\nafter\n"
+
+
+def test_ranks_end_with_a_killed_torchrun():
+    """They went on for ever, with nobody to hear of it."""
+    process = subprocess.Popen(
+        [*TORCHRUN, "reduce", "stay"], stderr=subprocess.PIPE, text=True, env=environ()
+    )
+    try:
+        pids = read_pids(process, 2)
+        process.kill()
+        assert all_gone(pids, 5)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("nproc", [0, -1, MAX_RANKS + 1])
+def test_an_impossible_number_of_ranks_is_refused(nproc):
+    with pytest.raises(UsageError, match=f"nproc={nproc}: use 1 to {MAX_RANKS} ranks"):
+        run_ranks([], nproc, 1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [("2", "2"), ("-1", "2"), ("0", None), (None, "2"), ("a", "2"), ("0", "0"), ("1e0", "2")],
+)
+def test_an_environment_that_makes_no_sense_is_refused(monkeypatch, rank, size):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"need integers, 0 <= RANK < WORLD_SIZE"):
+        world()
+
+
+def test_the_environment_says_rank_and_size(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    assert world() == (3, 7)
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert world() == (0, 1)
+
+
+@pytest.mark.parametrize(("host", "port"), [("", "29500"), ("127.0.0.1", "0"), ("127.0.0.1", "x")])
+def test_joining_without_an_address_is_refused(monkeypatch, host, port):
+    """Ranks that were told port 0, as by `torchrun --master-port 0`, waited for 5 minutes."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(UsageError, match=f"MASTER_ADDR='{host}', MASTER_PORT='{port}'"):
+        groups.join()
+
+
+def test_a_report_goes_to_the_file_that_the_starter_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "report"))
+    report_error("no room")
+    assert capsys.readouterr().err == ""
+    report = read_report((tmp_path / "report").read_bytes())
+    assert report is not None and report.message == "no room"
+
+
+def test_without_a_starter_a_report_goes_to_stderr(monkeypatch, capsys):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    report_error("no room")
+    assert capsys.readouterr().err == "parallel-llama: no room\n"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b"{", b"\xff", b'{"message": 1}', b'{"monotonic_ns": "x"}', b"3"]
+)
+def test_an_error_file_of_another_kind_is_no_report(data):
+    assert read_report(data) is None
+
+
+def test_a_report_needs_no_more_than_its_two_keys():
+    assert read_report(b'{"message": "m", "monotonic_ns": 5}') == Report("m", 5)
+
+
+def test_the_lazy_names_and_their_types_agree():
+    """An editor sees the names that are imported for checkers, a program those of __getattr__."""
+    package = parallel_llama
+    tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    assert ast.unparse(checked.test) == "TYPE_CHECKING"
+    imported = [a.name for node in checked.body for a in node.names]
+    assert sorted(imported) == sorted(package.__all__) == sorted(package._HOMES)
+    for node in checked.body:
+        for alias in node.names:
+            home = importlib.import_module(node.module)
+            assert getattr(package, alias.name) is getattr(home, alias.name)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "600000 100000\n"}, 6),
+        ({"cpu.max": "150000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu.max": "?"}, 8),
+    ],
+)
+def test_ranks_share_the_cores_that_their_container_has_time_on(
+    tmp_path, monkeypatch, files, cores
+):
+    """A container with time on 2 of 64 cores started 64 threads, which waited for each other."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    expected = [max(1, cores // n) for n in (1, 2, 3, 9)]
+    assert [threads_per_rank(n, tmp_path) for n in (1, 2, 3, 9)] == expected

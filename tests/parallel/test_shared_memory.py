@@ -1,0 +1,335 @@
+"""Ranks of one host that share a memory: faults have names, and nothing is left behind."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from ranks import Ranks
+from test_collectives import race
+
+from parallel_llama.parallel import shared_memory
+from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.peers import Peers
+from parallel_llama.parallel.shared_memory import SharedMemory, share
+
+
+def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
+    """One rank sends itself a signal in the middle of a run; what the others hear of it."""
+    for turn in range(1000):
+        if turn == 500:
+            comm.barrier()
+            started = time.monotonic()
+            if comm.rank == rank:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+        try:
+            comm.all_reduce(torch.ones(576))
+        except RankError as error:
+            return time.monotonic() - started, str(error)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize(("size", "rank"), [(3, 1), (2, 0)])
+def test_a_killed_rank_is_named_by_all_others_within_seconds(size, rank):
+    pool = Ranks(size, shared_memory=True)
+    try:
+        for other, outcome in enumerate(pool.outcomes(fault, rank, signal.SIGKILL)):
+            if other != rank:
+                waited, message = outcome
+                assert waited < 5
+                assert message.startswith(f"rank {rank} of {size} has died")
+    finally:
+        pool.end()
+
+
+def test_a_stopped_rank_is_named_as_late_after_the_timeout():
+    pool = Ranks(2, shared_memory=True, timeout_s=1.5, silence_s=5)
+    try:
+        first = pool.outcomes(fault, 1, signal.SIGSTOP)[0]
+        assert 1.5 <= first[0] < 5
+        assert first[1].startswith("rank 1 of 2 is late: nothing heard of it for 1.5 s")
+        assert first[1].endswith("it is stopped by a signal or a debugger")
+    finally:
+        pool.end()
+
+
+def traces(_: Communicator) -> tuple[int, set[str], list[str]]:
+    """This process's id, the memory files it maps, and what it holds open in /dev/shm."""
+    mapped = {
+        line.split(maxsplit=5)[5].strip()
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        if "/dev/shm" in line or "parallel_llama (" in line
+    }
+    held = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    return os.getpid(), mapped, [name for name in held if "/dev/shm" in name]
+
+
+def test_nothing_has_a_name_in_dev_shm_even_after_sigkill():
+    before = set(Path("/dev/shm").iterdir())
+    pool = Ranks(2, shared_memory=True)
+    try:
+        pool.run(race, 3, 20, 0.0)
+        found = pool.run(traces)
+    finally:
+        pool.end()
+    for _, mapped, held in found:
+        assert mapped == {"/memfd:parallel_llama (deleted)"}
+        assert held == []
+    ours = ("parallel_llama", *(str(pid) for pid, _, _ in found))
+    new = set(Path("/dev/shm").iterdir()) - before
+    assert [path for path in new if any(word in path.name for word in ours)] == []
+
+
+def test_two_groups_at_once_do_not_meet(ranks):
+    other = Ranks(2, shared_memory=True)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            runs = [
+                pool.submit(r.run, race, seed, 500, 0.0) for seed, r in ((1, ranks(2)), (2, other))
+            ]
+            for run in runs:
+                run.result()
+    finally:
+        other.end()
+
+
+def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
+    """Set up once more, with something missing on one rank. Returns: the kind that came out."""
+    assert isinstance(comm, SharedMemory)
+    monkeypatch = pytest.MonkeyPatch()
+    if comm.rank == spoiled_rank:
+        spoils = {
+            "processor": ("_is_supported", lambda: False),
+            "host": ("_host_id", lambda: f"host {comm.rank}"),
+            "open": ("_map", lambda *_: None),
+            "watch": ("Peers", _refuse),
+        }
+        monkeypatch.setattr(shared_memory, *spoils[what])
+    with monkeypatch.context():
+        again = share(comm._group, Timeouts(5.0, 5.0))
+    monkeypatch.undo()
+    assert int(again.all_reduce(torch.tensor([comm.rank]))) == sum(range(comm.size))
+    return "same" if again is comm._group else type(again).__name__
+
+
+def share_without(comm: Communicator, limit: int, room: int) -> str:
+    """Set up once more where rank 0 has no more room than this."""
+    assert isinstance(comm, SharedMemory)
+    soft, hard = resource.getrlimit(limit)
+    if comm.rank == 0:
+        resource.setrlimit(limit, (room, hard))
+    try:
+        again = share(comm._group, Timeouts(5.0, 5.0))
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    assert int(again.all_reduce(torch.tensor([comm.rank]))) == sum(range(comm.size))
+    return "same" if again is comm._group else type(again).__name__
+
+
+@pytest.mark.parametrize(
+    ("limit", "room"), [(resource.RLIMIT_FSIZE, 1 << 16), (resource.RLIMIT_NOFILE, 0)]
+)
+def test_where_rank_0_gets_no_memory_to_share_all_take_gloo(ranks, limit, room):
+    """An OSError, as rank 0 made it, and 60 s of waiting on the others."""
+    assert ranks(2).run(share_without, limit, room) == ["same", "same"]
+
+
+def _refuse(_: dict[int, int]) -> Peers:
+    raise PermissionError("not here")
+
+
+@pytest.mark.parametrize("spoiled_rank", [0, 1])
+@pytest.mark.parametrize("what", ["processor", "host", "open", "watch"])
+def test_one_rank_that_cannot_share_takes_all_to_gloo(ranks, spoiled_rank, what):
+    """If only that one went to gloo, each kind would wait for the other for ever."""
+    assert ranks(2).run(share_again, spoiled_rank, what) == ["same", "same"]
+
+
+def test_ranks_that_can_share_do(ranks):
+    assert ranks(2).run(share_again, 5, "open") == ["SharedMemory", "SharedMemory"]
+
+
+def map_with_another_token(_: Communicator) -> bool:
+    fd = shared_memory._create(2)
+    host = shared_memory._Host.here(fd, "an offer")
+    refused = shared_memory._map(host, shared_memory._total_bytes(2)) is None
+    os.pwrite(fd, b"an offer", shared_memory._TOKEN_OFFSET)
+    accepted = shared_memory._map(host, shared_memory._total_bytes(2)) is not None
+    too_short = shared_memory._map(host, shared_memory._total_bytes(3)) is None
+    os.close(fd)
+    return refused and accepted and too_short
+
+
+def test_only_the_memory_that_rank_0_offered_is_mapped(ranks):
+    assert ranks(2).run(map_with_another_token) == [True, True]
+
+
+def spins(comm: Communicator, cores: list[set[int]]) -> int:
+    assert isinstance(comm, SharedMemory)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores[comm.rank])
+        again = share(comm._group, Timeouts(5.0, 5.0))
+    assert isinstance(again, SharedMemory)
+    return again._spins
+
+
+@pytest.mark.parametrize(
+    ("cores", "spinning"),
+    [([{0, 1}, {0, 1}], True), ([{0}, {700}], True), ([{3}, {3}], False)],
+)
+def test_ranks_spin_only_where_each_has_a_core(ranks, cores, spinning):
+    """Two ranks pinned to a core each see one core, and still have two together."""
+    assert [n > 0 for n in ranks(2).run(spins, cores)] == [spinning] * 2
+
+
+class Pressed(Exception):
+    pass
+
+
+def interrupt_the_wait(comm: Communicator) -> tuple[float, str]:
+    if comm.rank == 1:
+        time.sleep(1)
+        return 0.0, ""
+
+    def press(_: int, __: FrameType | None) -> None:
+        raise Pressed
+
+    signal.signal(signal.SIGALRM, press)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    started = time.monotonic()
+    try:
+        comm.all_reduce(torch.ones(1))
+    except Pressed:
+        waited = time.monotonic() - started
+    try:
+        comm.all_reduce(torch.ones(1))
+    except RankError as error:
+        return waited, str(error)
+    raise AssertionError("a group that is out of step went on")
+
+
+def test_a_wait_can_be_interrupted_and_the_group_is_not_used_after_it():
+    pool = Ranks(2, shared_memory=True)
+    try:
+        waited, message = pool.run(interrupt_the_wait)[0]
+    finally:
+        pool.end()
+    assert waited < 0.9
+    assert message.startswith("rank 0 left a collective unfinished")
+
+
+def meet_and_leave(comm: Communicator) -> None:
+    comm.barrier()
+    if comm.rank == 0:
+        os._exit(0)
+    try:
+        comm.barrier()
+    except RankError as error:
+        assert str(error).startswith("rank 0 of 2 has died or left")
+    else:
+        raise AssertionError("nobody was there")
+
+
+def test_what_a_rank_did_before_it_left_still_counts():
+    pool = Ranks(2, shared_memory=True)
+    try:
+        assert pool.outcomes(meet_and_leave)[1] is None
+    finally:
+        pool.end()
+
+
+def wait_for_a_stopped_rank(comm: Communicator) -> str:
+    comm.barrier()
+    if comm.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        comm.broadcast(torch.zeros(1), patient=True)
+    except RankError as error:
+        return str(error)
+    return "it came"
+
+
+def test_patience_ends_where_a_rank_is_stopped():
+    """It may wait for a person for hours, but not without running."""
+    pool = Ranks(2, shared_memory=True, timeout_s=2, silence_s=8)
+    try:
+        message = pool.outcomes(wait_for_a_stopped_rank)[1]
+        assert message.startswith("rank 0 of 2 is late") and "stopped by a signal" in message
+    finally:
+        pool.end()
+
+
+def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:
+    """Rank 1 waits for rank 0, and both are stopped for longer than the timeout meanwhile."""
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(seconds)
+    comm.barrier()
+    return "both went on"
+
+
+def test_a_stop_of_all_ranks_makes_none_of_them_late():
+    """Ctrl-Z and fg: the time in between counted as waiting, and ended the talk."""
+    pool = Ranks(2, shared_memory=True, timeout_s=2, silence_s=15)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            running = thread.submit(pool.outcomes, sleep_through_a_stop, 1.0)
+            time.sleep(0.5)
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for process in pool.processes:
+                    os.kill(process.pid, number)
+                time.sleep(4)
+            assert running.result() == ["both went on"] * 2
+    finally:
+        pool.end()
+
+
+def reduce_many_sizes(comm: Communicator) -> int:
+    assert isinstance(comm, SharedMemory)
+    for n in range(1, 400):
+        comm.all_reduce(torch.ones(n))
+    return len(comm._views)
+
+
+def test_the_memory_for_views_of_slots_is_bounded(ranks):
+    assert all(n <= shared_memory._MAX_VIEWS for n in ranks(2).run(reduce_many_sizes))
+
+
+def use_after_close(comm: Communicator) -> None:
+    assert isinstance(comm, SharedMemory)
+    again = share(comm._group, Timeouts(5.0, 5.0))
+    assert isinstance(again, SharedMemory)
+    again._group = Solo()  # the pool's own group stays open
+    again.close()
+    again.close()
+    with pytest.raises(RankError, match="has closed its group"):
+        again.barrier()
+
+
+def test_a_closed_group_refuses_further_collectives(ranks):
+    ranks(2).run(use_after_close)
+
+
+def test_a_dead_process_is_gone_before_anybody_has_reaped_it():
+    """os.kill(pid, 0) finds zombies alive."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    peers = Peers({4: child.pid})
+    peers.look()
+    assert peers.gone == set()
+    child.kill()
+    deadline = time.monotonic() + 5
+    while not peers.gone and time.monotonic() < deadline:
+        peers.look()
+    assert peers.gone == {4}
+    os.kill(child.pid, 0)
+    child.wait()
+    peers.close()

@@ -1,0 +1,273 @@
+"""Whatever ends a reshard, the target is not there or whole, and --resume goes on."""
+
+import errno
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from reshard_samples import hashes_of, model_of, write_model
+
+from parallel_llama.checkpoint.verify import verify
+from parallel_llama.errors import UsageError, WriteError
+from parallel_llama.files.model_files import find_model
+from parallel_llama.reshard import tensor_writer
+from parallel_llama.reshard.direct_file import DirectFile
+from parallel_llama.reshard.partial_folder import PartialFolder
+from parallel_llama.reshard.reshard import reshard
+from parallel_llama.reshard.target_folder import partial_path
+
+FLUSHED_AT_ONCE = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def frequent_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_writer, "FLUSH_BYTES", FLUSHED_AT_ONCE)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("source") / "hf", model_of(100 << 20))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("small") / "hf", model_of(20 << 20))
+
+
+def moved(source: Path, target: Path, resume: bool = False, layout: str = "native") -> int:
+    """The bytes that this run wrote."""
+    told: list[int] = []
+    reshard(
+        find_model(str(source)),
+        target,
+        layout=layout,
+        n_parts=3,
+        resume=resume,
+        on_bytes=told.append,
+    )
+    return sum(told)
+
+
+def run_alone(source: Path, target: Path, resume: bool, layout: str) -> None:
+    """What the process does that gets killed."""
+    tensor_writer.FLUSH_BYTES = FLUSHED_AT_ONCE
+    moved(source, target, resume, layout)
+
+
+@pytest.fixture(scope="module")
+def start() -> Callable[..., multiprocessing.Process]:
+    """Starts a process in which torch is loaded already, so that a kill meets the work."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["parallel_llama.reshard.reshard", "reshard_samples"])
+
+    def started(*arguments: object) -> multiprocessing.Process:
+        process = context.Process(target=run_alone, args=arguments)
+        process.start()
+        return process
+
+    return started
+
+
+@pytest.mark.parametrize(("layout", "n_kills"), [("native", 15), ("meta", 5)])
+def test_a_kill_at_any_instant_leaves_nothing_or_the_whole(
+    layout, n_kills, source, start, tmp_path
+):
+    """Instants are spread over the time that a run takes; each run goes on from what the kill
+    before it left, and after every second one the work is brought to its end."""
+    whole = tmp_path / "whole"
+    moved(source, whole, layout=layout)
+    expected = hashes_of(whole)
+    warm = start(source, tmp_path / "warm", False, layout)
+    warm.join()
+    began = time.monotonic()
+    timed = start(source, tmp_path / "timed", False, layout)
+    timed.join()
+    length = time.monotonic() - began
+    rng = random.Random(layout)
+    target = tmp_path / "target"
+    n_killed = 0
+    for number in range(n_kills):
+        process = start(source, target, True, layout)
+        time.sleep(rng.uniform(0, length))
+        process.kill()
+        process.join()
+        n_killed += process.exitcode == -9
+        if target.exists():
+            assert hashes_of(target) == expected
+            shutil.rmtree(target)
+        elif number % 2:
+            moved(source, target, resume=True, layout=layout)
+            assert hashes_of(target) == expected
+            shutil.rmtree(target)
+    assert n_killed > n_kills // 2
+
+
+@pytest.mark.parametrize("layout", ["native", "hf", "meta"])
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.99])
+def test_a_run_goes_on_where_an_error_stopped_it(small, layout, share, tmp_path, monkeypatch):
+    expected = tmp_path / "expected"
+    total = moved(small, expected, layout=layout)
+    target, left = tmp_path / "target", [int(total * share)]
+    real = DirectFile.write
+
+    def full(self, data, offset):
+        left[0] -= len(data)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(self, data, offset)
+
+    monkeypatch.setattr(DirectFile, "write", full)
+    with pytest.raises(WriteError, match="make room and run again with --resume"):
+        moved(small, target, layout=layout)
+    monkeypatch.undo()
+    assert not target.exists()
+    with pytest.raises(UsageError, match="continue it with --resume, or remove it"):
+        moved(small, target, layout=layout)
+    again = moved(small, target, resume=True, layout=layout)
+    # Beside the last batch, at most a layer was on its way.
+    assert again <= total * (1 - share) + 2 * FLUSHED_AT_ONCE + (8 << 20)
+    assert hashes_of(target) == hashes_of(expected)
+    assert not verify(str(target)).problems
+    assert not partial_path(target).exists()
+
+
+def test_a_file_size_limit_is_an_error_that_says_so(small, tmp_path):
+    target = tmp_path / "target"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(WriteError, match="no room for more"):
+            moved(small, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    moved(small, target, resume=True)
+    assert not verify(str(target)).problems
+
+
+class Now:
+    """In place of a thread: whatever is submitted has run when `submit` returns."""
+
+    def submit(self, call: Callable[..., None], *arguments: object) -> Future[None]:
+        call(*arguments)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_the_journal_never_runs_ahead_of_the_disk(small, tmp_path, monkeypatch):
+    """A loss of power keeps what was synced: what the journal names must be among that."""
+    dirty: set[DirectFile] = set()
+    n_records = 0
+    real_write, real_sync, real_record = DirectFile.write, DirectFile.sync, PartialFolder.record
+
+    def write(self, data, offset):
+        dirty.add(self)
+        real_write(self, data, offset)
+
+    def sync(self):
+        dirty.discard(self)
+        real_sync(self)
+
+    def record(self, lines):
+        nonlocal n_records
+        n_records += 1
+        assert not dirty
+        real_record(self, lines)
+
+    monkeypatch.setattr(tensor_writer, "started_thread", Now)
+    monkeypatch.setattr(DirectFile, "write", write)
+    monkeypatch.setattr(DirectFile, "sync", sync)
+    monkeypatch.setattr(PartialFolder, "record", record)
+    moved(small, tmp_path / "target")
+    assert n_records > 3
+
+
+def test_an_unfinished_run_of_another_plan_is_not_continued(small, tmp_path):
+    target = tmp_path / "target"
+    begun = PartialFolder(target, {"layout": "hf"}, resume=False)
+    begun.close()
+    with pytest.raises(UsageError, match="unfinished run had layout hf, and this one has native"):
+        moved(small, target, resume=True)
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_source_that_changed_meanwhile_is_named(small, tmp_path, monkeypatch):
+    source = shutil.copytree(small, tmp_path / "hf")
+    target = tmp_path / "target"
+    monkeypatch.setattr(DirectFile, "write", fail)
+    with pytest.raises(WriteError, match="cannot be written: Input/output error"):
+        moved(source, target)
+    monkeypatch.undo()
+    os.utime(source / "model.safetensors", (1, 1))
+    with pytest.raises(UsageError, match=r"had source model\.safetensors .* and this one has"):
+        moved(source, target, resume=True)
+
+
+def test_a_second_writer_hears_who_holds_the_target(small, tmp_path):
+    target = tmp_path / "target"
+    code = (
+        "import sys; from pathlib import Path; "
+        "from parallel_llama.reshard.partial_folder import PartialFolder; "
+        "PartialFolder(Path(sys.argv[1]), {}, False); print('held', flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(target)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, **pipes, text=True, cwd=root) as holder:
+        assert holder.stdout.readline() == "held\n"
+        expected = f"written by process {holder.pid} on {socket.gethostname()} since "
+        with pytest.raises(UsageError, match=expected):
+            moved(small, target, resume=True)
+        holder.kill()
+    # The lock of a process that died is nobody's.
+    shutil.rmtree(partial_path(target) / "files")
+    moved(small, target)
+    assert not verify(str(target)).problems
+
+
+def test_a_torn_line_of_the_journal_is_forgotten(tmp_path):
+    target = tmp_path / "target"
+    begun = PartialFolder(target, {"a": 1}, resume=False)
+    begun.record([{"name": "x"}, {"name": "y"}])
+    begun.close()
+    journal = partial_path(target) / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes()[:-4])
+    again = PartialFolder(target, {"a": 1}, resume=True)
+    assert again.done == [{"name": "x"}]
+    again.record([{"name": "z"}])
+    again.close()
+    assert journal.read_text().splitlines()[1:] == ['{"name": "x"}', '{"name": "z"}']
+
+
+def test_a_target_that_appears_meanwhile_is_not_touched(small, tmp_path, monkeypatch):
+    target = tmp_path / "target"
+    real = PartialFolder.commit
+
+    def commit(self):
+        target.mkdir()
+        real(self)
+
+    monkeypatch.setattr(PartialFolder, "commit", commit)
+    with pytest.raises(WriteError, match="has appeared meanwhile"):
+        moved(small, target)
+    assert list(target.iterdir()) == []
+    monkeypatch.undo()
+    target.rmdir()
+    assert moved(small, target, resume=True) == 0
+    assert not verify(str(target)).problems

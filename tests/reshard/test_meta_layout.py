@@ -1,0 +1,379 @@
+"""Meta folders that are written: Meta's own cuts where there are some, and every byte back."""
+
+import json
+import logging
+import zipfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_samples import TINY, meta_shards, weights_of, write_meta
+from fairscale_alone import fairscale_alone
+from meta_oracle import meta_logits
+from ranks import Pools
+from reshard_samples import fill, hashes_of, read, write
+from tiny_models import TINY_MODELS, TinyModel, write_hf
+from torch import Tensor
+from transformers_oracle import reference_logits
+
+from parallel_llama.checkpoint.norm_variants import (
+    NORM_VARIANTS,
+    differing_norms,
+    norm_variants,
+)
+from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.reshard.meta_layout import MetaLayout
+from parallel_llama.reshard.torch_skeleton import torch_skeleton
+
+N_FILES = (1, 2, 3, 5, 7, 8, 10, 16)
+
+
+def shape(n_heads: int, n_kv_heads: int, **changes: object) -> ModelArgs:
+    args = replace(TINY, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=4, dim=4 * n_heads)
+    return replace(args, **changes)
+
+
+SHAPES = {
+    "9/3": TINY,
+    "8/1 tied": shape(8, 1, tied_embeddings=True),
+    "40/10": shape(40, 10, n_layers=1),
+    "12/4": shape(12, 4, attention_bias=False, mlp_bias=False),
+    "64/8": shape(64, 8, n_layers=1, vocab_size=203),
+    "6/2 files without rows": shape(6, 2, ffn_dim=3, vocab_size=5),
+}
+
+
+def dtypes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in tensors.items()}
+
+
+def assert_same_bytes(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def states(folder: Path) -> list[dict[str, Tensor]]:
+    return [torch.load(p, weights_only=True) for p in sorted(folder.glob("*.pth"))]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_any_number_of_files_is_read_back_exactly(tmp_path: Path, name: str) -> None:
+    args = SHAPES[name]
+    tensors = weights_of(args, torch.bfloat16)
+    for n_files in (n for n in (*N_FILES, args.n_heads) if n <= args.n_heads):
+        folder = tmp_path / str(n_files)
+        if not folder.exists():
+            layout = MetaLayout(args, dtypes_of(tensors), n_files)
+            assert_same_bytes(read(write(layout, args, tensors, folder)), tensors)
+            sizes = {file.name: file.n_bytes for file in layout.files}
+            assert sizes == {p.name: p.stat().st_size for p in folder.glob("*.pth")}
+
+
+@pytest.mark.parametrize("embeddings_dim", [0, 1])
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(8, 4), (8, 8), (8, 1)])
+@pytest.mark.parametrize("n_files", [1, 2, 4, 8])
+def test_the_cuts_are_metas_where_everything_divides(
+    tmp_path: Path, n_files: int, n_heads: int, n_kv_heads: int, embeddings_dim: int
+) -> None:
+    """The plan cuts the vocabulary between its units, 12 + 4 rows of 16 blocks: Meta never does."""
+    args = shape(n_heads, n_kv_heads, ffn_dim=72, vocab_size=104)
+    tensors = weights_of(args)
+    layout = MetaLayout(args, dtypes_of(tensors), n_files, embeddings_dim)
+    folder = write(layout, args, tensors, tmp_path / "meta")
+    expected = meta_shards(args, tensors, n_files, embeddings_dim)
+    for state, shard in zip(states(folder), expected, strict=True):
+        assert_same_bytes(state, shard)
+    assert_same_bytes(read(folder), tensors)
+
+
+@pytest.mark.parametrize("name", ["9/3", "40/10"])
+def test_embeddings_on_dim_1_need_no_even_width(tmp_path: Path, name: str) -> None:
+    args = SHAPES[name]
+    tensors = weights_of(args)
+    for n_files in (5, 7):
+        layout = MetaLayout(args, dtypes_of(tensors), n_files, 1)
+        folder = write(layout, args, tensors, tmp_path / str(n_files))
+        widths = [state["tok_embeddings.weight"].shape[1] for state in states(folder)]
+        assert sum(widths) == args.dim and max(widths) - min(widths) <= 1
+        assert_same_bytes(read(folder), tensors)
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(9, 3), (40, 10), (64, 8)])
+def test_every_query_head_finds_its_kv_head_in_its_own_file(
+    tmp_path: Path, n_heads: int, n_kv_heads: int
+) -> None:
+    """Each head's values are its own number, so a head in the wrong place names itself."""
+    args = shape(n_heads, n_kv_heads, n_layers=1, attention_bias=False, mlp_bias=False)
+    tensors = weights_of(args)
+    for part, count in (("wq", n_heads), ("wk", n_kv_heads), ("wv", n_kv_heads)):
+        numbers = torch.arange(count, dtype=torch.float32).repeat_interleave(args.head_dim)
+        tensors[f"layers.0.attention.{part}.weight"][:] = numbers[:, None]
+
+    def numbers_in(state: dict[str, Tensor], part: str) -> list[int]:
+        heads = state[f"layers.0.attention.{part}.weight"].view(-1, args.head_dim * args.dim)
+        assert (heads == heads[:, :1]).all()
+        return heads[:, 0].int().tolist()
+
+    previous = tensors
+    for n_files in (n for n in (8, 10, 3, 1, 16) if n <= n_heads):  # each from the one before
+        layout = MetaLayout(args, dtypes_of(previous), n_files)
+        folder = write(layout, args, previous, tmp_path / str(n_files))
+        seen = []
+        for number, state in enumerate(states(folder)):
+            queries, keys = numbers_in(state, "wq"), numbers_in(state, "wk")
+            assert keys == numbers_in(state, "wv")
+            assert keys == sorted({head // (n_heads // n_kv_heads) for head in queries})
+            if n_files % n_kv_heads == 0 and n_heads % n_files == 0:
+                assert keys == [number * n_kv_heads // n_files]
+            seen += queries
+        assert seen == list(range(n_heads))
+        previous = read(folder)
+        assert_same_bytes(previous, tensors)
+
+
+def test_a_repeated_kv_head_that_differs_is_refused(tmp_path: Path) -> None:
+    """9 heads of 3 KV heads over 2 files: both hold KV head 1, whole."""
+    tensors = weights_of(TINY)
+    folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "meta")
+    shards = states(folder)
+    assert [len(s["layers.0.attention.wk.weight"]) // TINY.head_dim for s in shards] == [2, 2]
+    shards[1]["layers.0.attention.wk.weight"][0] += 1
+    write_meta(folder, shards)
+    with pytest.raises(CheckpointError, match=r"01\.pth: layers\.0\.attention\.wk\.weight differs"):
+        read(folder)
+
+
+def test_tied_embeddings_are_written_for_meta_and_read_once(tmp_path: Path) -> None:
+    args = replace(SHAPES["12/4"], tied_embeddings=True)
+    tensors = weights_of(args)
+    folder = write(MetaLayout(args, dtypes_of(tensors), 2, 1), args, tensors, tmp_path / "meta")
+    assert_same_bytes(read(folder), tensors)
+    (folder / "config.json").unlink()  # Meta's own words are left: nothing is tied
+    alone = read(folder)
+    assert torch.equal(alone.pop("output.weight"), tensors["tok_embeddings.weight"])
+    assert_same_bytes(alone, tensors)
+
+
+def test_each_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:
+    tensors = weights_of(TINY, torch.bfloat16)
+    tensors["norm.weight"] = tensors["norm.weight"].float()
+    tensors["output.weight"] = tensors["output.weight"].double()
+    folder = write(MetaLayout(TINY, dtypes_of(tensors), 3), TINY, tensors, tmp_path / "meta")
+    assert_same_bytes(read(folder), tensors)
+
+
+def test_torch_and_zip_programs_find_the_files_whole(tmp_path: Path) -> None:
+    tensors = weights_of(TINY)
+    folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "meta")
+    for path in sorted(folder.glob("*.pth")):
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+        mapped = torch.load(path, weights_only=True, mmap=True)
+        assert_same_bytes(mapped, torch.load(path, weights_only=True, mmap=False))
+    with path.open("r+b") as file:  # the test can fail: one bit of data
+        offset = path.read_bytes().index(tensors["norm.weight"].numpy().tobytes())
+        file.seek(offset)
+        file.write(bytes([path.read_bytes()[offset] ^ 1]))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is not None
+
+
+def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path: Path) -> None:
+    """Another process goes on with what is there, or begins `finish` a second time."""
+    args = SHAPES["8/1 tied"]
+    tensors = weights_of(args)
+    names = list(tensors)
+
+    def layout() -> MetaLayout:
+        return MetaLayout(args, dtypes_of(tensors), 3)
+
+    whole = write(layout(), args, tensors, tmp_path / "whole")
+    again = write(layout(), args, tensors, tmp_path / "again")
+    assert hashes_of(whole) == hashes_of(again)
+    resumed = tmp_path / "resumed"
+    resumed.mkdir()
+    first = layout()
+    first.create(resumed)
+    fill(first, args, {name: tensors[name] for name in names[:7]}, resumed)
+    write_rest = layout()
+    write_rest.create(resumed)
+    fill(write_rest, args, {name: tensors[name] for name in names[7:]}, resumed)
+    write_rest.finish(resumed)
+    last = layout()
+    last.create(resumed)
+    last.finish(resumed)
+    for name, content in last.metadata().items():
+        (resumed / name).write_bytes(content)
+    assert hashes_of(resumed) == hashes_of(whole)
+
+
+def test_a_file_cut_short_before_the_end_is_refused(tmp_path: Path) -> None:
+    tensors = weights_of(TINY)
+    layout = MetaLayout(TINY, dtypes_of(tensors), 1)
+    layout.create(tmp_path)
+    path = tmp_path / layout.files[0].name
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"expected .*; start again"):
+        layout.finish(tmp_path)
+
+
+def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path: Path) -> None:
+    """2 x 6 GiB: large archives name sizes and places in another way."""
+    large = ((3 << 10, 1 << 20), torch.bfloat16)
+    skeleton = torch_skeleton({"a": large, "none": ((0, 3), torch.float32), "b": large})
+    assert sum(len(piece) for _, piece in skeleton.pieces) < 1 << 12
+    path = tmp_path / "consolidated.00.pth"
+    with path.open("wb") as file:
+        file.truncate(skeleton.n_bytes)
+        for offset, piece in skeleton.pieces:
+            file.seek(offset)
+            file.write(piece)
+        for name, record in skeleton.records.items():
+            if record.n_bytes:
+                file.seek(record.offset)
+                file.write(name.encode())
+                for offset in (record.checksum, record.listed_checksum):
+                    file.seek(offset)
+                    file.write(name.encode() * 4)
+    with zipfile.ZipFile(path) as archive:
+        checksums = {i.filename: i.CRC for i in archive.infolist() if "/data/" in i.filename}
+    assert list(checksums.values()) == [0x61616161, 0, 0x62626262]
+    state = torch.load(path, weights_only=True, mmap=True)
+    assert [state[name].view(-1)[:1].view(torch.uint8)[0].item() for name in "ab"] == [97, 98]
+
+
+@pytest.mark.parametrize("n_files", [0, 10])
+def test_a_file_needs_a_query_head(n_files: int) -> None:
+    with pytest.raises(UsageError, match="at least one query head"):
+        MetaLayout(TINY, dtypes_of(weights_of(TINY)), n_files)
+
+
+@pytest.fixture
+def two_norms(tmp_path: Path) -> ModelFiles:
+    """A Meta folder of 2 files in which two norms differ, one of them only in the sign of a 0."""
+    tensors = weights_of(TINY)
+    tensors["layers.1.ffn_norm.weight"][0] = 0.0
+    folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "source")
+    shards = states(folder)
+    shards[1]["norm.weight"][3] += 0.5
+    shards[1]["layers.1.ffn_norm.weight"][0] = -0.0
+    write_meta(folder, shards)
+    return find_model(str(folder))
+
+
+def test_norms_that_differ_are_found_and_told(
+    two_norms: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        variants = norm_variants(two_norms)
+    assert sorted(variants) == ["layers.1.ffn_norm.weight", "norm.weight"]
+    assert "2 replicated norms differ" in caplog.text
+    assert "norm.weight, by up to 0.5" in caplog.text
+
+
+def test_norms_that_differ_come_back_with_the_same_number_of_files(
+    two_norms: ModelFiles, tmp_path: Path
+) -> None:
+    """2 files to 3 and back: no file of 3 can hold both copies, so they are kept beside."""
+    expected = states(two_norms.path)
+    three, two = tmp_path / "three", tmp_path / "two"
+    for source, folder, n_files in ((two_norms.path, three, 3), (three, two, 2)):
+        tensors = read(source)
+        variants = norm_variants(find_model(str(source)))
+        layout = MetaLayout(TINY, dtypes_of(tensors), n_files, variants=variants)
+        write(layout, TINY, tensors, folder)
+    assert (three / NORM_VARIANTS).exists() and not (two / NORM_VARIANTS).exists()
+    assert not differing_norms(find_model(str(three)))
+    for state, shard in zip(states(two), expected, strict=True):
+        for name, tensor in shard.items():
+            assert state[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+
+
+def test_equal_norms_leave_nothing_behind(tmp_path: Path) -> None:
+    tensors = weights_of(TINY)
+    folder = write(MetaLayout(TINY, dtypes_of(tensors), 3), TINY, tensors, tmp_path / "meta")
+    assert norm_variants(find_model(str(folder))) == {}
+    assert sorted(p.name for p in folder.iterdir() if p.suffix != ".pth") == [
+        "config.json",
+        "params.json",
+    ]
+
+
+def test_damaged_norm_variants_are_refused(tmp_path: Path) -> None:
+    tensors = weights_of(TINY)
+    folder = write(MetaLayout(TINY, dtypes_of(tensors), 1), TINY, tensors, tmp_path / "meta")
+    (folder / NORM_VARIANTS).write_bytes(b"\x10" + bytes(30))
+    with pytest.raises(CheckpointError, match=r"norm_variants\.safetensors: damaged"):
+        norm_variants(find_model(str(folder)))
+
+
+def test_what_metas_program_cannot_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        MetaLayout(SHAPES["12/4"], dtypes_of(weights_of(SHAPES["12/4"])), 1)
+        assert not caplog.records
+        layout = MetaLayout(TINY, dtypes_of(weights_of(TINY)), 1)
+    assert "biases of the attention, biases of the feed-forward" in caplog.text
+    own = json.loads(layout.metadata()["config.json"])["parallel_llama"]
+    assert len(own["beyond_params_json"]) == 2
+
+
+META_MODELS = {
+    "plain": TinyModel(12, 4, 8, 96, ffn_dim=92, vocab_size=212),
+    "tied, odd feed-forward, scaled": TinyModel(
+        8,
+        4,
+        16,
+        128,
+        ffn_dim=100,
+        vocab_size=204,
+        tied=True,
+        max_seq_len=16384,
+        rope={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", META_MODELS)
+def test_metas_own_program_computes_the_same_from_what_is_written(
+    ranks: Pools, tmp_path: Path, name: str
+) -> None:
+    tiny = META_MODELS[name]
+    hf_folder = write_hf(tiny, tmp_path / "hf")
+    args = load_model_args(find_model(str(hf_folder)))
+    tensors = read(hf_folder)
+    tokens = [(7 * at + 3) % tiny.vocab_size for at in range(24)]
+    expected = reference_logits(hf_folder, tokens)
+    for n_files in (1, 2, 4):
+        layout = MetaLayout(args, dtypes_of(tensors), n_files)
+        folder = write(layout, args, tensors, tmp_path / str(n_files))
+        with fairscale_alone() if n_files == 1 else nullcontext():
+            for logits in ranks(n_files).run(meta_logits, folder, tokens):
+                torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_a_hf_folder_comes_back_from_a_meta_folder_with_its_arguments(
+    tmp_path: Path, name: str
+) -> None:
+    """Ties, biases, context, rope scaling and heads wider than dim / n_heads included."""
+    hf_folder = write_hf(TINY_MODELS[name], tmp_path / "hf")
+    args, tensors = load_model_args(find_model(str(hf_folder))), read(hf_folder)
+    layout = MetaLayout(args, dtypes_of(tensors), 5)
+    folder = write(layout, args, tensors, tmp_path / "meta")
+    assert load_model_args(find_model(str(folder))) == args
+    assert_same_bytes(read(folder), tensors)

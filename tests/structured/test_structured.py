@@ -1,0 +1,381 @@
+"""What masks of grammars allow, for every kind of tokenizer, and what a hostile one can cost."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bounded_schemas import check_completions
+from tokenizer_data import LLAMA3, MISTRAL_V1, MISTRAL_V3, REAL_FILES, SMOLLM2, real_tokenizer
+
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.request import Grammar
+from parallel_llama.structured import GrammarCompiler, Matcher, MatchError, compiler, trial
+from parallel_llama.structured.token_table import TokenTable
+from parallel_llama.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
+
+N_PADDING = 13  # rows of the model that no tokenizer knows; not a multiple of 8
+HOLDING_JSON = '{"type": "object", "properties": {"text": {"type": "string", "maxLength": 30}}, \
+"required": ["text"], "additionalProperties": false}'
+
+
+@cache
+def compiler_of(path: Path) -> GrammarCompiler:
+    tokenizer = real_tokenizer(path)
+    return GrammarCompiler(tokenizer, tokenizer.vocab_size + N_PADDING, tokenizer.eos_ids)
+
+
+def smollm2(kind: str, text: str) -> Matcher:
+    return compiler_of(SMOLLM2).matcher(Grammar(kind, text))  # type: ignore[arg-type]
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    bits = np.unpackbits(np.frombuffer(matcher.mask(), np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def draw(
+    matcher: Matcher, seed: int, most: int = 400, seen: Callable[[set[int]], object] = len
+) -> list[int]:
+    """A completion from random logits at temperature 1.5, as an engine would run it."""
+    random = np.random.default_rng(seed)
+    tokens: list[int] = []
+    while not matcher.is_finished and len(tokens) < most:
+        ids = allowed(matcher)
+        seen(ids)
+        choices = sorted(ids)
+        logits = random.normal(0, 2, len(choices)) / 1.5 + random.gumbel(size=len(choices))
+        tokens.append(choices[int(np.argmax(logits))])
+        matcher.accept(tokens[-1])
+    return tokens
+
+
+def spell(matcher: Matcher, tokenizer: Tokenizer, text: str) -> None:
+    for id in tokenizer.encode(text, bos=False, special=False):
+        matcher.accept(id)
+
+
+# What comes out fits the grammar.
+
+
+def test_random_completions_fit_their_schemas() -> None:
+    tokenizer = real_tokenizer(SMOLLM2)
+
+    def complete(grammar: Grammar, seed: int) -> tuple[Sequence[int], bool]:
+        matcher = compiler_of(SMOLLM2).matcher(grammar)
+        return draw(matcher, seed), matcher.is_finished
+
+    n_stopped, problems = check_completions(complete, tokenizer, range(12))
+    assert not problems, "\n".join(problems)
+    assert n_stopped == 12
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "pattern"),
+    [
+        ("regex", r"[0-9]{3}-(äö|日本|😀){1,3}", r"[0-9]{3}-(äö|日本|😀){1,3}"),
+        ("regex", r"(yes|no)( maybe)?", r"(yes|no)( maybe)?"),
+        ("regex", r"[^a-z\n]{5}", r"[^a-z\n]{5}"),
+        ("lark", 'start: GREETING " " NAME "!"\nGREETING: "grüß dich" | "你好"\nNAME: /[A-Z]{1,8}/',
+         r"(grüß dich|你好) [A-Z]{1,8}!"),
+        ("lark", 'start: "a" start "b" | "c"', r"a*cb*"),
+    ],
+)  # fmt: skip
+def test_random_completions_fit_regex_and_lark(kind: str, text: str, pattern: str) -> None:
+    for seed in range(5):
+        matcher = smollm2(kind, text)
+        completion = real_tokenizer(SMOLLM2).decode(draw(matcher, seed))
+        if matcher.is_finished:
+            assert re.fullmatch(pattern, completion), completion
+
+
+@pytest.fixture(scope="session")
+def smollm2_json(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer_json")
+    for name, content in export_gguf_tokenizer(SMOLLM2).items():
+        (folder / name).write_bytes(content)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "tiktoken", "spm", "spm v3", "tokenizer.json"])
+def test_every_kind_of_tokenizer_spells_what_the_matcher_takes_it_for(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Streamed after a prompt with text, so that a leading space of SentencePiece is kept."""
+    paths = {"gguf": SMOLLM2, "tiktoken": LLAMA3, "spm": MISTRAL_V1, "spm v3": MISTRAL_V3}
+    if kind == "tokenizer.json":
+        tokenizer: Tokenizer = request.getfixturevalue("smollm2_json")
+        maker = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    else:
+        tokenizer, maker = real_tokenizer(paths[kind]), compiler_of(paths[kind])
+    forbidden = set(tokenizer.vocabulary.special_ids.values()) - tokenizer.eos_ids
+
+    def check(ids: set[int]) -> None:
+        assert not ids & forbidden
+        assert max(ids) < tokenizer.vocab_size
+
+    for grammar, pattern in (
+        (Grammar("json_schema", HOLDING_JSON), None),
+        (Grammar("regex", r" [a-z]{1,5} \x{e9}é日.{3,9}"), r" [a-z]{1,5} éé日.{3,9}"),
+    ):
+        for seed in range(4):
+            matcher = maker.matcher(grammar)
+            decoder = StreamDecoder(tokenizer, tokenizer.encode("Q:"))
+            tokens = draw(matcher, seed, seen=check)
+            text = "".join(map(decoder.push, tokens)) + decoder.flush()
+            assert matcher.is_finished
+            if pattern is None:
+                assert list(json.loads(text)) == ["text"]
+            else:
+                assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
+def test_forced_text_is_written_with_the_tokens_of_the_tokenizer(path: Path) -> None:
+    """Without the space that SentencePiece puts before a text, and with nothing lost."""
+    tokenizer = real_tokenizer(path)
+    table = TokenTable(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    for text in ('{"temperature":', "größe 日本", " two  spaces", "<s>", "\x02"):
+        ids = table.encode(text.encode())
+        assert b"".join(table.tokens[id] for id in ids) == text.encode()
+        assert len(ids) < len(text.encode()) or len(text) < 4
+
+
+def test_text_that_the_tokenizer_would_normalise_is_spelled_by_its_longest_tokens() -> None:
+    class Lossy:
+        vocabulary = real_tokenizer(SMOLLM2).vocabulary
+
+        def encode(self, text: str, **options: bool) -> list[int]:
+            return real_tokenizer(SMOLLM2).encode(text.casefold(), **options)
+
+    table = TokenTable(Lossy(), 49152, frozenset())  # type: ignore[arg-type]
+    assert b"".join(table.tokens[id] for id in table.encode(b"Hello World")) == b"Hello World"
+
+
+def test_text_that_the_tokenizer_cannot_encode_is_spelled_by_its_longest_tokens(
+    smollm2_json: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a mask, where the error went through llguidance as a panic."""
+
+    def refuse(*_: object, **__: object) -> list[int]:
+        raise CheckpointError("tokenizer.json: the tokenizer is stopped")
+
+    monkeypatch.setattr(smollm2_json, "encode", refuse)
+    maker = GrammarCompiler(smollm2_json, smollm2_json.vocab_size, smollm2_json.eos_ids)
+    assert smollm2_json.decode(draw(maker.matcher(Grammar("regex", "hello world")), 0)) == (
+        "hello world"
+    )
+
+
+def test_a_completion_that_begins_a_text_begins_with_no_token_that_would_lose_its_space() -> None:
+    tokenizer, maker = real_tokenizer(MISTRAL_V1), compiler_of(MISTRAL_V1)
+    grammar = Grammar("regex", r" ?[a-z]{3,9}")
+    openings = set(tokenizer.vocabulary.openings)
+    assert allowed(maker.matcher(grammar)) & openings
+    matcher = maker.matcher(grammar, begins_text=True)
+    assert not allowed(matcher.copy()) & openings
+    for seed in range(5):
+        begun = maker.matcher(grammar, begins_text=True)
+        first = allowed(begun)
+        tokens = draw(begun, seed)
+        assert tokens[0] in first
+        decoder = StreamDecoder(tokenizer)
+        written = b"".join(map(tokenizer.vocabulary.piece, tokens)).decode()
+        assert "".join(map(decoder.push, tokens)) == written
+
+
+# Where a text may end.
+
+
+def test_eos_is_allowed_exactly_where_the_text_may_end() -> None:
+    tokenizer = real_tokenizer(LLAMA3)
+    matcher = compiler_of(LLAMA3).matcher(Grammar("regex", "ab(cd)?"))
+    seen = []
+    for letter in "abcd":
+        seen.append((allowed(matcher) & tokenizer.eos_ids, matcher.is_finished))
+        spell(matcher, tokenizer, letter)
+    some = tokenizer.eos_ids
+    assert seen == [(set(), False), (set(), False), (some, False), (set(), False)]
+    assert matcher.is_finished
+    assert allowed(matcher) == some
+
+
+def test_any_eos_id_ends_the_text() -> None:
+    for eos in real_tokenizer(LLAMA3).eos_ids:
+        matcher = compiler_of(LLAMA3).matcher(Grammar("regex", "a*"))
+        matcher.accept(eos)
+        assert matcher.is_finished
+
+
+def test_an_eos_too_early_is_refused() -> None:
+    matcher = smollm2("regex", "ab")
+    with pytest.raises(MatchError, match="cannot follow its grammar"):
+        matcher.accept(min(real_tokenizer(SMOLLM2).eos_ids))
+    with pytest.raises(MatchError):
+        matcher.mask()
+
+
+def test_a_model_without_eos_ends_by_being_finished() -> None:
+    maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset())
+    matcher = maker.matcher(Grammar("regex", "abc"))
+    spell(matcher, real_tokenizer(SMOLLM2), "abc")
+    assert matcher.is_finished
+    assert not any(matcher.mask())
+
+
+def test_an_eos_that_the_tokenizer_takes_for_text_is_no_text() -> None:
+    tokenizer = real_tokenizer(SMOLLM2)
+    (comma,) = tokenizer.encode(",", bos=False)
+    matcher = GrammarCompiler(tokenizer, 49152, frozenset([comma])).matcher(Grammar("regex", ",+a"))
+    assert comma not in allowed(matcher)
+
+
+# Copies and the cache.
+
+
+def test_copies_go_their_own_ways() -> None:
+    tokenizer = real_tokenizer(SMOLLM2)
+    matcher = smollm2("regex", "a(b|c)d")
+    spell(matcher, tokenizer, "a")
+    copy = matcher.copy()
+    spell(copy, tokenizer, "bd")
+    assert copy.is_finished
+    assert not matcher.is_finished
+    spell(matcher, tokenizer, "cd")
+
+
+def test_a_matcher_leaves_the_cached_grammar_at_its_start() -> None:
+    first, tokenizer = smollm2("regex", "xyz"), real_tokenizer(SMOLLM2)
+    before = first.mask()
+    spell(first, tokenizer, "xyz")
+    assert smollm2("regex", "xyz").mask() == before
+
+
+def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(compiler, "_try", lambda grammar: tried.append(grammar.text) or "")
+    monkeypatch.setattr(compiler, "MAX_CACHED_GRAMMARS", 3)
+    monkeypatch.setattr(compiler, "MAX_CACHED_CHARS", 100)
+    maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset([2]))
+    for text in ("a", "b", "c", "a", "d", "a", "b"):
+        maker.matcher(Grammar("regex", text))
+    assert tried == ["a", "b", "c", "d", "b"]
+    for letter in "efe":
+        maker.matcher(Grammar("regex", letter * 99))
+    assert tried[5:] == ["e" * 99, "f" * 99, "e" * 99]
+
+
+# Grammars that cannot be used.
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("regex", "(?=a)b", "look-around"),
+        ("regex", r"(a)\1", "backreferences are not supported"),
+        ("regex", "a{2", "invalid regex"),
+        ("lark", "start: b", "unknown name"),
+        ("lark", "start: start", "matches no text"),
+        ("lark", 'start: "a" <|im_end|>', "unknown special token"),
+        ("json_schema", "{", "EOF"),
+        ("json_schema", '{"type": "strin"}', "Invalid type: strin"),
+        ("json_schema", '{"type": "array", "uniqueItems": true}', 'Unimplemented keys: ."unique'),
+        ("json_schema", '{"x-guidance": {"lenient": true}, "not": {}}', "Unimplemented keys"),
+        ("json_schema", '{"oneOf": [{"type": "object"}, {"type": "object"}]}', "use anyOf"),
+        ("json_schema", '{"$ref": "#"}', "matches no text"),
+        ("json_schema", '{"$ref": "https://example.org/a"}', "Default retriever does not fetch"),
+        ("json_schema", '{"$ref": "file:///etc/passwd"}', "Default retriever does not fetch"),
+        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "greater than maximum"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_used_is_refused_with_the_reason(kind: str, text: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=f"(?s)cannot be used: .*{reason}"):
+        smollm2(kind, text)
+
+
+def test_whitespace_cannot_go_on_for_ever_whatever_the_schema_says() -> None:
+    text = '{"x-guidance": {"whitespace_flexible": true}, "type": "array", "items": {"const": 1}}'
+    matcher = smollm2("json_schema", text)
+    for character in "[1,1":
+        pieces = [real_tokenizer(SMOLLM2).vocabulary.piece(id) for id in allowed(matcher)]
+        assert not any(piece.strip(b" \t\r\n") != piece for piece in pieces)
+        spell(matcher, real_tokenizer(SMOLLM2), character)
+
+
+def test_a_token_named_by_its_id_is_never_drawn() -> None:
+    """Lark grammars of llguidance can name ids; the special ones among them are not for text."""
+    matcher = smollm2("lark", 'start: "a" <[1]>')
+    spell(matcher, real_tokenizer(SMOLLM2), "a")
+    with pytest.raises(MatchError, match="no token of the vocabulary"):
+        matcher.mask()
+
+
+HOSTILE = {
+    "nested repeats": ("regex", "((((a{1,99}){1,99}){1,99}){1,99}){1,99}"),
+    "repeats of repeats": ("regex", "(.{0,100000}){0,100000}"),
+    "64 KiB of repeats": ("regex", "(" + "(a|b){1,500}c{0,999}" * 2900 + ")"),
+    "many parentheses": ("regex", "(" * 32_000 + "a" + ")" * 32_000),
+    "memory of the past": ("regex", ".*a.{4000}b"),
+    "deep groups": ("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "ambiguous": ("lark", 's: s s | s s s | "a" | \nstart: s'),
+    "deep schema": ("json_schema", '{"items":' * 7000 + "{}" + "}" * 7000),
+    "recursive": ("json_schema", '{"anyOf":[{"$ref":"#"},{"type":"array","items":{"$ref":"#"}}]}'),
+    "doubling": ("json_schema", json.dumps({
+        "$defs": {**{f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)},
+                  "d60": {"type": "string"}}, "$ref": "#/$defs/d0"})),
+    "huge enum": ("json_schema", json.dumps({"enum": [f"v{n}" for n in range(6500)]})),
+    "huge array": ("json_schema", json.dumps({"type": "array", "minItems": 10**9, "items": {}})),
+    "huge divisor": ("json_schema", '{"type":"integer","multipleOf":999999937}'),
+    "patternProperties": ("json_schema", json.dumps(
+        {"type": "object", "patternProperties": {f"^{n}(a|b)*$": {} for n in range(2500)}})),
+    "all of 30 patterns": ("json_schema", json.dumps(
+        {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(10, 40)]})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_or_costs_little(name: str) -> None:
+    """CPU time of this process, which a grammar that hangs would hang; the trial bounds its own."""
+    kind, text = HOSTILE[name]
+    started = time.process_time()
+    with suppress(UsageError, MatchError):
+        draw(smollm2(kind, text), seed=0, most=30)
+    assert time.process_time() - started < 2 * trial.CPU_LIMIT_S
+
+
+def test_a_grammar_that_takes_too_long_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="takes more than 1 s; simplify it"):
+        smollm2(*HOSTILE["patternProperties"])
+
+
+@pytest.mark.parametrize(
+    ("body", "limit_s", "reason"),
+    [
+        ("import os; os.abort()", 30, "256 MiB of memory"),
+        ("import time; time.sleep(60)", 0.5, "did not compile within 0.5 s"),
+    ],
+)
+def test_a_trial_that_dies_or_hangs_refuses_the_grammar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit_s: float, reason: str
+) -> None:
+    (tmp_path / "trial.py").write_text(body)
+    monkeypatch.setattr(trial, "__file__", str(tmp_path / "trial.py"))
+    monkeypatch.setattr(compiler, "TRIAL_LIMIT_S", limit_s)
+    with pytest.raises(UsageError, match=reason):
+        smollm2("regex", f"never seen {reason}")
+
+
+@pytest.mark.xfail(strict=True, reason="llguidance takes the whole exclusive bound for allowed")
+def test_an_exclusive_bound_is_never_drawn() -> None:
+    schema = '{"type": "number", "exclusiveMinimum": 7, "exclusiveMaximum": 7.5}'
+    matcher = smollm2("json_schema", schema)
+    spell(matcher, real_tokenizer(SMOLLM2), "7")
+    assert not allowed(matcher) & real_tokenizer(SMOLLM2).eos_ids

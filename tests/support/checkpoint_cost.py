@@ -1,0 +1,114 @@
+"""What loading one rank's share costs: bytes read, and memory beside the share.
+
+A rank is measured in a process of its own. As a script it measures a HF folder of a 1B shape:
+
+    python tests/support/checkpoint_cost.py NEW_FOLDER
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from checkpoint_samples import hf_name
+from safetensors.torch import save_file
+
+from parallel_llama.checkpoint import load, open_checkpoint, reading
+from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import DenseFormat
+from parallel_llama.families import parameters
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.plan import make_plan, weight_bytes
+
+ONE_B = ModelArgs(
+    dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=8192, vocab_size=128256
+)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes read through system calls, most memory held beyond that at the start, and seconds."""
+
+    share_bytes: int
+    read_bytes: int
+    peak_bytes: int
+    elapsed_s: float
+
+
+def write_random_folder(folder: Path, args: ModelArgs, dtype: torch.dtype) -> int:
+    """A HF folder of one file with random weights; returns its size."""
+    tensors = {
+        hf_name(param.name): torch.empty(param.shape, dtype=dtype).uniform_(-1, 1)
+        for param in parameters(args)
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return (folder / "model.safetensors").stat().st_size
+
+
+def cost_of_rank(
+    folder: Path, args: ModelArgs, tp_size: int, rank: int, piece_values: int | None = None
+) -> Cost:
+    """Load a rank's share in bfloat16 in a new process."""
+    task = json.dumps([str(folder), asdict(args), tp_size, rank, piece_values])
+    done = subprocess.run(
+        [sys.executable, __file__, "--task", task],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return Cost(**json.loads(done.stdout))
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+
+def _read_so_far() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def _measure(folder: str, args: ModelArgs, tp_size: int, rank: int) -> Cost:
+    path = Path(folder)
+    files = ModelFiles("hf", path, path, (path / "model.safetensors",), None)
+    share = make_plan(args, tp_size).shares[rank]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    held, read, start = _status("VmRSS"), _read_so_far(), time.monotonic()
+    checkpoint = open_checkpoint(files, args)
+    tensors = list(load(checkpoint, args, share, torch.bfloat16, torch.device("cpu")))
+    elapsed_s = time.monotonic() - start
+    read, peak = _read_so_far() - read, _status("VmHWM") - held
+    assert len(tensors) == len(list(parameters(args)))
+    return Cost(weight_bytes(args, share, DenseFormat("bfloat16")), read, peak, elapsed_s)
+
+
+def main() -> None:
+    if sys.argv[1] == "--task":
+        folder, args, tp_size, rank, piece_values = json.loads(sys.argv[2])
+        if piece_values is not None:
+            reading.PIECE_VALUES = piece_values
+        print(json.dumps(asdict(_measure(folder, ModelArgs(**args), tp_size, rank))))
+        return
+    folder = Path(sys.argv[1])
+    folder.mkdir()
+    n_bytes = write_random_folder(folder, ONE_B, torch.bfloat16)
+    print(f"one file of {n_bytes / 1e6:.0f} MB")
+    for tp_size in (2, 3, 8):
+        costs = [cost_of_rank(folder, ONE_B, tp_size, rank) for rank in range(tp_size)]
+        beside = max(cost.peak_bytes - cost.share_bytes for cost in costs)
+        print(
+            f"tp_size {tp_size}: read {sum(c.read_bytes for c in costs) / n_bytes:.4f} x the file; "
+            f"share {max(c.share_bytes for c in costs) / 1e6:.0f} MB, "
+            f"beside it at most {beside / 1e6:.0f} MB; {max(c.elapsed_s for c in costs):.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""fairscale's groups in a process that is its own only rank; real ranks have theirs already."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+from fairscale.nn.model_parallel import initialize as fairscale_groups
+from torch.distributed import HashStore
+
+
+@contextmanager
+def fairscale_alone() -> Iterator[None]:
+    """Groups of one rank for the time of a block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        fairscale_groups.initialize_model_parallel(1)
+        try:
+            yield
+        finally:
+            fairscale_groups.destroy_model_parallel()
+            dist.destroy_process_group()

@@ -1,0 +1,36 @@
+"""Meta's own Transformer, in float64, at the model-parallel size of its checkpoint.
+
+Apart from the transformers oracle so that ranks which are processes need not import that.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from float64_mode import float64_throughout
+from llama_models.llama3.args import ModelArgs
+from llama_models.llama3.model import Transformer
+from torch import Tensor
+
+from parallel_llama.parallel.collectives import Communicator
+
+
+def meta_logits(comm: Communicator, folder: Path, tokens: Sequence[int]) -> Tensor:
+    """Logits of Meta's own Transformer on a Meta folder, this rank loading its own file.
+
+    No patch for the CPU is needed: fairscale's layers reduce over whatever group is there.
+
+    Shapes: [T, vocab_size] float64, replicated.
+    Collective: fairscale's model-parallel group, of as many ranks as the folder has files.
+    """
+    params = json.loads((folder / "params.json").read_text())
+    args = ModelArgs(**params, max_batch_size=1, max_seq_len=len(tokens))
+    weights = torch.load(
+        folder / f"consolidated.{comm.rank:02d}.pth", weights_only=True, map_location="cpu"
+    )
+    with float64_throughout():
+        model = Transformer(args)
+        model.load_state_dict(weights)
+        logits: Tensor = model(torch.tensor([list(tokens)]), 0)[0]
+    return logits.clone()

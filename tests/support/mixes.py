@@ -1,0 +1,213 @@
+"""Random mixes of requests for the engine, and what each request gets when nobody else is there.
+
+The oracle knows neither scheduler nor blocks: it runs the whole sequence anew for every token.
+"""
+
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from parallel_llama.checkpoint import random_checkpoint
+from parallel_llama.config import ModelArgs
+from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.kv_capacity import Capacity
+from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.plan import make_plan
+from parallel_llama.request import FinishReason, Request, SamplingParams
+from parallel_llama.sampling import Draw, History, sample
+
+ARGS = ModelArgs(
+    dim=36,
+    n_layers=2,
+    n_heads=9,
+    n_kv_heads=3,
+    head_dim=4,
+    ffn_dim=50,
+    vocab_size=101,
+    dtype="float64",
+)
+MAX_PROMPT, MAX_NEW = 40, 12
+NEVER = 1 << 30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one choice got."""
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A request, the step at which it comes and the step at which it is cancelled."""
+
+    request: Request
+    comes: int
+    cancelled: int
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Requests that meet in one engine of a certain make."""
+
+    n_blocks: int
+    block_size: int
+    step_tokens: int
+    max_drafts: int
+    guests: tuple[Guest, ...]
+
+
+def make_runner(comm: Communicator, dtype: torch.dtype = torch.float64) -> ModelRunner:
+    return ModelRunner.load(
+        ARGS,
+        random_checkpoint(ARGS, seed=1),
+        make_plan(ARGS, comm.size),
+        comm,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+
+
+def make_engine(
+    runner: ModelRunner,
+    n_blocks: int = 64,
+    block_size: int = 16,
+    step_tokens: int = 512,
+    max_drafts: int = 0,
+) -> Engine:
+    capacity = Capacity(n_blocks, block_size, 0)
+    return Engine(runner, capacity, step_tokens=step_tokens, max_drafts=max_drafts)
+
+
+def random_mix(seed: int) -> Mix:
+    """One to eight requests, some with a common beginning, in a pool that is often too small."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 3, 4, 8, 16])
+    guests = tuple(
+        Guest(
+            _random_request(rng, index),
+            comes=rng.choice([0, 0, rng.randrange(12)]),
+            cancelled=rng.choice([NEVER, NEVER, NEVER, rng.randrange(1, 30)]),
+        )
+        for index in range(rng.randint(1, 8))
+    )
+    largest = max(len(guest.request.prompt) + guest.request.params.max_tokens for guest in guests)
+    least = -(-largest // block_size)
+    return Mix(
+        n_blocks=rng.choice([least, least + 1, least + rng.randrange(1 + least), 4 * least]),
+        block_size=block_size,
+        step_tokens=rng.choice([1, 2, 5, 16, 64, 512]),
+        max_drafts=rng.choice([0, 1, 8]),
+        guests=guests,
+    )
+
+
+# Few prompts, settings and seeds, so that the oracle's answers serve many mixes.
+_rng = random.Random(0)
+_BEGINNINGS = [[_rng.randrange(ARGS.vocab_size) for _ in range(24)] for _ in range(3)]
+_PROMPTS = [
+    tuple(
+        _rng.choice(_BEGINNINGS)[: _rng.randint(0, 24)]
+        + [_rng.randrange(ARGS.vocab_size) for _ in range(_rng.randint(1, MAX_PROMPT - 24))]
+    )
+    for _ in range(12)
+]
+_PROMPTS += [(7, 8, 9) * 12, tuple(_BEGINNINGS[0]), tuple(_BEGINNINGS[0][:16])]
+_PARAMS = [
+    SamplingParams(max_tokens=MAX_NEW),
+    SamplingParams(max_tokens=1),
+    SamplingParams(max_tokens=MAX_NEW, temperature=1.5),
+    SamplingParams(max_tokens=9, temperature=1.0, top_k=5, top_p=0.9),
+    SamplingParams(max_tokens=7, temperature=2.0, min_p=0.02, n=3),
+    SamplingParams(max_tokens=MAX_NEW, repetition_penalty=1.3, min_tokens=4),
+    SamplingParams(max_tokens=10, temperature=0.7, presence_penalty=0.8, frequency_penalty=0.5),
+    SamplingParams(max_tokens=6, logit_bias=((3, 4.0), (5, -50.0)), n=2, temperature=1.0),
+    SamplingParams(max_tokens=5, prompt_logprobs=2, logprobs=1),
+]
+
+
+def _random_request(rng: random.Random, index: int) -> Request:
+    stop_ids = rng.choice([frozenset[int](), frozenset(range(0, 30, 2))])
+    return Request(index, rng.choice(_PROMPTS), rng.choice(_PARAMS), rng.randrange(2), stop_ids)
+
+
+@cache
+def alone(
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    seed: int,
+    stop_ids: frozenset[int],
+    choice: int,
+) -> Outcome:
+    """What a choice gets by itself, every token from a forward pass over all before it."""
+    runner = _oracle()
+    history = History(prompt)
+    tokens = list(prompt)
+    while True:
+        hidden = runner.forward([Chunk(tuple(tokens), 0, range(len(tokens)), len(tokens))])
+        early = len(tokens) - len(prompt) < params.min_tokens
+        banned = stop_ids if early else frozenset[int]()
+        draw = Draw(params, seed, choice, len(tokens), history=history, banned=banned)
+        (drawn,) = sample(runner.logits(hidden[-1:]), range(ARGS.vocab_size), [draw], runner.comm)
+        tokens.append(drawn.token)
+        history.append(drawn.token)
+        new = tuple(tokens[len(prompt) :])
+        if drawn.token in stop_ids:
+            return Outcome(new, "stop")
+        if len(new) == params.max_tokens:
+            return Outcome(new, "length")
+
+
+@cache
+def _oracle() -> ModelRunner:
+    runner = make_runner(Solo())
+    runner.reserve(MAX_PROMPT + MAX_NEW, 1)
+    return runner
+
+
+def run_mix(engine: Engine, mix: Mix) -> dict[tuple[int, int], Outcome]:
+    """Every choice's outcome by request and choice; every rank calls it."""
+    leads = engine.comm.rank == 0
+    tickets: dict[int, int] = {}
+    outcomes = {}
+    step = 0
+    # Other ranks cannot see what is to come: all go on to the same step.
+    last = max(guest.comes for guest in mix.guests)
+    while step <= last or not engine.idle:
+        if leads:
+            for guest in mix.guests:
+                if guest.comes == step:
+                    tickets[guest.request.index] = engine.submit(guest.request)
+                if guest.cancelled == step and guest.request.index in tickets:
+                    engine.cancel(tickets[guest.request.index])
+        for progress in engine.step():
+            if progress.completion is not None:
+                outcomes[progress.index, progress.choice] = Outcome(
+                    progress.completion.tokens, progress.completion.finish_reason
+                )
+        step += 1
+        assert step < 3000, "a request starves"
+    assert engine.pool.n_used == 0
+    return outcomes
+
+
+def differences(mix: Mix, outcomes: dict[tuple[int, int], Outcome]) -> list[str]:
+    """Where a mix gave a request anything else than it gets alone."""
+    found = []
+    for guest in mix.guests:
+        request = guest.request
+        for choice in range(request.params.n):
+            expected = alone(request.prompt, request.params, request.seed, request.stop_ids, choice)
+            got = outcomes.get((request.index, choice))
+            if got is None:
+                found.append(f"request {request.index}, choice {choice}: nothing")
+            elif got.finish_reason == "cancelled":
+                if got.tokens != expected.tokens[: len(got.tokens)]:
+                    found.append(f"request {request.index}, choice {choice}: {got} of {expected}")
+            elif got != expected:
+                found.append(f"request {request.index}, choice {choice}: {got}, not {expected}")
+    return found

@@ -1,0 +1,131 @@
+"""What every rank does in the parity tests; light to import, for ranks that are processes."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.config import load_model_args
+from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.files.model_files import find_model
+from parallel_llama.ops import TorchOps
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.plan import make_plan
+from parallel_llama.sampling import gather_logits
+
+BLOCK_SIZE = 4
+
+# What the models of the tests run on; None for the fastest operators of this machine.
+operators: TorchOps | None = None
+
+
+def use_torch_operators(_: object = None) -> None:
+    """From here on, in this process."""
+    global operators
+    operators = TorchOps()
+
+
+def load_runner(comm: Communicator, folder: Path, n_slots: int) -> ModelRunner:
+    """This rank's share of a tiny model in float64, and one block of cache."""
+    files = find_model(str(folder))
+    args = load_model_args(files)
+    runner = ModelRunner.load(
+        args,
+        open_checkpoint(files, args),
+        make_plan(args, comm.size),
+        comm,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        ops=operators,
+    )
+    runner.reserve(1, n_slots)
+    return runner
+
+
+def full_logits(runner: ModelRunner, hidden: Tensor) -> Tensor:
+    """Scores of the whole vocabulary. Shapes: [n, dim] replicated -> [n, vocab_size]."""
+    vocabs = [share.vocab for share in runner.plan.shares]
+    return gather_logits(runner.logits(hidden), vocabs, runner.comm)
+
+
+def logits_in_pieces(
+    runner: ModelRunner, tokens: Sequence[int], cuts: Sequence[int] = ()
+) -> Tensor:
+    """Logits of all positions of one sequence, its tokens fed in pieces that end at the cuts."""
+    hidden = [
+        runner.forward([Chunk(tokens[start:stop], start, [0], len(tokens))])
+        for start, stop in pairwise([0, *cuts, len(tokens)])
+    ]
+    return full_logits(runner, torch.cat(hidden))
+
+
+def logits_of_models(
+    comm: Communicator, models: Sequence[tuple[Path, Sequence[int]]]
+) -> list[Tensor]:
+    """Logits of one sequence, all at once, for each of several models."""
+    return [
+        logits_in_pieces(load_runner(comm, folder, len(tokens)), tokens)
+        for folder, tokens in models
+    ]
+
+
+def logits_by_cuts(
+    comm: Communicator, folder: Path, tokens: Sequence[int], all_cuts: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """The same sequence once for each way of cutting it into pieces."""
+    runner = load_runner(comm, folder, len(tokens))
+    return [logits_in_pieces(runner, tokens, cuts) for cuts in all_cuts]
+
+
+def logits_alone_and_together(
+    comm: Communicator, folder: Path, prompts: Sequence[Sequence[int]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Each sequence by itself, and all of them in shared forwards at different points.
+
+    Sequence i joins at forward i with the first half of its tokens, goes on with up to 3 and then
+    with one per forward, so that most forwards mix prefills with others' decode steps. The
+    blocks of half of the sequences lie in order, those of the others are scattered.
+    """
+    runner = load_runner(comm, folder, max(map(len, prompts)))
+    alone = [logits_in_pieces(runner, prompt) for prompt in prompts]
+    tables = _block_tables([-(-len(prompt) // BLOCK_SIZE) for prompt in prompts])
+    runner.reserve(sum(map(len, tables)), BLOCK_SIZE)
+    together: list[list[Tensor]] = [[] for _ in prompts]
+    waiting = [_batched(prompt) for prompt in prompts]
+    n_forwards = 0
+    while any(waiting):
+        present = [i for i in range(min(n_forwards + 1, len(prompts))) if waiting[i]]
+        turn = n_forwards % len(present)
+        present = present[turn:] + present[:turn]  # neighbours and rows change with each forward
+        pieces = []
+        for i in present:
+            start, tokens = waiting[i].pop(0)
+            pieces.append(Chunk(tokens, start, tables[i], len(prompts[i])))
+        hidden = runner.forward(pieces)
+        rows = hidden.split_with_sizes([len(piece.tokens) for piece in pieces])
+        for i, part in zip(present, rows, strict=True):
+            together[i].append(part)
+        n_forwards += 1
+    return alone, [full_logits(runner, torch.cat(parts)) for parts in together]
+
+
+def _block_tables(sizes: Sequence[int]) -> list[list[int]]:
+    """Every second table takes consecutive blocks, the others every second of what is left."""
+    blocks = list(range(sum(sizes)))
+    tables: list[list[int]] = []
+    for number, n in enumerate(sizes):
+        step = 1 if number % 2 == 0 or 2 * n > len(blocks) else 2
+        tables.append(blocks[: step * n : step])
+        blocks = [block for block in blocks if block not in tables[-1]]
+    return tables
+
+
+def _batched(prompt: Sequence[int]) -> list[tuple[int, Sequence[int]]]:
+    """(start, tokens): half of the prompt, up to 3 more, then one by one."""
+    half = max(1, len(prompt) // 2)
+    more = min(half + 3, len(prompt))
+    cuts = sorted({0, half, *range(more, len(prompt) + 1)})
+    return [(start, prompt[start:stop]) for start, stop in pairwise(cuts)]

@@ -1,0 +1,206 @@
+"""A pool of real ranks for tests: processes that stay alive and call functions together.
+
+A function under test lives in a test module, takes the rank's Communicator first, and is called on
+every rank; its results come back in rank order.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import FileStore
+
+from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.groups import form_group
+
+SILENCE_S = 60.0  # a rank that says nothing for this long fails the test
+_GRACE_S = 5.0  # for the others, once one rank has raised
+_MAX_POOLS = 4
+# A server imports these once, and every rank is a fork of it. It calls nothing of theirs, so that
+# none of its threads holds a lock while it forks.
+_SLOW_TO_IMPORT = ["torch", "transformers.models.llama.modeling_llama"]
+
+
+class RankFailed(Exception):
+    """A function raised on some ranks, or a rank died or fell silent; has every traceback."""
+
+
+@dataclass(frozen=True)
+class _Raised:
+    text: str
+
+
+class Ranks:
+    """`tp_size` processes in one group. Use it through the `ranks` fixture."""
+
+    def __init__(
+        self,
+        tp_size: int,
+        shared_memory: bool,
+        timeout_s: float = SILENCE_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        self.silence_s = silence_s
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_SLOW_TO_IMPORT)
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        store = str(Path(self.folder.name) / "store")
+        self.connections: list[Connection] = []
+        self.processes = []
+        for rank in range(tp_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, tp_size, store, shared_memory, timeout_s),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+        self.alive = True
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call function(comm, *args) on every rank. Returns: one result per rank.
+
+        Raises: RankFailed; unless every rank raised and all can still talk, the pool ends and the
+        next test gets a new one.
+        """
+        results = self.outcomes(function, *args)
+        raised = {r: out.text for r, out in enumerate(results) if isinstance(out, _Raised)}
+        if raised:
+            if len(raised) < len(results) or not self._can_talk():
+                self.end()
+            raise RankFailed("\n".join(f"[rank {r}]\n{text}" for r, text in raised.items()))
+        return results
+
+    def _can_talk(self) -> bool:
+        return self.alive and not any(isinstance(out, _Raised) for out in self.outcomes(_meet))
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Like `run`, with a `_Raised` in the place of what a rank could not give."""
+        # Pickled here: a Connection would move tensors through files in /dev/shm.
+        message = pickle.dumps((function, args))
+        for connection in self.connections:
+            connection.send_bytes(message)
+        results: list[Any] = [None] * len(self.connections)
+        waiting = {connection: rank for rank, connection in enumerate(self.connections)}
+        deadline = time.monotonic() + self.silence_s
+        while waiting:
+            found = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            ready = [connection for connection in waiting if connection in found]
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    results[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    results[rank] = _Raised("the process has died")
+                    self.alive = False
+                if isinstance(results[rank], _Raised):
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if not ready:
+                for rank in waiting.values():
+                    results[rank] = _Raised("still silent when the wait for it ended")
+                self.end()
+                break
+        return results
+
+    def end(self) -> None:
+        self.alive = False
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for connection in self.connections:
+            connection.close()
+        self.folder.cleanup()
+
+
+class InProcess:
+    """One rank, here."""
+
+    alive = True
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        try:
+            return [function(Solo(), *args)]
+        except Exception as error:
+            raise RankFailed(f"[rank 0]\n{traceback.format_exc()}") from error
+
+    def end(self) -> None:
+        pass
+
+
+class Pools:
+    """The pools of a test run, started when they are first asked for; the last few stay alive."""
+
+    def __init__(self, begin: Callable[..., None] | None = None) -> None:
+        """`begin` is called first on every rank of a new pool."""
+        self.begin = begin
+        self.pools: dict[tuple[int, bool], Ranks | InProcess] = {}
+
+    def __call__(self, tp_size: int, shared_memory: bool = True) -> Ranks | InProcess:
+        key = (tp_size, shared_memory or tp_size == 1)
+        pool = self.pools.pop(key, None)
+        if pool is None or not pool.alive:
+            if pool is not None:
+                pool.end()
+            while len(self.pools) >= _MAX_POOLS:
+                self.pools.pop(next(iter(self.pools))).end()
+            pool = InProcess() if tp_size == 1 else Ranks(tp_size, shared_memory)
+            if self.begin is not None:
+                pool.run(self.begin)
+        self.pools[key] = pool  # last, as the most recently used
+        return pool
+
+    def end(self) -> None:
+        for pool in self.pools.values():
+            pool.end()
+
+
+def _meet(comm: Communicator) -> None:
+    comm.barrier()
+
+
+def _serve(
+    connection: Connection,
+    rank: int,
+    size: int,
+    store: str,
+    shared_memory: bool,
+    timeout_s: float,
+) -> None:
+    """A rank's life: call what comes, until the connection or the process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which ends the pool
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    comm: Communicator = form_group(
+        rank,
+        size,
+        FileStore(store, size),
+        timeouts=Timeouts.of(timeout_s),
+        shared_memory=shared_memory,
+    )
+    while True:
+        try:
+            function, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        except Exception:
+            connection.send_bytes(pickle.dumps(_Raised(traceback.format_exc())))
+            continue
+        try:
+            answer = pickle.dumps(function(comm, *args))
+        except BaseException:
+            answer = pickle.dumps(_Raised(traceback.format_exc()))
+        connection.send_bytes(answer)

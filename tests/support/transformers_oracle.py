@@ -1,0 +1,74 @@
+"""What the package's logits are compared with: transformers, in float64.
+
+It casts to float32 here and there (norms, rotary tables, softmax), which hides errors below 1e-6;
+`float64_throughout` takes these casts out. Nothing is shared with the package.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from float64_mode import float64_throughout
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+
+def load_transformers(folder: Path) -> PreTrainedModel:
+    """transformers' model of a HF folder with eager attention, in float64 weights.
+
+    Built inside `float64_throughout` its rotary buffers are float64 too.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+    weights = load_file(folder / "model.safetensors")
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights)
+    return model
+
+
+@torch.no_grad()
+def reference_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
+    """transformers' logits of all positions, computed in float64 throughout.
+
+    Shapes: [T, vocab_size] float64.
+    """
+    with float64_throughout():
+        return _all_at_once(load_transformers(folder), tokens)
+
+
+@torch.no_grad()
+def reference_logits_token_by_token(folder: Path, tokens: Sequence[int]) -> Tensor:
+    """Like `reference_logits`, with transformers' own KV cache and one token per forward."""
+    with float64_throughout():
+        model = load_transformers(folder)
+        cache = DynamicCache(config=model.config)
+        steps = [model(torch.tensor([[t]]), past_key_values=cache, use_cache=True) for t in tokens]
+        return torch.cat([step.logits[0] for step in steps])
+
+
+@torch.no_grad()
+def unpatched_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
+    """transformers' logits as it computes them: float64 weights, its float32 casts left in."""
+    return _all_at_once(load_transformers(folder), tokens)
+
+
+def _all_at_once(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    logits: Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    assert logits.dtype == torch.float64
+    return logits
+
+
+@torch.no_grad()
+def loaded_logits(folder: Path, tokens: Sequence[int], **options: Any) -> Tensor:
+    """The logits of whatever transformers itself makes of a folder, in float64 throughout.
+
+    `options` are for its from_pretrained. Shapes: [T, vocab_size] float64.
+    """
+    with float64_throughout():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", **options
+        )
+        return _all_at_once(model, tokens)

@@ -1,0 +1,199 @@
+"""The process that untrusted templates and tokenizers run in: its limits, its end, its next start.
+
+The job is that of templates, which are an easy way to have it do anything.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from parallel_llama.errors import CheckpointError
+from parallel_llama.tokenizer import bounded_process, template_job, worker
+from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def process() -> Iterator[BoundedProcess]:
+    process = BoundedProcess("template_job", 128 << 20)
+    yield process
+    process.close()
+
+
+def request(template: str, cpu_s: float = 0.3, cpu_s_per_byte: float = 0.0) -> Request:
+    return Request(cpu_s, cpu_s_per_byte, {"template": template, "context": {}})
+
+
+def worker_of(process: BoundedProcess) -> psutil.Process:
+    assert process._child is not None
+    return psutil.Process(process._child._process.pid)
+
+
+def test_an_answer_takes_the_cpu_time_that_its_request_may_take(process: BoundedProcess) -> None:
+    assert process.ask(request("ready")) == {"text": "ready"}
+    with pytest.raises(Stopped, match=r"more than 0\.3 s of CPU time"):
+        process.ask(request(ENDLESS))
+    assert process.ask(request("next")) == {"text": "next"}
+
+
+def test_a_longer_request_may_take_more_time(process: BoundedProcess) -> None:
+    """A second for each kB: what is stopped when short ends when long."""
+    slow = "{% for a in range(60) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(Stopped, match="CPU time"):
+        process.ask(request(slow, 0.05))
+    assert process.ask(request(slow + "x" * 30_000, 0.05, 0.001)) == {"text": "x" * 30_000}
+
+
+def test_time_of_earlier_requests_is_not_counted(process: BoundedProcess) -> None:
+    slow = "{% for a in range(4) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    process.ask(request("ready"))
+    pid = worker_of(process).pid
+    while worker_of(process).cpu_times().user < 0.5:
+        process.ask(request(slow))
+    assert worker_of(process).pid == pid
+
+
+def test_a_process_that_waits_for_a_busy_machine_is_not_stopped(process: BoundedProcess) -> None:
+    """The clock ran on while other programs had the cores, and a second of waiting was too much."""
+    process.ask(request("ready"))
+    child = worker_of(process)
+    child.suspend()
+    timer = threading.Timer(1.0, child.resume)
+    timer.start()
+    assert process.ask(request("late", cpu_s=0.3)) == {"text": "late"}
+    timer.join()
+
+
+def test_a_process_that_is_stopped_is_given_up_by_the_clock(
+    process: BoundedProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_process, "WALL_BASE_S", 0.2)
+    monkeypatch.setattr(bounded_process, "WALL_PER_CPU_S", 1.0)
+    process.ask(request("ready"))
+    worker_of(process).suspend()
+    with pytest.raises(Stopped, match=r"does not end within 0\.5 s"):
+        process.ask(request("x"))
+    assert process.ask(request("next")) == {"text": "next"}
+
+
+def test_a_killed_process_is_started_again(process: BoundedProcess) -> None:
+    process.ask(request("ready"))
+    killed = worker_of(process)
+    killed.kill()
+    killed.wait(5)
+    assert process.ask(request("next")) == {"text": "next"}
+    assert worker_of(process).pid != killed.pid
+
+
+def test_an_interrupted_question_leaves_no_answer_for_the_next(process: BoundedProcess) -> None:
+    """The answer to what Ctrl-C had interrupted was read as the answer to what came next."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    process.ask(request("ready"))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            process.ask(request(ENDLESS, cpu_s=20))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert process.ask(request("second")) == {"text": "second"}
+
+
+def test_a_reply_is_bounded(process: BoundedProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_process, "MAX_REPLY_BYTES", 1000)
+    assert process.ask(request("{{ 'a' * 1000 }}")) == {"text": "a" * 1000}
+    with pytest.raises(Stopped, match="its result is too long"):
+        process.ask(request("{{ 'a' * 900000 }}"))
+
+
+def test_what_is_asked_first_is_asked_of_every_new_process() -> None:
+    process = BoundedProcess("tokenizers_job", 128 << 20)
+    ids = {"a": 0, "b": 1}
+    model = {"type": "BPE", "vocab": ids, "merges": []}
+    file = json.dumps({"version": "1.0", "model": model, "added_tokens": []}).encode()
+    assert process.open(Request(1.0, 0.0, data=file))["ids"] == ids
+    for _ in range(2):
+        encode = Request(1.0, 0.0, {"special": True}, b"ba")
+        assert process.ask(encode) == {"ids": [1, 0]}
+        process.close()
+
+
+def test_close_leaves_no_process_behind(process: BoundedProcess) -> None:
+    process.ask(request("ready"))
+    pid = worker_of(process).pid
+    process.close()
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/bin/nothing"])
+def test_a_process_that_cannot_start_is_named(
+    monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(CheckpointError, match=rf"did not start: {program} .*worker\.py"):
+        BoundedProcess("template_job", 128 << 20).ask(request("x"))
+
+
+def test_a_process_opens_no_socket_and_no_file_for_writing(process: BoundedProcess) -> None:
+    process.ask(request("ready"))
+    child = worker_of(process)
+    assert child.net_connections() == []
+    assert child.open_files() == []
+    limits = Path(f"/proc/{child.pid}/limits").read_text().splitlines()
+    assert any(line.startswith("Max file size") and line.split()[3] == "0" for line in limits)
+
+
+PARENT = f"""
+import sys
+from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request
+process = BoundedProcess("template_job", 128 << 20)
+def ask(template):
+    return process.ask(Request(1.0, 0.0, {{"template": template, "context": {{}}}}))
+ask("ready")
+print(process._child._process.pid, flush=True)
+if sys.argv[1] == "working":
+    ask("{ENDLESS}")
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "working"])
+def test_a_process_ends_with_its_parent_however_that_ends(state: str) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    with parent.stdin, parent.stdout:
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        parent.wait()
+        assert psutil.wait_procs([child], timeout=20)[1] == []
+
+
+def test_work_that_its_parent_no_longer_waits_for_ends_by_its_own_timer() -> None:
+    child = subprocess.Popen(
+        [sys.executable, worker.__file__, template_job.__file__, str(128 << 20)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdin is not None and child.stdout is not None
+    with child.stdin, child.stdout:
+        assert json.loads(child.stdout.readline()) == {"ready": True}
+        for line in ({"n_bytes": 0, "cpu_s": 0.2}, {"template": ENDLESS, "context": {}}):
+            child.stdin.write(json.dumps(line).encode() + b"\n")
+        child.stdin.flush()
+        started = time.monotonic()
+        assert child.wait(timeout=20) == -signal.SIGPROF
+        assert time.monotonic() - started > 0.1

@@ -1,0 +1,700 @@
+"""Chat formats: the models' own templates, Meta's two, and templates that mean harm."""
+
+import json
+import resource
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from gguf_builder import GGUF
+from sentencepiece import SentencePieceProcessor
+from tokenizer_data import (
+    LLAMA3,
+    MISTRAL_V1,
+    MISTRAL_V3,
+    SMOLLM2,
+    real_tokenizer,
+    smollm2_of_transformers,
+)
+
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.tokenizer import (
+    Chat,
+    ChatTemplate,
+    load_chat_template,
+    load_tokenizer,
+    template_job,
+)
+from parallel_llama.tokenizer.chat import RESERVED_NAMES
+from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
+from parallel_llama.tokenizer.jinja_chat import JinjaChat, TemplateRenderer
+
+USER = [{"role": "user", "content": "hi"}]
+DIALOG = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": "  What is 7 x 6?\n"},
+    {"role": "assistant", "content": " 42 "},
+    {"role": "user", "content": "And ünïcödé 🦙?"},
+]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[TemplateRenderer]:
+    """One process for many templates, with a limit short enough for a quick test."""
+    renderer = TemplateRenderer(cpu_s=0.5)
+    yield renderer
+    renderer.close()
+
+
+def rendered(renderer: TemplateRenderer, template: str, **names: str) -> str:
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), names, "a model", renderer)
+    return chat.render(Chat(USER))
+
+
+def chat_of(folder: Path) -> ChatTemplate | None:
+    return load_chat_template(folder, load_tokenizer(folder))
+
+
+# The built-in formats.
+
+
+def meta_folder(folder: Path, tokenizer: Path) -> Path:
+    (folder / "params.json").write_text("{}")
+    (folder / "tokenizer.model").symlink_to(tokenizer)
+    return folder
+
+
+def test_llama3_equals_metas_chat_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta's module imports an imaging library that these messages do not need."""
+    imaging = types.ModuleType("PIL")
+    imaging.Image = types.SimpleNamespace(Image=object)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "PIL", imaging)
+    from llama_models.datatypes import RawMessage, StopReason
+    from llama_models.llama3.chat_format import ChatFormat
+    from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
+
+    oracle = ChatFormat(MetaTokenizer(LLAMA3))
+    chat = chat_of(meta_folder(tmp_path, LLAMA3))
+    assert chat is not None
+    dialog = [*DIALOG, {"role": "user", "content": "<|eot_id|><|begin_of_text|>"}]
+    raw = [
+        RawMessage(stop_reason=StopReason.end_of_turn, **message)
+        if message["role"] == "assistant"
+        else RawMessage(**message)
+        for message in dialog
+    ]
+    assert chat.encode(Chat(dialog)) == oracle.encode_dialog_prompt(raw).tokens
+    assert chat.stop_ids == frozenset(oracle.tokenizer.stop_tokens)
+
+
+def test_llama2_equals_the_text_of_metas_chat_format(tmp_path: Path) -> None:
+    chat = chat_of(meta_folder(tmp_path, MISTRAL_V1))
+    assert chat is not None
+    oracle = SentencePieceProcessor(str(MISTRAL_V1))
+    first = "[INST] <<SYS>>\n Be brief. \n<</SYS>>\n\n  What is 7 x 6? [/INST] 42 "
+    second = "[INST] And ünïcödé 🦙? [/INST]"
+    assert chat.encode(Chat(DIALOG)) == [
+        1, *oracle.EncodeAsIds(first), 2, 1, *oracle.EncodeAsIds(second),
+    ]  # fmt: skip
+    assert chat.stop_ids == {2}
+
+
+@pytest.mark.parametrize("tokenizer", [LLAMA3, MISTRAL_V1], ids=["llama3", "llama2"])
+def test_message_text_never_becomes_a_special_token(tmp_path: Path, tokenizer: Path) -> None:
+    folder = meta_folder(tmp_path, tokenizer)
+    chat = chat_of(folder)
+    assert chat is not None
+    specials = load_tokenizer(folder).vocabulary.special_ids
+
+    def n_special(text: str) -> int:
+        assert chat is not None
+        ids = chat.encode(Chat([{"role": "user", "content": text}]))
+        return sum(id in specials.values() for id in ids)
+
+    for text in specials:
+        assert n_special(f"a {text} b") == n_special("a b")
+
+
+@pytest.mark.parametrize("tag", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
+def test_llama2_refuses_messages_with_its_markup(tmp_path: Path, tag: str) -> None:
+    chat = chat_of(meta_folder(tmp_path, MISTRAL_V1))
+    assert chat is not None
+    with pytest.raises(UsageError, match=r"messages\[0\] holds"):
+        chat.encode(Chat([{"role": "user", "content": f"x {tag} y"}]))
+
+
+@pytest.mark.parametrize(
+    "roles", [["system"], ["assistant"], ["user", "user"], ["user", "assistant"], ["user", "tool"]]
+)
+def test_llama2_refuses_roles_out_of_turn(tmp_path: Path, roles: list[str]) -> None:
+    chat = chat_of(meta_folder(tmp_path, MISTRAL_V1))
+    assert chat is not None
+    with pytest.raises(UsageError, match="a user last"):
+        chat.encode(Chat([{"role": role, "content": "x"} for role in roles]))
+
+
+def test_llama3_names_the_roles_it_knows(tmp_path: Path) -> None:
+    chat = chat_of(meta_folder(tmp_path, LLAMA3))
+    assert chat is not None
+    with pytest.raises(UsageError, match="role 'robot' is not known; give system, user"):
+        chat.encode(Chat([{"role": "robot", "content": "x"}]))
+
+
+def test_no_format_is_made_up_for_other_models(tmp_path: Path) -> None:
+    """Mistral's later tokenizers have [INST] as a token, in formats that are not Llama 2's."""
+    assert chat_of(meta_folder(tmp_path, MISTRAL_V3)) is None
+    (tmp_path / "params.json").unlink()
+    assert chat_of(tmp_path) is None
+
+
+# The models' own templates.
+
+
+def test_smollm2_equals_transformers() -> None:
+    oracle = smollm2_of_transformers()
+    chat = load_chat_template(SMOLLM2, real_tokenizer(SMOLLM2))
+    assert chat is not None
+    for messages in (USER, DIALOG, DIALOG[1:]):
+        text = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert chat.encode(Chat(messages)) == oracle(text, add_special_tokens=False).input_ids
+    assert chat.stop_ids == {2}
+
+
+def test_real_constructs_of_templates_equal_transformers(renderer: TemplateRenderer) -> None:
+    oracle = smollm2_of_transformers()
+    template = """
+    {%- set ns = namespace(n=0, last='') %}
+    {%- macro line(message, mark='-') %}{{ mark * 3 }} {{ message.content | trim }}{% endmacro %}
+    {{- bos_token }}
+    {% for message in messages %}
+        {%- if loop.index0 == 7 %}{% break %}{% endif %}
+        {%- if tools is not none %}{% continue %}{% endif %}
+        {%- set ns.n = ns.n + 1 %}
+        {% generation %}{{ line(message) }}{% endgeneration %}
+        {{- {'a': message['content'], 'b': [1, true, none]} | tojson(indent=2) }}
+        {{- '%05d|%s' % (ns.n, message.role) }}{{ (2 ** 10) ~ ns.n % 2 }}
+        {{- message.content.split(' ')[-1].strip() | upper }}
+    {% endfor %}
+    {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+    expected = oracle.apply_chat_template(
+        DIALOG, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), names, "a model", renderer)
+    assert chat.render(Chat(DIALOG)) == expected
+
+
+def test_the_date_of_today_can_be_asked_for(renderer: TemplateRenderer) -> None:
+    assert rendered(renderer, "{{ strftime_now('%Y') }}") == str(datetime.now().year)
+
+
+def hf_folder(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "tokenizer.model").symlink_to(MISTRAL_V1)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("adds_bos", [True, False, None])
+@pytest.mark.parametrize("template", ["{{ bos_token }}{{ messages[0].content }}", "x"])
+def test_the_template_of_a_folder_writes_bos_or_there_is_none(
+    tmp_path: Path, template: str, adds_bos: bool | None
+) -> None:
+    """One was added where the tokenizer adds one to text, which transformers and vLLM do not."""
+    config = {"chat_template": template, "bos_token": "<s>", "add_bos_token": adds_bos}
+    chat = chat_of(hf_folder(tmp_path, config))
+    assert chat is not None
+    assert chat.encode(Chat(USER)).count(1) == ("bos_token" in template)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("template", ["{{ bos_token }}{{ messages[0].content }}", "x"])
+def test_the_chat_of_a_gguf_file_has_the_one_bos_that_the_file_adds(
+    tmp_path: Path, template: str, adds_bos: bool
+) -> None:
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "h", "i", "x"],
+        "tokenizer.ggml.scores": [0.0] * 6,
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": adds_bos,
+        "tokenizer.chat_template": template,
+    }
+    path = tmp_path / "a.gguf"
+    path.write_bytes(GGUF(fields, tensors=[]).to_bytes())
+    chat = load_chat_template(path, load_tokenizer(path))
+    assert chat is not None
+    assert chat.encode(Chat(USER)).count(1) == (adds_bos or "bos_token" in template)
+
+
+def test_the_chat_of_a_gguf_file_with_tools_has_its_own_template(tmp_path: Path) -> None:
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>"],
+        "tokenizer.ggml.scores": [0.0] * 3,
+        "tokenizer.ggml.token_type": [2, 3, 3],
+        "tokenizer.chat_template": "plain",
+        "tokenizer.chat_template.tool_use": "tools",
+    }
+    path = tmp_path / "a.gguf"
+    path.write_bytes(GGUF(fields, tensors=[]).to_bytes())
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, data in export_gguf_tokenizer(path).items():
+        (folder / name).write_bytes(data)
+    for place in (path, folder):
+        chat = load_chat_template(place, load_tokenizer(place))
+        assert isinstance(chat, JinjaChat)
+        assert chat.render(Chat(USER)) == "plain"
+        assert chat.render(Chat(USER, tools=[TOOL])) == "tools"
+
+
+def test_the_template_is_found_where_hf_puts_it(tmp_path: Path) -> None:
+    def text(*tools: dict[str, Any]) -> str | None:
+        chat = chat_of(tmp_path)
+        return chat.render(Chat(USER, tools)) if isinstance(chat, JinjaChat) else None
+
+    hf_folder(tmp_path, {})
+    assert text() is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"chat_template": "plain"}')
+    assert text() == "plain"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "this"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert text() == "this"
+    assert text(TOOL) == "tools"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert text() == text(TOOL) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file of tools")
+    assert (text(), text(TOOL)) == ("file", "file of tools")
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(CheckpointError, match="names tool_use and no 'default'"):
+        text()
+
+
+@pytest.mark.parametrize("template", [7, {}, [], [{"name": "x", "template": "y"}], "x" * (1 << 21)])
+def test_a_damaged_template_is_named(tmp_path: Path, template: Any) -> None:
+    hf_folder(tmp_path, {"chat_template": template})
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: .*chat.template"):
+        chat_of(tmp_path)
+
+
+def test_stop_ids_are_the_turn_ends_that_the_template_writes(tmp_path: Path) -> None:
+    added = {"32000": {"content": "<|im_end|>", "special": True}}
+    added["32001"] = {"content": "<|eot_id|>", "special": True}
+    config = {"chat_template": "x<|im_end|>", "eos_token": "</s>", "added_tokens_decoder": added}
+    chat = chat_of(hf_folder(tmp_path, config))
+    assert chat is not None
+    assert chat.stop_ids == {2, 32000}
+
+
+def test_what_the_template_refuses_is_wrong_use(renderer: TemplateRenderer) -> None:
+    with pytest.raises(UsageError, match="refuses the messages: roles must alternate"):
+        rendered(renderer, "{{ raise_exception('roles must alternate') }}")
+
+
+def test_messages_that_a_template_cannot_render_are_wrong_use(renderer: TemplateRenderer) -> None:
+    with pytest.raises(UsageError, match="a model: the chat template cannot render"):
+        rendered(renderer, "{{ messages[0].absent.deeper }}")
+
+
+def test_a_template_that_does_not_parse_is_named_with_its_line(renderer: TemplateRenderer) -> None:
+    with pytest.raises(CheckpointError, match="a model: the chat template does not parse: line 2"):
+        rendered(renderer, "x\n{% if %}")
+
+
+def test_threads_share_a_renderer(renderer: TemplateRenderer) -> None:
+    chat = JinjaChat("{{ messages[0].content }}", real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    texts: dict[int, str] = {}
+
+    def run(number: int) -> None:
+        texts[number] = chat.render(Chat([{"role": "user", "content": f"{number} " * 20_000}]))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {number: f"{number} " * 20_000 for number in range(8)}
+
+
+# Chats as they are sent.
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"id": "call00000", "type": "function", "function": {"name": "weather", "arguments": {}}}
+ASKED = [
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "tool_calls": [CALL], "content": None},
+    {"role": "tool", "tool_call_id": "call00000", "name": "weather", "content": "no"},
+]
+# The parts of what a template is given, each on a line of JSON.
+SHOWS = (
+    "{% for m in messages %}{{ m | tojson }}\n{% endfor %}{{ tools | tojson }}\n"
+    "{{ documents | tojson }}"
+)
+
+
+def seen(renderer: TemplateRenderer, chat: Chat) -> list[Any]:
+    """What the template is given: the messages, the tools, the documents."""
+    jinja = JinjaChat(SHOWS, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    return [json.loads(line) for line in jinja.render(chat).splitlines()]
+
+
+def test_what_a_message_says_beside_its_content_reaches_the_template(
+    renderer: TemplateRenderer,
+) -> None:
+    """A key without a value is left out, as in transformers: templates write None for one."""
+    question, asking, result, tools, documents = seen(
+        renderer, Chat(ASKED, tools=[TOOL], documents=[{"title": "T"}])
+    )
+    assert question == ASKED[0]
+    assert asking == {"role": "assistant", "tool_calls": [CALL]}
+    assert result == ASKED[2]
+    assert tools == [TOOL]
+    assert documents == [{"title": "T"}]
+    assert seen(renderer, Chat(USER))[1:] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "seen_as"),
+    [
+        ('{"city": "Z\u00fcrich", "days": 3}', {"city": "Z\u00fcrich", "days": 3}),
+        ("{}", {}),
+        ("[1]", "[1]"),
+        ("{broken", "{broken"),
+        ("[" * 100_000, "[" * 100_000),
+        ("", ""),
+    ],
+    ids=["object", "empty object", "list", "broken", "deep", "empty"],
+)
+def test_arguments_of_a_tool_call_become_the_object_that_they_spell(
+    renderer: TemplateRenderer, text: str, seen_as: Any
+) -> None:
+    call = {**CALL, "function": {"name": "weather", "arguments": text}}
+    messages = [ASKED[0], {"role": "assistant", "tool_calls": [call]}]
+    assert seen(renderer, Chat(messages))[1]["tool_calls"][0]["function"]["arguments"] == seen_as
+
+
+def test_reasoning_is_there_under_the_names_that_templates_know(renderer: TemplateRenderer) -> None:
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        message = {"role": "assistant", "content": "42", name: "so"}
+        given = seen(renderer, Chat([message]))[0]
+        assert given["reasoning_content"] == given["thinking"] == "so"
+
+
+PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+WRITES_PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (WRITES_PARTS, "<one><two>"),
+        ("{{ messages[0].content }}", "one\ntwo"),
+        ("{{ 'user: ' + messages[0].content }}", "user: one\ntwo"),
+        (
+            "{% if messages[0].content is string %}{{ messages[0].content }}"
+            "{% else %}{{ messages[0].content[0].text }}{% endif %}",
+            "one\ntwo",
+        ),
+        ("{{ messages[0].content | tojson }}", '"one\\ntwo"'),
+        ("{% if messages[0].content is string %}{{ messages[0].content }}{% endif %}", "one\ntwo"),
+    ],
+    ids=["written", "as python", "not text", "first alone", "as json", "left out"],
+)
+def test_parts_are_joined_unless_the_template_writes_them(
+    renderer: TemplateRenderer, template: str, text: str
+) -> None:
+    """What Python writes for a list stood in the prompt, without a word."""
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    assert chat.render(Chat([{"role": "user", "content": PARTS}])) == text
+
+
+def test_parts_are_joined_for_the_roles_for_which_the_template_does_not_write_them(
+    renderer: TemplateRenderer,
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' and m.content is not string %}"
+        "{% for part in m.content %}<{{ part.text }}>{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}|{% endfor %}"
+    )
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": PARTS} for role in roles]
+    assert chat.render(Chat(messages)) == "one\ntwo|<one><two>|one\ntwo|<one><two>|"
+
+
+def test_roles_without_end_are_not_all_remembered(renderer: TemplateRenderer) -> None:
+    chat = JinjaChat(WRITES_PARTS, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    for number in range(100):
+        messages = [{"role": f"role {number}", "content": PARTS}]
+        assert chat.render(Chat(messages)) == "<one><two>"
+    assert len(chat._takes_parts) <= 32
+
+
+def test_template_vars_are_names_of_the_template(renderer: TemplateRenderer) -> None:
+    chat = JinjaChat("{{ enable_thinking }}{{ eos_token }}", real_tokenizer(SMOLLM2),
+                     {"eos_token": "</s>"}, "a model", renderer)  # fmt: skip
+    assert chat.render(Chat(USER, template_vars={"enable_thinking": False})) == "False</s>"
+
+
+def test_every_name_that_the_renderer_sets_is_reserved() -> None:
+    assert template_job.environment().globals.keys() <= RESERVED_NAMES
+    for name in RESERVED_NAMES:
+        with pytest.raises(UsageError, match=f"template_vars: {name} is a name that is set"):
+            Chat(USER, template_vars={name: 1})
+
+
+def test_a_template_says_which_roles_it_knows(renderer: TemplateRenderer) -> None:
+    template = "{% for m in messages %}{{ m.role }} {% endfor %}"
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    roles = ("developer", "user", "tool", "critic")
+    messages = [{"role": role, "content": "x"} for role in roles]
+    assert chat.render(Chat(messages)) == "developer user tool critic "
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def nested(depth: int) -> Any:
+    return [] if depth == 0 else [nested(depth - 1)]
+
+
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        ({"messages": []}, "at least one message"),
+        ({"messages": "hi"}, "messages must be a list of objects, and is a str"),
+        ({"messages": [types.MappingProxyType(USER[0])]}, "be an object, and is a mappingproxy"),
+        ({"messages": ["hi"]}, r"messages\[0\] must be an object, and is a str"),
+        ({"messages": [*USER, {"role": "user"}]}, r"messages\[1\] has content=None"),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\] has role=None"),
+        ({"messages": [user(None)]}, r"messages\[0\] has content=None"),
+        ({"messages": [user(7)]}, r"messages\[0\] has content=7"),
+        ({"messages": [user(["x"])]}, r"messages\[0\]\.content\[0\] must be an object"),
+        ({"messages": [user([{"type": "image_url"}])]}, "of type 'image_url'; only text is taken"),
+        ({"messages": [user([{"type": "text"}])]}, r"content\[0\] has text=None"),
+        ({"messages": [{**USER[0], "tool_calls": 3}]}, "tool_calls must be a list of objects"),
+        ({"messages": [user("\udce4")]}, r"messages\[0\]\.content holds half of a surrogate"),
+        ({"messages": [{**USER[0], "x": {1: 2}}]}, r"messages\[0\]\.x is a dict that JSON does"),
+        ({"messages": [{**USER[0], "x": b"y"}]}, r"messages\[0\]\.x is a bytes that JSON does"),
+        ({"messages": [{**USER[0], "x": 1 << 2000}]}, r"messages\[0\]\.x is a int"),
+        ({"messages": [{**USER[0], "x": float("nan")}]}, r"messages\[0\]\.x is a float"),
+        ({"messages": [{**USER[0], "x": nested(70)}]}, "is nested more than 64 deep"),
+        ({"messages": USER * 10_001}, "at most 10000; it has 10001"),
+        ({"messages": [user("x" * (1 << 20))]}, "at most 1048576 are taken; shorten it"),
+        ({"messages": USER, "tools": {}}, "tools must be a list of objects, and is a dict"),
+        ({"messages": USER, "documents": [1]}, r"documents\[0\] must be an object, and is a int"),
+        ({"messages": USER, "template_vars": []}, "template_vars must be an object"),
+        ({"messages": USER, "template_vars": {"a b": 1}}, "'a b' is no name"),
+        ({"messages": USER, "template_vars": {"x": {2}}}, r"template_vars\.x is a set"),
+    ],
+)  # fmt: skip
+def test_what_is_no_chat_is_refused_with_the_place(chat: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        Chat(**chat)
+
+
+def test_arguments_that_nest_too_deeply_are_refused(renderer: TemplateRenderer) -> None:
+    text = '{"a": ' * 100 + "1" + "}" * 100
+    call = {**CALL, "function": {"name": "weather", "arguments": text}}
+    with pytest.raises(UsageError, match="nested more than 64 deep"):
+        seen(renderer, Chat([ASKED[0], {"role": "assistant", "tool_calls": [call]}]))
+
+
+@pytest.mark.parametrize("tokenizer", [LLAMA3, MISTRAL_V1], ids=["llama3", "llama2"])
+def test_metas_formats_join_parts_and_refuse_what_they_have_no_place_for(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    chat = chat_of(meta_folder(tmp_path, tokenizer))
+    assert chat is not None
+    joined = chat.encode(Chat([{"role": "user", "content": "one\ntwo"}]))
+    assert chat.encode(Chat([{"role": "user", "content": PARTS}])) == joined
+    for refused, name in (
+        (Chat(USER, tools=[TOOL]), "tools"),
+        (Chat(USER, documents=[{"text": "x"}]), "documents"),
+        (Chat(USER, template_vars={"x": 1}), "template_vars"),
+        (Chat([*ASKED[:2], *USER]), "tool_calls"),
+    ):
+        with pytest.raises(UsageError, match=f"{name}.* Meta folder has none"):
+            chat.encode(refused)
+
+
+# Templates that mean harm.
+
+ENDLESS = {
+    "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}",
+    "nested ranges behind filters": "{{ range(99999)|map('string')|map('length')|list|length }}"
+    "{% for a in range(99999) %}{{ range(99999)|list|length and '' }}{% endfor %}",
+    "nested lists": "{% set l = [1]*999 %}"
+    "{% for a in l %}{% for b in l %}{% for c in l %}{% for d in l %}{% endfor %}{% endfor %}"
+    "{% endfor %}{% endfor %}",
+    "nested strings": "{% set s = 'a'*999999 %}{% for a in s %}{% for b in s %}"
+    "{% endfor %}{% endfor %}",
+    "macro that branches": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}"
+    "{% endmacro %}{{ f(60) }}",
+    "recursive loop": "{% for a in range(300) recursive %}{{ loop(range(300)) }}{% endfor %}",
+    "equality of trees": "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a == ns.b }}",
+    "order of trees": "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ ns.a < ns.b }}",
+    "search in text": "{% set s = 'a'*1000000 %}{% for i in range(99999) %}"
+    "{{ 'b' in s and '' }}{% endfor %}",
+    "sort again and again": "{% for i in range(99999) %}"
+    "{{ (range(99999)|sort|length) and '' }}{% endfor %}",
+    "sum of lists": "{{ ([[1]*999]*99999)|sum(start=[])|length }}",
+    "urlize": "{% for i in range(99999) %}{{ ('http://a.b '*90000)|urlize and '' }}{% endfor %}",
+}
+LARGE = {
+    "power": "{{ 10**(10**7) > 1 }}",
+    "power of power": "{{ 9**(9**9) }}",
+    "long text": "{{ 'a'*10**10 }}",
+    "long text from the right": "{{ 10**10*'a' }}",
+    "long list": "{{ ([0]*10**10)|length }}",
+    "long format": "{{ '%10000000000d' % 1 }}",
+    "long format by argument": "{{ '%*d' % (1000000000, 1) }}",
+    "long precision": "{{ '%.1000000000f' % 1.0 }}",
+    "format method": "{{ '{:>10000000000}'.format('a') }}",
+    "format filter": "{{ '%2000000000d'|format(1) }}",
+    "center": "{{ 'a'|center(10**10) }}",
+    "center method": "{{ 'a'.center(10000000000) }}",
+    "ljust": "{{ 'a'.ljust(10000000000) }}",
+    "zfill": "{{ 'a'.zfill(10000000000) }}",
+    "expandtabs": "{{ '\t'.expandtabs(2000000000) }}",
+    "indent": "{{ ('a\n'*9999)|indent(1000000) }}",
+    "doubling by ~": "{% set ns = namespace(s='a') %}{% for i in range(99) %}"
+    "{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s|length }}",
+    "doubling by +": "{% set ns = namespace(s='a') %}{% for i in range(99) %}"
+    "{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s|length }}",
+    "doubling by join": "{% set ns = namespace(s='a') %}{% for i in range(99) %}"
+    "{% set ns.s = [ns.s, ns.s]|join %}{% endfor %}{{ ns.s|length }}",
+    "doubling by replace": "{% set ns = namespace(s='a') %}{% for i in range(99) %}"
+    "{% set ns.s = ns.s.replace('a', 'aa') %}{% endfor %}{{ ns.s|length }}",
+    "text of a tree": "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a|string|length }}",
+    "JSON of a tree": "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a|tojson|length }}",
+    "indented JSON": "{{ [[[1]]]|tojson(indent=10000000000) }}",
+    "range too long": "{{ range(10**9)|list|length }}",
+    "batch": "{{ [1]|batch(10**10, 0)|list|length }}",
+    "lipsum": "{{ lipsum(n=1000000)|length }}",
+    "much output": "{% for i in range(99999) %}{{ 'abcdefghij'*10 }}{% endfor %}",
+    "long date": "{{ strftime_now('%Y'*100000) }}",
+    "wide date": "{{ strftime_now('%1000000000Y') }}",
+    "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "deep brackets": "{{ " + "(" * 50_000 + ")" * 50_000 + " }}",
+    "deep blocks": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
+    "deep list": "{{ " + "[" * 3000 + "]" * 3000 + " }}",
+}
+ESCAPES = {
+    "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__['sys'] }}",
+    "init": "{{ cycler.__init__.__globals__ }}",
+    "attribute filter": "{{ (''|attr('__class__')).mro() }}",
+    "format": "{{ '{0.__class__.__mro__}'.format('') }}{{ ''.__class__() }}",
+    "import of a file": "{% include '/etc/passwd' %}",
+    "change of the messages": "{{ messages.append(1) }}",
+    "change of a message": "{{ messages[0].update({'role': 'system'}) }}",
+}
+
+
+@pytest.mark.parametrize("template", [*ENDLESS.values(), *LARGE.values()], ids=[*ENDLESS, *LARGE])
+def test_a_hostile_template_is_stopped(renderer: TemplateRenderer, template: str) -> None:
+    """In 2 s of CPU time at the most, whatever it does, and the next template renders."""
+    rendered(renderer, "ready")
+    before = cpu_s(renderer)
+    with pytest.raises((CheckpointError, UsageError), match="template"):
+        rendered(renderer, template)
+    rendered(renderer, "next")
+    assert cpu_s(renderer) - before < 2.0
+    assert rendered(renderer, "next {{ messages[0].content }}") == "next hi"
+
+
+@pytest.mark.parametrize("template", ESCAPES.values(), ids=ESCAPES)
+def test_a_template_does_not_leave_the_sandbox(renderer: TemplateRenderer, template: str) -> None:
+    with pytest.raises((CheckpointError, UsageError), match="template"):
+        rendered(renderer, template)
+
+
+def test_long_messages_may_take_a_template_longer() -> None:
+    """Templates of models that watch over others look at each character, and were stopped."""
+    renderer = TemplateRenderer(cpu_s=0.1)
+    template = (
+        "{% for c in messages[0].content %}{% for i in range(40) %}{% endfor %}{{ c }}{% endfor %}"
+    )
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    text = "word " * 20_000
+    assert chat.render(Chat([{"role": "user", "content": text}])) == text
+    with pytest.raises(CheckpointError, match=r"takes more than 0\.\d+ s of CPU time"):
+        rendered(renderer, ENDLESS["nested ranges"])
+    renderer.close()
+
+
+def test_the_default_limit_stops_a_loop_within_two_seconds() -> None:
+    renderer = TemplateRenderer()
+    assert rendered(renderer, "ready") == "ready"
+    before = cpu_s(renderer)
+    with pytest.raises(CheckpointError, match=r"takes more than 1\.5\d s of CPU time"):
+        rendered(renderer, ENDLESS["nested ranges"])
+    rendered(renderer, "next")
+    assert cpu_s(renderer) - before < 2.0
+    renderer.close()
+
+
+def test_memory_of_a_hostile_template_is_bounded() -> None:
+    """The kernel refuses what goes beyond 192 MiB; the highest mark of the process is read."""
+    renderer = TemplateRenderer(cpu_s=10)  # memory is to end these, not time
+    rendered(renderer, "ready")
+    pid = renderer_pid(renderer)
+    for name in ("doubling by +", "doubling by join", "center", "ljust", "expandtabs", "batch"):
+        with pytest.raises(CheckpointError, match="needs more memory than it may have"):
+            rendered(renderer, LARGE[name])
+    assert renderer_pid(renderer) == pid
+    status = Path(f"/proc/{pid}/status").read_text()
+    (peak,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+    assert int(peak.split()[1]) * 1024 < 256 << 20
+    renderer.close()
+
+
+def test_output_is_bounded(renderer: TemplateRenderer) -> None:
+    assert len(rendered(renderer, "{{ 'a' * 1048576 }}")) == 1048576
+    with pytest.raises(CheckpointError, match="writes more than 1048576 characters"):
+        rendered(renderer, "{{ 'a' * 1048576 }}b")
+
+
+def renderer_pid(renderer: TemplateRenderer) -> int:
+    child = renderer._process._child
+    assert child is not None
+    return child._process.pid
+
+
+def cpu_s(renderer: TemplateRenderer) -> float:
+    """What all its processes have taken: those that have ended, and the one that runs."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    runs = psutil.Process(renderer_pid(renderer)).cpu_times()
+    return ended.ru_utime + ended.ru_stime + runs.user + runs.system
+
+
+def test_a_dead_renderer_is_started_again(renderer: TemplateRenderer) -> None:
+    rendered(renderer, "ready")
+    process = psutil.Process(renderer_pid(renderer))
+    process.kill()
+    process.wait(5)
+    assert rendered(renderer, "again") == "again"

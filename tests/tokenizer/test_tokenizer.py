@@ -1,0 +1,527 @@
+"""Tokenizers against the libraries that their models were trained with."""
+
+import base64
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiktoken
+from llama_models.llama3.tokenizer import Tokenizer as MetaTokenizer
+from sentencepiece import SentencePieceProcessor
+from tokenizer_data import (
+    LLAMA3,
+    MISTRAL_V1,
+    MISTRAL_V3,
+    REAL_FILES,
+    SMOLLM2,
+    byte_level_tokenizer,
+    random_ids,
+    random_texts,
+    real_tokenizer,
+    real_tokenizer_files,
+    sentencepiece_model,
+)
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.tokenizer import load_tokenizer
+from parallel_llama.tokenizer.tiktoken_ranks import MAX_RUN
+from parallel_llama.tokenizer.tokenizer import SpecialTokens
+from parallel_llama.tokenizer.tokenizer_json import BuiltEncoder
+
+
+@pytest.fixture(scope="module")
+def meta() -> MetaTokenizer:
+    return MetaTokenizer(LLAMA3)
+
+
+def test_llama3_equals_metas_tokenizer_on_random_text(meta: MetaTokenizer) -> None:
+    ours = real_tokenizer(LLAMA3)
+    for text in random_texts(4000):
+        ids = ours.encode(text)
+        assert ids == meta.encode(text, bos=True, eos=False, allowed_special="all")
+        assert ours.decode(ids) == text
+
+
+def test_llama3_special_tokens_are_metas(meta: MetaTokenizer) -> None:
+    ours = real_tokenizer(LLAMA3)
+    assert ours.vocabulary.special_ids == meta.special_tokens
+    assert (ours.vocab_size, ours.bos_id) == (meta.n_words, meta.bos_id)
+    assert ours.eos_ids == frozenset(meta.stop_tokens)
+
+
+def test_llama3_long_runs_are_cut_where_meta_cuts_them(meta: MetaTokenizer) -> None:
+    """Uncut, the pattern takes time that grows with the square of a run of spaces."""
+    ours = real_tokenizer(LLAMA3)
+    for text in (
+        "a" * (2 * MAX_RUN + 7) + " " * (MAX_RUN + 3) + "b",
+        "ab " * 5 + "\n" * MAX_RUN + "x" * MAX_RUN + "y",
+        ("word " * 6 + "\t") * 13_000,
+    ):
+        assert ours.encode(text, bos=False) == meta.encode(text, bos=False, eos=False)
+
+
+@pytest.mark.parametrize("path", [MISTRAL_V1, MISTRAL_V3], ids=lambda path: path.name)
+def test_sentencepiece_models_equal_sentencepiece(path: Path) -> None:
+    ours, oracle = real_tokenizer(path), SentencePieceProcessor(str(path))
+    for text in random_texts(2000):
+        assert ours.encode(text, bos=False, special=False) == oracle.EncodeAsIds(text)
+        assert ours.encode(text, special=False) == [oracle.bos_id(), *oracle.EncodeAsIds(text)]
+    for ids in random_ids(ours.vocab_size, 2000):
+        text = oracle.DecodeIds(ids)
+        if "\ufffd" not in text:  # broken bytes it replaces one by one, we by Unicode's rule
+            assert ours.decode(ids) == text
+    assert ours.bos_id == oracle.bos_id()
+    assert ours.eos_ids == {oracle.eos_id()}
+    assert ours.vocab_size == oracle.GetPieceSize()
+
+
+@pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
+def test_special_text_is_special_only_when_asked_for(path: Path) -> None:
+    tokenizer = real_tokenizer(path)
+    for text, id in list(tokenizer.vocabulary.special_ids.items())[:20]:
+        assert id in tokenizer.encode(f"a{text}b")
+        plain = tokenizer.encode(f"a{text}b", bos=False, special=False)
+        assert not set(plain) & set(tokenizer.vocabulary.special_ids.values())
+        assert tokenizer.decode(plain) == f"a{text}b"
+        assert tokenizer.decode([id]) == ""
+        assert tokenizer.decode([id], skip_special=False) == text
+
+
+def test_sentencepiece_parts_between_special_tokens_are_encoded_by_themselves() -> None:
+    tokenizer, oracle = real_tokenizer(MISTRAL_V1), SentencePieceProcessor(str(MISTRAL_V1))
+    assert tokenizer.encode("<s>one</s>two", bos=False) == [
+        1, *oracle.EncodeAsIds("one"), 2, *oracle.EncodeAsIds("two"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
+def test_half_a_surrogate_pair_is_refused(path: Path) -> None:
+    with pytest.raises(UsageError, match=r"character 2 of the text is '\\udce4'"):
+        real_tokenizer(path).encode("ab\udce4")
+
+
+# The kind of a file is told by its content.
+
+
+@pytest.mark.parametrize("path", [LLAMA3, MISTRAL_V1, SMOLLM2], ids=lambda path: path.name)
+def test_the_content_of_a_file_tells_its_kind_and_not_its_name(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "tokenizer.model").symlink_to(path)
+    found = load_tokenizer(tmp_path)
+    assert type(found) is type(real_tokenizer(path))
+    assert found.encode("Hello, world 42") == real_tokenizer(path).encode("Hello, world 42")
+
+
+def test_a_missing_tokenizer_names_the_files_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"looked for tokenizer\.json and tokenizer\.model"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UsageError, match="no such file or folder"):
+        load_tokenizer(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "empty"),
+        (b"{", "tokenizers"),
+        (b'{"model": {"type": "BPE"}}', "tokenizers"),
+        (b"\x0a\xff\xff\xff\xff", "not a SentencePiece model"),
+        (b"\x00" * 100, "not a SentencePiece model"),
+        (b"AAAA 0\nAAA= 1\n", "has 2 ranks"),
+        (b"AAAA 0\nAAA= 7\n", "ranks are not 0 to 1"),
+        (b"AAAA 0\nnot base64 1\n", "line 2"),
+        (b"GGUF\x03\x00\x00\x00", "left|ends"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_reason(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        load_tokenizer(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_sentencepiece_model_with_changed_bytes_works_or_gives_the_error(tmp_path: Path) -> None:
+    """protobuf accepts text that is not UTF-8, which then failed far from the file."""
+    whole = sentencepiece_model(MISTRAL_V1).SerializeToString()
+    draw = random.Random(0)
+    n_refused = 0
+    for _ in range(300):
+        mutant = bytearray(whole)
+        mutant[draw.randrange(len(mutant))] = draw.randrange(256)
+        (tmp_path / "tokenizer.model").write_bytes(mutant)
+        try:
+            tokenizer = load_tokenizer(tmp_path)
+        except CheckpointError:
+            n_refused += 1
+        else:
+            tokenizer.decode(tokenizer.encode("hello <s> w\u00f6rld"))
+    assert 100 < n_refused < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "bound"),
+    [("tokenizer.json", b"{", 64 << 20), ("tokenizer.model", b"\n", 16 << 20)],
+)
+def test_a_file_beyond_the_bound_is_not_read(
+    tmp_path: Path, name: str, start: bytes, bound: int
+) -> None:
+    (tmp_path / name).write_bytes(start)
+    os.truncate(tmp_path / name, bound + 1)
+    with pytest.raises(CheckpointError, match=f"larger than {bound} bytes"):
+        load_tokenizer(tmp_path)
+
+
+def test_another_models_rank_file_is_refused() -> None:
+    """Llama 4's file looks the same and cuts text by another pattern."""
+    with pytest.raises(CheckpointError, match=r"has 200000 ranks and Llama 3 has 128000"):
+        load_tokenizer(LLAMA3.parents[1] / "llama4" / "tokenizer.model")
+
+
+def test_a_sentencepiece_model_that_lengthens_texts_without_bound_is_refused(
+    tmp_path: Path,
+) -> None:
+    """A rule that writes a kB for each letter took gigabytes; another may write megabytes."""
+    charsmap = (4).to_bytes(4, "little") + b"trie" + b"b" * 65 + b"\0"
+    proto = sentencepiece_model(MISTRAL_V1, precompiled_charsmap=charsmap)
+    (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
+    with pytest.raises(CheckpointError, match="normalises a character to more than 64 bytes"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_sentencepiece_model_with_long_pieces_is_refused(tmp_path: Path) -> None:
+    """A unigram model looks for as many pieces at each place as it has that long."""
+    proto = sentencepiece_model(MISTRAL_V1)
+    proto.pieces[300].piece = "a" * 1025
+    (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
+    with pytest.raises(CheckpointError, match="piece 300 has more than 1024 bytes"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_rank_file_without_a_token_for_a_byte_is_refused(tmp_path: Path) -> None:
+    """tiktoken panicked at the first text with that byte, past every handler of exceptions."""
+    lines = LLAMA3.read_bytes().splitlines()
+    (at,) = (n for n, line in enumerate(lines) if line.split()[0] == base64.b64encode(b"~"))
+    lines[at] = base64.b64encode(b"~ and more") + b" " + lines[at].split()[1]
+    (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines))
+    with pytest.raises(CheckpointError, match="no token is the byte 0x7e alone"):
+        load_tokenizer(tmp_path)
+
+
+# HF folders.
+
+
+def with_template(single: str) -> Tokenizer:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=single,
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in ("<s>", "</s>")],
+    )
+    return tokenizer
+
+
+def hf_folder(folder: Path, tokenizer: Tokenizer, **config: Any) -> Path:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_byte_level_json_equals_tokenizers(tmp_path: Path) -> None:
+    oracle = byte_level_tokenizer()
+    ours = load_tokenizer(hf_folder(tmp_path, oracle))
+    for text in random_texts(500):
+        ids = oracle.encode(text).ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == oracle.decode(ids)
+    for ids in random_ids(ours.vocab_size, 500):
+        assert ours.decode(ids) == oracle.decode(ids)
+        everything = oracle.decode(ids, skip_special_tokens=False)
+        assert ours.decode(ids, skip_special=False) == everything
+
+
+def test_added_tokens_of_byte_level_files_spell_their_text(tmp_path: Path) -> None:
+    """Read as byte-level characters, the e with its accent is one byte that is not UTF-8."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(["caf\u00e9"])
+    ours = load_tokenizer(hf_folder(tmp_path, tokenizer))
+    assert ours.decode(ours.encode("a caf\u00e9")) == "a caf\u00e9"
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.Sequence(
+            [
+                decoders.Replace("\u2581", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        ),
+        decoders.Metaspace(),
+    ],
+    ids=["sequence", "metaspace"],
+)
+def test_sentencepiece_like_json_decodes_as_tokenizers(tmp_path: Path, decoder: Any) -> None:
+    words = ["<unk>", "<s>", "\u2581he", "llo", "\u2581", "a", "ä", "<0xF0>", "b\u2581c"]
+    vocab = [(word, -float(index)) for index, word in enumerate(words)]
+    oracle = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=False))
+    oracle.decoder = decoder
+    oracle.add_special_tokens(["<s>"])
+    ours = load_tokenizer(hf_folder(tmp_path, oracle))
+    for ids in random_ids(len(words), 500):
+        expected = oracle.decode(ids)
+        if "\ufffd" not in expected:
+            assert ours.decode(ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("single", "config", "prefix"),
+    [
+        ("$A", {}, []),
+        ("<s> $A", {}, ["<s>"]),
+        ("<s> $A </s>", {}, ["<s>"]),
+        ("<s> $A", {"add_bos_token": False, "bos_token": "<s>"}, []),
+        ("$A", {"add_bos_token": True, "bos_token": {"content": "<s>"}}, ["<s>"]),
+        ("$A", {"add_bos_token": True}, []),
+        ("$A", {"bos_token": "<s>"}, []),
+    ],
+)
+def test_bos_is_what_the_models_own_tokenizer_puts_in_front(
+    tmp_path: Path, single: str, config: dict[str, Any], prefix: list[str]
+) -> None:
+    tokenizer = with_template(single)
+    ours = load_tokenizer(hf_folder(tmp_path, tokenizer, **config))
+    plain = tokenizer.encode("hello", add_special_tokens=False).ids
+    assert ours.encode("hello") == [*map(tokenizer.token_to_id, prefix), *plain]
+    assert ours.encode("hello", bos=False) == plain
+
+
+def test_config_names_bos_and_eos(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    hf_folder(tmp_path, tokenizer, eos_token={"content": "<|im_end|>", "lstrip": False})
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    ours = load_tokenizer(tmp_path)
+    assert ours.bos_id == tokenizer.token_to_id("<s>")
+    assert ours.eos_ids == {tokenizer.token_to_id("<|im_end|>")}
+
+
+def test_truncation_and_padding_of_the_file_are_not_used(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    ours = load_tokenizer(hf_folder(tmp_path, tokenizer))
+    assert len(ours.encode("xyzxyzxyz")) == 9
+
+
+def test_tokenizer_json_wins_over_tokenizer_model(tmp_path: Path) -> None:
+    hf_folder(tmp_path, byte_level_tokenizer())
+    shutil.copy(MISTRAL_V1, tmp_path / "tokenizer.model")
+    assert load_tokenizer(tmp_path).vocab_size == byte_level_tokenizer().get_vocab_size()
+
+
+def test_an_unknown_decoder_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    with pytest.raises(CheckpointError, match=r"WordPiece.*known are ByteLevel"):
+        load_tokenizer(hf_folder(tmp_path, tokenizer))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "[]",
+        "{",
+        '{"add_bos_token": "yes"}',
+        '{"added_tokens_decoder": {"x": 1}}',
+        '{"added_tokens_decoder": {"%s": {"content": "x"}}}' % ("9" * 5000),
+    ],
+)
+def test_a_damaged_config_is_named(tmp_path: Path, config: str) -> None:
+    hf_folder(tmp_path, byte_level_tokenizer())
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_added_tokens_extend_a_sentencepiece_model(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
+    (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 32000}')
+    added = {"32001": {"content": "<tool>", "special": False}}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": added, "add_bos_token": False})
+    )
+    ours = load_tokenizer(tmp_path)
+    ids = ours.encode("<|im_start|>hi<tool>")
+    assert ids == [32000, *ours.encode("hi"), 32001]
+    assert ours.vocab_size == 32002
+    assert ours.decode(ids) == "hi<tool>"
+    assert ours.decode(ids, skip_special=False) == "<|im_start|> hi<tool>"
+
+
+@pytest.mark.parametrize("id", [4000000000, -1])
+def test_an_added_token_beyond_the_end_is_refused(tmp_path: Path, id: int) -> None:
+    (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": id}))
+    with pytest.raises(CheckpointError, match=f"id {id} and the model ends at 32000"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_added_token_may_be_its_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").symlink_to(MISTRAL_V1)
+    config = {"added_tokens_decoder": {"32000": "<tool>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = load_tokenizer(tmp_path)
+    assert ours.decode(ours.encode("a<tool>")) == "a<tool>"
+
+
+def test_ranks_may_stand_in_any_order(tmp_path: Path) -> None:
+    lines = LLAMA3.read_bytes().splitlines()
+    random.Random(0).shuffle(lines)
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"\n".join(lines) + b"\n\n")
+    assert load_tokenizer(path).encode("any order") == real_tokenizer(LLAMA3).encode("any order")
+
+
+def test_pieces_of_llama3_are_those_of_tiktoken() -> None:
+    ours = real_tokenizer(LLAMA3)
+    ranks = {
+        base64.b64decode(line.split()[0]): int(line.split()[1])
+        for line in LLAMA3.read_bytes().splitlines()
+    }
+    encoding = tiktoken.Encoding("t", pat_str=r"\S+", mergeable_ranks=ranks, special_tokens={})
+    for id in range(0, 128_000, 97):
+        assert ours.vocabulary.piece(id) == encoding.decode_single_token_bytes(id)
+
+
+def test_the_longest_special_token_at_a_place_is_taken() -> None:
+    tokens = SpecialTokens({"<a": 1, "<a>": 2, "": 3})
+    assert list(tokens.split("x<a><ay")) == ["x", 2, 1, "y"]
+    assert list(SpecialTokens({}).split("x")) == ["x"]
+
+
+# Files that mean harm.
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-level with whole words", "sentencepiece"])
+def test_real_files_give_the_ids_that_tokenizers_gives_in_this_process(
+    tmp_path: Path, kind: str
+) -> None:
+    file = real_tokenizer_files()[kind]
+    (tmp_path / "tokenizer.json").write_bytes(file)
+    ours, oracle, plain = load_tokenizer(tmp_path), *(Tokenizer.from_buffer(file) for _ in "ab")
+    plain.encode_special_tokens = True
+    specials = list(ours.vocabulary.special_ids)[:3]
+    for text in [*random_texts(1000), " ".join(specials), "".join(f"a{s}b" for s in specials)]:
+        assert ours.encode(text, bos=False) == oracle.encode(text, add_special_tokens=False).ids
+        expected = plain.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, bos=False, special=False) == expected
+        assert ours.encode(text) == oracle.encode(text).ids
+    assert ours.vocab_size == oracle.get_vocab_size()
+
+
+def small_file(folder: Path, **parts: Any) -> Path:
+    """A tokenizer.json of all bytes with some of its parts replaced."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(byte_level_tokenizer().to_str()), **parts}))
+    return path
+
+
+def replacements(n_steps: int) -> dict[str, Any]:
+    """A normalizer that makes each `a` ten times as many, this many times over."""
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+    return {"type": "Sequence", "normalizers": [step] * n_steps}
+
+
+def backtracking(pattern: str) -> dict[str, Any]:
+    return {
+        "type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False
+    }  # fmt: skip
+
+
+CHARSMAP = {
+    "type": "Precompiled",
+    "precompiled_charsmap": "AA==",
+}  # one that `tokenizers` panics at
+
+
+def test_a_file_that_asks_for_gigabytes_is_stopped_when_it_is_loaded(tmp_path: Path) -> None:
+    """These 2 kB took 90 s and 9 GB, in the process that was to load a model."""
+    path = small_file(tmp_path, normalizer=replacements(9))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* more than \d+ MiB of memory"):
+        load_tokenizer(path)
+
+
+def test_a_text_that_becomes_gigabytes_is_stopped(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(small_file(tmp_path, normalizer=replacements(4)))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*(memory|CPU time)"):
+        tokenizer.encode("a" * 10_000)
+    assert len(tokenizer.encode("ab")) == 10_001
+
+
+def test_a_pattern_that_backtracks_is_stopped(tmp_path: Path) -> None:
+    """Each of the words costs a tenth of a second: hours, for a text of some megabytes."""
+    tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a|aa)+$")))
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* of CPU time"):
+        tokenizer.encode(("a" * 28 + "!") * 1000)
+    assert time.monotonic() - started < 10
+    assert tokenizer.decode(tokenizer.encode("aab")) == "aab"
+
+
+def test_a_panic_at_loading_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*precompiled_charsmap"):
+        load_tokenizer(small_file(tmp_path, normalizer=CHARSMAP))
+
+
+def test_a_panic_at_encoding_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """It passed every handler of exceptions, as a BaseException."""
+    tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a+)+$")))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*retry-limit-in-match"):
+        tokenizer.encode("a" * 40 + "!")
+    assert tokenizer.decode(tokenizer.encode("aab")) == "aab"
+
+
+def test_a_panic_of_a_tokenizer_built_here_is_an_error_too() -> None:
+    def build() -> Tokenizer:
+        tokenizer = byte_level_tokenizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+        return tokenizer
+
+    encoder = BuiltEncoder(build, "a.gguf")
+    with pytest.raises(CheckpointError, match=r"a\.gguf: .*retry-limit-in-match"):
+        encoder.encode("a" * 40 + "!", special=True)
+
+
+def test_a_killed_tokenizer_process_is_started_again_with_what_was_loaded(tmp_path: Path) -> None:
+    others = set(psutil.Process().children())
+    tokenizer = load_tokenizer(hf_folder(tmp_path, with_template("<s> $A"), bos_token="<s>"))
+    before = tokenizer.encode("hello</s>")
+    small_file(tmp_path, normalizer=replacements(1))
+    (process,) = set(psutil.Process().children()) - others
+    process.kill()
+    process.wait(5)
+    assert tokenizer.encode("hello</s>") == before
+
+
+@pytest.mark.parametrize(
+    ("decoder", "reason"),
+    [
+        ([{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}], "nothing longer"),
+        ([{"type": "Fuse"}] * 17, "more than 16 steps"),
+    ],
+)
+def test_a_decoder_that_costs_more_than_its_file_is_refused(
+    tmp_path: Path, decoder: list[Any], reason: str
+) -> None:
+    """Ten steps that each write ten letters for one took all memory."""
+    with pytest.raises(CheckpointError, match=reason):
+        load_tokenizer(small_file(tmp_path, decoder={"type": "Sequence", "decoders": decoder}))

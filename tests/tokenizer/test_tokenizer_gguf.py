@@ -1,0 +1,351 @@
+"""The tokenizer inside GGUF files: byte-level BPE and the SentencePiece kind."""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import regex
+from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+from tokenizer_data import (
+    LLAMA3,
+    MISTRAL_V1,
+    MISTRAL_V3,
+    SMOLLM2,
+    TEKKEN,
+    random_texts,
+    real_tokenizer,
+    smollm2_of_transformers,
+)
+from tokenizers import Regex, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.tokenizer import Tokenizer, load_tokenizer
+from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+
+
+def gguf_file(path: Path, **fields: Any) -> Path:
+    """A GGUF file with a tokenizer alone; None leaves a field out."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in fields.items():
+        key = f"tokenizer.{name}" if name == "chat_template" else f"tokenizer.ggml.{name}"
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def small_bpe(path: Path, **changes: Any) -> Path:
+    tokens = ["<eos>", "<bos>", *ALPHABET, "he", "ll", "hell", "hello", "12"]
+    fields = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3, 3] + [1] * (len(tokens) - 2),
+        "merges": ["h e", "l l", "he ll", "1 2"],
+        "eos_token_id": 0,
+        "bos_token_id": 1,
+    }
+    return gguf_file(path, **{**fields, **changes})
+
+
+def spm_fields(path: Path) -> dict[str, Any]:
+    """The fields that a converter writes for a SentencePiece model."""
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto.ParseFromString(path.read_bytes())
+    return {
+        "model": "llama",
+        "tokens": [piece.piece for piece in proto.pieces],
+        "scores": [float(piece.score) for piece in proto.pieces],
+        "token_type": [int(piece.type) for piece in proto.pieces],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+
+
+def test_smollm2_equals_transformers_on_random_text() -> None:
+    oracle = smollm2_of_transformers()
+    ours = real_tokenizer(SMOLLM2)
+    assert ours.vocab_size == 49152
+    assert ours.bos_id == 1
+    assert ours.eos_ids == {2}
+    for text in [*random_texts(3000), "a  1", "<|im_start|>user\nx<|im_end|>"]:
+        ids = oracle(text).input_ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("path", [MISTRAL_V1, MISTRAL_V3], ids=lambda path: path.name)
+def test_the_llama_kind_equals_the_sentencepiece_model_it_came_from(
+    tmp_path: Path, path: Path
+) -> None:
+    ours = load_tokenizer(gguf_file(tmp_path / "a.gguf", **spm_fields(path)))
+    oracle = SentencePieceProcessor(str(path))
+    for text in random_texts(2000):
+        ids = oracle.EncodeAsIds(text)
+        assert ours.encode(text, special=False) == [1, *ids]
+        assert ours.decode(ids) == real_tokenizer(path).decode(ids)
+    assert ours.eos_ids == {2}
+
+
+def test_the_llama_kind_honours_its_settings(tmp_path: Path) -> None:
+    fields = {**spm_fields(MISTRAL_V1), "add_bos_token": False, "add_space_prefix": False}
+    ours = load_tokenizer(gguf_file(tmp_path / "a.gguf", **fields))
+    pieces = [ours.vocabulary.piece(id) for id in ours.encode("hello")]
+    assert b"".join(pieces) == b"hello"
+    assert ours.decode(ours.encode(" hello")) == " hello"
+    fields["unknown_token_id"] = None  # 0 where the file does not say
+    assert load_tokenizer(gguf_file(tmp_path / "b.gguf", **fields)).encode("x") == ours.encode("x")
+
+
+def test_user_defined_tokens_of_the_llama_kind_are_text_of_one_token(tmp_path: Path) -> None:
+    fields = spm_fields(MISTRAL_V1)
+    fields["tokens"][-1], fields["token_type"][-1] = "<|im_start|>", 4
+    ours = load_tokenizer(gguf_file(tmp_path / "a.gguf", **fields))
+    last = ours.vocab_size - 1
+    assert ours.encode("<|im_start|>hi", bos=False) == [last, *ours.encode("hi", bos=False)]
+    assert ours.decode([last]) == "<|im_start|>"
+
+
+@pytest.mark.parametrize(
+    ("pre", "adds_bos"),
+    [("gpt-2", False), ("llama-bpe", True), ("tekken", True), ("smollm", False), (None, False)],
+)
+def test_bos_of_byte_level_files_follows_the_file_then_the_family(
+    tmp_path: Path, pre: str | None, adds_bos: bool
+) -> None:
+    silent = load_tokenizer(small_bpe(tmp_path / "a.gguf", pre=pre))
+    assert (silent.encode("x")[0] == 1) is adds_bos
+    told = load_tokenizer(small_bpe(tmp_path / "b.gguf", pre=pre, add_bos_token=not adds_bos))
+    assert (told.encode("x")[0] == 1) is not adds_bos
+
+
+def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
+    return [tokenizer.decode([id]) for id in tokenizer.encode(text, bos=False)]
+
+
+def test_pre_tokenizers_cut_digits_each_in_its_way(tmp_path: Path) -> None:
+    def cut(pre: str) -> list[str]:
+        return pieces(load_tokenizer(small_bpe(tmp_path / f"{pre}.gguf", pre=pre)), "12 12")
+
+    assert cut("gpt-2") == ["12", " ", "12"]
+    assert cut("smollm") == ["1", "2", " ", "1", "2"]
+    assert cut("qwen2") == ["1", "2", " ", "1", "2"]
+    assert cut("llama-bpe") == ["12", " ", "12"]
+
+
+def test_whole_words_of_llama3_are_taken_without_merges(tmp_path: Path) -> None:
+    """`hello` is a token here that no merge makes."""
+    for pre, expected in (("llama-bpe", ["hello"]), ("gpt-2", ["hell", "o"])):
+        tokenizer = load_tokenizer(small_bpe(tmp_path / f"{pre}.gguf", pre=pre))
+        assert pieces(tokenizer, "hello") == expected
+
+
+# One text that no two rules cut alike, and the pieces of each, found with the models' own
+# tokenizer.json files where these were at hand and with llama.cpp elsewhere.
+TEXT = "I'Sx  aBc'll  1234!`\u0301=գ€e 你カ，\n (x)× \r\n"
+CUTS = {
+    "default": "I|'|Sx| | aBc|'|ll| | |123|4|!|`\u0301|=|գ|€|e| 你カ|，|\n |(|x|)|×| \r\n",
+    "falcon": "I|'|Sx| | aBc|'|ll| | |123|4|!`|\u0301|=|գ|€|e| 你カ|，|\n |(|x|)|×| \r\n",
+    "gpt-2": "I|'|Sx| | aBc|'ll| | 1234|!`\u0301=|գ|€|e| 你カ|，|\n| (|x|)×| \r\n",
+    "smollm": "I|'|Sx| | aBc|'ll|  |1|2|3|4|!`\u0301=|գ|€|e| 你カ|，|\n| (|x|)×| \r\n",
+    "llama3": "I|'S|x| | aBc|'ll| | |123|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "minicpm5": "I|'S|x| | aBc|'ll|  |123|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "qwen2": "I|'S|x| | aBc|'ll| | |1|2|3|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "qwen35": "I|'S|x| | aBc|'ll| | |1|2|3|4|!`|\u0301|=գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "seed-coder": "I|'S|x| | aBc|'ll| | |1|2|3|4|!`\u0301=|գ|€e| 你カ|，|\n| (|x|)×| \r\n",
+    "ufakzeka": "I|'Sx| | aBc|'ll| | |1|2|3|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "tekken": "I|'Sx| | a|Bc|'ll| | |1|2|3|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "gpt-4o": "I'S|x| | a|Bc'll| | |123|4|!`\u0301=|գ|€e| 你カ|，\n| (|x|)×| \r\n",
+    "bloom": "I'Sx| | aBc'll| | 1234|!|`\u0301=գ€e| 你カ|，\n (|x|)|×| \r\n",
+    "viking": "I'Sx| | aBc'll| | |1|2|3|4|!|`\u0301=գ€e| 你カ|，\n (|x|)|×| \r\n",
+    "deepseek-llm": "I|'|Sx| | aBc|'|ll|  |1|2|3|4|!`|\u0301|=|գ|€|e| |你カ|，|\n| (|x|)|×| |\r|\n",
+    "deepseek-coder": "I|'|Sx| | aBc|'|ll|  |1|2|3|4|!|`\u0301=|գ|€|e| |你カ|，|\n| (|x|)|× |\r|\n",
+    "deepseek-v3": "I|'Sx| | aBc|'ll|  |123|4|!`|\u0301|=|գ|€|e| |你カ|，\n| (|x|)×| \r\n",
+}
+
+
+def cutter(name: str) -> pre_tokenizers.PreTokenizer:
+    patterns = PRE_TOKENIZERS[name].patterns
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    )
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_each_rule_cuts_a_hard_text_as_its_models_do(name: str) -> None:
+    assert "|".join(piece for piece, _ in cutter(name).pre_tokenize_str(TEXT)) == CUTS[name]
+
+
+def test_no_rule_goes_without_a_text_that_tells_it_from_the_others() -> None:
+    rules = {rule.patterns for rule in PRE_TOKENIZERS.values()}
+    assert {PRE_TOKENIZERS[name].patterns for name in CUTS} == rules
+    assert len(set(CUTS.values())) == len(rules)
+
+
+def test_the_families_that_take_whole_words_and_that_add_bos_are_those_of_llama_cpp() -> None:
+    llama3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral"}
+    bos = {name for name, rule in PRE_TOKENIZERS.items() if rule.adds_bos}
+    assert bos == llama3 | {"midm-2.0", "lfm2", "tekken"}
+    whole = {name for name, rule in PRE_TOKENIZERS.items() if rule.whole_words}
+    assert whole == bos | {"glm4", "glm5", "minicpm5"}
+
+
+def isolated(pattern: "regex.Pattern[str]", text: str) -> Iterator[str]:
+    """The matches of a pattern and what lies between them."""
+    end = 0
+    for match in pattern.finditer(text):
+        yield from (part for part in (text[end : match.start()], match.group()) if part)
+        end = match.end()
+    if text[end:]:
+        yield text[end:]
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_patterns_mean_the_same_to_another_engine(name: str) -> None:
+    patterns = [regex.compile(text, regex.VERSION1) for text in PRE_TOKENIZERS[name].patterns]
+    cut = cutter(name)
+    for text in random_texts(2000, seed=1):
+        pieces = [text]
+        for pattern in patterns:
+            pieces = [part for piece in pieces for part in isolated(pattern, piece)]
+        assert [piece for piece, _ in cut.pre_tokenize_str(text)] == pieces
+
+
+def test_the_tekken_pattern_cuts_as_mistrals_own_file_says() -> None:
+    oracle = regex.compile(json.loads(TEKKEN.read_text())["config"]["pattern"])
+    cut = cutter("tekken")
+    for text in random_texts(2000, seed=1):
+        pieces = [match.group() for match in oracle.finditer(text)]
+        assert [piece for piece, _ in cut.pre_tokenize_str(text)] == pieces
+
+
+def test_deepseeks_letters_are_those_of_its_own_list() -> None:
+    """The list has 2,729 characters in 95 runs, and these are at its edges."""
+    letters = Regex(PRE_TOKENIZERS["deepseek-llm"].patterns[1].removeprefix(r"\s?"))
+    every = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
+    split = pre_tokenizers.Split(letters, "removed", invert=True)
+    chosen = "".join(piece for piece, _ in split.pre_tokenize_str(every))
+    assert len(chosen) == 2729
+    assert set("\u00b5\u0531\u10a0\u13a0\u1c90\u2c7e\ua78e\uab70\ufb00\U00010400") <= set(chosen)
+    assert not set("\u00aa\u0561\u10d0\u1c80\u2d00\ua790\uab30\U0001d400") & set(chosen)
+
+
+def test_a_llama3_file_equals_metas_tokenizer(tmp_path: Path) -> None:
+    """Merges are found as converters find them: the two tokens of lower rank that make a token."""
+    meta = real_tokenizer(LLAMA3)
+    spell = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    ranks = {meta.vocabulary.piece(id): id for id in range(12_000)}
+    tokens = ["".join(spell[byte] for byte in token) for token in ranks]
+    merges = []
+    for token, rank in ranks.items():
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
+            best = min(range(len(joined)), key=joined.__getitem__)
+            if joined[best] >= rank:
+                break
+            parts[best : best + 2] = [parts[best] + parts[best + 1]]
+        if len(parts) == 2:
+            left, right = ("".join(spell[byte] for byte in part) for part in parts)
+            merges.append(f"{left} {right}")
+    path = gguf_file(
+        tmp_path / "a.gguf", model="gpt2", pre="llama-bpe", tokens=tokens, merges=merges,
+        add_bos_token=False,
+    )  # fmt: skip
+    ours = load_tokenizer(path)
+    n_compared = 0
+    for text in random_texts(3000):
+        ids = meta.encode(text, bos=False)
+        if all(id < len(tokens) for id in ids):
+            n_compared += 1
+            assert ours.encode(text) == ids
+    assert n_compared > 300
+
+
+def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no tokenizer"):
+        load_tokenizer(gguf_file(tmp_path / "a.gguf"))
+
+
+def test_empty_tokens_are_rows_that_spell_nothing(tmp_path: Path) -> None:
+    """Two of them counted as one token that appears twice, which is a fault of other tokens."""
+    tokens = ["", "", *ALPHABET, "he"]
+    types = [1] * len(tokens)
+    path = small_bpe(tmp_path / "a.gguf", tokens=tokens, token_type=types, merges=["h e"])
+    ours = load_tokenizer(path)
+    assert ours.encode("he", bos=False) == [len(tokens) - 1]
+    assert ours.decode([0, 1, len(tokens) - 1]) == "he"
+
+
+def test_an_unknown_kind_or_pre_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'bert'.*gpt2, llama"):
+        load_tokenizer(small_bpe(tmp_path / "a.gguf", model="bert"))
+    with pytest.raises(UsageError, match=r"'x{80}' tokenizer"):
+        load_tokenizer(small_bpe(tmp_path / "d.gguf", model="x" * 9999))
+    with pytest.raises(UsageError, match=r"pre='viken' is not known.* did you mean 'viking'\?$"):
+        load_tokenizer(small_bpe(tmp_path / "b.gguf", pre="viken"))
+    with pytest.raises(UsageError, match=r"pre='\u00d8{80}' is .* tokenizer.json does$"):
+        load_tokenizer(small_bpe(tmp_path / "c.gguf", pre="\u00d8" * 9999))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tokens": None}, "there are 0 tokens"),
+        ({"tokens": ["a", "a"], "token_type": None}, "1 tokens appear more than once"),
+        ({"tokens": [1, 2, 3]}, "tokens is not a list of str"),
+        ({"token_type": [1, 1]}, "token_type has 2 items"),
+        ({"token_type": [9] * 263}, "token 0 has type 9"),
+        ({"merges": None}, "there are no merges"),
+        ({"merges": ["ab"]}, "merge 0 is 'ab'"),
+        ({"merges": ["x zz"]}, "tokenizers"),
+        ({"bos_token_id": 5000}, "bos_token_id is 5000"),
+        ({"add_bos_token": "yes"}, "add_bos_token is a str"),
+        ({"model": "llama"}, "scores has 0 items"),
+    ],
+)
+def test_damaged_fields_are_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    path = small_bpe(tmp_path / "a.gguf", **changes)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        load_tokenizer(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [("MAX_MERGES", "there are 4 merges, at most 3"), ("MAX_ADDED", "2 tokens are special or")],
+)
+def test_more_than_a_library_can_take_in_seconds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, reason: str
+) -> None:
+    """A million added tokens took 20 s, and eight million merges 2.3 GB."""
+    path = small_bpe(tmp_path / "a.gguf")
+    for at_most, is_refused in ((4, False), (3 if limit == "MAX_MERGES" else 1, True)):
+        monkeypatch.setattr(f"parallel_llama.tokenizer.gguf.{limit}", at_most)
+        with pytest.raises(CheckpointError, match=reason) if is_refused else nullcontext():
+            load_tokenizer(path)
+
+
+def test_an_incomplete_set_of_byte_tokens_is_refused(tmp_path: Path) -> None:
+    fields = spm_fields(MISTRAL_V1)
+    fields["token_type"][3] = 1
+    with pytest.raises(CheckpointError, match="not a usable SentencePiece model"):
+        load_tokenizer(gguf_file(tmp_path / "a.gguf", **fields))
