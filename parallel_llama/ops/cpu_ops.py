@@ -12,6 +12,7 @@ from parallel_llama.ops.cpu import (
     make_linear,
     make_norm,
     make_rotary,
+    make_silu_and_mul,
 )
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.torch_ops import TorchOps
@@ -25,7 +26,7 @@ class CPUOps(TorchOps):
 
     def compile(self) -> None:
         """Make the kernels, which are kept for all models; a second time it costs nothing."""
-        for kernel in (make_linear, make_norm):
+        for kernel in (make_linear, make_norm, make_silu_and_mul):
             kernel(self._dtype)
         make_rotary(self._dtype, self._head_dim)
         for n_group in self._groups:
@@ -39,6 +40,9 @@ class CPUOps(TorchOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return make_norm(self._dtype)(x, weight, eps)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return make_silu_and_mul(self._dtype)(x)
 
     def rotate_and_store(
         self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor

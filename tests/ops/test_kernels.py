@@ -10,6 +10,7 @@ from parallel_llama.ops.cpu.linear import LinearKernel
 from parallel_llama.ops.cpu.norm import NormKernel
 from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
+from parallel_llama.ops.cpu.silu_and_mul import SiluAndMulKernel
 
 MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 32), Machine(16, 16)]
 CLOSE = {
@@ -95,6 +96,20 @@ def test_a_norm_is_its_definition(machine, dtype):
         wide = x.double()
         expected = wide / (wide.square().mean(-1, keepdim=True) + 0.01).sqrt() * weight
         torch.testing.assert_close(norm(x, weight, 0.01), expected.to(dtype), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_silu_and_mul_is_its_definition_even_where_exp_would_overflow(machine, dtype):
+    silu_and_mul = SiluAndMulKernel(dtype, machine)
+    for n, channels in [(1, 64), (5, 33), (32, 7)]:
+        both = 20 * torch.randn(n, 2 * channels, dtype=dtype)
+        both[0, :3] = torch.tensor([-1e4, 1e4, 0])
+        gate, up = both.double().chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(silu_and_mul(both), expected.to(dtype), **CLOSE[dtype])
+        assert silu_and_mul(both)[0, 0] == 0
+    both[:] = torch.nan
+    assert silu_and_mul(both).isnan().all()
 
 
 @pytest.mark.usefixtures("n_threads")

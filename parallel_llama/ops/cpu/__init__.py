@@ -13,6 +13,7 @@ from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear
 from parallel_llama.ops.cpu.norm import make_norm
 from parallel_llama.ops.cpu.program import computes
 from parallel_llama.ops.cpu.rotary import make_rotary
+from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
 
 __all__ = [
     "MAX_ROWS",
@@ -21,4 +22,5 @@ __all__ = [
     "make_linear",
     "make_norm",
     "make_rotary",
+    "make_silu_and_mul",
 ]
