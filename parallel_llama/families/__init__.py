@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from parallel_llama.families.family import Family
 from parallel_llama.families.llama import LLAMA
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.qwen2 import QWEN2
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
-FAMILIES = {family.name: family for family in (LLAMA,)}
+FAMILIES = {family.name: family for family in (LLAMA, QWEN2)}
 
 __all__ = ["FAMILIES", "Family", "family_of", "parameters"]
 

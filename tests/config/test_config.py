@@ -468,7 +468,7 @@ def test_the_config_of_smollm2_is_read() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, "supported: LlamaForCausalLM"),
         (
             {"model_type": "gemma"},
-            "model_type='gemma' is not supported; supported: 'llama'",
+            "model_type='gemma' is not supported; supported: 'llama', 'qwen2'",
         ),
         ({"model_type": None, "architectures": None}, "neither its model_type nor"),
         ({"num_kv_heads": 2}, "unknown key 'num_kv_heads'; did you mean 'num"),
@@ -701,7 +701,7 @@ def test_rope_scaling_of_a_gguf_file() -> None:
     [
         (
             {"general__architecture": "gemma"},
-            "'gemma' is not supported; supported: 'llama'",
+            "'gemma' is not supported; supported: 'llama', 'qwen2'",
         ),
         ({"general__architecture": None}, "lacks the key 'general.architecture'"),
         ({"llama__embedding_length": None}, "lacks the key 'llama.embedding_length'"),

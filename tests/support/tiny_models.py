@@ -82,6 +82,10 @@ TINY_MODELS: dict[str, TinyModel] = {
     "7/1": TinyModel(7, 1, 8, 56, attention_bias=True),
     "7/1 llama3": TinyModel(7, 1, 8, 56, rope=_LLAMA3, old_config=True),
     "6/6": TinyModel(6, 6, 8, 48, mlp_bias=True),
+    "8/2 qwen2": TinyModel(8, 2, 8, 64, family="qwen2"),
+    "8/4 qwen2, tied, yarn": TinyModel(
+        8, 4, 8, 64, max_seq_len=64, tied=True, family="qwen2", rope=_YARN
+    ),
     "6/6 dynamic": TinyModel(
         6,
         6,
