@@ -231,7 +231,7 @@ class LLM:
     def run(
         self, requests: Sequence[Request], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[StepOutput, None, None]:
-        """Run requests that the input_processor made, and tell of every step of each.
+        """Run requests that the input processor made, and tell of every step of each.
 
         Where `interrupted` says so, or the caller stops iterating, all of them end. Several runs
         at once share the batch: each step of one is a step of all.

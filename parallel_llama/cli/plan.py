@@ -28,7 +28,6 @@ from parallel_llama.plan import default_dtype
 CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
 BAR_WIDTH = 24
 
-
 NPROC: Flag[list[int] | None] = Flag(
     "nproc",
     "ranks to plan for, or a range to compare",

@@ -25,7 +25,6 @@ BESIDE_MESSAGES = ("tools", "documents", "template_vars")
 MAX_PROMPTS = 1_000_000
 MAX_LINE_BYTES = 64 << 20
 
-
 PROMPT: Flag[list[str]] = Flag(
     "prompt", "text to complete; - reads it from stdin", plain_text, "TEXT", repeatable=True
 )

@@ -111,7 +111,8 @@ def _family(fields: Fields, tied: bool) -> Family:
     for architecture in architectures:
         if names[architecture] is not family:
             raise UsageError(
-                f"the architecture {architecture!r} and model_type={model_type!r} differ"
+                f"the architecture {architecture!r} and model_type={model_type!r} differ; "
+                "take the config.json that belongs to the weights"
             )
     if architectures == [family.base_architecture] and not tied:
         raise UsageError(

@@ -163,7 +163,7 @@ def beyond_meta(args: ModelArgs) -> list[str]:
         f"head_dim={args.head_dim} where dim / n_heads is {args.dim / args.n_heads:g}": (
             args.head_dim * args.n_heads != args.dim
         ),
-        "biases of the attention": args.attention_bias,
+        "biases of the attention": args.attention_bias or args.has_wo_bias,
         "biases of the feed-forward": args.mlp_bias,
         f"{scaling.kind if scaling else 'no'} rope scaling": not _is_meta_rope(args),
     }

@@ -9,9 +9,9 @@ from parallel_llama.tokenizer import StreamDecoder, Tokenizer
 
 
 class Detokenizer:
-    """The text of one choice as it grows; without a tokenizer there is none, only its end.
+    """The text of one sequence as it grows; without a tokenizer there is none, only its end.
 
-    A choice ends at a stop id or stop string, once it has the request's min_tokens; neither is a
+    A sequence ends at a stop id or stop string, once it has the request's min_tokens; neither is a
     part of the text, unless the request wants to see it.
     """
 

@@ -1,6 +1,6 @@
 """What ranks do together between two steps of the engine, and how rank 0 sends them to it.
 
-Each call is called on rank 0, which does its part itself; the other ranks are in `serve_rank`.
+Each is called on rank 0, which does its part itself; the other ranks are in `serve_rank`.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _SCORE, _MEASURE, _CLOSE = b"s", b"m", b"c"
 
 
 def serve_rank(engine: Engine) -> None:
-    """Serve rank 0, with steps and rank_calls, until it closes; for ranks above 0."""
+    """Serve rank 0, with steps and calls, until it closes; for ranks above 0."""
     while True:
         with suppress(NumericalError):  # rank 0 has it too, and is the one to tell
             engine.step()

@@ -18,9 +18,8 @@ from parallel_llama.engine.block_pool import BlockPool, prefix_keys
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request
 
-# Choices that run at once; more would not make a step of this many rows pay better.
+# Sequences that run at once; more would not make a step of this many rows pay better.
 MAX_RUNNING = 256
-
 
 _arrival = attrgetter("arrival")
 

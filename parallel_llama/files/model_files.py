@@ -51,8 +51,8 @@ class ModelFiles:
 
     kind `config` is a shape without weights (configs/models), for `plan` and random weights.
     `path` is the folder or the file; `config` is its config.json, params.json, native.json, GGUF
-    file or shape;
-    `weights` are in order, and empty for a shape; `index` is HF's index where there is one.
+    file or shape; `weights` are in order, and empty for a shape; `index` is HF's index where there
+    is one.
     """
 
     kind: Literal["hf", "meta", "gguf", "native", "config"]

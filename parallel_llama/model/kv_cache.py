@@ -1,8 +1,8 @@
 """The paged KV cache: keys and values of this rank's KV heads, in blocks.
 
 A slot is one token's place, a block is `block_size` consecutive slots, and a sequence's block table
-lists its blocks in order. Who owns which block is kept
-elsewhere, the same on every rank, since it counts tokens and not bytes; here are the tensors.
+lists its blocks in order. Who owns which block is kept elsewhere, the same on every rank, since it
+counts tokens and not bytes; here are the tensors.
 """
 
 from collections.abc import Sequence

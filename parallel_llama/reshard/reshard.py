@@ -36,7 +36,7 @@ from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.ops.formats import dtype_name
+from parallel_llama.ops.formats import dtype_name, torch_dtype
 from parallel_llama.reshard.companions import companions
 from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.meta_layout import MetaLayout
@@ -89,7 +89,7 @@ def reshard(
         checkpoint.check(args)
         dtypes = {p.name: checkpoint.read(p, range(0)).dtype for p in parameters(args)}
         if dtype is not None:
-            dtypes = dict.fromkeys(dtypes, getattr(torch, dtype))
+            dtypes = dict.fromkeys(dtypes, torch_dtype(dtype))
         args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
         defaults = load_generation_defaults(source)
         variants = norm_variants(source)
@@ -232,4 +232,4 @@ def _identity(path: Path) -> str:
 def _dtype_of_matrices(args: ModelArgs, dtypes: Mapping[str, torch.dtype]) -> str:
     """The one that all matrices fit into, as config.json states one for the model."""
     matrices = {dtypes[param.name] for param in parameters(args) if len(param.shape) > 1}
-    return str(reduce(torch.promote_types, matrices)).removeprefix("torch.")
+    return dtype_name(reduce(torch.promote_types, matrices))

@@ -288,7 +288,7 @@ def test_a_rank_that_draws_another_token_is_named(ranks):
 
 
 def test_collectives_of_a_decode_step_are_counted():
-    """StepMessage, the forward's, the head exchange and the decision, and nothing else."""
+    """The step's message, the forward's, the head exchange and the decision, and nothing else."""
 
     def count(comm):
         engine = make_engine(make_runner(comm))

@@ -22,7 +22,7 @@ from parity_steps import (
 )
 from ranks import Pools
 from thread_ranks import ThreadComm, run_on_threads
-from tiny_models import TINY_MODELS, TinyModel, write_hf, write_meta
+from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf, write_meta
 from torch import Tensor
 from transformers_oracle import (
     reference_logits,
@@ -53,14 +53,7 @@ META_MODELS = {
         ffn_dim=100,
         vocab_size=204,
         max_seq_len=16384,
-        rope={  # Meta's use_scaled_rope means these numbers
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        rope=META_SCALED_ROPE,
     ),
 }
 

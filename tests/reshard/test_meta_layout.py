@@ -15,7 +15,7 @@ from fairscale_alone import fairscale_alone
 from meta_oracle import meta_logits
 from ranks import Pools
 from reshard_samples import fill, hashes_of, read, write
-from tiny_models import TINY_MODELS, TinyModel, write_hf
+from tiny_models import META_SCALED_ROPE, TINY_MODELS, TinyModel, write_hf
 from torch import Tensor
 from transformers_oracle import reference_logits
 
@@ -336,14 +336,7 @@ META_MODELS = {
         vocab_size=204,
         tied=True,
         max_seq_len=16384,
-        rope={
-            "rope_type": "llama3",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        rope=META_SCALED_ROPE,
     ),
 }
 

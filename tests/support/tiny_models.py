@@ -47,6 +47,11 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+META_SCALED_ROPE = {  # the numbers that Meta's use_scaled_rope means
+    **_LLAMA3,
+    "rope_theta": 500000.0,
+    "original_max_position_embeddings": 8192,
+}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
