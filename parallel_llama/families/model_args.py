@@ -19,14 +19,24 @@ MAX_SIZES = {
 # Features that families have and nothing computes yet, and the value with which each is left out.
 _NEUTRAL: dict[str, object] = {
     "norm": "rms",
+    "norm_offset": 0.0,
     "activation": "silu",
+    "gated": True,
     "parallel_block": False,
+    "shared_norm": False,
+    "post_norms": False,
     "qk_norm": False,
-    "sliding_window": None,
+    "attention_scale": None,
     "attention_soft_cap": None,
-    "logit_soft_cap": None,
+    "sliding_window": None,
+    "full_layers": (),
+    "local_rope_theta": None,
+    "rotary_dim": None,
     "n_experts": 0,
+    "n_active_experts": 0,
+    "normed_experts": True,
     "embedding_scale": 1.0,
+    "logit_soft_cap": None,
 }
 
 
@@ -107,15 +117,30 @@ class ModelArgs:
     dtype: str = "bfloat16"  # of the weights as stored; 'float32' for quantised GGUF files
     family: str = "llama"
     wo_bias: bool | None = None  # where it differs from attention_bias, which wq, wk and wv have
-    norm: str = "rms"
-    activation: str = "silu"
-    parallel_block: bool = False  # attention and feed-forward side by side
-    qk_norm: bool = False
-    sliding_window: int | None = None
-    attention_soft_cap: float | None = None
-    logit_soft_cap: float | None = None
-    n_experts: int = 0
+    # Norms and residual stream
+    norm: Literal["rms", "layer"] = "rms"  # layer: LayerNorm with a bias
+    norm_offset: float = 0.0  # what is added to every norm's weight, 1 in Gemma
+    parallel_block: bool = False  # x + attention + feed-forward, both of the same x
+    shared_norm: bool = False  # in a parallel block: one norm for both
+    post_norms: bool = False  # a norm behind attention and feed-forward as well
     embedding_scale: float = 1.0
+    logit_soft_cap: float | None = None
+    # Attention
+    qk_norm: bool = False  # a norm of every head's query and key before they are rotated
+    attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)
+    attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
+    sliding_window: int | None = None  # keys that a token sees, its own among them
+    full_layers: tuple[int, ...] = ()  # where there is a window: the layers that see all keys
+    local_rope_theta: float | None = (
+        None  # base of layers with a window, unscaled, where it differs
+    )
+    rotary_dim: int | None = None  # values of each head that are rotated; None: all
+    # Feed-forward
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True  # w2(f(w1 x) * w3 x), else w2(f(w1 x))
+    n_experts: int = 0  # 0: one feed-forward; ffn_dim is that of one expert
+    n_active_experts: int = 0  # experts that each token goes to
+    normed_experts: bool = True  # the chosen experts' shares sum to 1
 
     def __post_init__(self) -> None:
         for name, neutral in _NEUTRAL.items():
@@ -183,3 +208,19 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
             f"max_seq_len={wanted}: this model's context is {limit} tokens; use 1 to {limit}"
         )
     return wanted
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that see the same keys: all of a sequence's, or as many of the last as the window."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+def layer_groups(args: ModelArgs) -> tuple[LayerGroup, ...]:
+    """The layers by what they see, those that see all keys first; no group is empty."""
+    full = tuple(range(args.n_layers)) if args.sliding_window is None else args.full_layers
+    local = tuple(layer for layer in range(args.n_layers) if layer not in full)
+    groups = LayerGroup(full, None), LayerGroup(local, args.sliding_window)
+    return tuple(group for group in groups if group.layers)
