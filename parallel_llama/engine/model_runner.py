@@ -18,7 +18,7 @@ from parallel_llama.model.attention import Batch, Window
 from parallel_llama.model.kv_cache import KVCache, slices_of, slots_of, without_last
 from parallel_llama.model.rope import RotaryTables
 from parallel_llama.model.transformer import Transformer
-from parallel_llama.ops import DecodeBatch, TorchOps, choose_ops
+from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import ShardPlan
 
@@ -83,7 +83,8 @@ class ModelRunner:
         share = plan.shares[comm.rank]
         if ops is None:
             groups = {len(run.heads) // len(run.kv_heads) for run in share.runs}
-            ops = choose_ops(dtype, device, args.head_dim, groups)
+            scores = Scores(args.attention_scale, args.attention_soft_cap)
+            ops = choose_ops(dtype, device, args.head_dim, groups, scores)
         model = Transformer(args, share, comm, ops, dtype)
         with ThreadPoolExecutor(1) as thread:
             compiled = thread.submit(ops.compile)  # beside the reading

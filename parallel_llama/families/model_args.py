@@ -26,8 +26,6 @@ _NEUTRAL: dict[str, object] = {
     "shared_norm": False,
     "post_norms": False,
     "qk_norm": False,
-    "attention_scale": None,
-    "attention_soft_cap": None,
     "sliding_window": None,
     "full_layers": (),
     "local_rope_theta": None,
@@ -163,6 +161,10 @@ class ModelArgs:
             raise UsageError(f"norm_eps={self.norm_eps}: use a finite number from 0, as 1e-5")
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
             raise UsageError(f"rope_theta={self.rope_theta}: use a finite number above 1")
+        for name in ("attention_scale", "attention_soft_cap"):
+            number = getattr(self, name)
+            if number is not None and not (math.isfinite(number) and number > 0):
+                raise UsageError(f"{name}={number}: use a finite number above 0, or None")
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype={self.dtype!r}: weights are read in {', '.join(DTYPES)}")
         scaling = self.rope_scaling

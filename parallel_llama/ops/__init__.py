@@ -6,6 +6,7 @@ never asks which device it is on. torch's are always there, and what all others 
 
 from parallel_llama.ops.cpu_ops import CPUOps, choose_ops
 from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.scores import Scores
 from parallel_llama.ops.torch_ops import TorchOps
 
-__all__ = ["CPUOps", "DecodeBatch", "TorchOps", "choose_ops"]
+__all__ = ["CPUOps", "DecodeBatch", "Scores", "TorchOps", "choose_ops"]

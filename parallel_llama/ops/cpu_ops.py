@@ -15,13 +15,17 @@ from parallel_llama.ops.cpu import (
     make_silu_and_mul,
 )
 from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps
 
 
 class CPUOps(TorchOps):
     """For a model of one dtype and head size, with such groups of query heads on each KV head."""
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, groups: Collection[int]) -> None:
+    def __init__(
+        self, dtype: torch.dtype, head_dim: int, groups: Collection[int], scores: Scores = PLAIN
+    ) -> None:
+        super().__init__(scores)
         self._dtype, self._head_dim, self._groups = dtype, head_dim, groups
 
     def compile(self) -> None:
@@ -30,7 +34,7 @@ class CPUOps(TorchOps):
             kernel(self._dtype)
         make_rotary(self._dtype, self._head_dim)
         for n_group in self._groups:
-            make_attention(self._dtype, self._head_dim, n_group)
+            make_attention(self._dtype, self._head_dim, n_group, self._scores)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > MAX_ROWS:
@@ -52,11 +56,19 @@ class CPUOps(TorchOps):
     def decode_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
     ) -> None:
-        make_attention(self._dtype, self._head_dim, q.shape[1] // len(k))(q, k, v, batch, out)
+        n_group = q.shape[1] // len(k)
+        attention = make_attention(self._dtype, self._head_dim, n_group, self._scores)
+        attention(q, k, v, batch, out)
 
 
 def choose_ops(
-    dtype: torch.dtype, device: torch.device, head_dim: int, groups: Collection[int]
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    groups: Collection[int],
+    scores: Scores = PLAIN,
 ) -> TorchOps:
     """The fastest operators there are for a model of this kind."""
-    return CPUOps(dtype, head_dim, groups) if computes(dtype, device) else TorchOps()
+    if computes(dtype, device):
+        return CPUOps(dtype, head_dim, groups, scores)
+    return TorchOps(scores)

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.scores import PLAIN, Scores
 
 
 class TorchOps:
@@ -12,6 +13,9 @@ class TorchOps:
 
     Other sets of operators are subclasses with faster ones in the place of some.
     """
+
+    def __init__(self, scores: Scores = PLAIN) -> None:
+        self._scores = scores
 
     def compile(self) -> None:
         """Make ready what takes a while, so that the first step does not wait for it."""
@@ -70,10 +74,13 @@ class TorchOps:
         [T, K * G, D].
         """
         n_rows, n_kv_heads = len(q), k.shape[1]
+        if self._scores.soft_cap is not None:
+            return self._capped_attention(q, k[0], v[0], mask, self._scores.soft_cap)
+        scale = self._scores.scale
         if n_rows == 1:
             # The heads of a group are the rows of one call, so each key is read once.
-            o = F.scaled_dot_product_attention(q.view(1, n_kv_heads, -1, q.shape[2]), k, v)
-            return o.flatten(1, 2)
+            q = q.view(1, n_kv_heads, -1, q.shape[2])
+            return F.scaled_dot_product_attention(q, k, v, scale=scale).flatten(1, 2)
         q = q.view(n_rows, n_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [K, G, T, D]
         n_group = q.shape[1]
         # No key or value is repeated, as torch's own grouped attention does on the CPU.
@@ -83,8 +90,30 @@ class TorchOps:
             v.transpose(0, 1).expand(-1, n_group, -1, -1),
             attn_mask=mask,
             is_causal=mask is None,
+            scale=scale,
         )
         return o.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _capped_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float
+    ) -> Tensor:
+        """The same with a soft cap, which torch's own attention has no place for.
+
+        Shapes: q [T, K * G, D]; k, v [K, S, D]; mask [T, S]; the result [T, K * G, D].
+        """
+        n_rows, n_heads, head_dim = q.shape
+        n_kv_heads, n_keys, _ = k.shape
+        grouped = q.view(n_rows, n_kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+        scores = grouped @ k.mT  # [K, G * T, S]
+        scores.mul_(self._scores.scale_of(head_dim) / cap).tanh_().mul_(cap)
+        if mask is None and n_rows > 1:
+            mask = scores.new_full((n_rows, n_keys), -torch.inf).triu_(1)
+        if mask is not None:
+            scores.view(n_kv_heads, -1, n_rows, n_keys).add_(mask)
+        # Weights are summed in at least float32, as torch's own attention sums them.
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        o = scores.softmax(-1, dtype=wide).to(v.dtype) @ v
+        return o.view(n_heads, n_rows, head_dim).transpose(0, 1)
 
     def decode_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor

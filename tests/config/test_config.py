@@ -154,6 +154,8 @@ def test_a_size_out_of_range_is_refused(name: str, value: int) -> None:
         ({"norm_eps": math.nan}, "norm_eps=nan"),
         ({"rope_theta": 1.0}, "rope_theta=1"),
         ({"rope_theta": math.inf}, "rope_theta=inf"),
+        ({"attention_scale": 0.0}, "attention_scale=0.0"),
+        ({"attention_soft_cap": math.inf}, "attention_soft_cap=inf"),
         ({"max_seq_len": 0}, "max_seq_len=0"),
         ({"dtype": "int8"}, "dtype='int8'.*bfloat16"),
         ({"rope_scaling": RopeScaling("factors", factors=(1.0,))}, "1 factors and head_dim=8"),

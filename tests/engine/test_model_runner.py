@@ -9,11 +9,12 @@ from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TINY_MODELS, write_hf
 from torch import Tensor
 
-from parallel_llama.engine.model_runner import Chunk
+from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.model.attention import Attention
 
 NAME = "9/3 attention bias"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
-N = len(PROMPT)
+N, HEAD_DIM = len(PROMPT), TINY_MODELS[NAME].head_dim
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +91,27 @@ def test_a_prompt_seen_through_several_windows_is_the_same(
     ((first, *others),) = run_on_threads(1, hidden_by_windows, folder, sizes, monkeypatch)
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=1e-12)
+
+
+def hidden_by_scale(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """With scores of twice the size, by the scale and by the queries; and with a cap on them."""
+
+    def hidden(runner: ModelRunner) -> Tensor:
+        pieces = [Chunk(PROMPT[:12], 0, [0], N)], [Chunk(PROMPT[12:], 12, [0], N)]
+        return torch.cat([runner.forward(each) for each in pieces])
+
+    scaled = load_runner(comm, folder, N, attention_scale=2 * HEAD_DIM**-0.5)
+    capped = load_runner(comm, folder, N, attention_soft_cap=0.01)
+    turned = load_runner(comm, folder, N)
+    for module in turned.model.modules():
+        if isinstance(module, Attention):
+            module.wq.weight.values *= 2
+            module.wq.bias.values *= 2
+    return hidden(scaled), hidden(turned), hidden(capped)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_model_attends_with_its_own_scale_and_cap(folder: Path, tp_size: int) -> None:
+    for scaled, turned, capped in run_on_threads(tp_size, hidden_by_scale, folder):
+        torch.testing.assert_close(scaled, turned, rtol=0, atol=1e-12)
+        assert (capped - turned).abs().max() > 1e-3

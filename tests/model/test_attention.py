@@ -7,7 +7,7 @@ from torch import Tensor
 from parallel_llama.config import ModelArgs
 from parallel_llama.model.attention import Batch, Window, attend
 from parallel_llama.model.kv_cache import KVCache
-from parallel_llama.ops import DecodeBatch, TorchOps, choose_ops
+from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
 from parallel_llama.plan import Run, make_plan
 
 N_SLOTS, D = 24, 4
@@ -15,14 +15,18 @@ RUNS = (Run(range(0, 3), range(0, 1)), Run(range(3, 5), range(1, 2)))  # 3 + 2 q
 GROUP_OF = (0, 0, 0, 1, 1)
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], start: int) -> Tensor:
+def by_definition(
+    q: Tensor, k: Tensor, v: Tensor, slots: list[int], start: int, scores: Scores
+) -> Tensor:
     """One query, one head and one key at a time."""
     result = torch.empty_like(q)
     for row in range(len(q)):
         seen = slots[: start + row + 1]
         for head, kv_head in enumerate(GROUP_OF):
-            weights = (k[kv_head, seen] @ q[row, head] * D**-0.5).softmax(0)
-            result[row, head] = weights @ v[kv_head, seen]
+            products = k[kv_head, seen] @ q[row, head] * (scores.scale or D**-0.5)
+            if (cap := scores.soft_cap) is not None:
+                products = cap * (products / cap).tanh()
+            result[row, head] = products.softmax(0) @ v[kv_head, seen]
     return result.flatten(1)
 
 
@@ -78,8 +82,9 @@ def first_slots(keys: tuple[slice, ...], n: int) -> tuple[slice, ...]:
 
 @pytest.mark.parametrize(("n_rows", "n_decoded"), [(1, 0), (1, 1), (3, 0), (3, 1), (4, 4), (9, 2)])
 @pytest.mark.parametrize("keys", [(slice(5, 14),), (slice(20, 24), slice(2, 6), slice(10, 11))])
+@pytest.mark.parametrize("scores", [Scores(), Scores(scale=0.9, soft_cap=1.5)], ids=str)
 def test_every_query_sees_its_own_past(
-    keys: tuple[slice, ...], n_rows: int, n_decoded: int
+    keys: tuple[slice, ...], n_rows: int, n_decoded: int, scores: Scores
 ) -> None:
     slots = [slot for own in keys for slot in range(own.start, own.stop)]
     q = torch.randn(n_rows, 7, D, dtype=torch.float64)[:, 1:6]  # a part of a wider product
@@ -87,7 +92,8 @@ def test_every_query_sees_its_own_past(
     k, v = cache.k[1], cache.v[1]
     k[:, slots] = torch.randn(2, len(slots), D, dtype=torch.float64)
     v[:, slots] = torch.randn(2, len(slots), D, dtype=torch.float64)
-    expected = by_definition(q, k, v, slots, len(slots) - n_rows)
-    for ops in (TorchOps(), choose_ops(torch.float64, torch.device("cpu"), D, {2, 3})):
+    expected = by_definition(q, k, v, slots, len(slots) - n_rows, scores)
+    best = choose_ops(torch.float64, torch.device("cpu"), D, {2, 3}, scores)
+    for ops in (TorchOps(scores), best):
         o = attend(q, 1, make_batch(cache, keys, n_rows, n_decoded), cache, RUNS, ops)
         torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)

@@ -1,6 +1,7 @@
 """One query per sequence attends to its own keys in the cache, in compiled code."""
 
 import ctypes
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import DecodeBatch
+from parallel_llama.ops import DecodeBatch, Scores
 from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.program import Machine, openmp
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's o
 
 MACHINES = {16: Machine(16, 16), 32: Machine(32, 16), 64: Machine(64, 32)}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+PLAIN, CAPPED = Scores(), Scores(scale=0.7, soft_cap=2.0)
 N_SLOTS, N_KV_HEADS = 720, 2
 # Lengths about the width of a vector, and some that take more than one block of values.
 SEQUENCES = (
@@ -29,8 +31,10 @@ SEQUENCES = (
 
 
 @cache
-def kernel(dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int) -> AttentionKernel:
-    return AttentionKernel(dtype, head_dim, n_group, MACHINES[vector_bytes])
+def kernel(
+    dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int, scores: Scores = PLAIN
+) -> AttentionKernel:
+    return AttentionKernel(dtype, head_dim, n_group, scores, MACHINES[vector_bytes])
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +77,13 @@ def run(
     return wide[:, :-1]
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, sequences: Sequence[Sequence[slice]]) -> Tensor:
+def by_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequence[Sequence[slice]],
+    scores: Scores = PLAIN,
+) -> Tensor:
     """In float64, one sequence and one KV head at a time."""
     q, k, v = q.double(), k.double(), v.double()
     result = torch.empty_like(q)
@@ -82,18 +92,22 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, sequences: Sequence[Sequence[
         slots = slots_of(slices)
         for head in range(len(k)):
             group = slice(head * n_group, (head + 1) * n_group)
-            weights = (q[row, group] @ k[head, slots].T * q.shape[2] ** -0.5).softmax(-1)
-            result[row, group] = weights @ v[head, slots]
+            products = q[row, group] @ k[head, slots].T * (scores.scale or q.shape[2] ** -0.5)
+            if (cap := scores.soft_cap) is not None:
+                products = cap * (products / cap).tanh()
+            result[row, group] = products.softmax(-1) @ v[head, slots]
     return result
 
 
-def check(dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int) -> None:
+def check(
+    dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int, scores: Scores = PLAIN
+) -> None:
     k, v = make_cache(dtype, head_dim)
     q = make_queries(dtype, n_group, head_dim)
-    expected = by_definition(q, k, v, SEQUENCES)
+    expected = by_definition(q, k, v, SEQUENCES, scores)
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)
-        o = run(kernel(dtype, head_dim, n_group, vector_bytes), q, k, v, SEQUENCES)
+        o = run(kernel(dtype, head_dim, n_group, vector_bytes, scores), q, k, v, SEQUENCES)
         torch.testing.assert_close(o.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
@@ -110,6 +124,22 @@ def test_heads_of_any_size_attend_by_definition_on_vectors_of_any_width(
 def test_groups_of_any_size_attend_by_definition(n_group: int) -> None:
     """More than four queries are worked off in chunks, of two sizes where they do not divide."""
     check(torch.float32, 16, n_group, 32)
+
+
+@pytest.mark.parametrize("vector_bytes", MACHINES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_scores_are_scaled_and_capped_by_definition(dtype: torch.dtype, vector_bytes: int) -> None:
+    check(dtype, 16, 3, vector_bytes, CAPPED)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_scores_far_beyond_a_cap_become_the_cap(dtype: torch.dtype) -> None:
+    """On either side: with caps of 2, 2 and -2 the shares are e^4, e^4 and 1."""
+    k = torch.tensor([1e6, 30, -1e6], dtype=dtype).view(1, 3, 1)
+    v = torch.tensor([0, 0, 1], dtype=dtype).view(1, 3, 1)
+    q = torch.ones(1, 1, 1, dtype=dtype)
+    o = run(kernel(dtype, 1, 1, 64, Scores(soft_cap=2.0)), q, k, v, [[slice(0, 3)]])
+    assert o.item() == pytest.approx(1 / (1 + 2 * math.exp(4)), rel=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import CPUOps, DecodeBatch, TorchOps, choose_ops
+from parallel_llama.ops import CPUOps, DecodeBatch, Scores, TorchOps, choose_ops
 
 HEAD_DIM, N_GROUP, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+SCORES = [Scores(), Scores(scale=0.7), Scores(scale=0.7, soft_cap=2.0), Scores(soft_cap=1.5)]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 Backend = tuple[TorchOps, torch.dtype, torch.device]
@@ -31,6 +32,14 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     ops, dtype, device = request.param
     ops.compile()
     return ops, dtype, device
+
+
+def with_scores(backend: Backend, scores: Scores) -> TorchOps:
+    """The same operators for a model whose attention makes such scores."""
+    ops, dtype, device = backend
+    if type(ops) is TorchOps:
+        return TorchOps(scores)
+    return choose_ops(dtype, device, HEAD_DIM, {N_GROUP}, scores)
 
 
 def check(ours: Tensor, expected: Tensor) -> None:
@@ -101,20 +110,24 @@ def test_rotate_and_store(backend: Backend) -> None:
     assert (k[:, others] == -7).all() and (v[:, others] == -7).all()
 
 
-def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int]) -> Tensor:
+def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Scores) -> Tensor:
     """One query [K * G, D] over some slots, one KV head at a time, in float64."""
     q, k, v = q.double(), k.double(), v.double()
-    heads = q.view(N_KV_HEADS, N_GROUP, HEAD_DIM)
-    rows = [
-        (head @ k[number, slots].T * HEAD_DIM**-0.5).softmax(-1) @ v[number, slots]
-        for number, head in enumerate(heads)
-    ]
+    scale, cap = scores.scale or HEAD_DIM**-0.5, scores.soft_cap
+    rows = []
+    for number, head in enumerate(q.view(N_KV_HEADS, N_GROUP, HEAD_DIM)):
+        products = head @ k[number, slots].T * scale
+        if cap is not None:
+            products = cap * (products / cap).tanh()
+        rows.append(products.softmax(-1) @ v[number, slots])
     return torch.cat(rows)
 
 
-def test_prefill_attention(backend: Backend) -> None:
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_prefill_attention(backend: Backend, scores: Scores) -> None:
     """A prompt from its start, the end of one under a mask, and a single query."""
-    ops, dtype, device = backend
+    _, dtype, device = backend
+    ops = with_scores(backend, scores)
     k, v = torch.randn(2, N_KV_HEADS, 9, HEAD_DIM, device=device).to(dtype)
     for start in (0, 4, 8):
         n = 9 - start
@@ -122,12 +135,14 @@ def test_prefill_attention(backend: Backend) -> None:
         mask = torch.full((n, 9), -torch.inf, dtype=dtype, device=device).triu(start + 1)
         o = ops.prefill_attention(q, k[None], v[None], mask if start == 4 else None)
         for row in range(n):
-            check(o[row], by_definition(q[row], k, v, list(range(start + row + 1))))
+            check(o[row], by_definition(q[row], k, v, list(range(start + row + 1)), scores))
 
 
-def test_decode_attention(backend: Backend) -> None:
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_decode_attention(backend: Backend, scores: Scores) -> None:
     """Queries whose keys lie in one range of slots or several; other rows stay as they are."""
-    ops, dtype, device = backend
+    _, dtype, device = backend
+    ops = with_scores(backend, scores)
     k, v = torch.randn(2, N_KV_HEADS, N_SLOTS, HEAD_DIM, device=device).to(dtype)
     q = torch.randn(4, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
     out = torch.full_like(q, -7.0)
@@ -135,7 +150,7 @@ def test_decode_attention(backend: Backend) -> None:
     ops.decode_attention(q, k, v, DecodeBatch.of(slots), out)
     for row, own in slots.items():
         seen = [slot for each in own for slot in range(each.start, each.stop)]
-        check(out[row], by_definition(q[row], k, v, seen))
+        check(out[row], by_definition(q[row], k, v, seen, scores))
     assert (out[2] == -7).all()
 
 

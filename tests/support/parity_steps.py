@@ -1,8 +1,10 @@
 """What every rank does in the parity tests; light to import, for ranks that are processes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,27 +13,31 @@ from parallel_llama.checkpoint import open_checkpoint
 from parallel_llama.config import load_model_args
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.files.model_files import find_model
-from parallel_llama.ops import TorchOps
+from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import make_plan
 from parallel_llama.sampling import gather_logits
 
 BLOCK_SIZE = 4
 
-# What the models of the tests run on; None for the fastest operators of this machine.
-operators: TorchOps | None = None
+# Whether the models of the tests run on torch's operators, or the fastest of this machine.
+on_torch = False
 
 
 def use_torch_operators(_: object = None) -> None:
     """From here on, in this process."""
-    global operators
-    operators = TorchOps()
+    global on_torch
+    on_torch = True
 
 
-def load_runner(comm: Communicator, folder: Path, n_slots: int) -> ModelRunner:
-    """This rank's share of a tiny model in float64, and one block of cache."""
+def load_runner(comm: Communicator, folder: Path, n_slots: int, **changed: Any) -> ModelRunner:
+    """This rank's share of a tiny model in float64, and one block of cache.
+
+    `changed` are arguments of the model that differ from what the folder says.
+    """
     files = find_model(str(folder))
-    args = load_model_args(files)
+    args = replace(load_model_args(files), **changed)
+    scores = Scores(args.attention_scale, args.attention_soft_cap)
     runner = ModelRunner.load(
         args,
         open_checkpoint(files, args),
@@ -39,7 +45,7 @@ def load_runner(comm: Communicator, folder: Path, n_slots: int) -> ModelRunner:
         comm,
         dtype=torch.float64,
         device=torch.device("cpu"),
-        ops=operators,
+        ops=TorchOps(scores) if on_torch else None,
     )
     runner.reserve(1, n_slots)
     return runner

@@ -37,9 +37,10 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.exponential import exp
+from parallel_llama.ops.cpu.exponential import exp, tanh
 from parallel_llama.ops.cpu.program import Machine, Program, this_machine
 from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.scores import Scores
 
 _MAX_CHUNK = 4  # of a group whose sums of values stay in registers together
 _BLOCK_BYTES = 1 << 13  # of values that a whole group takes while the next ones are on their way
@@ -53,6 +54,7 @@ class _Shape:
     lanes: Lanes
     head_dim: int
     n_group: int
+    scores: Scores
     n_registers: int
 
     @property
@@ -85,11 +87,18 @@ class AttentionKernel:
     contiguous, heads anywhere.
     """
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, n_group: int, machine: Machine) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        n_group: int,
+        scores: Scores,
+        machine: Machine,
+    ) -> None:
         self.dtype, self.head_dim, self.n_group = dtype, head_dim, n_group
         lanes = machine.lanes(dtype, head_dim)
         self._width = lanes.width
-        shape = _Shape(lanes, head_dim, n_group, machine.n_vectors)
+        shape = _Shape(lanes, head_dim, n_group, scores, machine.n_vectors)
         integers = I64.as_pointer()
         types = [integers, I64, I64, integers, integers, *[lanes.pointer, I64] * 5]
         self._program = Program("attention", types, partial(_attention, shape))
@@ -115,16 +124,18 @@ class AttentionKernel:
 
 
 @cache
-def make_attention(dtype: torch.dtype, head_dim: int, n_group: int) -> AttentionKernel:
+def make_attention(
+    dtype: torch.dtype, head_dim: int, n_group: int, scores: Scores
+) -> AttentionKernel:
     """The kernel for this machine, compiled when first asked for; `computes` says for what."""
-    return AttentionKernel(dtype, head_dim, n_group, this_machine())
+    return AttentionKernel(dtype, head_dim, n_group, scores, this_machine())
 
 
 def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
     """The kernel.
 
     for (row, head) in the pairs of decode row and KV head that no other thread has taken:
-        scores = q[row, group of head] @ k[head, slots of row].T / sqrt(D)
+        scores = q[row, group of head] @ k[head, slots of row].T * scale, with a soft cap
         scores = softmax(scores)
         out[row, group of head] = scores @ v[head, slots of row]
     """
@@ -199,7 +210,7 @@ def _blocks(slot_ranges: Value, first: Value, end: Value, size: int) -> Iterator
 def _score(
     shape: _Shape, q: Value, k: Value, scores: Value, stride: Value, block: _Block, few: Value
 ) -> None:
-    """scores[g, t] = q[g] @ k[slot of t] / sqrt(D) for the queries g and a block's keys t.
+    """scores[g, t] = q[g] @ k[slot of t] * scale, capped, for queries g and a block's keys t.
 
     Shapes: q [G, D]; k [n_slots, D]; scores [G, stride], undefined after the last key.
     """
@@ -208,7 +219,15 @@ def _score(
     keys = _readable(shape, k + block.slot * head_dim, block.n_left, few)
     with loop(q.b, 0, shape.n_group) as query:
         dots = _dots(shape, q + query * head_dim, keys)
-        lanes.store(scores + query * stride + block.t, dots * head_dim**-0.5)
+        lanes.store(scores + query * stride + block.t, _capped(shape, dots))
+
+
+def _capped(shape: _Shape, dots: Value) -> Value:
+    """The scores of products of queries and keys."""
+    scale, cap = shape.scores.scale_of(shape.head_dim), shape.scores.soft_cap
+    if cap is None:
+        return dots * scale
+    return tanh(shape.lanes, dots * (scale / cap)) * cap
 
 
 def _prefetch(shape: _Shape, address: Value, n_numbers: int) -> None:

@@ -59,6 +59,9 @@ class Value:
         n = other.raw if isinstance(other, Value) else I64(other)
         return Value(self.b, self.b.gep(self.raw, [n]))
 
+    def __rsub__(self, other: float) -> "Value":
+        return self.like(other) - self
+
     def __rtruediv__(self, other: float) -> "Value":
         return self.like(other) / self
 

@@ -1,4 +1,4 @@
-"""exp for a vector, in a kernel's own code.
+"""exp and tanh for a vector, in a kernel's own code.
 
 Source: Cody and Waite, Software Manual for the Elementary Functions, chapter 6.
 """
@@ -37,3 +37,10 @@ def exp(lanes: Lanes, x: Value) -> Value:
     two_to_n = (one + (shifted.bits_as(integers) << n_mantissa)).bits_as(lanes.vector)
     too_small = x < math.ceil(math.log(numbers.tiny))
     return where(too_small, x.like(0), series * two_to_n)
+
+
+def tanh(lanes: Lanes, x: Value) -> Value:
+    """tanh(x), with an error of a few last places of 1 however small it is; NaN for NaN."""
+    e = exp(lanes, abs(x) * -2)
+    size = (1 - e) / (e + 1)
+    return where(x < 0, -size, size)
