@@ -49,7 +49,7 @@ class RandomCheckpoint(Checkpoint):
         generator = torch.Generator().manual_seed(int.from_bytes(key.digest(), "little") >> 1)
         values = torch.randn(sliced_shape(param, chunk), generator=generator, dtype=torch.float32)
         if param.name.endswith("norm.weight"):
-            return values.mul_(NORM_STD).add_(1)
+            return values.mul_(NORM_STD).add_(1 - self.args.norm_offset)
         return values.mul_(STD)
 
 

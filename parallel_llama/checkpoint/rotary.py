@@ -1,4 +1,4 @@
-"""The two orders of the rows of wq and wk, and nothing else.
+"""The two orders of the rows of wq and wk, and of their norms.
 
 Rotary embedding turns pairs of rows of each head. Meta's files keep a pair in neighbouring rows
 (interleaved: 0, 1 | 2, 3 | ...), and so does the model; HF's keep it half a head apart (half-split:
@@ -25,4 +25,4 @@ def reordered(rows: Tensor, head_dim: int, order: RotaryOrder) -> Tensor:
 
 def is_rotary(param: Param) -> bool:
     """Whether the rows of this weight come in rotary pairs."""
-    return ".attention.wq." in param.name or ".attention.wk." in param.name
+    return any(f".attention.{name}." in param.name for name in ("wq", "wk", "q_norm", "k_norm"))

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.families import FAMILIES
 from parallel_llama.families.model_args import MAX_SIZES, ModelArgs, RopeScaling, head_size
 from parallel_llama.files.fields import Fields
 from parallel_llama.files.gguf_header import GGUFHeader
+
+_ARCHITECTURES = ("llama", "qwen2")
 
 # Under the architecture's own prefix, as in llama.block_count.
 _KEYS = {
@@ -34,10 +35,10 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     """
     fields = Fields(header.fields)
     arch = fields.text("general.architecture")
-    if arch not in FAMILIES:
+    if arch not in _ARCHITECTURES:
         raise UsageError(
             f"the architecture {arch[:80]!r} is not supported; supported: "
-            f"{', '.join(map(repr, FAMILIES))}"
+            f"{', '.join(map(repr, _ARCHITECTURES))}"
         )
     if (n_parts := fields.integer("split.count", 1)) > 1:
         raise UsageError(f"one of {n_parts} parts; join them with llama-gguf-split --merge")

@@ -3,10 +3,11 @@
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from parallel_llama.config.generation import GenerationDefaults
-from parallel_llama.config.hf_keys import SILU, check_keys
+from parallel_llama.config.hf_keys import check_keys
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES, Family, family_of
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size
@@ -14,9 +15,20 @@ from parallel_llama.files.fields import Fields, did_you_mean
 
 logger = logging.getLogger(__name__)
 
-_FULL = "full_attention"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+# transformers' names of the activations; the first of each is written.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 _TRAINED = "original_max_position_embeddings"
+# The base of layers with a window, before transformers 5.
+_LOCAL_ROPE = "rope_local_base_freq"
 # What each type of rope scaling reads beside _ROPE_COMMON, in the order in which it is written.
 _ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -47,42 +59,62 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     Source: transformers 5.23, its configurations of the families.
     """
     fields = Fields(values)
-    tied = fields.flag("tie_word_embeddings", False)
-    family = _family(fields, tied)
+    family = _family(fields)
     _require_plain_weights(fields)
-    check_keys(fields, family.reads)
+    check_keys(fields, family.reads.union(family.keys.values()))
     if fields.has("auto_map"):
         logger.warning("config.json names code of its own (auto_map), which is never run")
-    if (activation := fields.text("hidden_act", "silu")) not in SILU:
-        raise UsageError(f"hidden_act={activation[:80]!r}: only 'silu' is supported")
-    dim, n_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    n_layers = fields.integer("num_hidden_layers")
-    max_seq_len = fields.integer("max_position_embeddings", family.max_seq_len)
-    _require_full_attention(fields, family, n_layers, max_seq_len)
-    rope_theta, rope_scaling = _hf_rope(fields, max_seq_len)
-    head_dim = fields.optional_integer("head_dim")
-    if head_dim is None:
-        head_dim = head_size("hidden_size", dim, "num_attention_heads", n_heads)
+    stated = {**_sizes(fields, family), **family.features(fields)}
+    if "activation" not in stated:
+        stated["activation"] = _activation(fields, family.key("activation"))
+    stated |= _windows(fields, family, stated["n_layers"], stated["max_seq_len"])
+    if "sliding_window" not in stated:
+        stated.pop("local_rope_theta", None)  # of no layer
+    stated |= _hf_rope(fields, family, stated["max_seq_len"])
     return ModelArgs(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=fields.integer("num_key_value_heads", n_heads),
-        head_dim=head_dim,
-        ffn_dim=fields.integer("intermediate_size"),
-        vocab_size=fields.integer("vocab_size"),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        max_seq_len=max_seq_len,
-        tied_embeddings=tied,
         dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
         family=family.name,
-        **family.features(fields),
+        **stated,
     )
 
 
-def _family(fields: Fields, tied: bool) -> Family:
+def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
+    """The shape of the model, of which the family's features may say more."""
+    dim_key, heads_key = family.key("dim"), family.key("n_heads")
+    dim, n_heads = fields.integer(dim_key), fields.integer(heads_key)
+    head_dim = fields.integer("head_dim", family.defaults.get("head_dim", 0))
+    if not fields.has("head_dim") and not head_dim:
+        head_dim = head_size(dim_key, dim, heads_key, n_heads)
+    n_kv_heads = family.defaults.get("n_kv_heads", n_heads)
+    max_seq_len = family.defaults.get("max_seq_len", 2048)
+    return {
+        "dim": dim,
+        "n_layers": fields.integer(family.key("n_layers")),
+        "n_heads": n_heads,
+        "n_kv_heads": fields.integer(family.key("n_kv_heads"), n_kv_heads),
+        "head_dim": head_dim,
+        "ffn_dim": fields.integer(family.key("ffn_dim"), family.defaults.get("ffn_dim")),
+        "vocab_size": fields.integer("vocab_size"),
+        "norm_eps": fields.number(family.key("norm_eps"), family.defaults.get("norm_eps", 1e-6)),
+        "max_seq_len": fields.integer("max_position_embeddings", max_seq_len),
+        "tied_embeddings": _is_tied(fields, family),
+    }
+
+
+def _is_tied(fields: Fields, family: Family) -> bool:
+    return fields.flag("tie_word_embeddings", family.defaults.get("tied_embeddings", False))
+
+
+def _activation(fields: Fields, key: str) -> str:
+    name = fields.text(key, "silu")
+    if name not in _ACTIVATIONS:
+        raise UsageError(
+            f"{key}={name[:80]!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _family(fields: Fields) -> Family:
     """The family that model_type and architectures name, which must agree."""
     architectures, model_type = fields.texts("architectures"), fields.text("model_type", "")
     supported = ", ".join(family.architecture for family in FAMILIES.values())
@@ -114,7 +146,7 @@ def _family(fields: Fields, tied: bool) -> Family:
                 f"the architecture {architecture!r} and model_type={model_type!r} differ; "
                 "take the config.json that belongs to the weights"
             )
-    if architectures == [family.base_architecture] and not tied:
+    if architectures == [family.base_architecture] and not _is_tied(fields, family):
         raise UsageError(
             f"the architecture {family.base_architecture!r} is a base model without a head, and "
             "its embeddings are not tied to serve as one; fetch or save it as "
@@ -133,34 +165,73 @@ def _require_plain_weights(fields: Fields) -> None:
         )
 
 
-def _require_full_attention(
-    fields: Fields, family: Family, n_layers: int, max_seq_len: int
+def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) -> dict[str, Any]:
+    """The window over the keys, and the layers that see all of them nonetheless."""
+    layer_types = _layer_types(fields, n_layers)
+    if family.full_layers is None:
+        _require_no_window(fields, family, layer_types, max_seq_len)
+        return {}
+    is_on = family.window_switch is None or fields.flag(family.window_switch, False)
+    # A null says that there is none, and a key that is missing says nothing.
+    window = fields.optional_integer("sliding_window")
+    if "sliding_window" not in fields.values:
+        window = family.defaults["sliding_window"]
+    if window is None or not is_on:
+        if _SLIDING in layer_types:
+            raise UsageError(
+                f"layer_types has {_SLIDING!r} and there is no sliding_window; state it"
+            )
+        return {}
+    full = tuple(family.full_layers(fields, n_layers))
+    if layer_types and not full and _FULL in layer_types and _SLIDING in layer_types:
+        raise UsageError(
+            f"layer_types mixes {_FULL!r} and {_SLIDING!r}: the layers of {family.name!r} are alike"
+        )
+    if layer_types:
+        full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)
+    # A window that the context does not fill hides nothing.
+    if len(full) == n_layers or (not full and window >= max_seq_len):
+        return {}
+    return {"sliding_window": window, "full_layers": full}
+
+
+def _layer_types(fields: Fields, n_layers: int) -> list[str]:
+    layer_types = fields.texts("layer_types")
+    for layer_type in layer_types:
+        if layer_type not in (_FULL, _SLIDING):
+            raise UsageError(
+                f"layer_types has {layer_type[:80]!r}; {_FULL!r} and {_SLIDING!r} are supported"
+            )
+    if layer_types and len(layer_types) != n_layers:
+        raise UsageError(
+            f"layer_types is of {len(layer_types)} layers and num_hidden_layers={n_layers}; "
+            "use the config.json that belongs to the weights"
+        )
+    return layer_types
+
+
+def _require_no_window(
+    fields: Fields, family: Family, layer_types: list[str], max_seq_len: int
 ) -> None:
     """Refuse a window over the keys that is shorter than the context.
 
     transformers' Llama attends to all keys whatever is stated, and yet caches no more than the
     window: what it answers then depends on how it was asked.
     """
-    layer_types = fields.texts("layer_types")
-    for layer_type in layer_types:
-        if layer_type != _FULL:
-            raise UsageError(f"layer_types has {layer_type[:80]!r}; only {_FULL!r} is supported")
-    if layer_types and len(layer_types) != n_layers:
+    if _SLIDING in layer_types:
         raise UsageError(
-            f"layer_types is of {len(layer_types)} layers and num_hidden_layers={n_layers}; "
-            "use the config.json that belongs to the weights"
+            f"layer_types has {_SLIDING!r}; {family.name!r} has only {_FULL!r}; if the weights "
+            "were trained without it, remove it"
         )
-    if family.window_switch is not None and not fields.flag(family.window_switch, False):
-        return
     window = fields.integer("sliding_window", max_seq_len)
     if window < max_seq_len and not layer_types:
         raise UsageError(
             f"sliding_window={window} is not supported below max_position_embeddings="
-            f"{max_seq_len}; if the weights were trained without it, remove it"
+            f"{max_seq_len} in {family.name!r}; if the weights were trained without it, remove it"
         )
 
 
-def _hf_rope(fields: Fields, max_seq_len: int) -> tuple[float, RopeScaling | None]:
+def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]:
     """Base and scaling from the form of transformers 5 (rope_parameters) or the one before it.
 
     Where several places state a value, the order is that of transformers. Keys that no type has
@@ -168,6 +239,8 @@ def _hf_rope(fields: Fields, max_seq_len: int) -> tuple[float, RopeScaling | Non
     Source: transformers 5.23, modeling_rope_utils.py.
     """
     rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
+    if _LOCAL_ROPE in family.reads and rope.has(_FULL):
+        rope = Fields(rope.mapping(_FULL))  # beside those of the layers with a window
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in _ROPE_TYPES:
         raise UsageError(
@@ -184,21 +257,26 @@ def _hf_rope(fields: Fields, max_seq_len: int) -> tuple[float, RopeScaling | Non
     for place in (rope, fields):
         if (rotary := place.number("partial_rotary_factor", 1.0)) != 1:
             raise UsageError(f"partial_rotary_factor={rotary}: only whole heads are rotated, 1")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    default = family.defaults.get("rope_theta", 10000.0)
+    theta = rope.number("rope_theta", fields.number("rope_theta", default))
+    return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, fields, max_seq_len)}
+
+
+def _scaling(kind: str, rope: Fields, fields: Fields, max_seq_len: int) -> RopeScaling | None:
     if kind == "default":
-        return theta, None
+        return None
     if kind == "linear":
-        return theta, RopeScaling("linear", rope.number("factor"))
+        return RopeScaling("linear", rope.number("factor"))
     if kind == "dynamic":
-        return theta, RopeScaling("dynamic", rope.number("factor"), max_seq_len)
+        return RopeScaling("dynamic", rope.number("factor"), max_seq_len)
     trained = fields.integer(_TRAINED, rope.integer(_TRAINED, max_seq_len))
     if kind == "llama3":
         keys = "factor", "low_freq_factor", "high_freq_factor"
         factor, low, high = (rope.number(key) for key in keys)
-        return theta, RopeScaling("llama3", factor, trained, low, high)
+        return RopeScaling("llama3", factor, trained, low, high)
     if trained < 1:
         raise UsageError(f"{_TRAINED}={trained}: use 1 or more")
-    return theta, RopeScaling(
+    return RopeScaling(
         "yarn",
         rope.number("factor", max_seq_len / trained),
         trained,
@@ -218,27 +296,50 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
     """
     ids, family = ids or GenerationDefaults(), family_of(args)
     eos = list(ids.eos_ids)
-    return {
+    activation = next(name for name, one in _ACTIVATIONS.items() if one == args.activation)
+    config = {
         "architectures": [family.architecture],
         "model_type": family.name,
-        "hidden_size": args.dim,
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads,
+        family.key("dim"): args.dim,
+        family.key("n_layers"): args.n_layers,
+        family.key("n_heads"): args.n_heads,
+        family.key("n_kv_heads"): args.n_kv_heads,
         "head_dim": args.head_dim,
-        "intermediate_size": args.ffn_dim,
+        family.key("ffn_dim"): args.ffn_dim,
         "vocab_size": args.vocab_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": args.norm_eps,
+        family.key("activation"): activation,
+        family.key("norm_eps"): args.norm_eps,
         "rope_theta": args.rope_theta,
         "rope_scaling": _rope_scaling(args),
         "max_position_embeddings": args.max_seq_len,
         "tie_word_embeddings": args.tied_embeddings,
+        **({} if family.full_layers is None else {"sliding_window": args.sliding_window}),
         **family.writes(args),
         "bos_token_id": ids.bos_id,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "torch_dtype": args.dtype,
     }
+    _require_same(args, args_from_hf(config))
+    return config
+
+
+def _require_same(args: ModelArgs, told: ModelArgs) -> None:
+    """Refuse a model of which config.json tells something else than it is.
+
+    Rope scaling apart, which may be told in another form.
+
+    Raises: UsageError.
+    """
+    for name in (field.name for field in dataclass_fields(ModelArgs)):
+        value, other = getattr(args, name), getattr(told, name)
+        if name == "rope_scaling" or value == other:
+            continue
+        if isinstance(value, float) and isinstance(other, float) and math.isclose(value, other):
+            continue
+        raise UsageError(
+            f"{name}={value}: config.json of {args.family!r} has no words for it, only for "
+            f"{other}; use --format native"
+        )
 
 
 def llama3_from_factors(args: ModelArgs, factors: tuple[float, ...]) -> RopeScaling:

@@ -48,13 +48,12 @@ _FACTORS = (
     "scale_emb",
 )  # fmt: skip
 _ACTIVATIONS = ("activation_function", "hidden_activation")
-SILU = ("silu", "swish")  # two names of one function
 
 # The values, beside null, with which a key changes nothing.
 OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_SWITCHES_AND_SIZES, (0, [], {})),  # 0 is false as well
     **dict.fromkeys(_FACTORS, (1,)),
-    **dict.fromkeys(_ACTIVATIONS, SILU),
+    **dict.fromkeys(_ACTIVATIONS, ("silu", "swish")),
     "is_causal": (True,),
 }
 

@@ -3,12 +3,18 @@
 from collections.abc import Iterator
 
 from parallel_llama.families.family import Family
+from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.llama import LLAMA
+from parallel_llama.families.mistral import MISTRAL
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.palm import PALM
 from parallel_llama.families.qwen2 import QWEN2
+from parallel_llama.families.qwen3 import QWEN3
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
-FAMILIES = {family.name: family for family in (LLAMA, QWEN2)}
+FAMILIES = {
+    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PALM)
+}
 
 __all__ = ["FAMILIES", "Family", "family_of", "parameters"]
 

@@ -1,6 +1,6 @@
 """What a family of models is: all that its members share and others do differently."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,28 @@ from parallel_llama.families.names import (
 )
 from parallel_llama.files.fields import Fields
 
+# The keys of config.json that state these arguments in most families.
+USUAL_KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "max_seq_len": "max_position_embeddings",
+    "tied_embeddings": "tie_word_embeddings",
+    "sliding_window": "sliding_window",
+}
+
+FullLayers = Callable[[Fields, int], Iterable[int]]
+
+
+def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]:
+    return ()
+
 
 @dataclass(frozen=True)
 class Family:
@@ -22,23 +44,35 @@ class Family:
 
     `name` is what HF's model_type and GGUF's general.architecture call it, and `architecture` HF's
     class with a head. Of config.json, `reads` are the keys that it has beside those of all
-    families, and `features` what they say, as ModelArgs; `writes` is the way back. Where
-    `window_switch` names a key, a sliding window is only meant if that is true. `names` are its
-    weights' in each layout, `rotary_order` that of the rows of wq and wk there.
+    families, and `features` what they say, as ModelArgs; `writes` is the way back. `keys` are those
+    for which it has another word than Llama, by the argument that each of them states. `names` are
+    its weights' in each layout, `rotary_order` that of the rows of wq and wk there.
+
+    A family with a sliding window has `full_layers`, which of so many layers see all keys
+    nonetheless; where `window_switch` names a key, the window is only meant if that is true.
     """
 
     name: str
     architecture: str
     base_architecture: str  # without a head
-    features: Callable[[Fields], Mapping[str, Any]]
-    writes: Callable[[ModelArgs], Mapping[str, Any]]
+    features: Callable[[Fields], Mapping[str, Any]] = lambda _: {}
+    writes: Callable[[ModelArgs], Mapping[str, Any]] = lambda _: {}
     reads: frozenset[str] = frozenset()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    full_layers: FullLayers | None = None
     window_switch: str | None = None
-    max_seq_len: int = 2048  # where config.json does not say
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where config.json does not say
     names: tuple[Names, ...] = LLAMA_NAMES
     rotary_order: Mapping[Layout, RotaryOrder] = field(
         default_factory=lambda: {"meta": "interleaved", "hf": "half", "gguf": "interleaved"}
     )
+
+    def key(self, argument: str) -> str:
+        """The key of config.json that states an argument.
+
+        Raises: KeyError for one that has no key in all families.
+        """
+        return self.keys.get(argument) or USUAL_KEYS[argument]
 
     def name_in(self, layout: Layout, name: str) -> str:
         """What a layout calls the weight that has this name in the model."""

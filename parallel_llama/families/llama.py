@@ -5,9 +5,7 @@ Source: LlamaConfig of transformers 5.23; ggml's docs/gguf.md.
 
 from typing import Any
 
-from parallel_llama.errors import UsageError
 from parallel_llama.families.family import Family
-from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.fields import Fields
 
 
@@ -18,20 +16,11 @@ def _features(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _writes(args: ModelArgs) -> dict[str, Any]:
-    if args.has_wo_bias != args.attention_bias:
-        raise UsageError(
-            "biases of some of the attention's projections: config.json of a Llama has no words "
-            "for them; use --format native"
-        )
-    return {"attention_bias": args.attention_bias, "mlp_bias": args.mlp_bias}
-
-
 LLAMA = Family(
     name="llama",
     architecture="LlamaForCausalLM",
     base_architecture="LlamaModel",
     reads=frozenset({"attention_bias", "mlp_bias"}),
     features=_features,
-    writes=_writes,
+    writes=lambda args: {"attention_bias": args.attention_bias, "mlp_bias": args.mlp_bias},
 )

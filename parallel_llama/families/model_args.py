@@ -18,14 +18,6 @@ MAX_SIZES = {
 
 # Features that families have and nothing computes yet, and the value with which each is left out.
 _NEUTRAL: dict[str, object] = {
-    "norm": "rms",
-    "norm_offset": 0.0,
-    "activation": "silu",
-    "gated": True,
-    "parallel_block": False,
-    "shared_norm": False,
-    "post_norms": False,
-    "qk_norm": False,
     "sliding_window": None,
     "full_layers": (),
     "local_rope_theta": None,
@@ -33,8 +25,6 @@ _NEUTRAL: dict[str, object] = {
     "n_experts": 0,
     "n_active_experts": 0,
     "normed_experts": True,
-    "embedding_scale": 1.0,
-    "logit_soft_cap": None,
 }
 
 
@@ -116,13 +106,15 @@ class ModelArgs:
     family: str = "llama"
     wo_bias: bool | None = None  # where it differs from attention_bias, which wq, wk and wv have
     # Norms and residual stream
-    norm: Literal["rms", "layer"] = "rms"  # layer: LayerNorm with a bias
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False  # of LayerNorm
     norm_offset: float = 0.0  # what is added to every norm's weight, 1 in Gemma
     parallel_block: bool = False  # x + attention + feed-forward, both of the same x
     shared_norm: bool = False  # in a parallel block: one norm for both
     post_norms: bool = False  # a norm behind attention and feed-forward as well
     embedding_scale: float = 1.0
-    logit_soft_cap: float | None = None
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None  # c: logits become c tanh(logit / c)
     # Attention
     qk_norm: bool = False  # a norm of every head's query and key before they are rotated
     attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)
@@ -157,14 +149,13 @@ class ModelArgs:
             )
         if self.head_dim % 2:
             raise UsageError(f"head_dim={self.head_dim}: rotary pairs need an even number")
+        self._check_numbers()
+        self._check_windows()
+        self._check_combinations()
         if not 0 <= self.norm_eps < math.inf:
             raise UsageError(f"norm_eps={self.norm_eps}: use a finite number from 0, as 1e-5")
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
             raise UsageError(f"rope_theta={self.rope_theta}: use a finite number above 1")
-        for name in ("attention_scale", "attention_soft_cap"):
-            number = getattr(self, name)
-            if number is not None and not (math.isfinite(number) and number > 0):
-                raise UsageError(f"{name}={number}: use a finite number above 0, or None")
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype={self.dtype!r}: weights are read in {', '.join(DTYPES)}")
         scaling = self.rope_scaling
@@ -177,6 +168,45 @@ class ModelArgs:
             )
         if scaling.kind == "dynamic" and self.head_dim == 2:
             raise UsageError("head_dim=2 has one rotary pair, and dynamic rope scaling needs two")
+
+    def _check_numbers(self) -> None:
+        for name in ("attention_scale", "attention_soft_cap", "logit_soft_cap", "logit_scale"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{name}={value}: use a finite number above 0")
+        for name in ("norm_offset", "embedding_scale"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise UsageError(f"{name}={value}: use a finite number")
+        local = self.local_rope_theta
+        if local is not None and not (math.isfinite(local) and local > 1):
+            raise UsageError(f"local_rope_theta={local}: use a finite number above 1")
+
+    def _check_windows(self) -> None:
+        window, full = self.sliding_window, list(self.full_layers)
+        if window is not None and window < 1:
+            raise UsageError(
+                f"sliding_window={window}: a token sees at least itself; use 1 or more"
+            )
+        if full and window is None:
+            raise UsageError(f"full_layers={full[:10]} and no sliding_window; give one")
+        if full != sorted(set(full) & set(range(self.n_layers))):
+            raise UsageError(
+                f"full_layers={full[:10]}: use some of 0 to {self.n_layers - 1}, in order"
+            )
+
+    def _check_combinations(self) -> None:
+        impossible = {
+            "norm='rms' has no bias; norm='layer' has": self.norm_bias and self.norm == "rms",
+            "norm='layer' has no norm_offset": self.norm_offset != 0 and self.norm == "layer",
+            "shared_norm is of a parallel_block": self.shared_norm and not self.parallel_block,
+            "post_norms and parallel_block exclude each other": (
+                self.post_norms and self.parallel_block
+            ),
+            "activation='silu' has a gate": not self.gated and self.activation == "silu",
+        }
+        for reason, is_so in impossible.items():
+            if is_so:
+                raise UsageError(f"the model's features contradict each other: {reason}")
 
     @property
     def has_wo_bias(self) -> bool:

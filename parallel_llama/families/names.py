@@ -26,25 +26,53 @@ class Names:
         return pattern
 
 
+def in_layers(*rows: tuple[str, str, str]) -> tuple[Names, ...]:
+    """Rows for weights of a layer, by their names within it."""
+    return tuple(
+        Names(f"layers.*.{meta}", f"model.layers.*.{hf}", f"blk.*.{gguf}")
+        for meta, hf, gguf in rows
+    )
+
+
 LLAMA_NAMES = (
     Names("tok_embeddings.weight", "model.embed_tokens.weight", "token_embd.weight"),
     Names("norm.weight", "model.norm.weight", "output_norm.weight"),
     Names("output.weight", "lm_head.weight", "output.weight"),
-    *(
-        Names(f"layers.*.{meta}", f"model.layers.*.{hf}", f"blk.*.{gguf}")
-        for meta, hf, gguf in (
-            ("attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
-            ("attention.wq.*", "self_attn.q_proj.*", "attn_q.*"),
-            ("attention.wk.*", "self_attn.k_proj.*", "attn_k.*"),
-            ("attention.wv.*", "self_attn.v_proj.*", "attn_v.*"),
-            ("attention.wo.*", "self_attn.o_proj.*", "attn_output.*"),
-            ("ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
-            ("feed_forward.w1.*", "mlp.gate_proj.*", "ffn_gate.*"),
-            ("feed_forward.w2.*", "mlp.down_proj.*", "ffn_down.*"),
-            ("feed_forward.w3.*", "mlp.up_proj.*", "ffn_up.*"),
-        )
+    *in_layers(
+        ("attention_norm.weight", "input_layernorm.weight", "attn_norm.weight"),
+        ("attention.wq.*", "self_attn.q_proj.*", "attn_q.*"),
+        ("attention.wk.*", "self_attn.k_proj.*", "attn_k.*"),
+        ("attention.wv.*", "self_attn.v_proj.*", "attn_v.*"),
+        ("attention.wo.*", "self_attn.o_proj.*", "attn_output.*"),
+        ("ffn_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight"),
+        ("feed_forward.w1.*", "mlp.gate_proj.*", "ffn_gate.*"),
+        ("feed_forward.w2.*", "mlp.down_proj.*", "ffn_down.*"),
+        ("feed_forward.w3.*", "mlp.up_proj.*", "ffn_up.*"),
     ),
 )
+
+QK_NORM_NAMES = in_layers(
+    ("attention.q_norm.weight", "self_attn.q_norm.weight", "attn_q_norm.weight"),
+    ("attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight"),
+)
+
+# What HF calls post_attention_layernorm is in these behind the attention, as the name says.
+POST_NORM_NAMES = in_layers(
+    (
+        "post_attention_norm.weight",
+        "post_attention_layernorm.weight",
+        "post_attention_norm.weight",
+    ),
+    ("ffn_norm.weight", "pre_feedforward_layernorm.weight", "ffn_norm.weight"),
+    ("post_ffn_norm.weight", "post_feedforward_layernorm.weight", "post_ffw_norm.weight"),
+)
+
+
+def names_with(*rows: Names) -> tuple[Names, ...]:
+    """Llama's rows and these, which take the place of a row for the same weight."""
+    own = {row.meta for row in rows}
+    return (*(row for row in LLAMA_NAMES if row.meta not in own), *rows)
+
 
 # Some files carry them; the model computes its own from the configuration.
 _ROTARY_TABLES: dict[Layout, tuple[str, ...]] = {

@@ -3,20 +3,23 @@
 Source: Qwen2Config of transformers 5.23; llama.cpp's qwen2, whose files keep HF's order of rows.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
-from parallel_llama.errors import UsageError
 from parallel_llama.families.family import Family
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.files.fields import Fields
 
 
-def _writes(args: ModelArgs) -> dict[str, Any]:
-    if not args.attention_bias or args.has_wo_bias or args.mlp_bias:
-        raise UsageError(
-            "biases on other projections than wq, wk and wv: config.json of a Qwen2 has no words "
-            "for them; use --format native"
-        )
-    return {"use_sliding_window": False}
+def full_layers(fields: Fields, n_layers: int) -> Iterable[int]:
+    """The layers up to max_window_layers, which transformers sets to 28 where nothing is said."""
+    return range(max(0, min(fields.integer("max_window_layers", 28), n_layers)))
+
+
+def writes_window(args: ModelArgs) -> dict[str, Any]:
+    """What config.json says of the window."""
+    n_full = len(args.full_layers)
+    return {"use_sliding_window": args.sliding_window is not None, "max_window_layers": n_full}
 
 
 QWEN2 = Family(
@@ -25,8 +28,9 @@ QWEN2 = Family(
     base_architecture="Qwen2Model",
     reads=frozenset({"use_sliding_window", "max_window_layers"}),
     features=lambda _: {"attention_bias": True, "wo_bias": False},
-    writes=_writes,
+    writes=writes_window,
+    full_layers=full_layers,
     window_switch="use_sliding_window",
-    max_seq_len=32768,
+    defaults={"max_seq_len": 32768, "sliding_window": 4096},
     rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
 )

@@ -34,32 +34,54 @@ class Param:
 def outer_parameters(args: ModelArgs) -> Iterator[Param]:
     """The weights before and after the layers."""
     yield Param("tok_embeddings.weight", (args.vocab_size, args.dim), "vocab")
-    yield Param("norm.weight", (args.dim,))
+    yield from _norm("norm", args)
     if not args.tied_embeddings:
         yield Param("output.weight", (args.vocab_size, args.dim), "vocab")
 
 
 def layer_parameters(args: ModelArgs, layer: int) -> Iterator[Param]:
     """The weights of one layer, in the order of the forward pass."""
+    yield from _norm(f"layers.{layer}.attention_norm", args)
+    yield from _attention(f"layers.{layer}.attention", args)
+    if args.post_norms:
+        yield from _norm(f"layers.{layer}.post_attention_norm", args)
+    if not args.shared_norm:
+        yield from _norm(f"layers.{layer}.ffn_norm", args)
+    yield from _feed_forward(f"layers.{layer}.feed_forward", args)
+    if args.post_norms:
+        yield from _norm(f"layers.{layer}.post_ffn_norm", args)
+
+
+def _norm(name: str, args: ModelArgs) -> Iterator[Param]:
+    yield Param(f"{name}.weight", (args.dim,))
+    if args.norm_bias:
+        yield Param(f"{name}.bias", (args.dim,))
+
+
+def _attention(name: str, args: ModelArgs) -> Iterator[Param]:
     dim, head_dim = args.dim, args.head_dim
     q_dim, kv_dim = args.n_heads * head_dim, args.n_kv_heads * head_dim
-    attention, ffn = f"layers.{layer}.attention", f"layers.{layer}.feed_forward"
-    yield Param(f"layers.{layer}.attention_norm.weight", (dim,))
-    yield Param(f"{attention}.wq.weight", (q_dim, dim), "heads", 0, head_dim)
-    yield Param(f"{attention}.wk.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
-    yield Param(f"{attention}.wv.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
-    yield Param(f"{attention}.wo.weight", (dim, q_dim), "heads", 1, head_dim)
+    yield Param(f"{name}.wq.weight", (q_dim, dim), "heads", 0, head_dim)
+    yield Param(f"{name}.wk.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
+    yield Param(f"{name}.wv.weight", (kv_dim, dim), "kv_heads", 0, head_dim)
+    yield Param(f"{name}.wo.weight", (dim, q_dim), "heads", 1, head_dim)
     if args.attention_bias:
-        yield Param(f"{attention}.wq.bias", (q_dim,), "heads", 0, head_dim)
-        yield Param(f"{attention}.wk.bias", (kv_dim,), "kv_heads", 0, head_dim)
-        yield Param(f"{attention}.wv.bias", (kv_dim,), "kv_heads", 0, head_dim)
+        yield Param(f"{name}.wq.bias", (q_dim,), "heads", 0, head_dim)
+        yield Param(f"{name}.wk.bias", (kv_dim,), "kv_heads", 0, head_dim)
+        yield Param(f"{name}.wv.bias", (kv_dim,), "kv_heads", 0, head_dim)
     if args.has_wo_bias:
-        yield Param(f"{attention}.wo.bias", (dim,))
-    yield Param(f"layers.{layer}.ffn_norm.weight", (dim,))
-    yield Param(f"{ffn}.w1.weight", (args.ffn_dim, dim), "ffn")
-    yield Param(f"{ffn}.w3.weight", (args.ffn_dim, dim), "ffn")
-    yield Param(f"{ffn}.w2.weight", (dim, args.ffn_dim), "ffn", 1)
+        yield Param(f"{name}.wo.bias", (dim,))
+    if args.qk_norm:
+        yield Param(f"{name}.q_norm.weight", (head_dim,))
+        yield Param(f"{name}.k_norm.weight", (head_dim,))
+
+
+def _feed_forward(name: str, args: ModelArgs) -> Iterator[Param]:
+    columns = ("w1", "w3") if args.gated else ("w1",)
+    for column in columns:
+        yield Param(f"{name}.{column}.weight", (args.ffn_dim, args.dim), "ffn")
+    yield Param(f"{name}.w2.weight", (args.dim, args.ffn_dim), "ffn", 1)
     if args.mlp_bias:
-        yield Param(f"{ffn}.w1.bias", (args.ffn_dim,), "ffn")
-        yield Param(f"{ffn}.w3.bias", (args.ffn_dim,), "ffn")
-        yield Param(f"{ffn}.w2.bias", (dim,))
+        for column in columns:
+            yield Param(f"{name}.{column}.bias", (args.ffn_dim,), "ffn")
+        yield Param(f"{name}.w2.bias", (args.dim,))

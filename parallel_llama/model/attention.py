@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.model.kv_cache import KVCache, Past
-from parallel_llama.model.layers import ColumnParallelLinear, RowParallelLinear, end_to_end
+from parallel_llama.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, end_to_end
 from parallel_llama.ops import DecodeBatch, TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Run, Share
@@ -58,7 +58,7 @@ class Batch:
 class Attention(nn.Module):
     """One attention block: wq, wk, wv by columns, wo by rows.
 
-    `pack` lays wq, wk and wv end to end once they are filled; `forward` needs it done.
+    `pack` lays wq, wk and wv end to end once they are filled; `heads` needs it done.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of wo.
@@ -83,16 +83,29 @@ class Attention(nn.Module):
             for rows in (q_rows, kv_rows, kv_rows)
         )
         self.wo = RowParallelLinear(q_rows, args.dim, comm, ops, dtype, bias=args.has_wo_bias)
+        if args.qk_norm:
+            norm = args.head_dim, args.norm_eps, ops, dtype, args.norm_offset
+            self.q_norm, self.k_norm = RMSNorm(*norm), RMSNorm(*norm)
+        self.qk_norm, self.n_local_kv_heads = args.qk_norm, share.n_local_kv_heads
 
     def pack(self) -> None:
         self.wqkv = end_to_end(self.wq, self.wk, self.wv)
 
     def forward(self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None) -> Tensor:
+        return self.wo(self.heads(x, batch, cache, rows))  # type: ignore[no-any-return]
+
+    def heads(self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None) -> Tensor:
+        """What the heads give, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
         qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
+        if self.qk_norm:
+            n_rotated = self.n_local_heads + self.n_local_kv_heads
+            q, k = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads : n_rotated]
+            q.copy_(self.q_norm(q.contiguous()))
+            k.copy_(self.k_norm(k.contiguous()))
         self.ops.rotate_and_store(qkv, batch.rotations, batch.slots, *cache.layer(self.layer))
         q = qkv[:, : self.n_local_heads]
         o = attend(q, self.layer, batch, cache, self.runs, self.ops)  # [T, H * D] local
-        return self.wo(o if rows is None else o[rows])  # type: ignore[no-any-return]
+        return o if rows is None else o[rows]
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""The parallel layers: Megatron's column-, row- and vocabulary-parallel weights, and RMSNorm.
+"""The parallel layers: Megatron's column-, row- and vocabulary-parallel weights, and the norms.
 
 Names and meaning are fairscale's. What they add: uneven shards (any range from the plan, an empty
 one included), construction on the meta device, and nothing allocated beyond the rank's own part.
@@ -10,11 +10,14 @@ layer holds rows of A and gives a partial sum of Y. torch stores A transposed, [
 Source: Megatron-LM, arXiv 1909.08053, section 3.
 """
 
+from collections.abc import Callable
 from copy import copy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from parallel_llama.config import ModelArgs
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.formats import DenseWeight
 from parallel_llama.parallel.collectives import Communicator
@@ -78,9 +81,24 @@ class RowParallelLinear(nn.Module):
         self.bias = unfilled(dtype, out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.weight.apply(x, self.ops)  # [T, out_features] partial
-        y = self.comm.all_reduce(y)  # [T, out_features] replicated
-        return y if self.bias is None else y + self.bias.values  # after the sum: it counts once
+        return summed((self, x))
+
+
+def summed(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
+    """The sum of several row-parallel layers' outputs, over the ranks as well.
+
+    Shapes: each term's x [T, len(columns)] local; the result [T, out_features] replicated.
+    Collective: one all_reduce.
+    """
+    first = terms[0][0]
+    y = first.weight.apply(terms[0][1], first.ops)  # [T, out_features] partial
+    for layer, x in terms[1:]:
+        y += layer.weight.apply(x, layer.ops)
+    y = first.comm.all_reduce(y)  # [T, out_features] replicated
+    for layer, _ in terms:
+        if layer.bias is not None:  # after the sum: it counts once
+            y = y + layer.bias.values
+    return y
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -106,15 +124,54 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, which every rank holds whole.
+    """x / rms(x) * (weight + offset), which every rank holds whole.
 
     Shapes: x [T, dim] replicated, and so is the result.
     """
 
-    def __init__(self, dim: int, eps: float, ops: TorchOps, dtype: torch.dtype) -> None:
+    def __init__(
+        self, dim: int, eps: float, ops: TorchOps, dtype: torch.dtype, offset: float = 0.0
+    ) -> None:
         super().__init__()
-        self.eps, self.ops = eps, ops
+        self.eps, self.ops, self.offset = eps, ops, offset
         self.weight = unfilled(dtype, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight.values, self.eps)
+        return self.ops.rms_norm(x, self.weight.values, self.eps, self.offset)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / std(x) * weight + bias, which every rank holds whole.
+
+    Shapes: x [T, dim] replicated, and so is the result.
+    """
+
+    def __init__(
+        self, dim: int, eps: float, ops: TorchOps, dtype: torch.dtype, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.eps, self.ops = eps, ops
+        self.weight = unfilled(dtype, dim)
+        self.bias = unfilled(dtype, dim) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.values
+        return self.ops.layer_norm(x, self.weight.values, bias, self.eps)
+
+
+def norm_of(args: ModelArgs, ops: TorchOps, dtype: torch.dtype) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream, of the model's kind."""
+    if args.norm == "layer":
+        return LayerNorm(args.dim, args.norm_eps, ops, dtype, bias=args.norm_bias)
+    return RMSNorm(args.dim, args.norm_eps, ops, dtype, args.norm_offset)
+
+
+def activation_of(args: ModelArgs, ops: TorchOps) -> Callable[[Tensor], Tensor]:
+    """From the outputs of w1, and of w3 where there is a gate, to the inputs of w2.
+
+    Shapes: [T, 2 * channels] local, or [T, channels] without a gate -> [T, channels] local.
+    """
+    if args.activation == "silu":
+        return ops.silu_and_mul
+    gelu = ops.gelu_and_mul if args.gated else ops.gelu
+    return partial(gelu, is_tanh=args.activation == "gelu_tanh")

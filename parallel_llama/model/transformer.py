@@ -2,7 +2,8 @@
 
 The residual stream x is replicated; inside a block each rank works on its own heads and channels,
 and the row-parallel layer at the block's end makes the sum whole. One forward pass is
-2 n_layers + 1 all_reduces: one for the embedding, and one for each attention and feed-forward.
+2 n_layers + 1 all_reduces: one for the embedding, and one for each attention and feed-forward;
+where a block has both side by side they share one, which makes n_layers + 1.
 
 Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
 """
@@ -17,10 +18,12 @@ from parallel_llama.model.huge_pages import HugePages
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (
     ColumnParallelLinear,
-    RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
+    activation_of,
     end_to_end,
+    norm_of,
+    summed,
 )
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.formats import DenseWeight
@@ -29,9 +32,9 @@ from parallel_llama.plan import Share
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x), w1 and w3 by columns, w2 by rows.
+    """w2(f(w1 x) * w3 x), w1 and w3 by columns, w2 by rows; without a gate w2(f(w1 x)).
 
-    `pack` lays w1 and w3 end to end once they are filled; `forward` needs it done.
+    `pack` lays w1 and w3 end to end once they are filled; `channels` needs it done.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of w2.
@@ -42,21 +45,28 @@ class FeedForward(nn.Module):
         self, args: ModelArgs, share: Share, comm: Communicator, ops: TorchOps, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.ops, bias = ops, args.mlp_bias
-        self.w1, self.w3 = (
-            ColumnParallelLinear(args.dim, share.ffn, ops, dtype, bias=bias) for _ in range(2)
-        )
+        self.activation, self.gated, bias = activation_of(args, ops), args.gated, args.mlp_bias
+        self.w1 = ColumnParallelLinear(args.dim, share.ffn, ops, dtype, bias=bias)
+        if args.gated:
+            self.w3 = ColumnParallelLinear(args.dim, share.ffn, ops, dtype, bias=bias)
         self.w2 = RowParallelLinear(share.ffn, args.dim, comm, ops, dtype, bias=bias)
 
     def pack(self) -> None:
-        self.w13 = end_to_end(self.w1, self.w3)
+        self.w13 = end_to_end(self.w1, self.w3) if self.gated else self.w1
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(self.ops.silu_and_mul(self.w13(x)))  # type: ignore[no-any-return]
+        return self.w2(self.channels(x))  # type: ignore[no-any-return]
+
+    def channels(self, x: Tensor) -> Tensor:
+        """What w2 takes. Shapes: [T, dim] replicated -> [T, channels] local."""
+        return self.activation(self.w13(x))
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each on the normed residual stream and added to it."""
+    """Attention and feed-forward, each on the normed residual stream and added to it.
+
+    Some families norm what they add as well (`post_norms`).
+    """
 
     def __init__(
         self,
@@ -70,16 +80,43 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.attention = Attention(args, share, layer, comm, ops, dtype)
         self.feed_forward = FeedForward(args, share, comm, ops, dtype)
-        self.attention_norm = RMSNorm(args.dim, args.norm_eps, ops, dtype)
-        self.ffn_norm = RMSNorm(args.dim, args.norm_eps, ops, dtype)
+        self.attention_norm = norm_of(args, ops, dtype)
+        self.ffn_norm = None if args.shared_norm else norm_of(args, ops, dtype)
+        self.post_norms = args.post_norms
+        if args.post_norms:
+            self.post_attention_norm = norm_of(args, ops, dtype)
+            self.post_ffn_norm = norm_of(args, ops, dtype)
 
     def forward(
         self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None = None
     ) -> Tensor:
         """Changes x. With `rows` the result is that of these rows alone, [n, dim]."""
+        assert self.ffn_norm is not None
         o = self.attention(self.attention_norm(x), batch, cache, rows)
+        if self.post_norms:
+            o = self.post_attention_norm(o)
         x = o.add_(x if rows is None else x[rows])
-        return x.add_(self.feed_forward(self.ffn_norm(x)))
+        y = self.feed_forward(self.ffn_norm(x))
+        return x.add_(self.post_ffn_norm(y) if self.post_norms else y)
+
+
+class ParallelBlock(TransformerBlock):
+    """Attention and feed-forward of the same x, added to it with one all_reduce.
+
+    Source: PaLM, arXiv 2204.02311, section 2; Falcon, arXiv 2311.16867.
+    """
+
+    def forward(
+        self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None = None
+    ) -> Tensor:
+        normed = self.attention_norm(x)
+        o = self.attention.heads(normed, batch, cache, rows)  # [T, H * D] local
+        if rows is not None:
+            x, normed = x[rows], normed[rows]
+        if self.ffn_norm is not None:
+            normed = self.ffn_norm(x)
+        h = self.feed_forward.channels(normed)  # [T, channels] local
+        return x.add_(summed((self.attention.wo, o), (self.feed_forward.w2, h)))
 
 
 class Transformer(nn.Module):
@@ -93,13 +130,16 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = ops
+        self._embedding_scale = torch.tensor(args.embedding_scale, dtype=dtype)
+        self._logit_scale, self._logit_soft_cap = args.logit_scale, args.logit_soft_cap
+        block = ParallelBlock if args.parallel_block else TransformerBlock
         self._names = [param.name for param in parameters(args)]
         self._huge_pages: HugePages | None = None  # on a CPU, from the first weight on
         self.tok_embeddings = VocabParallelEmbedding(share.vocab, args.dim, comm, dtype)
         self.layers = nn.ModuleList(
-            TransformerBlock(args, share, layer, comm, ops, dtype) for layer in range(args.n_layers)
+            block(args, share, layer, comm, ops, dtype) for layer in range(args.n_layers)
         )
-        self.norm = RMSNorm(args.dim, args.norm_eps, ops, dtype)
+        self.norm = norm_of(args, ops, dtype)
         self.output = (
             None
             if args.tied_embeddings
@@ -111,9 +151,11 @@ class Transformer(nn.Module):
 
         Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] of the
         batch's rows: all tokens pass the last block's keys and values, these alone the rest.
-        Collective: 2 n_layers + 1 all_reduces.
+        Collective: 2 n_layers + 1 all_reduces; n_layers + 1 with parallel blocks.
         """
         x = self.tok_embeddings(batch.tokens)  # [T, dim] replicated
+        if self._embedding_scale != 1:
+            x.mul_(self._embedding_scale)
         *others, last = self.layers
         for block in others:
             x = block(x, batch, cache)
@@ -126,7 +168,12 @@ class Transformer(nn.Module):
         """
         head = self.tok_embeddings if self.output is None else self.output
         scores = head.weight.apply(self.norm(x), self.ops)  # [n, V_local] local
-        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if self._logit_scale != 1:
+            scores.mul_(self._logit_scale)
+        if self._logit_soft_cap is not None:
+            scores.div_(self._logit_soft_cap).tanh_().mul_(self._logit_soft_cap)
+        return scores
 
     def assign(self, name: str, values: Tensor) -> None:
         """Fill one weight with its values, already cut to this rank's share.

@@ -42,8 +42,9 @@ class CPUOps(TorchOps):
         y = make_linear(self._dtype)(x, weight)
         return y if bias is None else y.add_(bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return make_norm(self._dtype)(x, weight, eps)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        rows = x.view(-1, x.shape[-1])
+        return make_norm(self._dtype)(rows, weight, eps, offset).view(x.shape)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         return make_silu_and_mul(self._dtype)(x)

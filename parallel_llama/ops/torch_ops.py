@@ -24,12 +24,12 @@ class TorchOps:
         """Y = X A + b, the weight in torch's order. Shapes: [T, in], [out, in] -> [T, out]."""
         return F.linear(x, weight, bias)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight, with the mean of squares in at least float32.
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """x / rms(x) * (weight + offset), with the mean of squares in at least float32.
 
         A row whose squares are too large for that becomes nan, not zeros.
 
-        Shapes: x [T, dim], and so is the result.
+        Shapes: x [..., dim], and so is the result.
         Source: arXiv 1910.07467.
         """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -38,7 +38,18 @@ class TorchOps:
         # One call for eps + norm^2 / dim: at one row each call takes as long as what it computes.
         mean = torch.full_like(length, eps).addcmul_(length, length, value=1 / x.shape[-1])
         inverse_rms = (mean * 0).add_(mean.rsqrt())  # nan for an infinite mean
-        return (wide * inverse_rms).to(x.dtype).mul_(weight)
+        normed = wide * inverse_rms
+        if offset:  # a weight near 0 has digits that weight + offset loses in 16 bits
+            return normed.mul_(weight.to(normed.dtype) + offset).to(x.dtype)
+        return normed.to(x.dtype).mul_(weight)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """(x - mean(x)) / std(x) * weight + bias.
+
+        Shapes: x [T, dim], and so is the result.
+        Source: arXiv 1607.06450.
+        """
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """silu(gate) * up, which lie side by side in x; x may be overwritten.
@@ -48,6 +59,22 @@ class TorchOps:
         """
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate, inplace=True).mul_(up)
+
+    def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        """gelu(gate) * up, which lie side by side in x; `is_tanh` for the approximation by tanh.
+
+        Shapes: [T, 2 * channels] -> [T, channels].
+        Source: GEGLU, arXiv 2002.05202.
+        """
+        gate, up = x.chunk(2, dim=-1)
+        return self.gelu(gate, is_tanh=is_tanh).mul_(up)
+
+    def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        """x * Phi(x), exact or with Phi approximated by tanh; a new tensor.
+
+        Source: arXiv 1606.08415.
+        """
+        return F.gelu(x, approximate="tanh" if is_tanh else "none")
 
     def rotate_and_store(
         self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor

@@ -466,11 +466,11 @@ def test_the_config_of_smollm2_is_read() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM'.*: LlamaForCausalLM"),
+        ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' and model_type='llama'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "supported: LlamaForCausalLM"),
         (
-            {"model_type": "gemma"},
-            "model_type='gemma' is not supported; supported: 'llama', 'qwen2'",
+            {"model_type": "bloom", "architectures": None},
+            "model_type='bloom' is not supported; supported: 'llama', 'mistral', 'qwen2'",
         ),
         ({"model_type": None, "architectures": None}, "neither its model_type nor"),
         ({"num_kv_heads": 2}, "unknown key 'num_kv_heads'; did you mean 'num"),
@@ -480,12 +480,15 @@ def test_the_config_of_smollm2_is_read() -> None:
         ({"vocab_size": None}, "lacks the key 'vocab_size'"),
         ({"hidden_size": 63}, "hidden_size=63 and num_attention_heads=8"),
         ({"head_dim": 7}, "head_dim=7"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; supported: silu"),
         ({"attention_bias": "no"}, "neither true nor false"),
         ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'"),
         ({"torch_dtype": 16}, "torch_dtype=16 is not a string"),
         ({"quantization_config": {"quant_method": "awq"}}, "a quantised checkpoint"),
-        ({"sliding_window": 128}, "sliding_window=128 is not supported below .*=256; .*remove it"),
+        (
+            {"sliding_window": 128},
+            "sliding_window=128 is not supported below .*=256 in 'llama'; .*remove it",
+        ),
         ({"sliding_window": 128, "use_sliding_window": False}, "sliding_window=128"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
         ({"layer_types": ["full_attention"] * 3}, "3 layers and num_hidden_layers=2"),

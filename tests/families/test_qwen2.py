@@ -89,7 +89,7 @@ def edit(folder: Path, **values: object) -> None:
 def test_a_window_counts_only_where_it_is_switched_on(folder: Path) -> None:
     edit(folder, sliding_window=16, layer_types=None)
     load_model_args(find_model(str(folder)))
-    edit(folder, use_sliding_window=True)
+    edit(folder, use_sliding_window=True, max_window_layers=1)
     with pytest.raises(UsageError, match="sliding_window=16"):
         load_model_args(find_model(str(folder)))
 

@@ -109,7 +109,7 @@ def test_the_reference_is_float64_throughout(models: Models, name: str) -> None:
 def test_the_unpatched_reference_is_not_float64(models: Models) -> None:
     for model in models.values():
         error = (unpatched_logits(model.folder, model.tokens) - model.logits).abs().max()
-        assert 1e-8 < error < 5e-6
+        assert 1e-8 < error < 1e-5
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -152,7 +152,7 @@ def test_logits_are_within_float32_rounding_of_transformers_as_it_is(models: Mod
         runner = load_runner(Solo(), model.folder, N_TOKENS)
         expected = unpatched_logits(model.folder, model.tokens)
         actual = logits_in_pieces(runner, model.tokens)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=5e-6)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("embeddings_dim", [0, 1])
@@ -245,12 +245,13 @@ def counts_of_a_greedy_step(
     return counted
 
 
+@pytest.mark.parametrize("name", [BIASED, "8/2 mistral", "8/2 qwen2", "8/2 qwen3", "8/4 gemma2"])
 @pytest.mark.parametrize("tp_size", [2, 5])
 def test_a_greedy_step_is_2_n_layers_plus_1_all_reduces_and_one_all_gather(
-    models: Models, tp_size: int
+    models: Models, name: str, tp_size: int
 ) -> None:
     """Counted on prefill and decode, biases and tied embeddings included."""
-    model = models[BIASED]
+    model = models[name]
     forward = {"all_reduce": 2 * model.tiny.n_layers + 1}
     head = {"all_gather": 1}
     results = run_on_threads(tp_size, counts_of_a_greedy_step, model.folder, model.tokens)

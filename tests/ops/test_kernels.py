@@ -94,8 +94,10 @@ def test_a_norm_is_its_definition(machine, dtype):
         x.normal_()
         weight = torch.randn(dim, dtype=dtype)
         wide = x.double()
-        expected = wide / (wide.square().mean(-1, keepdim=True) + 0.01).sqrt() * weight
-        torch.testing.assert_close(norm(x, weight, 0.01), expected.to(dtype), **CLOSE[dtype])
+        normed = wide / (wide.square().mean(-1, keepdim=True) + 0.01).sqrt()
+        for offset in (0.0, 1.0):
+            expected = (normed * (weight + offset)).to(dtype)
+            torch.testing.assert_close(norm(x, weight, 0.01, offset), expected, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)

@@ -33,6 +33,7 @@ class TinyModel:
     attention_bias: bool = False
     mlp_bias: bool = False
     family: str = "llama"  # transformers' model_type
+    own: Mapping[str, Any] = field(default_factory=dict)  # the family's own keys
     old_config: bool = False  # rope_theta and rope_scaling as written before transformers 5
     rope: Mapping[str, Any] = field(
         default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
@@ -99,6 +100,40 @@ TINY_MODELS: dict[str, TinyModel] = {
         max_seq_len=12,
         rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.5},
     ),
+    "8/2 mistral": TinyModel(8, 2, 8, 48, family="mistral", own={"sliding_window": None}),
+    "8/2 qwen3": TinyModel(8, 2, 8, 48, family="qwen3"),
+    "8/4 qwen3, bias, tied": TinyModel(
+        8, 4, 6, 64, tied=True, family="qwen3", own={"attention_bias": True}
+    ),
+    "8/1 gemma": TinyModel(8, 1, 10, 56, tied=True, family="gemma"),
+    "8/4 gemma2": TinyModel(
+        8,
+        4,
+        8,
+        56,
+        tied=True,
+        n_layers=3,
+        family="gemma2",
+        own={
+            "query_pre_attn_scalar": 13,
+            "layer_types": ["full_attention"] * 3,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "8/2 gemma3": TinyModel(
+        8,
+        2,
+        8,
+        56,
+        tied=True,
+        n_layers=3,
+        family="gemma3_text",
+        own={
+            "query_pre_attn_scalar": 13,
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
     # Fewer channels and vocabulary rows than heads: some ranks hold none of them.
     "6/2 ranks without rows": TinyModel(6, 2, 4, 24, ffn_dim=3, vocab_size=5, mlp_bias=True),
 }
@@ -110,10 +145,11 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
     Linear weights, and embeddings that serve as one, keep the activations' scale (std
     1 / sqrt(in_features)); norms are 1 +- 0.1.
     """
-    own: dict[str, Any] = {"use_sliding_window": False}
+    own = dict(tiny.own)
+    if tiny.family != "qwen2":  # whose heads are as wide as dim says
+        own["head_dim"] = tiny.head_dim
     if tiny.family == "llama":
-        own = {"head_dim": tiny.head_dim, "attention_bias": tiny.attention_bias}
-        own["mlp_bias"] = tiny.mlp_bias
+        own |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
     config = AutoConfig.for_model(
         tiny.family,
         hidden_size=tiny.dim,

@@ -12,7 +12,7 @@ from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threa
 
 
 class NormKernel:
-    """x / rms(x) * weight, and nan for a row whose squares are too large to be summed.
+    """x / rms(x) * (weight + offset), and nan for a row whose squares are too large to be summed.
 
     Shapes: x [n, dim], each row in one piece; weight [dim]; the result [n, dim].
     Source: arXiv 1910.07467.
@@ -20,16 +20,16 @@ class NormKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        types = [lanes.pointer, I64, lanes.pointer, lanes.pointer, I64, I64, F64]
+        types = [lanes.pointer, I64, lanes.pointer, lanes.pointer, I64, I64, F64, F64]
         self._program = Program("norm", types, partial(_norm, lanes))
 
-    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         n, dim = x.shape
         assert x.stride(1) == 1 and x.dtype == weight.dtype
         assert weight.is_contiguous() and weight.shape == (dim,)
         y = x.new_empty(n, dim)
         addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr())
-        self._program(threads_for(n * dim), *addresses, n, dim, eps)
+        self._program(threads_for(n * dim), *addresses, n, dim, eps, offset)
         return y
 
 
@@ -43,9 +43,10 @@ def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value])
     """The kernel.
 
     for row in this thread's rows:
-        y[row] = x[row] * (1 / sqrt(mean(x[row] ** 2) + eps)) * weight
+        y[row] = x[row] * (1 / sqrt(mean(x[row] ** 2) + eps)) * (weight + offset)
     """
-    x, x_stride, weight, y, n, dim, eps = arguments
+    x, x_stride, weight, y, n, dim, eps, offset = arguments
+    shift = lanes.splat(offset.to(lanes.vector.element))
     with loop(b, *thread.part_of(n)) as row:
         own_x, own_y = x + row * x_stride, y + row * dim
         squares = Variable(lanes.constant(b, 0))
@@ -59,4 +60,4 @@ def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value])
         with loop(b, 0, dim, lanes.width) as i:
             mask = lanes.first(dim - i)
             value, factor = lanes.load(own_x + i, mask), lanes.load(weight + i, mask)
-            lanes.store(own_y + i, value * scale * factor, mask)
+            lanes.store(own_y + i, value * scale * (factor + shift), mask)

@@ -1,0 +1,128 @@
+"""Gemma 1, 2 and 3 (text): a gate of GELU, norms around 1, embeddings scaled up.
+
+Gemma 2 alternates layers with and without a sliding window, caps its scores and puts a norm behind
+attention and feed-forward as well; Gemma 3 has norms of queries and keys in place of the caps, and
+a rotary base of its own in layers with a window.
+
+Source: arXiv 2403.08295, 2408.00118 and 2503.19786; the configurations of transformers 5.23.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from parallel_llama.families.family import Family
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
+from parallel_llama.files.fields import Fields
+
+_READS = frozenset({"attention_bias"})
+_SCALAR, _ATTENTION_CAP = "query_pre_attn_scalar", "attn_logit_softcapping"
+_LOGIT_CAP, _LOCAL_THETA = "final_logit_softcapping", "rope_local_base_freq"
+
+
+def _features(fields: Fields) -> dict[str, Any]:
+    return {
+        "activation": "gelu_tanh",  # also where the first files say gelu
+        "attention_bias": fields.flag("attention_bias", False),
+        "norm_offset": 1.0,
+        "embedding_scale": fields.integer("hidden_size") ** 0.5,
+    }
+
+
+def _features_of_2_and_3(fields: Fields) -> dict[str, Any]:
+    return {
+        **_features(fields),
+        "post_norms": True,
+        "attention_scale": fields.number(_SCALAR, 256) ** -0.5,
+    }
+
+
+def _features_of_2(fields: Fields) -> dict[str, Any]:
+    def cap(key: str, default: float) -> float | None:
+        return fields.number(key, default) if fields.values.get(key, default) else None
+
+    return {
+        **_features_of_2_and_3(fields),
+        "attention_soft_cap": cap(_ATTENTION_CAP, 50.0),
+        "logit_soft_cap": cap(_LOGIT_CAP, 30.0),
+    }
+
+
+def _features_of_3(fields: Fields) -> dict[str, Any]:
+    # The form of transformers 5 has the bases of both kinds of layers in one place.
+    local = Fields(Fields(fields.mapping("rope_parameters")).mapping("sliding_attention"))
+    return {
+        **_features_of_2_and_3(fields),
+        "qk_norm": True,
+        "attention_soft_cap": fields.optional_number(_ATTENTION_CAP),
+        "logit_soft_cap": fields.optional_number(_LOGIT_CAP),
+        "local_rope_theta": local.number("rope_theta", fields.number(_LOCAL_THETA, 10000.0)),
+    }
+
+
+def _every_second(_fields: Fields, n_layers: int) -> Iterable[int]:
+    return range(1, n_layers, 2)
+
+
+def _every_sixth(fields: Fields, n_layers: int) -> Iterable[int]:
+    step = fields.integer("sliding_window_pattern", 6)
+    return range(step - 1, n_layers, step) if step > 0 else range(n_layers)
+
+
+def _writes(args: ModelArgs) -> dict[str, Any]:
+    return {"attention_bias": args.attention_bias}
+
+
+def _writes_of_2_and_3(args: ModelArgs) -> dict[str, Any]:
+    assert args.attention_scale is not None
+    scalar = round(args.attention_scale**-2, 6)
+    return {
+        **_writes(args),
+        _SCALAR: int(scalar) if scalar.is_integer() else scalar,
+        _ATTENTION_CAP: args.attention_soft_cap,
+        _LOGIT_CAP: args.logit_soft_cap,
+        "layer_types": [
+            "full_attention" if layer in args.full_layers else "sliding_attention"
+            for layer in range(args.n_layers)
+        ],
+    }
+
+
+GEMMA = Family(
+    name="gemma",
+    architecture="GemmaForCausalLM",
+    base_architecture="GemmaModel",
+    reads=_READS | {"hidden_activation"},
+    features=_features,
+    writes=_writes,
+    defaults={"max_seq_len": 8192, "head_dim": 256, "tied_embeddings": True},
+    rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
+)
+
+GEMMA2 = Family(
+    name="gemma2",
+    architecture="Gemma2ForCausalLM",
+    base_architecture="Gemma2Model",
+    reads=_READS | {"hidden_activation", _SCALAR, _ATTENTION_CAP, _LOGIT_CAP},
+    features=_features_of_2,
+    writes=_writes_of_2_and_3,
+    keys={"activation": "hidden_activation"},
+    full_layers=_every_second,
+    defaults={**GEMMA.defaults, "sliding_window": 4096},
+    names=names_with(*POST_NORM_NAMES),
+    rotary_order=GEMMA.rotary_order,
+)
+
+GEMMA3 = Family(
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    base_architecture="Gemma3TextModel",
+    reads=GEMMA2.reads | {_LOCAL_THETA, "sliding_window_pattern"},
+    features=_features_of_3,
+    writes=lambda args: {**_writes_of_2_and_3(args), _LOCAL_THETA: args.local_rope_theta},
+    keys=GEMMA2.keys,
+    full_layers=_every_sixth,
+    defaults={**GEMMA2.defaults, "max_seq_len": 131072, "rope_theta": 1000000.0},
+    names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
+    rotary_order=GEMMA.rotary_order,
+)
