@@ -69,6 +69,13 @@ def _every_sixth(fields: Fields, n_layers: int) -> Iterable[int]:
     return range(step - 1, n_layers, step) if step > 0 else range(n_layers)
 
 
+def _layer_types(args: ModelArgs) -> list[str]:
+    full = range(args.n_layers) if args.sliding_window is None else args.full_layers
+    return [
+        "full_attention" if layer in full else "sliding_attention" for layer in range(args.n_layers)
+    ]
+
+
 def _writes(args: ModelArgs) -> dict[str, Any]:
     return {"attention_bias": args.attention_bias}
 
@@ -81,10 +88,7 @@ def _writes_of_2_and_3(args: ModelArgs) -> dict[str, Any]:
         _SCALAR: int(scalar) if scalar.is_integer() else scalar,
         _ATTENTION_CAP: args.attention_soft_cap,
         _LOGIT_CAP: args.logit_soft_cap,
-        "layer_types": [
-            "full_attention" if layer in args.full_layers else "sliding_attention"
-            for layer in range(args.n_layers)
-        ],
+        "layer_types": _layer_types(args),
     }
 
 
