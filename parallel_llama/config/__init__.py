@@ -48,7 +48,7 @@ def load_model_args(
         if files.kind == "gguf":
             return args_from_gguf(read_gguf_header(source), source)
         values = read_json_object(source)
-        if files.kind == "hf":
+        if files.kind == "hf" or (files.kind == "config" and "model_type" in values):
             return args_from_hf(values)
         if files.kind == "native":
             return args_from_native(values)

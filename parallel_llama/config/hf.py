@@ -7,7 +7,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from parallel_llama.config.generation import GenerationDefaults
-from parallel_llama.config.hf_keys import check_keys
+from parallel_llama.config.hf_keys import MISSING, check_keys
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES, Family, family_of
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size
@@ -127,6 +127,8 @@ def _family(fields: Fields) -> Family:
         for family in FAMILIES.values()
         for name in (family.architecture, family.base_architecture)
     }
+    if (reason := MISSING.get(model_type)) is not None:
+        raise UsageError(f"model_type={model_type!r} is not supported: {reason}")
     for architecture in architectures:
         if architecture not in names:
             raise UsageError(

@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel_llama.config.hf import args_from_hf, hf_config, llama3_from_factors
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size
+from parallel_llama.families.model_args import ModelArgs, RopeScaling, features_of, head_size
 from parallel_llama.files.fields import Fields
 
 META_CONFIG_FORMAT = "parallel_llama meta 1"
@@ -36,6 +36,9 @@ _PARAMS_REFUSED = {
 }
 
 MAX_FFN_DIM_MULTIPLIER = 1000
+
+# Features that change nothing by themselves, or are told in other words.
+_TOLD = ("family", "wo_bias")
 
 # (dim, n_layers) of Llama 3.2 1B and 3B. Their params.json does not tell them from Llama 3.1, but
 # they were trained with a factor of 32 (config.json of the same models at HF; with 8 they fail
@@ -167,7 +170,11 @@ def beyond_meta(args: ModelArgs) -> list[str]:
         "biases of the feed-forward": args.mlp_bias,
         f"{scaling.kind if scaling else 'no'} rope scaling": not _is_meta_rope(args),
     }
-    return [what for what, is_so in told.items() if is_so]
+    features = {name: value for name, value in features_of(args).items() if name not in _TOLD}
+    return [
+        *(what for what, is_so in told.items() if is_so),
+        *(f"{name}={value}" for name, value in features.items()),
+    ]
 
 
 def _ffn_dim_multiplier(args: ModelArgs) -> float:

@@ -8,7 +8,7 @@ import msgspec
 
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES
-from parallel_llama.families.model_args import ModelArgs, RopeScaling
+from parallel_llama.families.model_args import ModelArgs, RopeScaling, features_of
 from parallel_llama.files.fields import Fields
 
 NATIVE_FORMAT = "parallel_llama native 1"
@@ -16,17 +16,15 @@ NATIVE_FORMAT = "parallel_llama native 1"
 _KEYS = {"format", "args", "units"}
 _ARGS = {field.name: field.default for field in fields(ModelArgs)}
 _SCALING = {field.name for field in fields(RopeScaling)}
-# Features are written where a model has them; what comes before is in every file.
-_FEATURES = list(_ARGS)[list(_ARGS).index("family") :]
 
 
 def native_config(args: ModelArgs, units: Mapping[str, int]) -> dict[str, Any]:
     """The content of native.json; `units` are the sizes along the axes that it was written in."""
+    features = features_of(args)
+    common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file
     stated = asdict(args)
-    for name in _FEATURES:
-        if stated[name] == _ARGS[name]:
-            del stated[name]
-    return {"format": NATIVE_FORMAT, "args": stated, "units": dict(units)}
+    own = {name: stated[name] for name in stated if name in common or name in features}
+    return {"format": NATIVE_FORMAT, "args": own, "units": dict(units)}
 
 
 def args_from_native(values: Mapping[str, Any]) -> ModelArgs:

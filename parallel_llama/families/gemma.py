@@ -89,6 +89,8 @@ def _writes_of_2_and_3(args: ModelArgs) -> dict[str, Any]:
         _ATTENTION_CAP: args.attention_soft_cap,
         _LOGIT_CAP: args.logit_soft_cap,
         "layer_types": _layer_types(args),
+        # transformers wants a number even where no layer has a window.
+        "sliding_window": args.sliding_window or args.max_seq_len,
     }
 
 

@@ -4,8 +4,8 @@ Values that no model can have are refused when the arguments are made, so nothin
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from parallel_llama.dtypes import DTYPES
 from parallel_llama.errors import UsageError
@@ -103,6 +103,7 @@ class ModelArgs:
     attention_bias: bool = False
     mlp_bias: bool = False
     dtype: str = "bfloat16"  # of the weights as stored; 'float32' for quantised GGUF files
+    # Features: written to native.json where a model has them, and fields of all models before them.
     family: str = "llama"
     wo_bias: bool | None = None  # where it differs from attention_bias, which wq, wk and wv have
     # Norms and residual stream
@@ -211,6 +212,14 @@ class ModelArgs:
     @property
     def has_wo_bias(self) -> bool:
         return self.attention_bias if self.wo_bias is None else self.wo_bias
+
+
+def features_of(args: ModelArgs) -> dict[str, Any]:
+    """The features in which a model differs from Llama, the family's name among them."""
+    stated = {field.name: field.default for field in fields(ModelArgs)}
+    names = list(stated)
+    named = names[names.index("family") :]
+    return {name: own for name in named if (own := getattr(args, name)) != stated[name]}
 
 
 def head_size(dim_key: str, dim: int, heads_key: str, n_heads: int) -> int:

@@ -116,6 +116,13 @@ PUBLISHED = {
     # Meta stores the output beside the equal embeddings: 1.236e9 and 3.213e9 where they are tied.
     "llama-3.2-1b": (8192, 1_498_482_688, 131072),
     "llama-3.2-3b": (8192, 3_606_752_256, 131072),
+    "mistral-7b-v0.3": (14336, 7_248_023_552, 32768),
+    "qwen2.5-7b": (18944, 7_615_616_512, 131072),
+    "qwen3-8b": (12288, 8_190_735_360, 40960),
+    "gemma-7b": (24576, 8_537_680_896, 8192),
+    "palm-8b": (16384, 8_632_012_800, 2048),  # in the paper 8.63, 62.50 and 540.35 billion
+    "palm-62b": (32768, 62_495_662_080, 2048),
+    "palm-540b": (73728, 540_356_474_880, 2048),
 }
 
 
@@ -469,9 +476,12 @@ def test_the_config_of_smollm2_is_read() -> None:
         ({"architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' and model_type='llama'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "supported: LlamaForCausalLM"),
         (
-            {"model_type": "bloom", "architectures": None},
-            "model_type='bloom' is not supported; supported: 'llama', 'mistral', 'qwen2'",
+            {"model_type": "gpt_neox", "architectures": None},
+            "model_type='gpt_neox' is not supported; supported: 'llama', 'mistral', 'qwen2'",
         ),
+        ({"model_type": "mpt"}, "model_type='mpt' is not supported: .*ALiBi"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its latent attention"),
+        ({"model_type": "qwen2_moe"}, "experts that every token goes to are not computed"),
         ({"model_type": None, "architectures": None}, "neither its model_type nor"),
         ({"num_kv_heads": 2}, "unknown key 'num_kv_heads'; did you mean 'num"),
         ({"rope_teta": 1.0}, "unknown key 'rope_teta'; did you mean 'rope_theta'"),

@@ -1,0 +1,36 @@
+"""What is written of every family is that family to transformers as well."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TINY_MODELS, write_hf
+from transformers_oracle import loaded_logits, reference_logits
+
+from parallel_llama.config import load_model_args
+from parallel_llama.files.model_files import find_model
+from parallel_llama.reshard.reshard import reshard
+
+NAMES = [name for name, tiny in TINY_MODELS.items() if tiny.family != "llama"]
+TOKENS = list(range(3, 90, 3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_that_went_through_every_layout_is_the_same_model_to_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    source = write_hf(TINY_MODELS[name], tmp_path / "source", seed=4)
+    folder, args = source, load_model_args(find_model(str(source)))
+    for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 2)):
+        target = tmp_path / layout
+        reshard(find_model(str(folder)), target, layout=layout, n_parts=n_parts)
+        assert load_model_args(find_model(str(target))) == args
+        folder = target
+    tensors = [
+        json.loads((tmp_path / layout / "manifest.json").read_text())["tensors"]
+        for layout in ("native", "meta", "hf")
+    ]
+    assert tensors[0] == tensors[1] == tensors[2]
+    expected = reference_logits(source, TOKENS)
+    assert torch.equal(loaded_logits(folder, TOKENS), expected)
