@@ -4,31 +4,45 @@ Plain reads and no memory map: what a rank reads is then what it owns, a file th
 it is read is an error and not a dead process, and only the result takes memory.
 """
 
+import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from parallel_llama.errors import DamagedWeights
+from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
 
 
-def as_block(param: Param, rows: range) -> tuple[int, range, range]:
-    """Where a slice of a parameter lies in its matrix: the matrix's columns, and rows x columns.
+@dataclass(frozen=True)
+class Block:
+    """Some rows of a matrix of `n_columns`, and of those some columns."""
 
-    A vector is a matrix of one row, so that it is cut along its columns.
+    n_columns: int
+    rows: range
+    columns: range
 
-    >>> as_block(Param("a", (4, 6), None, 1), range(2, 5)), as_block(Param("b", (6,)), range(2, 5))
-    ((6, range(0, 4), range(2, 5)), (6, range(0, 1), range(2, 5)))
+
+def as_blocks(param: Param, place: Place, rows: range) -> list[Block]:
+    """The blocks of its stored tensor in which a slice of a parameter lies, in their order.
+
+    A stored vector is a matrix of one row, so that it is cut along its columns.
+
+    >>> place = Place("ab", (6, 5), first=2, run=4, step=6)
+    >>> as_blocks(Param("b", (4, 5), None, 1), place, range(2, 5))
+    [Block(n_columns=5, rows=range(2, 6), columns=range(2, 5))]
     """
+    n_columns = place.shape[-1]
     if len(param.shape) == 1:
-        return param.shape[0], range(1), rows
-    n_rows, n_columns = param.shape
-    return (
-        (n_columns, rows, range(n_columns)) if param.dim == 0 else (n_columns, range(n_rows), rows)
+        return [Block(n_columns, range(1), run) for run in place.runs(rows)]
+    row_range, columns = (
+        (rows, range(n_columns)) if param.dim == 0 else (range(param.shape[0]), rows)
     )
+    return [Block(n_columns, run, columns) for run in place.runs(row_range)]
 
 
 def sliced_shape(param: Param, rows: range) -> tuple[int, ...]:
@@ -56,13 +70,19 @@ class ByteRanges:
             os.close(self._fd)
             self._fd = -1
 
-    def values(self, offset: int, dtype: torch.dtype, param: Param, rows: range) -> Tensor:
-        """A slice of a whole parameter that lies row by row at `offset`, in its stored dtype."""
-        n_columns, row_range, columns = as_block(param, rows)
-        width = dtype.itemsize
-        byte_columns = range(columns.start * width, columns.stop * width)
-        data = self.matrix(offset, n_columns * width, row_range, byte_columns)
-        return data.view(-1).view(dtype).view(sliced_shape(param, rows))
+    def values(
+        self, offset: int, dtype: torch.dtype, param: Param, place: Place, rows: range
+    ) -> Tensor:
+        """A slice of a parameter whose tensor lies row by row at `offset`, in its stored dtype."""
+        shape, width = sliced_shape(param, rows), dtype.itemsize
+        out = self._empty(math.prod(shape) * width)
+        buffer = out.numpy().data
+        for block in as_blocks(param, place, rows):
+            columns = range(block.columns.start * width, block.columns.stop * width)
+            n_bytes = len(block.rows) * len(columns)
+            self._read(buffer[:n_bytes], offset, block.n_columns * width, block.rows, columns)
+            buffer = buffer[n_bytes:]
+        return out.view(dtype).view(shape)
 
     def matrix(self, offset: int, row_bytes: int, rows: range, columns: range) -> Tensor:
         """The given rows and byte columns of a matrix that lies row by row at `offset`.
@@ -71,11 +91,16 @@ class ByteRanges:
 
         Raises: DamagedWeights if the file ends before, or cannot be read there.
         """
-        out = self._empty(len(rows) * len(columns)).view(len(rows), len(columns))
-        if out.numel() == 0:
-            return out
+        out = self._empty(len(rows) * len(columns))
+        self._read(out.numpy().data, offset, row_bytes, rows, columns)
+        return out.view(len(rows), len(columns))
+
+    def _read(
+        self, buffer: memoryview, offset: int, row_bytes: int, rows: range, columns: range
+    ) -> None:
+        if not buffer:
+            return
         start = offset + rows.start * row_bytes + columns.start
-        buffer = out.view(-1).numpy().data
         if len(columns) == row_bytes:
             self._fill(buffer, start)
         else:
@@ -83,7 +108,6 @@ class ByteRanges:
             for row in range(len(rows)):
                 piece = buffer[row * len(columns) : (row + 1) * len(columns)]
                 self._fill(piece, start + row * row_bytes)
-        return out
 
     def _fill(self, buffer: memoryview, offset: int) -> None:
         done = 0

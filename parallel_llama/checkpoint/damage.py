@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,37 +13,53 @@ from parallel_llama.checkpoint.whole_files import WEIGHT_SUFFIXES
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import CheckpointError
-from parallel_llama.families import parameters
+from parallel_llama.families import FAMILIES, family_of, parameters, stored_places
 from parallel_llama.families.names import Layout, hf_full_name, renamed
+from parallel_llama.families.places import Place
 from parallel_llama.files.gguf_header import GGUFTensor, read_gguf_header
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 
-# How to read each kind of file, and whose names it has.
-_READERS: dict[str, tuple[Callable[[Path], Mapping[str, FileTensor | GGUFTensor]], Layout]] = {
-    ".safetensors": (read_safetensors_header, "hf"),
-    ".bin": (read_torch_header, "hf"),
-    ".pth": (read_torch_header, "meta"),
-    ".gguf": (lambda path: read_gguf_header(path).tensors, "gguf"),
+Stored = FileTensor | GGUFTensor
+
+_READERS: dict[str, Callable[[Path], Mapping[str, Stored]]] = {
+    ".safetensors": read_safetensors_header,
+    ".bin": read_torch_header,
+    ".pth": read_torch_header,
+    ".gguf": lambda path: read_gguf_header(path).tensors,
 }
 
 
-def locations(path: Path) -> list[tuple[str, range]]:
-    """Every tensor of a .safetensors, .bin, .pth or .gguf file and its bytes there, in their order.
+def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list[tuple[str, range]]:
+    """Every weight of a .safetensors, .bin, .pth or .gguf file and its bytes there, in their order.
 
-    The names are Meta's where the model has such a tensor, else the file's own.
+    `layout` is that of the names; None for one that has the model's own. A weight that shares a
+    tensor with others reaches from its first byte to its last. What is no weight of the model has
+    the file's own name; without `args` so has what families call differently.
 
     Raises: CheckpointError if the file is damaged, or is none of these.
     """
     suffix = path.suffix.lower()
     if suffix not in _READERS:
         raise CheckpointError(f"{path}: not a file of weights")
-    read, layout = _READERS[suffix]
     try:
-        found = read(path).values()
+        found = _READERS[suffix](path).values()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     ordered = sorted(found, key=lambda tensor: tensor.offset)
-    return [(_meta_name(t.name, layout), range(t.offset, t.offset + t.n_bytes)) for t in ordered]
+    if layout is None:
+        return [(tensor.name, _bytes_of(tensor)) for tensor in ordered]
+    if args is None:
+        return [(_agreed_name(tensor.name, layout), _bytes_of(tensor)) for tensor in ordered]
+    weights: dict[str, list[tuple[str, Place]]] = {}
+    for weight, place in stored_places(args, layout).items():
+        weights.setdefault(place.name, []).append((weight, place))
+    names = family_of(args).names
+    spots = []
+    for tensor in ordered:
+        full_name = hf_full_name(tensor.name, names) if layout == "hf" else tensor.name
+        held = [(weight, _span(tensor, place)) for weight, place in weights.get(full_name, ())]
+        spots += held or [(tensor.name, _bytes_of(tensor))]
+    return spots
 
 
 @dataclass(frozen=True)
@@ -78,10 +95,10 @@ class Damage:
         return [f"{name}: damaged; where can be said when the other damaged files are mended"]
 
     def _spots(self, name: str) -> list[str]:
-        path = self.folder / name
+        path, layout = self.folder / name, self.manifest.layout
         params = {param.name: param for param in parameters(self.args)} if self.args else {}
         spots = []
-        for tensor, held in locations(path):
+        for tensor, held in locations(path, "hf" if layout == "hf" else None, self.args):
             entry, param = self.manifest.tensors.get(tensor), params.get(tensor)
             if entry is None:
                 continue  # no model reads it, so nothing says what it should be
@@ -111,8 +128,24 @@ def _is_canonical(layout: str, name: str) -> bool:
     return layout == "hf"
 
 
-def _meta_name(name: str, layout: Layout) -> str:
-    try:
-        return renamed(hf_full_name(name) if layout == "hf" else name, layout, "meta")
-    except KeyError:
-        return name
+def _span(tensor: Stored, place: Place) -> range:
+    """From the first byte of a weight in its stored tensor to the last."""
+    row_bytes = tensor.n_bytes // place.n_rows
+    start, stop = (
+        tensor.offset + row * row_bytes for row in (place.extent.start, place.extent.stop)
+    )
+    return range(start, stop)
+
+
+def _bytes_of(tensor: Stored) -> range:
+    return range(tensor.offset, tensor.offset + tensor.n_bytes)
+
+
+def _agreed_name(name: str, layout: Layout) -> str:
+    """The weight that every family means by a name in its files, else the name itself."""
+    found = set()
+    for family in FAMILIES.values():
+        full_name = hf_full_name(name, family.names) if layout == "hf" else name
+        with suppress(KeyError):
+            found.add(renamed(full_name, layout, "meta", family.names))
+    return found.pop() if len(found) == 1 else name

@@ -5,6 +5,7 @@ Only the blocks that a slice touches are read. Decoding is the gguf package's.
 Source: ggml's docs/gguf.md.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import (
+    Block,
     ByteRanges,
     Empty,
-    as_block,
+    as_blocks,
     new_memory,
     sliced_shape,
 )
@@ -23,6 +25,7 @@ from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError
+from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
@@ -54,24 +57,35 @@ class GGUFFile(TensorFiles):
         file, tensor = self._held(param)
         if tensor.dtype in STORED:
             return super()._stored(param, rows)
-        return _decoded(file, tensor, param, rows)
+        return _decoded(file, tensor, param, self._places[param.name], rows)
 
 
-def _decoded(file: ByteRanges, tensor: FileTensor, param: Param, rows: range) -> Tensor:
-    """A slice of a quantised tensor in float32, decoded some rows at a time."""
-    quantization = GGMLQuantizationType[tensor.dtype]
-    block, block_bytes = GGML_QUANT_SIZES[quantization]
-    n_columns, row_range, columns = as_block(param, rows)
-    blocks = range(columns.start // block, -(-columns.stop // block))
-    byte_columns = range(blocks.start * block_bytes, blocks.stop * block_bytes)
-    skipped = columns.start - blocks.start * block  # columns of the first block left of the slice
-    out = torch.empty((len(row_range), len(columns)), dtype=torch.float32)
-    step = max(1, DECODED_AT_ONCE // max(1, len(blocks) * block))
+def _decoded(
+    file: ByteRanges, tensor: FileTensor, param: Param, place: Place, rows: range
+) -> Tensor:
+    """A slice of a quantised weight in float32, decoded some rows at a time."""
+    out = torch.empty(sliced_shape(param, rows), dtype=torch.float32)
+    left = out.view(-1)
+    for block in as_blocks(param, place, rows):
+        shape = len(block.rows), len(block.columns)
+        _decode(file, tensor, block, left[: math.prod(shape)].view(shape))
+        left = left[math.prod(shape) :]
+    return out
+
+
+def _decode(file: ByteRanges, tensor: FileTensor, block: Block, out: Tensor) -> None:
+    """Decode a block of a quantised tensor into a matrix of its shape."""
+    quantization, columns = GGMLQuantizationType[tensor.dtype], block.columns
+    size, n_bytes = GGML_QUANT_SIZES[quantization]
+    groups = range(columns.start // size, -(-columns.stop // size))
+    byte_columns = range(groups.start * n_bytes, groups.stop * n_bytes)
+    skipped = columns.start - groups.start * size  # columns of the first group left of the slice
+    row_bytes = block.n_columns // size * n_bytes
+    step = max(1, DECODED_AT_ONCE // max(1, len(groups) * size))
     for start in range(0, out.shape[0] if out.numel() else 0, step):
-        chunk = row_range[start : start + step]
-        data = file.matrix(tensor.offset, n_columns // block * block_bytes, chunk, byte_columns)
-        # As one long row: blocks do not know their rows, and the decoder is slow on short ones.
+        chunk = block.rows[start : start + step]
+        data = file.matrix(tensor.offset, row_bytes, chunk, byte_columns)
+        # As one long row: groups do not know their rows, and the decoder is slow on short ones.
         values = dequantize(data.view(1, -1).numpy(), quantization)
         decoded = torch.from_numpy(values).view(len(chunk), -1)
         out[start : start + len(chunk)] = decoded[:, skipped : skipped + len(columns)]
-    return out.view(sliced_shape(param, rows))

@@ -27,21 +27,22 @@ class HFFolder(TensorFiles):
     readable = f"readable are {', '.join(STORED)}: use a checkpoint that is not quantised"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
-        headers = {path: _header(path) for path in files.weights}
+        headers = {path: _header(path, args) for path in files.weights}
         tensors = merged(files.path, headers)
         if files.index is not None:
             _require_index(files.index, headers, args)
         super().__init__(files, args, tensors, empty)
 
 
-def _header(path: Path) -> dict[str, FileTensor]:
+def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:
     """A file's tensors under the names that they have in a model with a head."""
     tensors: dict[str, FileTensor] = {}
     for name, tensor in READERS[path.suffix](path).items():
-        full_name = hf_full_name(name)
+        full_name = hf_full_name(name, family_of(args).names)
         if full_name in tensors:
+            base = full_name.partition(".")[0]
             raise CheckpointError(
-                f"{path}: holds {full_name!r:.200} with and without the 'model.'; remove one"
+                f"{path}: holds {full_name!r:.200} with and without the '{base}.'; remove one"
             )
         tensors[full_name] = tensor
     return tensors
@@ -54,7 +55,8 @@ def _require_index(
     weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: needs a weight_map from tensor names to file names")
-    listing = {hf_full_name(name): index.parent / file for name, file in weight_map.items()}
+    names = family_of(args).names
+    listing = {hf_full_name(n, names): index.parent / file for n, file in weight_map.items()}
     held = {name: path for path, header in headers.items() for name in header}
     wrong = [
         f"{name!r} should be in {file.name!r} and is "

@@ -10,8 +10,9 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError
-from parallel_llama.families import family_of, parameters
+from parallel_llama.families import family_of, parameters, stored_places
 from parallel_llama.families.names import Layout
+from parallel_llama.families.places import Place, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
@@ -23,8 +24,9 @@ HeldTensors = Mapping[str, tuple[Path, FileTensor]]
 class TensorFiles(Checkpoint):
     """Some tensors, by the files' own names, each with the file that holds it.
 
-    `layout` has the names and the rotary order; without one they are the model's and half-split.
-    `readable` ends the line that refuses a dtype; without one all dtypes are read.
+    `layout` has the names, the places and the rotary order; without one every weight has a tensor
+    of its own under the model's name, half-split. `readable` ends the line that refuses a dtype;
+    without one all dtypes are read.
     """
 
     layout: Layout | None = None
@@ -34,12 +36,12 @@ class TensorFiles(Checkpoint):
         self, files: ModelFiles, args: ModelArgs, tensors: HeldTensors, empty: Empty
     ) -> None:
         super().__init__(args, family_of(args).rotary_order[self.layout] if self.layout else "half")
-        self.path, self._tensors = files.path, tensors
+        self.path, self._tensors, self._places = files.path, tensors, self._placed(args)
         self._files = {path: ByteRanges(path, empty) for path in files.weights}
 
     def check(self, args: ModelArgs) -> None:
         found = {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
-        wanted = {self._name(param): self._stored_shape(param) for param in parameters(args)}
+        wanted = {place.name: place.shape for place in self._placed(args).values()}
         left_over = [name for name in found if name not in wanted]
         if self.layout is not None:
             left_over = [
@@ -68,15 +70,20 @@ class TensorFiles(Checkpoint):
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         file, tensor = self._held(param)
-        return file.values(tensor.offset, torch_dtype(STORED[tensor.dtype]), param, rows)
+        dtype, place = torch_dtype(STORED[tensor.dtype]), self._places[param.name]
+        return file.values(tensor.offset, dtype, param, place, rows)
 
     def _held(self, param: Param) -> tuple[ByteRanges, FileTensor]:
-        """The file that holds a weight, and where."""
-        path, tensor = self._tensors[self._name(param)]
+        """The file that holds a weight, and the tensor there that it lies in."""
+        path, tensor = self._tensors[self._places[param.name].name]
         return self._files[path], tensor
 
-    def _name(self, param: Param) -> str:
-        return family_of(self.args).name_in(self.layout, param.name) if self.layout else param.name
+    def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
+        if self.layout is not None:
+            return stored_places(args, self.layout)
+        return {
+            param.name: whole(param.name, self._stored_shape(param)) for param in parameters(args)
+        }
 
     def _stored_shape(self, param: Param) -> tuple[int, ...]:
         return param.shape

@@ -77,7 +77,7 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
         report.tensors = len(list(parameters(mine.args)))
     if manifest is not None:
         report.hashed += len(mine.tensors) if mine else 0
-        known = Damage(path, manifest, mine.args if mine else None, wrong, inner.problems)
+        known = Damage(path, manifest, _args(path), wrong, inner.problems)
         for name in damaged:
             report.problems += known.lines(name, is_only_one=len(damaged) == 1)
         if is_whole:
@@ -139,6 +139,13 @@ def _seen(path: Path, report: Report, on_bytes: OnBytes, with_tensors: bool = Tr
                 with report.noting(f"{path}: {param.name}"):
                     tensors[param.name] = canonical_entry(checkpoint, param, on_bytes)
         return Seen(files.kind == "meta", args, tensors)
+    return None
+
+
+def _args(path: Path) -> ModelArgs | None:
+    """The arguments alone, which may be whole where the weights are not; None if they are not."""
+    with Report().noting(path):
+        return load_model_args(find_model(str(path)), meta_vocab_size)
     return None
 
 

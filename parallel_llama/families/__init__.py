@@ -1,13 +1,16 @@
 """The families of models that run here; a new one is a record in a file of its own, named below."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.llama import LLAMA
 from parallel_llama.families.mistral import MISTRAL
 from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.names import Layout
 from parallel_llama.families.palm import PALM
+from parallel_llama.families.places import Place, shared
 from parallel_llama.families.qwen2 import QWEN2
 from parallel_llama.families.qwen3 import QWEN3
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
@@ -16,7 +19,7 @@ FAMILIES = {
     family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PALM)
 }
 
-__all__ = ["FAMILIES", "Family", "family_of", "parameters"]
+__all__ = ["FAMILIES", "Family", "family_of", "parameters", "stored_places"]
 
 
 def family_of(args: ModelArgs) -> Family:
@@ -31,3 +34,23 @@ def parameters(args: ModelArgs) -> Iterator[Param]:
     for layer in range(args.n_layers):
         yield from layer_parameters(args, layer)
     yield from last
+
+
+@lru_cache(maxsize=4)
+def stored_places(args: ModelArgs, layout: Layout) -> Mapping[str, Place]:
+    """Where a layout keeps each weight of the model, by the weight's name.
+
+    All who ask share the answer, so none may change it.
+    """
+    family = family_of(args)
+    stored: dict[str, list[Param]] = {}
+    for param in parameters(args):
+        stored.setdefault(family.name_in(layout, param.name, args), []).append(param)
+    found: dict[str, Place] = {}
+    for name, weights in stored.items():
+        first, is_shared = weights[0].name, len(weights) > 1
+        is_qkv = is_shared and ".attention." in first
+        n_groups = args.n_kv_heads if is_qkv and layout in family.qkv_by_kv_head else 1
+        n_slices = args.n_experts if is_shared and ".experts." in first else 1
+        found.update(shared(name, weights, n_groups, n_slices))
+    return found

@@ -45,8 +45,11 @@ class Family:
     `name` is what HF's model_type and GGUF's general.architecture call it, and `architecture` HF's
     class with a head. Of config.json, `reads` are the keys that it has beside those of all
     families, and `features` what they say, as ModelArgs; `writes` is the way back. `keys` are those
-    for which it has another word than Llama, by the argument that each of them states. `names` are
-    its weights' in each layout, `rotary_order` that of the rows of wq and wk there.
+    for which it has another word than Llama, by the argument that each of them states.
+
+    `names` are its weights' in each layout, `more_names` those that depend on the model, and
+    `rotary_order` that of the rows of wq and wk there. Weights of one name in a layout share a
+    tensor, in layouts of `qkv_by_kv_head` group by group (see `places`).
 
     A family with a sliding window has `full_layers`, which of so many layers see all keys
     nonetheless; where `window_switch` names a key, the window is only meant if that is true.
@@ -63,6 +66,8 @@ class Family:
     window_switch: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where config.json does not say
     names: tuple[Names, ...] = LLAMA_NAMES
+    more_names: Callable[[ModelArgs], tuple[Names, ...]] = lambda _: ()
+    qkv_by_kv_head: frozenset[Layout] = frozenset()
     rotary_order: Mapping[Layout, RotaryOrder] = field(
         default_factory=lambda: {"meta": "interleaved", "hf": "half", "gguf": "interleaved"}
     )
@@ -74,12 +79,13 @@ class Family:
         """
         return self.keys.get(argument) or USUAL_KEYS[argument]
 
-    def name_in(self, layout: Layout, name: str) -> str:
+    def name_in(self, layout: Layout, name: str, args: ModelArgs) -> str:
         """What a layout calls the weight that has this name in the model."""
-        return renamed(name, "meta", layout, self.names)
+        return renamed(name, "meta", layout, (*self.names, *self.more_names(args)))
 
     def skips(self, name: str, layout: Layout, args: ModelArgs) -> bool:
         """Whether a file may hold this tensor although the model has no use for it."""
         # Some writers store the embeddings a second time where they are tied.
-        is_second = args.tied_embeddings and name == self.name_in(layout, "output.weight")
+        output = self.name_in(layout, "output.weight", args)
+        is_second = args.tied_embeddings and name == output
         return is_second or is_rotary_table(name, layout)

@@ -7,6 +7,7 @@ weight is ever taken for another in silence.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 Layout = Literal["meta", "hf", "gguf"]
@@ -81,16 +82,16 @@ _ROTARY_TABLES: dict[Layout, tuple[str, ...]] = {
     "gguf": ("rope_freqs.weight",),
 }
 
-_IN_BASE_MODEL = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
-
 
 def renamed(name: str, source: Layout, target: Layout, names: Sequence[Names] = LLAMA_NAMES) -> str:
     """The name in layout `target` of the weight that layout `source` calls `name`.
 
+    Where `target` keeps several weights under one name it may have fewer `*`.
+
     >>> renamed("layers.3.attention.wq.bias", "meta", "hf")
     'model.layers.3.self_attn.q_proj.bias'
 
-    Raises: KeyError unless exactly one row of the table matches.
+    Raises: KeyError unless exactly one row of the table matches, and that is of one weight there.
     """
     hits = [
         (row, match)
@@ -100,22 +101,35 @@ def renamed(name: str, source: Layout, target: Layout, names: Sequence[Names] = 
     if len(hits) != 1:
         raise KeyError(f"{name}: {len(hits)} rows of the name table match, need exactly 1")
     row, match = hits[0]
-    parts = iter(match.groups())
-    return re.sub(r"\*", lambda _: next(parts), row.pattern(target))
+    parts = match.groups()
+    *pieces, end = row.pattern(target).split("*")
+    if len(pieces) > len(parts):
+        raise KeyError(f"{name}: holds several weights, {row.pattern(target)}")
+    return "".join(piece + part for piece, part in zip(pieces, parts, strict=False)) + end
 
 
-def hf_full_name(name: str) -> str:
-    """The name of a weight in HF's model with a head; the base model leaves out the `model.`.
+def hf_full_name(name: str, names: Sequence[Names] = LLAMA_NAMES) -> str:
+    """The name of a weight in HF's model with a head; the base model leaves out the first part.
 
     >>> hf_full_name("norm.weight"), hf_full_name("lm_head.weight")
     ('model.norm.weight', 'lm_head.weight')
     """
-    return f"model.{name}" if name.startswith(_IN_BASE_MODEL) else name
+    base = _base_models(tuple(names)).get(name.split(".")[0])
+    return f"{base}.{name}" if base else name
+
+
+@cache
+def _base_models(names: tuple[Names, ...]) -> dict[str, str]:
+    """What the base model is called in the one with a head, by the name of each of its parts."""
+    paths = [row.hf.split(".") for row in names]
+    parts = {path[1]: path[0] for path in paths if len(path) > 2}
+    return {**parts, "rotary_emb": next(iter(parts.values()))}
 
 
 def is_rotary_table(name: str, layout: Layout) -> bool:
     return any(_compiled(pattern).fullmatch(name) for pattern in _ROTARY_TABLES[layout])
 
 
+@cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\*", r"([^.]+)"))

@@ -23,7 +23,8 @@ from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config
 from parallel_llama.dtypes import STORED_NAMES
 from parallel_llama.errors import UsageError
-from parallel_llama.families import family_of, parameters
+from parallel_llama.families import parameters, stored_places
+from parallel_llama.families.places import Place, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.reshard.layout import Layout, TargetFile, json_text
@@ -49,20 +50,22 @@ class StoredTensor:
 class SafetensorsLayout(Layout):
     """The model's tensors dealt to the named files, about the same number of bytes to each.
 
-    `dtypes` are by Meta's names; `stored` are the tensors as the files have them, by Meta's names,
-    and `locations` file name and byte offset of each, by the files' names.
+    `dtypes` are by Meta's names and `places` where each weight lies, by Meta's names too;
+    `stored` are the tensors as the files have them, and `locations` file name and byte offset of
+    each, by the files' names.
 
-    Raises: UsageError if there are more files than tensors.
+    Raises: UsageError if there are more files than tensors, or weights of several dtypes in one.
     """
 
     def __init__(
-        self, args: ModelArgs, dtypes: Mapping[str, torch.dtype], names: Sequence[str]
+        self,
+        args: ModelArgs,
+        dtypes: Mapping[str, torch.dtype],
+        names: Sequence[str],
+        places: Mapping[str, Place],
     ) -> None:
-        self.args = args
-        self.stored = {
-            param.name: StoredTensor(self._name(param), dtypes[param.name], self._shape(param))
-            for param in parameters(args)
-        }
+        self.args, self.places = args, places
+        self.stored = _stored(places, dtypes)
         if len(names) > len(self.stored):
             raise UsageError(
                 f"{len(names)} files and {len(self.stored)} tensors: a file holds at least one; "
@@ -80,18 +83,6 @@ class SafetensorsLayout(Layout):
                 offset += tensor.n_bytes
             files.append(TargetFile(name, offset, ((0, header),)))
         self.files = tuple(files)
-
-    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
-        file, offset = self.locations[self.stored[param.name].name]
-        for piece in pieces:
-            yield file, offset, piece
-            offset += piece.nbytes
-
-    def _name(self, param: Param) -> str:
-        return param.name
-
-    def _shape(self, param: Param) -> tuple[int, ...]:
-        return param.shape
 
 
 class HFLayout(SafetensorsLayout):
@@ -112,7 +103,20 @@ class HFLayout(SafetensorsLayout):
     ) -> None:
         self._config = hf_config(args, ids)
         names = [f"model-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
-        super().__init__(args, dtypes, names if n_parts > 1 else ["model.safetensors"])
+        names = names if n_parts > 1 else ["model.safetensors"]
+        super().__init__(args, dtypes, names, stored_places(args, "hf"))
+
+    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        place = self.places[param.name]
+        file, offset = self.locations[place.name]
+        start = 0  # rows that are done
+        for piece in pieces:
+            rows = range(start, start + piece.shape[0])
+            row_bytes = piece.nbytes // len(rows)
+            for run in place.runs(rows):
+                part = piece[start - rows.start :][: len(run)]
+                yield file, offset + run.start * row_bytes, part
+                start += len(run)
 
     def metadata(self) -> dict[str, bytes]:
         files = {"config.json": json_text(self._config)}
@@ -122,9 +126,6 @@ class HFLayout(SafetensorsLayout):
             index = {"metadata": {"total_size": n_bytes}, "weight_map": weight_map}
             files["model.safetensors.index.json"] = json_text(index)
         return files
-
-    def _name(self, param: Param) -> str:
-        return family_of(self.args).name_in("hf", param.name)
 
 
 class NativeLayout(SafetensorsLayout):
@@ -138,13 +139,20 @@ class NativeLayout(SafetensorsLayout):
     def __init__(self, args: ModelArgs, dtypes: Mapping[str, torch.dtype], n_parts: int) -> None:
         self._units = axis_units(args)
         names = [f"weights-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
-        super().__init__(args, dtypes, names)
+        places = {
+            param.name: whole(param.name, stored_shape(param, unit_of(param, self._units)))
+            for param in parameters(args)
+        }
+        super().__init__(args, dtypes, names, places)
 
     def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
         if is_unit_major(param):
-            (whole,) = pieces
-            pieces = unit_major_blocks(whole, unit_of(param, self._units))
-        return super().parts(param, pieces)
+            (tensor,) = pieces
+            pieces = unit_major_blocks(tensor, unit_of(param, self._units))
+        file, offset = self.locations[param.name]
+        for piece in pieces:
+            yield file, offset, piece
+            offset += piece.nbytes
 
     def metadata(self) -> dict[str, bytes]:
         return {"native.json": json_text(native_config(self.args, self._units))}
@@ -153,8 +161,21 @@ class NativeLayout(SafetensorsLayout):
         held = range(self.stored[param.name].n_bytes)
         return [len(span) for span in unit_spans(held, param, self._units)]
 
-    def _shape(self, param: Param) -> tuple[int, ...]:
-        return stored_shape(param, unit_of(param, self._units))
+
+def _stored(
+    places: Mapping[str, Place], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, StoredTensor]:
+    """The stored tensors in which the weights lie, in the order of the model."""
+    stored: dict[str, StoredTensor] = {}
+    for name, place in places.items():
+        tensor = StoredTensor(place.name, dtypes[name], place.shape)
+        if stored.setdefault(place.name, tensor) != tensor:
+            raise UsageError(
+                f"{place.name}: holds weights of {dtype_name(stored[place.name].dtype)} and of "
+                f"{dtype_name(tensor.dtype)}, and a tensor has one dtype; use --dtype, or --format "
+                "native"
+            )
+    return stored
 
 
 def _dealt(tensors: Sequence[StoredTensor], n_files: int) -> list[Sequence[StoredTensor]]:

@@ -36,7 +36,7 @@ def test_no_weight_is_skipped_but_the_head_where_embeddings_are_tied(layout):
     family = FAMILIES[TINY.family]
     tied = replace(TINY, tied_embeddings=True)
     for name in PARAMS:
-        there = family.name_in(layout, name)
+        there = family.name_in(layout, name, TINY)
         assert not family.skips(there, layout, TINY)
         assert family.skips(there, layout, tied) == (name == "output.weight")
 

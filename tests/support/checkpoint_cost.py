@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from checkpoint_samples import hf_name
 from safetensors.torch import save_file
@@ -94,7 +95,7 @@ def main() -> None:
         folder, args, tp_size, rank, piece_values = json.loads(sys.argv[2])
         if piece_values is not None:
             reading.PIECE_VALUES = piece_values
-        print(json.dumps(asdict(_measure(folder, ModelArgs(**args), tp_size, rank))))
+        print(json.dumps(asdict(_measure(folder, msgspec.convert(args, ModelArgs), tp_size, rank))))
         return
     folder = Path(sys.argv[1])
     folder.mkdir()

@@ -62,7 +62,11 @@ def add_manifest(folder: Path) -> Manifest:
     tensors = {param.name: canonical_entry(checkpoint, param) for param in parameters(args)}
     units = {}
     if files.kind == "native":
-        held = {name: (path, span) for path in files.weights for name, span in locations(path)}
+        held = {
+            name: (path, span)
+            for path in files.weights
+            for name, span in locations(path, None, args)
+        }
         for param in parameters(args):
             path, location = held[param.name]
             spans = unit_spans(location, param, axis_units(args))

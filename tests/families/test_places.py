@@ -1,0 +1,57 @@
+"""Where weights lie that share a stored tensor, against slices of a tensor that torch cuts."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_llama.families import stored_places
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.places import Place, shared, whole
+from parallel_llama.families.weights import Param
+
+
+def taken(stored: Tensor, place: Place, rows: range) -> Tensor:
+    """Rows of a weight from the matrix of its stored tensor."""
+    return torch.cat([stored[run.start : run.stop] for run in place.runs(rows)])
+
+
+@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(71, 1), (12, 4), (9, 3), (6, 6)])
+def test_queries_keys_and_values_lie_group_by_group(n_heads: int, n_kv_heads: int) -> None:
+    head_dim, dim, group_size = 4, 5, n_heads // n_kv_heads
+    stored = torch.arange((n_heads + 2 * n_kv_heads) * head_dim * dim).view(-1, dim)
+    groups = stored.view(n_kv_heads, group_size + 2, head_dim, dim)
+    expected = groups[:, :-2], groups[:, -2], groups[:, -1]
+    sizes = [n * head_dim for n in (n_heads, n_kv_heads, n_kv_heads)]
+    weights = [Param(f"w{n}", (size, dim)) for n, size in enumerate(sizes)]
+    places = dict(shared("qkv", weights, n_groups=n_kv_heads))
+    for weight, rows_of_all in zip(weights, expected, strict=True):
+        place, n_rows = places[weight.name], weight.shape[0]
+        assert place.shape == stored.shape
+        for rows in (range(n_rows), range(3, n_rows), range(1, min(7, n_rows)), range(2, 2)):
+            if rows:
+                expected_rows = rows_of_all.reshape(-1, dim)[rows.start : rows.stop]
+                assert torch.equal(taken(stored, place, rows), expected_rows)
+        assert place.extent.start == next(iter(place.runs(range(n_rows)))).start
+        assert place.extent.stop == list(place.runs(range(n_rows)))[-1].stop
+    assert not list(places["w0"].runs(range(2, 2)))
+
+
+def test_a_weight_of_three_dimensions_is_rows_of_its_slice() -> None:
+    stored = torch.arange(4 * 6 * 5).view(4, 6, 5)
+    weights = [Param(f"e{number}", (6, 5)) for number in range(4)]
+    for number, (_, place) in enumerate(shared("all", weights, n_slices=4)):
+        assert place.shape == (4, 6, 5)
+        assert torch.equal(taken(stored.view(-1, 5), place, range(6)), stored[number])
+
+
+def test_a_weight_with_a_tensor_to_itself_is_one_run() -> None:
+    assert list(whole("a", (6, 5)).runs(range(1, 6))) == [range(1, 6)]
+    assert whole("a", (6,)).extent == range(6)
+
+
+@pytest.mark.parametrize("layout", ["hf", "gguf"])
+def test_a_familys_places_are_found_once(layout) -> None:
+    args = ModelArgs(
+        dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=6, vocab_size=5
+    )
+    assert stored_places(args, layout) is stored_places(args, layout)
