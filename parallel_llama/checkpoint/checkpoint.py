@@ -38,7 +38,7 @@ class Checkpoint(ABC):
             return self._stored(param, rows)
         size = self.args.head_dim
         heads = range(rows.start // size * size, -(-rows.stop // size) * size)
-        value = reordered(self._stored(param, heads), size, order)
+        value = reordered(self._stored(param, heads), size, order, self.args.rotary_dim)
         return value[rows.start - heads.start :][: len(rows)]
 
     @abstractmethod

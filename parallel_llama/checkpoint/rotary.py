@@ -7,20 +7,30 @@ Rotary embedding turns pairs of rows of each head. Meta's files keep a pair in n
 Source: RoFormer, arXiv 2104.09864, section 3.2.2 (the interleaved order).
 """
 
+import torch
 from torch import Tensor
 
 from parallel_llama.families.names import RotaryOrder
 from parallel_llama.families.weights import Param
 
 
-def reordered(rows: Tensor, head_dim: int, order: RotaryOrder) -> Tensor:
+def reordered(
+    rows: Tensor, head_dim: int, order: RotaryOrder, rotary_dim: int | None = None
+) -> Tensor:
     """Whole heads that are in the other order, in this one; a new contiguous tensor.
+
+    Of each head the first `rotary_dim` rows are rotated, all where that is None; the others stay.
 
     Shapes: rows [n_heads * head_dim, ...], weight or bias.
     """
-    pairs = (head_dim // 2, 2) if order == "half" else (2, head_dim // 2)
-    heads = rows.reshape(-1, *pairs, *rows.shape[1:])
-    return heads.transpose(1, 2).contiguous().view(rows.shape)
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    rotated, kept = heads[:, :rotary_dim], heads[:, rotary_dim or head_dim :]
+    n_pairs = rotated.shape[1] // 2
+    pairs = (n_pairs, 2) if order == "half" else (2, n_pairs)
+    turned = rotated.reshape(-1, *pairs, *rows.shape[1:]).transpose(1, 2).reshape(rotated.shape)
+    if kept.numel():
+        turned = torch.cat([turned, kept], dim=1)
+    return turned.reshape(rows.shape)
 
 
 def is_rotary(param: Param) -> bool:

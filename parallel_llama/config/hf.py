@@ -40,8 +40,9 @@ _ROPE_TYPES: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
     ),
 }  # fmt: skip
+_ROTARY_PART = "partial_rotary_factor"
 # The first YaRN models say `finetuned`, which is how they were trained.
-_ROPE_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+_ROPE_COMMON = {"rope_type", "type", "rope_theta", _ROTARY_PART, "finetuned"}
 
 # Trained contexts that llama3 scaling is looked for with; Llama 3.1 to 3.3 were trained on 8192.
 _TRAINED_CONTEXTS = [1 << power for power in (*range(13, 4, -1), *range(14, 21))]
@@ -257,8 +258,8 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     if unread := [key for key in rope.values if key not in read]:
         logger.warning("rope scaling %r does not use %s", kind, ", ".join(unread))
     for place in (rope, fields):
-        if (rotary := place.number("partial_rotary_factor", 1.0)) != 1:
-            raise UsageError(f"partial_rotary_factor={rotary}: only whole heads are rotated, 1")
+        if (rotary := place.number(_ROTARY_PART, 1.0)) != 1 and _ROTARY_PART not in family.reads:
+            raise UsageError(f"{_ROTARY_PART}={rotary}: {family.name!r} rotates whole heads, 1")
     default = family.defaults.get("rope_theta", 10000.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", default))
     return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, fields, max_seq_len)}

@@ -21,7 +21,6 @@ _NEUTRAL: dict[str, object] = {
     "sliding_window": None,
     "full_layers": (),
     "local_rope_theta": None,
-    "rotary_dim": None,
     "n_experts": 0,
     "n_active_experts": 0,
     "normed_experts": True,
@@ -159,9 +158,18 @@ class ModelArgs:
             raise UsageError(f"rope_theta={self.rope_theta}: use a finite number above 1")
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype={self.dtype!r}: weights are read in {', '.join(DTYPES)}")
-        scaling = self.rope_scaling
+        scaling, rotary_dim = self.rope_scaling, self.rotary_dim
+        if rotary_dim is not None and (rotary_dim % 2 or not 2 <= rotary_dim <= self.head_dim):
+            raise UsageError(
+                f"rotary_dim={rotary_dim} and head_dim={self.head_dim}: use an even number of a "
+                "head's values, or None for all"
+            )
         if scaling is None:
             return
+        if rotary_dim is not None:
+            raise UsageError(
+                f"rotary_dim={rotary_dim} and {scaling.kind} rope scaling: one of them runs"
+            )
         if scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
             raise UsageError(
                 f"rope scaling has {len(scaling.factors)} factors and head_dim={self.head_dim}: "

@@ -29,8 +29,10 @@ def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
     base, scaling = args.rope_theta, args.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
         base = _dynamic_base(args, scaling, n_tokens)
+    rotary_dim = args.rotary_dim or args.head_dim
     pair = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
-    freqs = base ** (-pair / args.head_dim)
+    freqs = base ** (-pair / rotary_dim)
+    freqs[rotary_dim // 2 :] = 0  # where only a part of each head is rotated, the rest stays
     if scaling is None or scaling.kind == "dynamic":
         return freqs, 1.0
     if scaling.kind == "linear":
