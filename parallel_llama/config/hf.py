@@ -65,13 +65,14 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     check_keys(fields, family.reads.union(family.keys.values()))
     if fields.has("auto_map"):
         logger.warning("config.json names code of its own (auto_map), which is never run")
-    stated = {**_sizes(fields, family), **family.features(fields)}
+    stated = _sizes(fields, family)
+    stated |= _hf_rope(fields, family, stated["max_seq_len"])
+    stated |= family.features(fields)
     if "activation" not in stated:
         stated["activation"] = _activation(fields, family.key("activation"))
     stated |= _windows(fields, family, stated["n_layers"], stated["max_seq_len"])
     if "sliding_window" not in stated:
         stated.pop("local_rope_theta", None)  # of no layer
-    stated |= _hf_rope(fields, family, stated["max_seq_len"])
     return ModelArgs(
         dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
         family=family.name,
@@ -81,10 +82,10 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
 
 def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     """The shape of the model, of which the family's features may say more."""
-    dim_key, heads_key = family.key("dim"), family.key("n_heads")
+    dim_key, heads_key, head_key = (family.key(name) for name in ("dim", "n_heads", "head_dim"))
     dim, n_heads = fields.integer(dim_key), fields.integer(heads_key)
-    head_dim = fields.integer("head_dim", family.defaults.get("head_dim", 0))
-    if not fields.has("head_dim") and not head_dim:
+    head_dim = fields.integer(head_key, family.defaults.get("head_dim", 0))
+    if not fields.has(head_key) and not head_dim:
         head_dim = head_size(dim_key, dim, heads_key, n_heads)
     n_kv_heads = family.defaults.get("n_kv_heads", n_heads)
     max_seq_len = family.defaults.get("max_seq_len", 2048)
@@ -95,9 +96,9 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
         "n_kv_heads": fields.integer(family.key("n_kv_heads"), n_kv_heads),
         "head_dim": head_dim,
         "ffn_dim": fields.integer(family.key("ffn_dim"), family.defaults.get("ffn_dim")),
-        "vocab_size": fields.integer("vocab_size"),
+        "vocab_size": fields.integer(family.key("vocab_size")),
         "norm_eps": fields.number(family.key("norm_eps"), family.defaults.get("norm_eps", 1e-6)),
-        "max_seq_len": fields.integer("max_position_embeddings", max_seq_len),
+        "max_seq_len": fields.integer(family.key("max_seq_len"), max_seq_len),
         "tied_embeddings": _is_tied(fields, family),
     }
 
@@ -307,14 +308,14 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
         family.key("n_layers"): args.n_layers,
         family.key("n_heads"): args.n_heads,
         family.key("n_kv_heads"): args.n_kv_heads,
-        "head_dim": args.head_dim,
+        family.key("head_dim"): args.head_dim,
         family.key("ffn_dim"): args.ffn_dim,
-        "vocab_size": args.vocab_size,
+        family.key("vocab_size"): args.vocab_size,
         family.key("activation"): activation,
         family.key("norm_eps"): args.norm_eps,
         "rope_theta": args.rope_theta,
         "rope_scaling": _rope_scaling(args),
-        "max_position_embeddings": args.max_seq_len,
+        family.key("max_seq_len"): args.max_seq_len,
         "tie_word_embeddings": args.tied_embeddings,
         **({} if family.full_layers is None else {"sliding_window": args.sliding_window}),
         **family.writes(args),

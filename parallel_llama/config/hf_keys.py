@@ -46,7 +46,6 @@ MISSING = {
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),
     "gemma3": f"{_IMAGES}; take a text-only form of it (gemma3_text)",
-    "chatglm": "its fused weights and its tokenizer are code of the model's own folder",
     "t5": "it has an encoder, and only decoders are supported",
 }
 

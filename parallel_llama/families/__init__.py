@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
+from parallel_llama.families.glm import CHATGLM, GLM
 from parallel_llama.families.llama import LLAMA
 from parallel_llama.families.mistral import MISTRAL
 from parallel_llama.families.model_args import ModelArgs
@@ -16,7 +17,8 @@ from parallel_llama.families.qwen3 import QWEN3
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
 FAMILIES = {
-    family.name: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PALM)
+    family.name: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PALM, GLM, CHATGLM)
 }
 
 __all__ = ["FAMILIES", "Family", "family_of", "parameters", "stored_places"]

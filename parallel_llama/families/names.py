@@ -78,7 +78,11 @@ def names_with(*rows: Names) -> tuple[Names, ...]:
 # Some files carry them; the model computes its own from the configuration.
 _ROTARY_TABLES: dict[Layout, tuple[str, ...]] = {
     "meta": ("rope.freqs", "layers.*.attention.inner_attention.rope.freqs"),
-    "hf": ("model.rotary_emb.inv_freq", "model.layers.*.self_attn.rotary_emb.inv_freq"),
+    "hf": (
+        "model.rotary_emb.inv_freq",
+        "model.layers.*.self_attn.rotary_emb.inv_freq",
+        "transformer.rotary_pos_emb.inv_freq",
+    ),
     "gguf": ("rope_freqs.weight",),
 }
 

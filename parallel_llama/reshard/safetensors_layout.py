@@ -18,12 +18,13 @@ from parallel_llama.checkpoint.native_folder import (
     unit_of,
     unit_spans,
 )
+from parallel_llama.checkpoint.rotary import is_rotary, reordered
 from parallel_llama.config import GenerationDefaults, ModelArgs
 from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config
 from parallel_llama.dtypes import STORED_NAMES
 from parallel_llama.errors import UsageError
-from parallel_llama.families import parameters, stored_places
+from parallel_llama.families import family_of, parameters, stored_places
 from parallel_llama.families.places import Place, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
@@ -109,8 +110,11 @@ class HFLayout(SafetensorsLayout):
     def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
         place = self.places[param.name]
         file, offset = self.locations[place.name]
+        order = family_of(self.args).rotary_order["hf"]
         start = 0  # rows that are done
         for piece in pieces:
+            if order != "half" and is_rotary(param):
+                piece = reordered(piece, self.args.head_dim, order, self.args.rotary_dim)
             rows = range(start, start + piece.shape[0])
             row_bytes = piece.nbytes // len(rows)
             for run in place.runs(rows):

@@ -105,6 +105,9 @@ TINY_MODELS: dict[str, TinyModel] = {
     "8/4 qwen3, bias, tied": TinyModel(
         8, 4, 6, 64, tied=True, family="qwen3", own={"attention_bias": True}
     ),
+    "8/2 glm": TinyModel(
+        8, 2, 12, 48, family="glm", own={"partial_rotary_factor": 0.5, "pad_token_id": 0}
+    ),
     "8/1 gemma": TinyModel(8, 1, 10, 56, tied=True, family="gemma"),
     "8/4 gemma2": TinyModel(
         8,

@@ -1,0 +1,120 @@
+"""ChatGLM 2 and 3, and GLM 4: Llama with biases on queries, keys and values, of which a part turns.
+
+ChatGLM's config.json and names are its own, and so is its tokenizer, which is code of its folder;
+GLM's are transformers'. Both rotate the first half of each head, pair by pair of neighbours.
+
+Source: arXiv 2406.12793; GlmConfig of transformers 5.23; config.json of THUDM/chatglm2-6b and 3.
+"""
+
+from typing import Any
+
+from parallel_llama.errors import UsageError
+from parallel_llama.families.family import Family
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.names import Names, in_layers, names_with
+from parallel_llama.files.fields import Fields
+
+_PART = "partial_rotary_factor"
+_INTERLEAVED: Any = {"meta": "interleaved", "hf": "interleaved", "gguf": "interleaved"}
+
+
+def _glm_features(fields: Fields) -> dict[str, Any]:
+    rope = Fields(fields.mapping("rope_parameters"))
+    head_dim = fields.integer("head_dim", 128)
+    part = rope.number(_PART, fields.number(_PART, 0.5))
+    return {
+        "attention_bias": fields.flag("attention_bias", True),
+        "wo_bias": False,
+        "rotary_dim": None if part == 1 else int(head_dim * part),
+    }
+
+
+def _glm_writes(args: ModelArgs) -> dict[str, Any]:
+    return {
+        "attention_bias": args.attention_bias,
+        _PART: (args.rotary_dim or args.head_dim) / args.head_dim,
+    }
+
+
+GLM = Family(
+    name="glm",
+    architecture="GlmForCausalLM",
+    base_architecture="GlmModel",
+    reads=frozenset({"attention_bias", _PART}),
+    features=_glm_features,
+    writes=_glm_writes,
+    defaults={"max_seq_len": 131072, "head_dim": 128, "norm_eps": 1.5625e-7},
+    names=names_with(
+        *in_layers(
+            ("feed_forward.w1.*", "mlp.gate_up_proj.*", "ffn_up.*"),
+            ("feed_forward.w3.*", "mlp.gate_up_proj.*", "ffn_up.*"),
+        )
+    ),
+    rotary_order=_INTERLEAVED,
+)
+
+# What ChatGLM's code could do otherwise, with what it does in all published models.
+_FIXED: dict[str, Any] = {
+    "add_bias_linear": False,
+    "apply_residual_connection_post_layernorm": False,
+    "multi_query_attention": True,
+    "post_layer_norm": True,
+    "rmsnorm": True,
+    "original_rope": True,
+}
+
+
+def _chatglm_features(fields: Fields) -> dict[str, Any]:
+    for key, value in _FIXED.items():
+        if fields.flag(key, value) != value:
+            raise UsageError(f"{key}={not value} is not supported; published models have {value}")
+    return {
+        "attention_bias": fields.flag("add_qkv_bias", True),
+        "wo_bias": False,
+        "rotary_dim": fields.integer("kv_channels", 128) // 2,
+        "rope_theta": 10000.0 * fields.number("rope_ratio", 1.0),
+        "activation": "silu",
+    }
+
+
+def _in_encoder(meta: str, hf: str) -> Names:
+    return Names(f"layers.*.{meta}", f"transformer.encoder.layers.*.{hf}", f"-.*.{meta}")
+
+
+CHATGLM = Family(
+    name="chatglm",
+    architecture="ChatGLMModel",
+    base_architecture="ChatGLMForConditionalGeneration",
+    reads=frozenset({*_FIXED, "add_qkv_bias", "rope_ratio"}),
+    features=_chatglm_features,
+    writes=lambda args: {
+        **_FIXED,
+        "add_qkv_bias": args.attention_bias,
+        "rope_ratio": args.rope_theta / 10000.0,
+    },
+    keys={
+        "n_layers": "num_layers",
+        "n_kv_heads": "multi_query_group_num",
+        "head_dim": "kv_channels",
+        "ffn_dim": "ffn_hidden_size",
+        "vocab_size": "padded_vocab_size",
+        "norm_eps": "layernorm_epsilon",
+        "max_seq_len": "seq_length",
+    },
+    defaults={"head_dim": 128},
+    names=(
+        Names("tok_embeddings.weight", "transformer.embedding.word_embeddings.weight", "-"),
+        Names("norm.weight", "transformer.encoder.final_layernorm.weight", "-"),
+        Names("output.weight", "transformer.output_layer.weight", "-"),
+        _in_encoder("attention_norm.weight", "input_layernorm.weight"),
+        _in_encoder("attention.wq.*", "self_attention.query_key_value.*"),
+        _in_encoder("attention.wk.*", "self_attention.query_key_value.*"),
+        _in_encoder("attention.wv.*", "self_attention.query_key_value.*"),
+        _in_encoder("attention.wo.*", "self_attention.dense.*"),
+        _in_encoder("ffn_norm.weight", "post_attention_layernorm.weight"),
+        _in_encoder("feed_forward.w1.*", "mlp.dense_h_to_4h.*"),
+        _in_encoder("feed_forward.w3.*", "mlp.dense_h_to_4h.*"),
+        _in_encoder("feed_forward.w2.*", "mlp.dense_4h_to_h.*"),
+    ),
+    rotary_order=_INTERLEAVED,
+)

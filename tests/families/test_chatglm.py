@@ -1,0 +1,119 @@
+"""ChatGLM: the arithmetic of transformers' GLM under other names, three weights in one tensor."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from parity_steps import logits_of_models
+from safetensors.torch import load_file, save_file
+from thread_ranks import run_on_threads
+from tiny_models import TINY_MODELS, write_hf
+from transformers_oracle import reference_logits
+
+from parallel_llama.config import load_model_args
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import find_model
+from parallel_llama.reshard.reshard import reshard
+
+TINY = TINY_MODELS["8/2 glm"]
+TOKENS = [(7 * at + 3) % TINY.vocab_size for at in range(30)]
+
+# As in config.json of THUDM/chatglm2-6b, in the sizes of the tiny model.
+CONFIG = {
+    "model_type": "chatglm",
+    "architectures": ["ChatGLMModel"],
+    "auto_map": {"AutoConfig": "configuration_chatglm.ChatGLMConfig"},
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "apply_query_key_layer_scaling": True,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "bias_dropout_fusion": True,
+    "ffn_hidden_size": TINY.ffn_dim,
+    "fp32_residual_connection": False,
+    "hidden_dropout": 0.0,
+    "hidden_size": TINY.dim,
+    "kv_channels": TINY.head_dim,
+    "layernorm_epsilon": 1e-05,
+    "multi_query_attention": True,
+    "multi_query_group_num": TINY.n_kv_heads,
+    "num_attention_heads": TINY.n_heads,
+    "num_layers": TINY.n_layers,
+    "original_rope": True,
+    "padded_vocab_size": TINY.vocab_size,
+    "post_layer_norm": True,
+    "rmsnorm": True,
+    "seq_length": TINY.max_seq_len,
+    "use_cache": True,
+    "torch_dtype": "float64",
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+RENAMED = {
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "post_attention_layernorm",
+}
+
+
+@pytest.fixture
+def glm(tmp_path: Path) -> Path:
+    return write_hf(TINY, tmp_path / "glm", seed=3)
+
+
+@pytest.fixture
+def chatglm(glm: Path, tmp_path: Path) -> Path:
+    """The same weights as ChatGLM's own files hold them."""
+    folder = tmp_path / "chatglm"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    held = load_file(glm / "model.safetensors")
+    own = {
+        "transformer.embedding.word_embeddings.weight": held["model.embed_tokens.weight"],
+        "transformer.encoder.final_layernorm.weight": held["model.norm.weight"],
+        "transformer.output_layer.weight": held["lm_head.weight"],
+        "transformer.rotary_pos_emb.inv_freq": torch.ones(3),
+    }
+    for layer in range(TINY.n_layers):
+        theirs, ours = f"model.layers.{layer}", f"transformer.encoder.layers.{layer}"
+        for old, new in RENAMED.items():
+            own[f"{ours}.{new}.weight"] = held[f"{theirs}.{old}.weight"]
+        for kind in ("weight", "bias"):
+            parts = [held[f"{theirs}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+            own[f"{ours}.self_attention.query_key_value.{kind}"] = torch.cat(parts)
+    save_file(own, folder / "model.safetensors")
+    return folder
+
+
+def test_chatglm_computes_what_glm_does_at_every_tp_size(glm: Path, chatglm: Path) -> None:
+    expected = reference_logits(glm, TOKENS)
+    for tp_size in range(1, TINY.n_heads + 1):
+        for (logits,) in run_on_threads(tp_size, logits_of_models, [(chatglm, TOKENS)]):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+def test_chatglm_goes_through_every_layout_and_back(chatglm: Path, tmp_path: Path) -> None:
+    folder = chatglm
+    for layout, n_parts in (("native", 2), ("meta", 3), ("hf", 2)):
+        reshard(find_model(str(folder)), tmp_path / layout, layout=layout, n_parts=n_parts)
+        folder = tmp_path / layout
+        assert load_model_args(find_model(str(folder))) == load_model_args(find_model(str(chatglm)))
+    back = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        back |= load_file(path)
+    for name, weight in load_file(chatglm / "model.safetensors").items():
+        if "inv_freq" not in name:
+            assert torch.equal(back.pop(name), weight), name
+    assert not back
+
+
+@pytest.mark.parametrize("key", ["rmsnorm", "multi_query_attention", "original_rope"])
+def test_what_no_published_chatglm_does_is_refused(chatglm: Path, key: str) -> None:
+    (chatglm / "config.json").write_text(json.dumps({**CONFIG, key: False}))
+    with pytest.raises(UsageError, match=f"{key}=False is not supported"):
+        load_model_args(find_model(str(chatglm)))
