@@ -40,7 +40,7 @@ from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.place import world
-from parallel_llama.plan import ShardPlan, default_dtype, make_plan, weight_bytes
+from parallel_llama.plan import ShardPlan, default_dtype, expert_values, make_plan, weight_bytes
 from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.tokenizer import Tokenizer
 
@@ -315,16 +315,21 @@ class LLM:
         """
         return self.input_processor.tokenizer
 
-    @property
-    def weight_bytes_per_step(self) -> int:
-        """Bytes of weights that all ranks together read to decode one step of any batch.
+    def weight_bytes_per_step(self, batch: int) -> int:
+        """Bytes of weights that all ranks together read to decode one step of so many sequences.
 
-        An embedding that is not the head too is looked up, not read.
+        An embedding that is not the head too is looked up, not read; of a mixture's experts those
+        are read that the batch meets, on average where all are chosen equally often.
         """
-        looked_up = 0
-        if not self.args.tied_embeddings:
-            looked_up = DenseFormat(self.dtype).n_bytes(self.args.vocab_size * self.args.dim)
-        return sum(self.statistics.weight_bytes) - looked_up
+        args, passed_over = self.args, 0.0
+        if not args.tied_embeddings:
+            passed_over += args.vocab_size * args.dim
+        if args.n_experts:
+            unmet = (1 - args.n_active_experts / args.n_experts) ** batch
+            passed_over += unmet * expert_values(args)
+        return sum(self.statistics.weight_bytes) - DenseFormat(self.dtype).n_bytes(
+            round(passed_over)
+        )
 
     def close(self) -> None:
         """End the other ranks; it can be called twice, and after a fault.

@@ -28,6 +28,15 @@ from parallel_llama.families.weights import Axis, Param, layer_parameters, outer
 # beyond it the cut goes between query heads, and a KV head may be held by two ranks.
 MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 
+# Ranks share every expert, which balances them whatever the router does, while each has at least so
+# many of its channels. Of fewer, products take about as long as calling them; then ranks share out
+# the experts. The ranks exchange the same either way.
+MIN_EXPERT_CHANNELS = 256
+
+
+# What weights are counted by: units of an axis, channels of single experts, or ranks.
+Counted = Axis | Literal["expert ffn", "rank"]
+
 
 @dataclass(frozen=True)
 class Run:
@@ -42,7 +51,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds: global half-open ranges of heads, ffn channels and vocabulary rows."""
+    """What one rank holds: global half-open ranges of heads, ffn channels and vocabulary rows.
+
+    In a mixture of experts its ffn channels are those of each of its `experts`.
+    """
 
     rank: int
     heads: range
@@ -50,6 +62,7 @@ class Share:
     ffn: range
     vocab: range
     runs: tuple[Run, ...]
+    experts: range = range(0)
 
     @property
     def n_local_heads(self) -> int:
@@ -64,16 +77,43 @@ class Share:
         extent: range = getattr(self, axis)  # the axes have their fields' names
         return extent
 
+    def holds(self, param: Param) -> bool:
+        """Whether a weight is of this rank's part of the model; not so for others' experts."""
+        return param.expert is None or param.expert in self.experts
+
     def rows_of(self, param: Param) -> range:
         """The rows (or columns) of a weight that this rank holds; all where it is replicated."""
         if param.axis is None:
             return range(param.shape[param.dim])
+        if not self.holds(param):
+            return range(0)
         extent = self.extent(param.axis)
         return range(extent.start * param.unit, extent.stop * param.unit)
 
-    def n_values(self, per_unit: Mapping[Axis | None, int]) -> int:
-        """Values that this rank holds, of so many a unit of each axis and, under None, a rank."""
-        return sum(n * (len(self.extent(axis)) if axis else 1) for axis, n in per_unit.items())
+    def n_values(self, per_unit: Mapping[Counted, int]) -> int:
+        """Values that this rank holds, of so many in each thing that is counted."""
+        units: Mapping[Counted, int] = {
+            "heads": len(self.heads),
+            "kv_heads": len(self.kv_heads),
+            "ffn": len(self.ffn),
+            "vocab": len(self.vocab),
+            "expert ffn": len(self.experts) * len(self.ffn),
+            "rank": 1,
+        }
+        return sum(n * units[counted] for counted, n in per_unit.items())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a mixture's experts are shared out, and why so, for a person.
+
+    tensor: every rank holds some channels of every expert; expert: each expert is whole on one
+    rank; mixed: groups of ranks hold some experts each, and the ranks of a group some channels of
+    them.
+    """
+
+    kind: Literal["tensor", "expert", "mixed"]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -82,11 +122,13 @@ class ShardPlan:
 
     `balance` is the largest of (share of the query heads) / (share of the weight) over the ranks:
     1.0 is perfect, 1.25 means that the others wait a fifth of each attention for one rank.
+    `placement` is None for a model without experts.
     """
 
     shares: tuple[Share, ...]
     cut: Literal["kv_heads", "heads"]
     balance: float
+    placement: Placement | None = None
 
     @property
     def tp_size(self) -> int:
@@ -170,9 +212,15 @@ def apportion(n_units: int, weights: Sequence[int], at_least: int = 0) -> list[i
 
 
 def make_plan(
-    args: ModelArgs, tp_size: int, memory: Sequence[float] | None = None, quant_group: int = 1
+    args: ModelArgs,
+    tp_size: int,
+    memory: Sequence[float] | None = None,
+    quant_group: int = 1,
+    ranks_per_expert: int | None = None,
 ) -> ShardPlan:
     """The plan of a model on `tp_size` ranks, weighted by each rank's memory where that is given.
+
+    `ranks_per_expert` is the most ranks that share an expert, where the numbers are not to decide.
 
     Units: `memory` in any one unit; its proportions alone matter.
     Raises: UsageError if tp_size is not 1 to n_heads, or `memory` is not one positive number per
@@ -185,24 +233,48 @@ def make_plan(
         )
     weights = _weights(tp_size, memory)
     cut, heads, balance = _cut_heads(args, weights)
-    ffn = _cut_units(args.ffn_dim, unit_size(args.ffn_dim, args.n_heads, quant_group), weights)
+    groups = _expert_groups(args, tp_size, ranks_per_expert)
+    experts = _cut_experts(args, groups, weights)
+    unit = unit_size(args.ffn_dim, args.n_heads, quant_group)
+    ffn = [
+        channels
+        for group in groups
+        for channels in _cut_units(args.ffn_dim, unit, weights[group.start : group.stop])
+    ]
     vocab = _cut_units(args.vocab_size, unit_size(args.vocab_size, args.n_heads), weights)
-    group = args.n_heads // args.n_kv_heads
+    group_size = args.n_heads // args.n_kv_heads
     shares = tuple(
-        Share(rank, own, local_kv_heads(own, group), channels, rows, equal_runs(own, group))
-        for rank, (own, channels, rows) in enumerate(zip(heads, ffn, vocab, strict=True))
+        Share(
+            rank,
+            own,
+            local_kv_heads(own, group_size),
+            ffn[rank],
+            vocab[rank],
+            equal_runs(own, group_size),
+            experts[rank],
+        )
+        for rank, own in enumerate(heads)
     )
-    return ShardPlan(shares, cut, balance)
+    placement = _placement(args, groups, ranks_per_expert) if args.n_experts else None
+    return ShardPlan(shares, cut, balance, placement)
 
 
-def values_per_unit(args: ModelArgs) -> Counter[Axis | None]:
-    """Values of all weights in one unit of each axis; under None those that every rank holds."""
-    values: Counter[Axis | None] = Counter()
+def values_per_unit(args: ModelArgs) -> Counter[Counted]:
+    """Values of all weights in one of each thing that they are counted by."""
+    values: Counter[Counted] = Counter()
     for param in outer_parameters(args):
-        values[param.axis] += param.values_per_unit
+        values[param.axis or "rank"] += param.values_per_unit
     for param in layer_parameters(args, 0):  # layers are alike
-        values[param.axis] += param.values_per_unit * args.n_layers
+        if param.expert is None:
+            values[param.axis or "rank"] += param.values_per_unit * args.n_layers
+        elif param.expert == 0:  # and so are experts
+            values["expert ffn"] += param.values_per_unit * args.n_layers
     return values
+
+
+def expert_values(args: ModelArgs) -> int:
+    """Values of all experts of a mixture, held once."""
+    return values_per_unit(args)["expert ffn"] * args.ffn_dim * args.n_experts
 
 
 def weight_bytes(args: ModelArgs, share: Share, form: DenseFormat) -> int:
@@ -251,6 +323,42 @@ def _cut_heads(
             return "kv_heads", _ranges(counts), float(balance)
     counts = apportion(args.n_heads, weights, at_least=1)
     return "heads", _ranges(counts), float(_balance(counts, weights))
+
+
+def _expert_groups(args: ModelArgs, tp_size: int, ranks_per_expert: int | None) -> list[range]:
+    """The groups of ranks that share experts; one of all ranks where there are none."""
+    if not args.n_experts:
+        return [range(tp_size)]
+    most = ranks_per_expert or max(1, args.ffn_dim // MIN_EXPERT_CHANNELS)
+    n_groups = min(-(-tp_size // most), args.n_experts)
+    return _ranges(apportion(tp_size, [1] * n_groups))
+
+
+def _cut_experts(args: ModelArgs, groups: list[range], weights: list[int]) -> list[range]:
+    """Each rank's experts: those of its group, as many as the group's part of the weight."""
+    if not args.n_experts:
+        return [range(0)] * len(weights)
+    of_groups = [sum(weights[group.start : group.stop]) for group in groups]
+    experts = _ranges(apportion(args.n_experts, of_groups, at_least=1))
+    return [own for group, own in zip(groups, experts, strict=True) for _ in group]
+
+
+def _placement(args: ModelArgs, groups: list[range], asked: int | None) -> Placement:
+    sizes = sorted({len(group) for group in groups})
+    n_ranks = groups[-1].stop
+    each = args.ffn_dim // n_ranks
+    if n_ranks == 1:
+        return Placement("tensor", "one rank has every expert")
+    compared = f"{each} of an expert's {args.ffn_dim} channels on each of {n_ranks} ranks"
+    if len(groups) == 1:
+        reason = f"every rank works on every expert: {compared}, and {MIN_EXPERT_CHANNELS} do"
+        return Placement("tensor", "as asked for" if asked else reason)
+    are_few = f"{compared} would be fewer than {MIN_EXPERT_CHANNELS}"
+    if sizes == [1]:
+        reason = f"every rank has whole experts: {are_few}"
+        return Placement("expert", "as asked for" if asked else reason)
+    reason = f"groups of {' or '.join(map(str, sizes))} ranks share out the experts: {are_few}"
+    return Placement("mixed", "as asked for" if asked else reason)
 
 
 def _balance(counts: list[int], weights: list[int]) -> Fraction:

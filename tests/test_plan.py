@@ -230,6 +230,101 @@ def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypa
     assert counts[0] == counts[1] > 0
 
 
+# Experts
+
+
+MIXTRAL = ModelArgs(
+    dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336,
+    vocab_size=32000, n_experts=8, n_active_experts=2,
+)  # fmt: skip
+QWEN3_30B = ModelArgs(
+    dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, head_dim=128, ffn_dim=768,
+    vocab_size=151936, n_experts=128, n_active_experts=8,
+)  # fmt: skip
+
+
+@st.composite
+def expert_plans(draw: st.DrawFn) -> tuple[ModelArgs, int, list[float] | None, int | None]:
+    args, tp_size, memory = draw(plans())
+    n_experts = draw(st.integers(1, 20))
+    args = replace(args, n_experts=n_experts, n_active_experts=1)
+    return args, tp_size, memory, draw(st.none() | st.integers(1, tp_size))
+
+
+@given(expert_plans())
+def test_every_channel_of_every_expert_has_exactly_one_owner(case):
+    args, tp_size, memory, ranks_per_expert = case
+    shares = make_plan(args, tp_size, memory, ranks_per_expert=ranks_per_expert).shares
+    for expert in range(args.n_experts):
+        owned = [channel for share in shares if expert in share.experts for channel in share.ffn]
+        assert owned == list(range(args.ffn_dim))
+    assert all(share.experts for share in shares)
+
+
+@given(expert_plans())
+def test_weight_bytes_are_those_of_every_parameter_of_every_expert(case):
+    args, tp_size, memory, ranks_per_expert = case
+    for share in make_plan(args, tp_size, memory, ranks_per_expert=ranks_per_expert).shares:
+        values = 0
+        for param in parameters(args):
+            values += math.prod(param.shape) // param.shape[param.dim] * len(share.rows_of(param))
+        assert weight_bytes(args, share, DenseFormat("bfloat16")) == 2 * values
+
+
+@pytest.mark.parametrize("tp_size", range(1, 33))
+def test_ranks_share_every_expert_while_that_leaves_them_enough_channels(tp_size):
+    plan = make_plan(MIXTRAL, tp_size)
+    assert plan.placement is not None and plan.placement.kind == "tensor"
+    assert all(share.experts == range(8) for share in plan.shares)
+    assert min(len(share.ffn) for share in plan.shares) >= 256
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "kind", "experts", "channels"),
+    [
+        (3, "tensor", [128] * 3, [256] * 3),
+        (5, "mixed", [77] * 3 + [51] * 2, [256] * 3 + [384] * 2),
+        (8, "mixed", [48] * 6 + [32] * 2, [256] * 6 + [384] * 2),
+    ],
+)
+def test_ranks_share_out_the_experts_where_channels_would_be_few(tp_size, kind, experts, channels):
+    plan = make_plan(QWEN3_30B, tp_size)
+    assert plan.placement is not None and plan.placement.kind == kind
+    assert [len(share.experts) for share in plan.shares] == experts
+    assert [len(share.ffn) for share in plan.shares] == channels
+
+
+def test_narrow_experts_are_whole_on_one_rank_each():
+    plan = make_plan(replace(QWEN3_30B, ffn_dim=384), 3)
+    assert plan.placement is not None and plan.placement.kind == "expert"
+    assert plan.placement.reason == (
+        "every rank has whole experts: 128 of an expert's 384 channels on each of 3 ranks would "
+        "be fewer than 256"
+    )
+    assert [share.experts for share in plan.shares] == [range(43), range(43, 86), range(86, 128)]
+
+
+def test_more_ranks_than_narrow_experts_share_them_in_groups():
+    plan = make_plan(replace(QWEN3_30B, ffn_dim=128, n_experts=3, n_active_experts=1), 7)
+    assert [share.experts.start for share in plan.shares] == [0, 0, 0, 1, 1, 2, 2]
+    assert all(len(share.experts) == 1 for share in plan.shares)
+
+
+def test_a_group_of_ranks_gets_experts_in_proportion_to_its_memory():
+    plan = make_plan(QWEN3_30B, 4, [40, 20, 20, 20], ranks_per_expert=2)
+    assert [len(share.experts) for share in plan.shares] == [77, 77, 51, 51]
+    assert [len(share.ffn) for share in plan.shares] == [512, 256, 384, 384]
+    bytes_held = [weight_bytes(QWEN3_30B, s, DenseFormat("bfloat16")) for s in plan.shares]
+    assert max(bytes_held[1:]) < 1.02 * min(bytes_held[1:])
+    assert 1.95 < bytes_held[0] / bytes_held[1] < 2.05
+
+
+def test_a_dense_model_has_no_placement_of_experts():
+    plan = make_plan(shape(9, 3), 2)
+    assert plan.placement is None
+    assert all(share.experts == range(0) for share in plan.shares)
+
+
 def test_kv_bytes_follow_the_local_kv_heads():
     share = make_plan(shape(9, 3), 2).shares[0]
     assert kv_bytes_per_token(shape(9, 3), share, 2) == 2 * 2 * 2 * 8 * 2

@@ -68,7 +68,7 @@ def load(
     NaN or Inf or too large for `dtype`.
     """
     checkpoint.check(args)
-    for param in parameters(args):
+    for param in filter(share.holds, parameters(args)):
         yield param.name, _converted(checkpoint, param, share, dtype, device, on_bytes)
 
 

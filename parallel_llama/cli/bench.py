@@ -88,7 +88,7 @@ def _measure(llm: "LLM", requests: Sequence[Request]) -> Run:
 def _figures(llm: "LLM", runs: Sequence[Run], n_prompt_tokens: int, batch: int) -> dict[str, Any]:
     machine = llm.machine()
     step_s = [statistics.median(run.steps_s) for run in runs if run.steps_s]
-    n_bytes = llm.weight_bytes_per_step
+    n_bytes = llm.weight_bytes_per_step(batch)
     measured: dict[str, list[float]] = {
         "prefill_tokens_per_s": [n_prompt_tokens / run.prefill_s for run in runs],
         "decode_tokens_per_s": [batch / each for each in step_s],

@@ -20,12 +20,17 @@ from parallel_llama.cli.model import DEVICE, DTYPE, MAX_SEQ_LEN, MODEL, find_arg
 from parallel_llama.cli.parsers import count_or_range, memory_sizes, whole
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, painted, size, table
-from parallel_llama.config import context_length
+from parallel_llama.config import ModelArgs, context_length
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import UsageError
-from parallel_llama.plan import default_dtype
+from parallel_llama.plan import ShardPlan, default_dtype
 
 CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
+PLACEMENTS = {
+    "tensor": "tensor parallel",
+    "expert": "expert parallel",
+    "mixed": "tensor and expert parallel",
+}
 BAR_WIDTH = 24
 
 NPROC: Flag[list[int] | None] = Flag(
@@ -114,6 +119,7 @@ def _object(found: Estimate) -> dict[str, Any]:
                 "heads": _pair(rank.share.heads),
                 "kv_heads": _pair(rank.share.kv_heads),
                 "ffn": _pair(rank.share.ffn),
+                "experts": _pair(rank.share.experts),
                 "vocab": _pair(rank.share.vocab),
                 "weight_bytes": rank.weights,
                 "kv_bytes_per_token": rank.kv_per_token,
@@ -123,6 +129,7 @@ def _object(found: Estimate) -> dict[str, Any]:
         "imbalance": found.plan.balance,
         "fits": found.fits,
         "cut": found.plan.cut,
+        "placement": found.plan.placement and found.plan.placement.kind,
         "dtype": found.work.dtype,
         "kv_tokens": found.work.n_tokens,
         "room_for_kv_tokens": found.room_for_tokens,
@@ -136,17 +143,24 @@ def _title(model: str, work: Workload) -> list[str]:
     args = work.args
     shape = (
         f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
-        f"{args.n_kv_heads} KV heads, {args.ffn_dim} channels, vocabulary of {args.vocab_size}, "
+        f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
         f"{work.dtype}"
     )
     return [f"{model}  {painted(shape, DIM, sys.stdout)}", ""]
+
+
+def _channels(args: ModelArgs) -> str:
+    if not args.n_experts:
+        return f"{args.ffn_dim} channels"
+    return f"{args.n_active_experts} of {args.n_experts} experts of {args.ffn_dim} channels"
 
 
 def _page(found: Estimate) -> list[str]:
     """One plan for a person: a row per rank, and what to make of it."""
     plan, work = found.plan, found.work
     sequences = f"{work.max_seq_len:,} tokens" + (f" x {work.batch}" if work.batch > 1 else "")
-    header = ["rank", "heads", "KV heads", "channels", "vocabulary", "weights", "KV/token", "needs"]
+    header = ["rank", "heads", "KV heads", *(["experts"] if plan.placement else [])]
+    header += ["channels", "vocabulary", "weights", "KV/token", "needs"]
     header += [] if found.fits is None else ["has"]
     header += [f"weights and KV cache of {sequences}"]
     scale = max(rank.memory or rank.needed for rank in found.ranks)
@@ -159,6 +173,7 @@ def _page(found: Estimate) -> list[str]:
         f"weights    {size(found.weights)} on all ranks, "
         f"{found.weights / work.weights:.3f} x the model's own {size(work.weights)}",
         f"KV cache   {size(kv_per_token)} a token on all ranks, {_copies(found)}",
+        *_experts(plan),
         *_verdict(found),
     ]
 
@@ -170,6 +185,7 @@ def _rank_row(rank: RankEstimate, scale: int) -> list[str]:
         str(share.rank),
         _span(share.heads),
         _span(share.kv_heads),
+        *([_span(share.experts)] if share.experts else []),
         _span(share.ffn),
         _span(share.vocab),
         size(rank.weights),
@@ -180,6 +196,12 @@ def _rank_row(rank: RankEstimate, scale: int) -> list[str]:
         return [*cells, drawn]
     color = GREEN if rank.needed <= rank.memory else RED
     return [*cells, size(rank.memory), painted(drawn, color, sys.stdout)]
+
+
+def _experts(plan: ShardPlan) -> list[str]:
+    if plan.placement is None:
+        return []
+    return [f"experts    {PLACEMENTS[plan.placement.kind]}: {plan.placement.reason}"]
 
 
 def _copies(found: Estimate) -> str:

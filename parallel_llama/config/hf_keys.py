@@ -86,13 +86,13 @@ IGNORED = {
     "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
     "model_max_length", "neftune_alpha", "neftune_noise_alpha", "no_repeat_ngram_size",
     "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions",
-    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
-    "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params",
-    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tie_last_hidden_states",
-    "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
-    "use_bfloat16", "use_cache",
+    "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
+    "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
+    "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
+    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tie_encoder_decoder", "tie_last_hidden_states", "tokenizer_class", "top_k", "top_p",
+    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unk_token_id",
+    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 }  # fmt: skip
 
 MAX_KEYS = 1000  # comparing spellings takes a while

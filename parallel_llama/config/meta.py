@@ -168,6 +168,7 @@ def beyond_meta(args: ModelArgs) -> list[str]:
         ),
         "biases of the attention": args.attention_bias or args.has_wo_bias,
         "biases of the feed-forward": args.mlp_bias,
+        "a mixture of experts": args.n_experts > 0,
         f"{scaling.kind if scaling else 'no'} rope scaling": not _is_meta_rope(args),
     }
     features = {name: value for name, value in features_of(args).items() if name not in _TOLD}

@@ -8,6 +8,7 @@ from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM
 from parallel_llama.families.llama import LLAMA
 from parallel_llama.families.mistral import MISTRAL
+from parallel_llama.families.mixtral import MIXTRAL
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
 from parallel_llama.families.palm import PALM
@@ -18,7 +19,19 @@ from parallel_llama.families.weights import Param, layer_parameters, outer_param
 
 FAMILIES = {
     family.name: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PALM, GLM, CHATGLM)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        PALM,
+        GLM,
+        CHATGLM,
+    )
 }
 
 __all__ = ["FAMILIES", "Family", "family_of", "parameters", "stored_places"]

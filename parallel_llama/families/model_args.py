@@ -15,15 +15,13 @@ MAX_SIZES = {
     "dim": 1 << 20, "n_layers": 1 << 12, "n_heads": 1 << 14, "n_kv_heads": 1 << 14,
     "head_dim": 1 << 14, "ffn_dim": 1 << 24, "vocab_size": 1 << 24, "max_seq_len": 1 << 30,
 }  # fmt: skip
+MAX_EXPERTS = 1 << 12
 
 # Features that families have and nothing computes yet, and the value with which each is left out.
 _NEUTRAL: dict[str, object] = {
     "sliding_window": None,
     "full_layers": (),
     "local_rope_theta": None,
-    "n_experts": 0,
-    "n_active_experts": 0,
-    "normed_experts": True,
 }
 
 
@@ -156,6 +154,7 @@ class ModelArgs:
             raise UsageError(f"norm_eps={self.norm_eps}: use a finite number from 0, as 1e-5")
         if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
             raise UsageError(f"rope_theta={self.rope_theta}: use a finite number above 1")
+        self._check_experts()
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype={self.dtype!r}: weights are read in {', '.join(DTYPES)}")
         scaling, rotary_dim = self.rope_scaling, self.rotary_dim
@@ -212,10 +211,25 @@ class ModelArgs:
                 self.post_norms and self.parallel_block
             ),
             "activation='silu' has a gate": not self.gated and self.activation == "silu",
+            "n_experts have no biases": self.n_experts > 0 and self.mlp_bias,
+            "n_experts have a gate": self.n_experts > 0 and not self.gated,
+            "n_experts and parallel_block exclude each other": (
+                self.n_experts > 0 and self.parallel_block
+            ),
         }
         for reason, is_so in impossible.items():
             if is_so:
                 raise UsageError(f"the model's features contradict each other: {reason}")
+
+    def _check_experts(self) -> None:
+        if not 0 <= self.n_experts <= MAX_EXPERTS:
+            raise UsageError(f"n_experts={self.n_experts}: use a whole number up to {MAX_EXPERTS}")
+        least = min(1, self.n_experts)
+        if not least <= self.n_active_experts <= self.n_experts:
+            raise UsageError(
+                f"n_active_experts={self.n_active_experts} and n_experts={self.n_experts}: a token "
+                f"goes to {least} to {self.n_experts} of them"
+            )
 
     @property
     def has_wo_bias(self) -> bool:

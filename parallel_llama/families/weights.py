@@ -15,7 +15,8 @@ class Param:
     """One weight of the model under its Meta name: its whole shape and the axis that cuts it.
 
     `dim` is the dimension that is cut, `unit` the rows (or columns) of one head, channel or
-    vocabulary row along it. A parameter without an axis is replicated.
+    vocabulary row along it. A parameter without an axis is replicated. One of an `expert` is held
+    by the ranks of that expert alone.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Param:
     axis: Axis | None = None
     dim: int = 0
     unit: int = 1
+    expert: int | None = None
 
     @property
     def values_per_unit(self) -> int:
@@ -47,7 +49,7 @@ def layer_parameters(args: ModelArgs, layer: int) -> Iterator[Param]:
         yield from _norm(f"layers.{layer}.post_attention_norm", args)
     if not args.shared_norm:
         yield from _norm(f"layers.{layer}.ffn_norm", args)
-    yield from _feed_forward(f"layers.{layer}.feed_forward", args)
+    yield from (_experts if args.n_experts else _feed_forward)(f"layers.{layer}.feed_forward", args)
     if args.post_norms:
         yield from _norm(f"layers.{layer}.post_ffn_norm", args)
 
@@ -85,3 +87,14 @@ def _feed_forward(name: str, args: ModelArgs) -> Iterator[Param]:
         for column in columns:
             yield Param(f"{name}.{column}.bias", (args.ffn_dim,), "ffn")
         yield Param(f"{name}.w2.bias", (args.dim,))
+
+
+def _experts(name: str, args: ModelArgs) -> Iterator[Param]:
+    """The router of a layer, under mistral-inference's name for it, and every expert."""
+    dim, channels = args.dim, args.ffn_dim
+    yield Param(f"{name}.gate.weight", (args.n_experts, dim))
+    for expert in range(args.n_experts):
+        own = f"{name}.experts.{expert}"
+        yield Param(f"{own}.w1.weight", (channels, dim), "ffn", expert=expert)
+        yield Param(f"{own}.w3.weight", (channels, dim), "ffn", expert=expert)
+        yield Param(f"{own}.w2.weight", (dim, channels), "ffn", 1, expert=expert)

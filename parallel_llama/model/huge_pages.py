@@ -30,13 +30,14 @@ class HugePages:
     def move(self, weights: Iterable[DenseWeight]) -> None:
         """Move weights here that are there by now, so that none is held twice for long.
 
-        Weights that share memory go on sharing it.
+        Weights that share memory go on sharing it, and those that are here already stay.
         """
         owners: dict[int, list[DenseWeight]] = {}
+        here = self._memory.untyped_storage().data_ptr()
         for weight in weights:
-            if weight.values.numel():
-                storage = weight.values.untyped_storage()
-                owners.setdefault(storage.data_ptr(), []).append(weight)
+            start = weight.values.untyped_storage().data_ptr()
+            if weight.values.numel() and start != here:
+                owners.setdefault(start, []).append(weight)
         for sharing in owners.values():
             old = sharing[0].values.untyped_storage()
             new = self._memory[self._n_used : self._n_used + old.nbytes()]

@@ -8,6 +8,8 @@ where a block has both side by side they share one, which makes n_layers + 1.
 Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
 """
 
+from collections import Counter
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,7 @@ from parallel_llama.model.layers import (
     norm_of,
     summed,
 )
+from parallel_llama.model.moe import Expert, MixtureOfExperts
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.formats import DenseWeight
 from parallel_llama.parallel.collectives import Communicator
@@ -79,13 +82,19 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.attention = Attention(args, share, layer, comm, ops, dtype)
-        self.feed_forward = FeedForward(args, share, comm, ops, dtype)
+        feed_forward: type[FeedForward | MixtureOfExperts]
+        feed_forward = MixtureOfExperts if args.n_experts else FeedForward
+        self.feed_forward = feed_forward(args, share, comm, ops, dtype)
         self.attention_norm = norm_of(args, ops, dtype)
         self.ffn_norm = None if args.shared_norm else norm_of(args, ops, dtype)
         self.post_norms = args.post_norms
         if args.post_norms:
             self.post_attention_norm = norm_of(args, ops, dtype)
             self.post_ffn_norm = norm_of(args, ops, dtype)
+
+    def pack(self) -> None:
+        self.attention.pack()
+        self.feed_forward.pack()
 
     def forward(
         self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None = None
@@ -109,6 +118,7 @@ class ParallelBlock(TransformerBlock):
     def forward(
         self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None = None
     ) -> Tensor:
+        assert isinstance(self.feed_forward, FeedForward)
         normed = self.attention_norm(x)
         o = self.attention.heads(normed, batch, cache, rows)  # [T, H * D] local
         if rows is not None:
@@ -133,7 +143,6 @@ class Transformer(nn.Module):
         self._embedding_scale = torch.tensor(args.embedding_scale, dtype=dtype)
         self._logit_scale, self._logit_soft_cap = args.logit_scale, args.logit_soft_cap
         block = ParallelBlock if args.parallel_block else TransformerBlock
-        self._names = [param.name for param in parameters(args)]
         self._huge_pages: HugePages | None = None  # on a CPU, from the first weight on
         self.tok_embeddings = VocabParallelEmbedding(share.vocab, args.dim, comm, dtype)
         self.layers = nn.ModuleList(
@@ -145,6 +154,9 @@ class Transformer(nn.Module):
             if args.tied_embeddings
             else ColumnParallelLinear(args.dim, share.vocab, ops, dtype, bias=False)
         )
+        held = filter(share.holds, parameters(args))
+        self._weights = {param.name: self._weight(param.name) for param in held}
+        self._unfilled = Counter(part for name in self._weights for part in _parts_of(name))
 
     def forward(self, batch: Batch, cache: KVCache) -> Tensor:
         """Run the batch's tokens through all blocks and store their keys and values.
@@ -181,23 +193,25 @@ class Transformer(nn.Module):
         Raises: KeyError for a name the model does not have, ValueError for another shape or for a
         weight that is already there.
         """
-        if name not in self._names:
+        if name not in self._weights:
             raise KeyError(f"the model has no weight {name}")
         if self._huge_pages is None and values.device.type == "cpu":
-            self._huge_pages = HugePages([self._weight(each).values for each in self._names])
+            self._huge_pages = HugePages([each.values for each in self._weights.values()])
         try:
-            self._weight(name).fill(values)
+            self._weights[name].fill(values)
         except ValueError as error:
             raise ValueError(f"weight {name} {error}") from error
-        top, number = (*name.split(".", 2), "")[:2]
-        self._settle(self.get_submodule(f"{top}.{number}" if top == "layers" else top))
+        for part in _parts_of(name):
+            self._unfilled[part] -= 1
+            if not self._unfilled[part]:
+                self._settle(self.get_submodule(part))
 
     def complete(self) -> None:
         """See that every weight is filled; `forward` works from here on.
 
         Raises: ValueError if one was never filled.
         """
-        missing = [name for name in self._names if not self._weight(name).is_filled]
+        missing = [name for name, weight in self._weights.items() if not weight.is_filled]
         if missing:
             raise ValueError(f"{len(missing)} weights were never filled: {missing[:10]}")
 
@@ -207,14 +221,22 @@ class Transformer(nn.Module):
         return weight
 
     def _settle(self, part: nn.Module) -> None:
-        """Pack a part of the model once it is whole, in the memory that is read fastest."""
-        if not all(weight.is_filled for weight in _weights_of(part)):
-            return
-        if isinstance(part, TransformerBlock):
-            part.attention.pack()
-            part.feed_forward.pack()
+        """Pack a part of the model that is whole now, in the memory that is read fastest."""
+        if isinstance(part, TransformerBlock | Expert):
+            part.pack()
         if self._huge_pages is not None:
             self._huge_pages.move(_weights_of(part))
+
+
+def _parts_of(name: str) -> list[str]:
+    """The parts of the model that settle with this weight, the inner one first.
+
+    >>> _parts_of("layers.3.feed_forward.experts.5.w1.weight"), _parts_of("norm.weight")
+    (['layers.3.feed_forward.experts.5', 'layers.3'], ['norm'])
+    """
+    path = name.split(".")
+    lengths = (5, 2) if "experts" in path else (2,) if path[0] == "layers" else (1,)
+    return [".".join(path[:length]) for length in lengths]
 
 
 def _weights_of(part: nn.Module) -> list[DenseWeight]:

@@ -16,7 +16,7 @@ from parallel_llama.ops.cpu import (
 )
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.scores import PLAIN, Scores
-from parallel_llama.ops.torch_ops import TorchOps
+from parallel_llama.ops.torch_ops import TorchOps, best_experts
 
 
 class CPUOps(TorchOps):
@@ -41,6 +41,13 @@ class CPUOps(TorchOps):
             return super().linear(x, weight, bias)
         y = make_linear(self._dtype)(x, weight)
         return y if bias is None else y.add_(bias)
+
+    def route(
+        self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
+    ) -> tuple[Tensor, Tensor]:
+        # For any number of rows: a token's experts must not hang on how many others there are, nor
+        # on the threads of the rank.
+        return best_experts(make_linear(self._dtype)(x, gate), n_active, normed=normed)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         rows = x.view(-1, x.shape[-1])

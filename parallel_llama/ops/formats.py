@@ -43,6 +43,13 @@ class DenseWeight:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
         return ops.linear(x, self.values, None if bias is None else bias.values)
 
+    @staticmethod
+    def apply_grouped(
+        x: Tensor, weights: Sequence["DenseWeight"], counts: Sequence[int], ops: TorchOps
+    ) -> Tensor:
+        """Consecutive rows of x by a weight each: the first `counts[0]` by the first, and so on."""
+        return ops.grouped_linear(x, [weight.values for weight in weights], counts)
+
     def lookup(self, rows: Tensor) -> Tensor:
         """Some rows of the weight. Shapes: int64 [T] -> [T, in]."""
         return F.embedding(rows, self.values)

@@ -1,5 +1,7 @@
 """The operators in torch: they run on any device, in any dtype, and say what each computes."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +25,32 @@ class TorchOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Y = X A + b, the weight in torch's order. Shapes: [T, in], [out, in] -> [T, out]."""
         return F.linear(x, weight, bias)
+
+    def grouped_linear(self, x: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        """Y = X A for consecutive groups of rows, as many as `counts` says, by a weight each.
+
+        Shapes: [T, in], each weight [out, in] -> [T, out].
+        """
+        y = x.new_empty(len(x), len(weights[0]))
+        start = 0
+        for weight, count in zip(weights, counts, strict=True):
+            if count:
+                y[start : start + count] = self.linear(x[start : start + count], weight)
+            start += count
+        return y
+
+    def route(
+        self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The experts that each token goes to, the best first, and the share of each.
+
+        Shares are the softmax over all experts, in at least float32; `normed` ones sum to 1. Of
+        equally good experts the one with the lower number comes first.
+
+        Shapes: x [T, dim], gate [n_experts, dim] -> shares [T, n_active], experts [T, n_active].
+        Source: Mixtral, arXiv 2401.04088.
+        """
+        return best_experts(F.linear(x, gate), n_active, normed=normed)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x / rms(x) * (weight + offset), with the mean of squares in at least float32.
@@ -154,6 +182,17 @@ class TorchOps:
             own = [slice(*each) for each in ranges[first:end]]
             keys, values = (torch.cat([each[:, s] for s in own], 1)[None] for each in (k, v))
             out[row : row + 1] = self.prefill_attention(q[row : row + 1], keys, values, None)
+
+
+def best_experts(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tensor]:
+    """`TorchOps.route` from the scores of all experts. Shapes: scores [T, n_experts]."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    # Not topk, which promises nothing about equal ones.
+    ordered, experts = wide.softmax(-1).sort(descending=True, stable=True)
+    shares = ordered[:, :n_active]
+    if normed:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return shares.to(scores.dtype), experts[:, :n_active]
 
 
 def rotate_(x: Tensor, rotations: Tensor) -> None:

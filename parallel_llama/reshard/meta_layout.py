@@ -179,7 +179,8 @@ def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[s
         return range(size * number // n_parts, size * (number + 1) // n_parts)
 
     files = []
-    for share in make_plan(args, n_parts).shares:
+    # Every file has channels of all experts: as many tensors as any other, and equal parts.
+    for share in make_plan(args, n_parts, ranks_per_expert=n_parts).shares:
         # Of the heads the plan makes Meta's equal parts itself, where they divide.
         if args.ffn_dim % n_parts == 0:
             share = replace(share, ffn=equal_part(args.ffn_dim, share.rank))

@@ -117,6 +117,8 @@ PUBLISHED = {
     "llama-3.2-1b": (8192, 1_498_482_688, 131072),
     "llama-3.2-3b": (8192, 3_606_752_256, 131072),
     "mistral-7b-v0.3": (14336, 7_248_023_552, 32768),
+    "mixtral-8x7b": (14336, 46_702_792_704, 32768),
+    "mixtral-8x22b": (16384, 140_630_071_296, 65536),
     "qwen2.5-7b": (18944, 7_615_616_512, 131072),
     "qwen3-8b": (12288, 8_190_735_360, 40960),
     "gemma-7b": (24576, 8_537_680_896, 8192),
@@ -477,7 +479,7 @@ def test_the_config_of_smollm2_is_read() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, "supported: LlamaForCausalLM"),
         (
             {"model_type": "gpt_neox", "architectures": None},
-            "model_type='gpt_neox' is not supported; supported: 'llama', 'mistral', 'qwen2'",
+            "model_type='gpt_neox' is not supported; supported: 'llama', 'mistral', 'mixtral'",
         ),
         ({"model_type": "mpt"}, "model_type='mpt' is not supported: .*ALiBi"),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its latent attention"),

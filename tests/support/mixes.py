@@ -61,11 +61,13 @@ class Mix:
     guests: tuple[Guest, ...]
 
 
-def make_runner(comm: Communicator, dtype: torch.dtype = torch.float64) -> ModelRunner:
+def make_runner(
+    comm: Communicator, dtype: torch.dtype = torch.float64, args: ModelArgs = ARGS
+) -> ModelRunner:
     return ModelRunner.load(
-        ARGS,
-        random_checkpoint(ARGS, seed=1),
-        make_plan(ARGS, comm.size),
+        args,
+        random_checkpoint(args, seed=1),
+        make_plan(args, comm.size),
         comm,
         dtype=dtype,
         device=torch.device("cpu"),
@@ -142,9 +144,10 @@ def alone(
     seed: int,
     stop_ids: frozenset[int],
     choice: int,
+    args: ModelArgs = ARGS,
 ) -> Outcome:
     """What a choice gets by itself, every token from a forward pass over all before it."""
-    runner = _oracle()
+    runner = _oracle(args)
     history = History(prompt)
     tokens = list(prompt)
     while True:
@@ -163,8 +166,8 @@ def alone(
 
 
 @cache
-def _oracle() -> ModelRunner:
-    runner = make_runner(Solo())
+def _oracle(args: ModelArgs) -> ModelRunner:
+    runner = make_runner(Solo(), args=args)
     runner.reserve(MAX_PROMPT + MAX_NEW, 1)
     return runner
 
@@ -195,13 +198,16 @@ def run_mix(engine: Engine, mix: Mix) -> dict[tuple[int, int], Outcome]:
     return outcomes
 
 
-def differences(mix: Mix, outcomes: dict[tuple[int, int], Outcome]) -> list[str]:
+def differences(
+    mix: Mix, outcomes: dict[tuple[int, int], Outcome], args: ModelArgs = ARGS
+) -> list[str]:
     """Where a mix gave a request anything else than it gets alone."""
     found = []
     for guest in mix.guests:
         request = guest.request
         for choice in range(request.params.n):
-            expected = alone(request.prompt, request.params, request.seed, request.stop_ids, choice)
+            asked = request.prompt, request.params, request.seed, request.stop_ids
+            expected = alone(*asked, choice, args)
             got = outcomes.get((request.index, choice))
             if got is None:
                 found.append(f"request {request.index}, choice {choice}: nothing")

@@ -1,6 +1,6 @@
 """What every rank does in the parity tests; light to import, for ranks that are processes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,10 +30,17 @@ def use_torch_operators(_: object = None) -> None:
     on_torch = True
 
 
-def load_runner(comm: Communicator, folder: Path, n_slots: int, **changed: Any) -> ModelRunner:
+def load_runner(
+    comm: Communicator,
+    folder: Path,
+    n_slots: int,
+    cut: Mapping[str, Any] | None = None,
+    **changed: Any,
+) -> ModelRunner:
     """This rank's share of a tiny model in float64, and one block of cache.
 
-    `changed` are arguments of the model that differ from what the folder says.
+    `cut` is what `make_plan` is told beside the number of ranks; `changed` are arguments of the
+    model that differ from what the folder says.
     """
     files = find_model(str(folder))
     args = replace(load_model_args(files), **changed)
@@ -41,7 +48,7 @@ def load_runner(comm: Communicator, folder: Path, n_slots: int, **changed: Any) 
     runner = ModelRunner.load(
         args,
         open_checkpoint(files, args),
-        make_plan(args, comm.size),
+        make_plan(args, comm.size, **(cut or {})),
         comm,
         dtype=torch.float64,
         device=torch.device("cpu"),

@@ -62,6 +62,8 @@ _YARN = {
     "original_max_position_embeddings": 16,
 }
 
+_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+
 # A sequence of 40 tokens crosses every trained length below, and the wide heads have rotary pairs
 # on both sides of each ramp and inside it.
 TINY_MODELS: dict[str, TinyModel] = {
@@ -137,6 +139,17 @@ TINY_MODELS: dict[str, TinyModel] = {
             "layer_types": ["full_attention"] * 3,
         },
     ),
+    "8/2 mixtral": TinyModel(8, 2, 8, 56, family="mixtral", own=_EXPERTS),
+    "7/1 mixtral, tied": TinyModel(
+        7,
+        1,
+        8,
+        56,
+        ffn_dim=51,
+        tied=True,
+        family="mixtral",
+        own={**_EXPERTS, "num_local_experts": 3},
+    ),
     # Fewer channels and vocabulary rows than heads: some ranks hold none of them.
     "6/2 ranks without rows": TinyModel(6, 2, 4, 24, ffn_dim=3, vocab_size=5, mlp_bias=True),
 }
@@ -180,7 +193,7 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
             elif "embed_tokens" in name:
                 weight.copy_(noise / (weight.shape[1] ** 0.5 if tiny.tied else 1))
             else:
-                weight.copy_(noise / weight.shape[1] ** 0.5)
+                weight.copy_(noise / weight.shape[-1] ** 0.5)
     model.save_pretrained(folder)
     if tiny.old_config:
         _write_old_rope_keys(folder / "config.json")

@@ -21,6 +21,8 @@ def load_transformers(folder: Path) -> PreTrainedModel:
     Built inside `float64_throughout` its rotary buffers are float64 too.
     """
     config = AutoConfig.from_pretrained(folder)
+    if getattr(config, "num_local_experts", 0):  # which it keeps in another form than in files
+        return _from_pretrained(folder)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
     weights = load_file(folder / "model.safetensors")
     if config.tie_word_embeddings:
@@ -68,7 +70,15 @@ def loaded_logits(folder: Path, tokens: Sequence[int], **options: Any) -> Tensor
     `options` are for its from_pretrained. Shapes: [T, vocab_size] float64.
     """
     with float64_throughout():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager", **options
-        )
-        return _all_at_once(model, tokens)
+        return _all_at_once(_from_pretrained(folder, **options), tokens)
+
+
+def _from_pretrained(folder: Path, **options: Any) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        **options,
+    )
+    return model

@@ -1,0 +1,106 @@
+"""Mixtral: its configuration, and its experts in every layout; for its logits see test_moe."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import TINY_MODELS, write_hf
+
+from parallel_llama.checkpoint import load, open_checkpoint
+from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.dtypes import DenseFormat
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.files.model_files import find_model
+from parallel_llama.plan import make_plan, weight_bytes
+from parallel_llama.reshard.reshard import reshard
+
+TINY = TINY_MODELS["8/2 mixtral"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(TINY, tmp_path_factory.mktemp("hf"))
+
+
+def args_of(folder: Path) -> ModelArgs:
+    return load_model_args(find_model(str(folder)))
+
+
+def edited(folder: Path, target: Path, **values: Any) -> Path:
+    shutil.copytree(folder, target)
+    config = {**json.loads((folder / "config.json").read_text()), **values}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_the_configuration_says_how_many_experts_there_are(folder: Path, tmp_path: Path) -> None:
+    args = args_of(folder)
+    assert (args.family, args.n_experts, args.n_active_experts) == ("mixtral", 5, 2)
+    assert args.normed_experts and args.ffn_dim == TINY.ffn_dim
+    usual = args_of(
+        edited(folder, tmp_path / "usual", num_local_experts=None, num_experts_per_tok=None)
+    )
+    assert (usual.n_experts, usual.n_active_experts) == (8, 2)
+
+
+def test_what_only_training_uses_is_ignored(folder: Path, tmp_path: Path, caplog: Any) -> None:
+    keys = {"router_jitter_noise": 0.1, "output_router_logits": True, "router_aux_loss_coef": 0.02}
+    assert args_of(edited(folder, tmp_path / "trained", **keys)) == args_of(folder)
+    assert not caplog.records
+
+
+def test_a_dense_model_that_names_experts_is_refused(folder: Path, tmp_path: Path) -> None:
+    dense = edited(folder, tmp_path / "x", architectures=["LlamaForCausalLM"], model_type="llama")
+    with pytest.raises(UsageError, match="num_local_experts=5"):
+        args_of(dense)
+
+
+@pytest.mark.parametrize(
+    ("by_way_of", "n_parts"), [("native", 3), ("meta", 1), ("meta", 4), ("meta", 7), ("hf", 5)]
+)
+def test_resharded_and_back_it_is_the_same_bit_for_bit(
+    folder: Path, tmp_path: Path, by_way_of: Any, n_parts: int
+) -> None:
+    reshard(find_model(str(folder)), tmp_path / "there", layout=by_way_of, n_parts=n_parts)
+    assert args_of(tmp_path / "there") == args_of(folder)
+    reshard(find_model(str(tmp_path / "there")), tmp_path / "back", layout="hf", n_parts=1)
+    stored = load_file(folder / "model.safetensors")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[name], weight) for name, weight in stored.items())
+
+
+def test_metas_own_program_has_no_experts_and_the_writer_says_so(
+    folder: Path, tmp_path: Path, caplog: Any
+) -> None:
+    reshard(find_model(str(folder)), tmp_path / "meta", layout="meta", n_parts=2)
+    assert "a mixture of experts" in caplog.text
+    config = json.loads((tmp_path / "meta" / "config.json").read_text())
+    assert "a mixture of experts" in config["parallel_llama"]["beyond_params_json"]
+
+
+@pytest.mark.parametrize("ranks_per_expert", [1, 2, 8])
+def test_the_plan_counts_every_byte_that_a_rank_loads(folder: Path, ranks_per_expert: int) -> None:
+    args, files = args_of(folder), find_model(str(folder))
+    checkpoint = open_checkpoint(files, args)
+    for tp_size in (1, 3, 8):
+        plan = make_plan(args, tp_size, ranks_per_expert=ranks_per_expert)
+        for share in plan.shares:
+            loaded = load(checkpoint, args, share, torch.float32, torch.device("cpu"))
+            values = dict(loaded)
+            expected = weight_bytes(args, share, DenseFormat("float32"))
+            assert sum(value.nbytes for value in values.values()) == expected
+            numbers = {int(n) for name in values for n in re.findall(r"experts\.(\d+)", name)}
+            assert numbers == set(share.experts)
+
+
+def test_a_file_without_one_expert_is_refused_by_its_name(folder: Path, tmp_path: Path) -> None:
+    args = args_of(edited(folder, tmp_path / "more", num_local_experts=6))
+    checkpoint = open_checkpoint(find_model(str(folder)), args)
+    with pytest.raises(CheckpointError, match=r"block_sparse_moe\.experts\.5\.w1\.weight"):
+        checkpoint.check(args)

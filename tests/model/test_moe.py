@@ -1,0 +1,248 @@
+"""The mixture of experts: every placement against transformers, routing, ties, and other rows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mixes import ARGS, differences, make_engine, make_runner, random_mix, run_mix
+from parity_steps import load_runner, logits_in_pieces
+from ranks import Pools
+from safetensors.torch import load_file, save_file
+from thread_ranks import run_on_threads
+from tiny_models import TINY_MODELS, write_hf
+from torch import Tensor
+from transformers_oracle import reference_logits
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.errors import UsageError
+from parallel_llama.model.moe import MixtureOfExperts
+from parallel_llama.ops import CPUOps, TorchOps
+from parallel_llama.ops.torch_ops import best_experts
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.plan import make_plan
+
+TINY = TINY_MODELS["8/2 mixtral"]
+TOKENS = [(31 * at + 7) % TINY.vocab_size for at in range(40)]
+EXPERTS = replace(ARGS, n_experts=6, n_active_experts=2)
+FLOAT64 = torch.float64
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(TINY, tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Tensor:
+    return reference_logits(folder, TOKENS)
+
+
+def logits_and_collectives(
+    comm: Communicator, folder: Path, cut: dict[str, Any]
+) -> tuple[str, Tensor, Any]:
+    runner = load_runner(comm, folder, len(TOKENS), cut)
+    assert runner.plan.placement is not None
+    logits = logits_in_pieces(runner, TOKENS, [7, 8, 9])
+    return runner.plan.placement.kind, logits, getattr(comm, "counts", None)
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "ranks_per_expert", "kind"),
+    [
+        *((tp_size, tp_size, "tensor") for tp_size in range(1, 9)),
+        *((tp_size, 1, "expert") for tp_size in range(2, 6)),
+        *((tp_size, 1, "mixed") for tp_size in range(6, 9)),
+        (3, 2, "mixed"),
+        (5, 3, "mixed"),
+        (7, 4, "mixed"),
+        (8, 5, "mixed"),
+    ],
+)
+def test_logits_equal_transformers_wherever_the_experts_lie(
+    folder: Path, expected: Tensor, tp_size: int, ranks_per_expert: int, kind: str
+) -> None:
+    cut = {"ranks_per_expert": ranks_per_expert}
+    for placement, logits, _ in run_on_threads(tp_size, logits_and_collectives, folder, cut):
+        assert placement == kind
+        assert_same(logits, expected)
+
+
+@pytest.mark.parametrize("memory", [[80, 80, 40], [1, 6, 3], [10, 1, 1]])
+@pytest.mark.parametrize("ranks_per_expert", [1, 2, 3])
+def test_logits_equal_transformers_on_ranks_of_uneven_memory(
+    folder: Path, expected: Tensor, memory: list[float], ranks_per_expert: int
+) -> None:
+    cut = {"memory": memory, "ranks_per_expert": ranks_per_expert}
+    for _, logits, _ in run_on_threads(3, logits_and_collectives, folder, cut):
+        assert_same(logits, expected)
+
+
+@pytest.mark.parametrize("ranks_per_expert", [1, 2])
+def test_logits_on_processes_equal_transformers_wherever_the_experts_lie(
+    ranks: Pools, folder: Path, expected: Tensor, ranks_per_expert: int
+) -> None:
+    cut = {"ranks_per_expert": ranks_per_expert}
+    for _, logits, _ in ranks(3).run(logits_and_collectives, folder, cut):
+        assert_same(logits, expected)
+
+
+@pytest.mark.parametrize("ranks_per_expert", [1, 2, 3])
+def test_experts_cost_no_collective_beyond_those_of_a_dense_model(
+    folder: Path, ranks_per_expert: int
+) -> None:
+    cut = {"ranks_per_expert": ranks_per_expert}
+    for _, _, counts in run_on_threads(3, logits_and_collectives, folder, cut):
+        assert counts["all_reduce"] == 4 * (2 * TINY.n_layers + 1)  # four pieces
+        assert counts["all_gather"] == 1  # of the logits
+
+
+# Routing
+
+
+def test_equally_good_experts_are_taken_by_their_number() -> None:
+    scores = torch.tensor([[1.0, 3, 2, 3, 3], [0, 0, 0, 0, 0], [2, 1, 2, 9, 2]], dtype=FLOAT64)
+    shares, experts = best_experts(scores, 2, normed=True)
+    assert experts.tolist() == [[1, 3], [0, 1], [3, 0]]
+    assert_same(shares[:2], torch.full((2, 2), 0.5, dtype=FLOAT64))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_shares_are_the_softmax_over_all_experts(normed: bool) -> None:
+    scores = torch.randn(50, 7, dtype=FLOAT64)
+    shares, experts = best_experts(scores, 3, normed=normed)
+    expected, indices = scores.softmax(-1).topk(3)
+    if normed:
+        assert_same(shares.sum(-1), torch.ones(50, dtype=FLOAT64))
+        expected = scores.gather(1, indices).softmax(-1)
+    assert torch.equal(experts, indices)
+    assert_same(shares, expected)
+
+
+@pytest.fixture(scope="module")
+def tied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model whose routers cannot tell experts 1, 2 and 4 apart, often the second best."""
+    copy = tmp_path_factory.mktemp("tied")
+    (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(TINY.n_layers):
+        gate = weights[f"model.layers.{layer}.block_sparse_moe.gate.weight"]
+        gate[2] = gate[4] = gate[1]
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    return copy
+
+
+class _Lowest:
+    """torch.topk as we mean it: of equal values the first."""
+
+    def __enter__(self) -> None:
+        self._topk = torch.topk
+        torch.topk = (
+            lambda x, n, dim=-1: tuple(  # type: ignore[assignment]
+                each[..., :n] for each in x.sort(dim=dim, descending=True, stable=True)
+            )
+        )
+
+    def __exit__(self, *_: object) -> None:
+        torch.topk = self._topk
+
+
+@pytest.mark.parametrize("ranks_per_expert", [1, 2, 3])
+def test_ties_at_the_border_are_broken_alike_on_all_ranks(
+    tied: Path, ranks_per_expert: int
+) -> None:
+    """Against transformers with a torch.topk that takes the lowest number of equal ones."""
+    with _Lowest():
+        expected = reference_logits(tied, TOKENS)
+    cut = {"ranks_per_expert": ranks_per_expert}
+    for _, logits, _ in run_on_threads(3, logits_and_collectives, tied, cut):
+        assert_same(logits, expected)
+
+
+# One token among others
+
+
+def all_ops() -> list[TorchOps]:
+    return [TorchOps(), CPUOps(FLOAT64, 4, {1})]
+
+
+@pytest.mark.parametrize("ops", all_ops(), ids=lambda ops: type(ops).__name__)
+def test_a_grouped_product_is_that_of_each_row_with_its_weight(ops: TorchOps) -> None:
+    counts = [3, 0, 1, 40]
+    x = torch.randn(sum(counts), 13, dtype=FLOAT64)
+    weights = [torch.randn(17, 13, dtype=FLOAT64) for _ in counts]
+    groups = x.split(counts)
+    expected = torch.cat([F.linear(rows, w) for rows, w in zip(groups, weights, strict=True)])
+    assert_same(ops.grouped_linear(x, weights, counts), expected)
+
+
+def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
+    layer = MixtureOfExperts(args, make_plan(args, 1).shares[0], Solo(), ops, FLOAT64)
+    generator = torch.Generator().manual_seed(3)
+    matrices = [layer.gate]
+    for expert in layer.experts.values():
+        matrices += [expert.w1, expert.w3, expert.w2]
+    for matrix in matrices:
+        shape = matrix.weight.values.shape
+        matrix.weight.fill(torch.randn(shape, generator=generator, dtype=FLOAT64))
+    for expert in layer.experts.values():
+        expert.pack()
+    layer.pack()
+    return layer
+
+
+def test_a_token_gets_to_the_last_bit_what_it_gets_alone() -> None:
+    """As in a dense layer, as long as no expert has more rows than kernels take."""
+    args = replace(EXPERTS, n_experts=9, n_active_experts=3)
+    layer = a_layer(args, CPUOps(FLOAT64, args.head_dim, {3}))
+    x = torch.randn(31, args.dim, dtype=FLOAT64)
+    together = layer(x.clone())
+    for row in range(len(x)):
+        assert torch.equal(layer(x[row : row + 1].clone()), together[row : row + 1])
+
+
+def test_where_a_token_goes_does_not_hang_on_how_many_others_there_are() -> None:
+    gate, x = torch.randn(8, 300, dtype=FLOAT64), torch.randn(700, 300, dtype=FLOAT64)
+    ops = CPUOps(FLOAT64, 4, {1})
+    shares, experts = ops.route(x, gate, 2, normed=True)
+    for row in range(0, len(x), 50):
+        alone = ops.route(x[row : row + 1], gate, 2, normed=True)
+        assert torch.equal(alone[0], shares[row : row + 1])
+        assert torch.equal(alone[1], experts[row : row + 1])
+
+
+def run_mixes(comm: Communicator, seeds: Sequence[int]) -> list[list[str]]:
+    runner = make_runner(comm, args=EXPERTS)
+    found = []
+    for seed in seeds:
+        mix = random_mix(seed)
+        engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
+        outcomes = run_mix(engine, mix)
+        found.append(differences(mix, outcomes, EXPERTS) if comm.rank == 0 else [])
+    return found
+
+
+@pytest.mark.parametrize(("tp_size", "seeds"), [(1, range(40)), (3, range(40, 60))])
+def test_a_request_gets_in_any_mix_what_it_gets_alone(tp_size: int, seeds: range) -> None:
+    for seed, found in zip(seeds, run_on_threads(tp_size, run_mixes, seeds)[0], strict=True):
+        assert not found, f"mix {seed}"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("n_experts", "n_active"), [(-1, 0), (1 << 13, 1), (4, 0), (4, 5), (0, 2), (4, -1)]
+)
+def test_numbers_of_experts_that_no_model_can_have_are_refused(
+    n_experts: int, n_active: int
+) -> None:
+    with pytest.raises(UsageError, match="n_experts"):
+        replace(ARGS, n_experts=n_experts, n_active_experts=n_active)
