@@ -15,6 +15,7 @@ from parallel_llama.families.palm import PALM
 from parallel_llama.families.places import Place, shared
 from parallel_llama.families.qwen2 import QWEN2
 from parallel_llama.families.qwen3 import QWEN3
+from parallel_llama.families.qwen3_moe import QWEN3_MOE
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
 FAMILIES = {
@@ -25,6 +26,7 @@ FAMILIES = {
         MIXTRAL,
         QWEN2,
         QWEN3,
+        QWEN3_MOE,
         GEMMA,
         GEMMA2,
         GEMMA3,

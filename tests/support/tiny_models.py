@@ -63,6 +63,7 @@ _YARN = {
 }
 
 _EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+_QWEN3_EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 18}
 
 # A sequence of 40 tokens crosses every trained length below, and the wide heads have rotary pairs
 # on both sides of each ramp and inside it.
@@ -149,6 +150,12 @@ TINY_MODELS: dict[str, TinyModel] = {
         tied=True,
         family="mixtral",
         own={**_EXPERTS, "num_local_experts": 3},
+    ),
+    "8/2 qwen3_moe": TinyModel(
+        8, 2, 6, 56, family="qwen3_moe", own={**_QWEN3_EXPERTS, "norm_topk_prob": True}
+    ),
+    "8/4 qwen3_moe, tied": TinyModel(
+        8, 4, 8, 56, tied=True, family="qwen3_moe", own={**_QWEN3_EXPERTS, "attention_bias": True}
     ),
     # Fewer channels and vocabulary rows than heads: some ranks hold none of them.
     "6/2 ranks without rows": TinyModel(6, 2, 4, 24, ffn_dim=3, vocab_size=5, mlp_bias=True),

@@ -1,0 +1,82 @@
+"""Qwen 3 with experts: Qwen 3 with many narrow feed-forwards in the place of one.
+
+Its config.json can name layers without experts. No released model has them, and they are refused.
+
+Source: arXiv 2505.09388; Qwen3MoeConfig of transformers 5.23.
+"""
+
+from typing import Any
+
+from parallel_llama.errors import UsageError
+from parallel_llama.families.family import Family
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.names import QK_NORM_NAMES, in_layers, names_with
+from parallel_llama.families.qwen3 import QWEN3
+from parallel_llama.files.fields import Fields
+
+
+def _features(fields: Fields) -> dict[str, Any]:
+    if (step := fields.integer("decoder_sparse_step", 1)) != 1:
+        raise UsageError(f"decoder_sparse_step={step}: only 1 is supported, experts in every layer")
+    if fields.has("mlp_only_layers") and (dense := fields.values["mlp_only_layers"]) != []:
+        raise UsageError(
+            f"mlp_only_layers={str(dense)[:80]}: only [] is supported, experts in every layer"
+        )
+    # transformers 5 writes the second, which is Mixtral's; everybody else the first.
+    n_experts = fields.integer("num_experts", fields.integer("num_local_experts", 128))
+    return {
+        **QWEN3.features(fields),
+        "n_experts": n_experts,
+        "n_active_experts": fields.integer("num_experts_per_tok", 8),
+        "normed_experts": fields.flag("norm_topk_prob", False),
+    }
+
+
+def _writes(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **QWEN3.writes(args),
+        "num_experts": args.n_experts,
+        "num_experts_per_tok": args.n_active_experts,
+        "norm_topk_prob": args.normed_experts,
+    }
+
+
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    base_architecture="Qwen3MoeModel",
+    keys={"ffn_dim": "moe_intermediate_size"},
+    reads=QWEN3.reads
+    | {
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "norm_topk_prob",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_local_experts",
+    },
+    features=_features,
+    writes=_writes,
+    full_layers=QWEN3.full_layers,
+    window_switch=QWEN3.window_switch,
+    defaults={"max_seq_len": 32768, "sliding_window": 4096, "n_kv_heads": 4},
+    names=names_with(
+        *QK_NORM_NAMES,
+        *in_layers(
+            ("feed_forward.gate.weight", "mlp.gate.weight", "ffn_gate_inp.weight"),
+            *(
+                (
+                    f"feed_forward.experts.*.{meta}.weight",
+                    f"mlp.experts.*.{hf}.weight",
+                    f"{gguf}_exps.weight",
+                )
+                for meta, hf, gguf in (
+                    ("w1", "gate_proj", "ffn_gate"),
+                    ("w2", "down_proj", "ffn_down"),
+                    ("w3", "up_proj", "ffn_up"),
+                )
+            ),
+        ),
+    ),
+    rotary_order=QWEN3.rotary_order,
+)

@@ -1,0 +1,50 @@
+"""What the config.json of a Qwen 3 with experts may say; for its logits see test_parity."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import TINY_MODELS, write_hf
+
+from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import find_model
+
+TINY = TINY_MODELS["8/2 qwen3_moe"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_hf(TINY, tmp_path)
+
+
+def args_with(folder: Path, **values: Any) -> ModelArgs:
+    """What the configuration says with other values; None leaves a key out."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: each for key, each in config.items() if each is not None}))
+    return load_model_args(find_model(str(folder)))
+
+
+def test_experts_have_a_width_and_a_number_of_their_own(folder: Path) -> None:
+    args = args_with(folder)
+    assert (args.ffn_dim, args.n_experts, args.n_active_experts) == (18, 11, 3)
+    assert args.normed_experts and args.qk_norm
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_the_number_of_experts_has_two_names(folder: Path, key: str) -> None:
+    """Qwen's own files have the first, and transformers 5 writes the second."""
+    stated = {"num_experts": None, "num_local_experts": None, key: 11}
+    assert args_with(folder, **stated).n_experts == 11
+
+
+def test_shares_that_are_not_stated_to_sum_to_1_do_not(folder: Path) -> None:
+    assert not args_with(folder, norm_topk_prob=None).normed_experts
+
+
+@pytest.mark.parametrize(("key", "value"), [("decoder_sparse_step", 2), ("mlp_only_layers", [1])])
+def test_layers_without_experts_are_refused(folder: Path, key: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{key}=.*experts in every layer"):
+        args_with(folder, **{key: value})
