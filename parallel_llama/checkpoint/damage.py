@@ -116,16 +116,17 @@ class Damage:
 
     def _is_damaged(self, path: Path, tensor: str, held: range, entry: TensorEntry) -> bool:
         n_bytes = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
-        if _is_canonical(self.manifest.layout, tensor) and len(held) == n_bytes:
+        if self._is_canonical(tensor) and len(held) == n_bytes:
             return hash_file(path, span=held) != entry.blake3
         return tensor in self.wrong
 
-
-def _is_canonical(layout: str, name: str) -> bool:
-    """Whether a tensor that is whole in its file lies there as it is hashed."""
-    if layout == "meta":
-        return ".wq." not in name and ".wk." not in name  # their rows are in another order
-    return layout == "hf"
+    def _is_canonical(self, name: str) -> bool:
+        """Whether a tensor that is whole in its file lies there as it is hashed."""
+        layout = self.manifest.layout
+        if layout not in ("hf", "meta"):
+            return False
+        orders = family_of(self.args).rotary_order if self.args else FAMILIES["llama"].rotary_order
+        return orders[layout] == "half" or not (".wq." in name or ".wk." in name)
 
 
 def _span(tensor: Stored, place: Place) -> range:

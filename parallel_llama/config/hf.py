@@ -323,6 +323,7 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "torch_dtype": args.dtype,
     }
+    config.pop("", None)  # what the family has no key for
     _require_same(args, args_from_hf(config))
     return config
 

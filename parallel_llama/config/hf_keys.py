@@ -37,20 +37,23 @@ _LEARNED = "its learned position embeddings are not computed"
 _LATENT = "its latent attention (MLA) is not computed"
 _SHARED = "experts that every token goes to are not computed"
 _STATE = "its layers with a state (SSM) are not computed"
+_FIRST_FALCON = "take the newer config.json of Falcon, which has model_type 'falcon'"
 _IMAGES = "it is a model of images as well, and only text is supported"
 MISSING = {
-    **dict.fromkeys(("bloom", "mpt", "RefinedWeb", "RefinedWebModel", "baichuan"), _ALIBI),
+    **dict.fromkeys(("bloom", "mpt", "baichuan"), _ALIBI),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "opt"), _LEARNED),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"), _LATENT),
     **dict.fromkeys(("qwen2_moe", "glm4_moe", "ernie4_5_moe", "granitemoeshared"), _SHARED),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
     **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),
+    **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), _FIRST_FALCON),
     "gemma3": f"{_IMAGES}; take a text-only form of it (gemma3_text)",
     "t5": "it has an encoder, and only decoders are supported",
 }
 
 _SWITCHES_AND_SIZES = (
-    "add_cross_attention", "alibi", "attention_chunk_size", "attention_multiplier",
+    "add_cross_attention", "alibi", "apply_residual_connection_post_layernorm",
+    "attention_chunk_size", "attention_multiplier",
     "attn_logit_softcapping", "attn_temperature_tuning", "clip_qkv", "compression_config",
     "dim_model_base", "final_logit_softcapping", "fusion_config", "is_encoder_decoder",
     "kv_sharing_modes", "n_routed_experts", "no_rope_layer_interval", "no_rope_layers",
@@ -82,8 +85,9 @@ IGNORED = {
     "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample",
     "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
     "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
-    "forced_eos_token_id", "id2label", "initializer_range", "is_decoder", "is_llama_config",
-    "label2id", "length_penalty", "max_length", "max_sequence_length", "min_length",
+    "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_decoder",
+    "is_llama_config", "label2id", "length_penalty", "max_length", "max_sequence_length",
+    "min_length",
     "model_max_length", "neftune_alpha", "neftune_noise_alpha", "no_repeat_ngram_size",
     "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions",
     "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",

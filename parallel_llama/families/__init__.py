@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
+from parallel_llama.families.falcon import FALCON
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM
@@ -30,6 +31,7 @@ FAMILIES = {
         GEMMA,
         GEMMA2,
         GEMMA3,
+        FALCON,
         PALM,
         GLM,
         CHATGLM,

@@ -45,7 +45,8 @@ class Family:
     `name` is what HF's model_type and GGUF's general.architecture call it, and `architecture` HF's
     class with a head. Of config.json, `reads` are the keys that it has beside those of all
     families, and `features` what they say, as ModelArgs; `writes` is the way back. `keys` are those
-    for which it has another word than Llama, by the argument that each of them states.
+    for which it has another word than Llama, by the argument that each of them states; an empty
+    one is not there, and nothing else than the usual can be said.
 
     `names` are its weights' in each layout, `more_names` those that depend on the model, and
     `rotary_order` that of the rows of wq and wk there. Weights of one name in a layout share a
@@ -77,7 +78,7 @@ class Family:
 
         Raises: KeyError for one that has no key in all families.
         """
-        return self.keys.get(argument) or USUAL_KEYS[argument]
+        return self.keys[argument] if argument in self.keys else USUAL_KEYS[argument]
 
     def name_in(self, layout: Layout, name: str, args: ModelArgs) -> str:
         """What a layout calls the weight that has this name in the model."""

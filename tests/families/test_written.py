@@ -1,13 +1,16 @@
 """What is written of every family is that family to transformers as well."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import TINY_MODELS, write_hf
 from transformers_oracle import loaded_logits, reference_logits
 
+from parallel_llama.checkpoint.verify import verify
 from parallel_llama.config import load_model_args
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard
@@ -37,3 +40,21 @@ def test_a_folder_that_went_through_every_layout_is_the_same_model_to_transforme
     (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 0}))
     expected = reference_logits(source, TOKENS)
     assert torch.equal(loaded_logits(folder, TOKENS), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damage_is_named_with_the_one_weight_that_has_it(tmp_path: Path, name: str) -> None:
+    """Weights of families with other names, or another order of rows, were named wrongly."""
+    source = write_hf(TINY_MODELS[name], tmp_path / "source")
+    reshard(find_model(str(source)), tmp_path / "hf", layout="hf", n_parts=1)
+    path = tmp_path / "hf" / "model.safetensors"
+    norm = next(
+        weight
+        for stored, weight in load_file(path).items()
+        if re.search(r"\.1\.(input_layernorm|ln_attn)\.weight", stored)
+    )
+    data = bytearray(path.read_bytes())
+    data[data.index(norm.numpy().tobytes()) + 8] ^= 1
+    path.write_bytes(data)
+    (problem,) = verify(str(tmp_path / "hf")).problems
+    assert "damaged in layers.1.attention_norm.weight, bytes" in problem

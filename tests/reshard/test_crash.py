@@ -12,10 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from reshard_samples import hashes_of, model_of, write_model
+import torch
+from checkpoint_samples import weights_of
+from reshard_samples import hashes_of, model_of, write, write_model
 
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.errors import UsageError, WriteError
@@ -24,6 +27,7 @@ from parallel_llama.reshard import tensor_writer
 from parallel_llama.reshard.direct_file import DirectFile
 from parallel_llama.reshard.partial_folder import PartialFolder
 from parallel_llama.reshard.reshard import reshard
+from parallel_llama.reshard.safetensors_layout import NativeLayout
 from parallel_llama.reshard.target_folder import partial_path
 
 FLUSHED_AT_ONCE = 4 << 20
@@ -42,6 +46,23 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("small") / "hf", model_of(20 << 20))
+
+
+@pytest.fixture(scope="module")
+def falcon(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose HF form has queries, keys and values in one tensor, group by group."""
+    args = replace(
+        model_of(20 << 20),
+        family="falcon",
+        norm="layer",
+        norm_bias=True,
+        activation="gelu",
+        gated=False,
+        parallel_block=True,
+    )
+    weights = weights_of(args, torch.bfloat16)
+    layout = NativeLayout(args, dict.fromkeys(weights, torch.bfloat16), 1)
+    return write(layout, args, weights, tmp_path_factory.mktemp("falcon") / "native")
 
 
 def moved(source: Path, target: Path, resume: bool = False, layout: str = "native") -> int:
@@ -112,9 +133,15 @@ def test_a_kill_at_any_instant_leaves_nothing_or_the_whole(
     assert n_killed > n_kills // 2
 
 
-@pytest.mark.parametrize("layout", ["native", "hf", "meta"])
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [("small", "native"), ("small", "hf"), ("small", "meta"), ("falcon", "hf")],
+)
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.99])
-def test_a_run_goes_on_where_an_error_stopped_it(small, layout, share, tmp_path, monkeypatch):
+def test_a_run_goes_on_where_an_error_stopped_it(
+    source, layout, share, tmp_path, monkeypatch, request
+):
+    small = request.getfixturevalue(source)
     expected = tmp_path / "expected"
     total = moved(small, expected, layout=layout)
     target, left = tmp_path / "target", [int(total * share)]

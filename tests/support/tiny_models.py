@@ -157,6 +157,10 @@ TINY_MODELS: dict[str, TinyModel] = {
     "8/4 qwen3_moe, tied": TinyModel(
         8, 4, 8, 56, tied=True, family="qwen3_moe", own={**_QWEN3_EXPERTS, "attention_bias": True}
     ),
+    "7/1 falcon, tied": TinyModel(7, 1, 8, 56, tied=True, family="falcon"),
+    "8/2 falcon, two norms, biases": TinyModel(
+        8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True, "bias": True}
+    ),
     # Fewer channels and vocabulary rows than heads: some ranks hold none of them.
     "6/2 ranks without rows": TinyModel(6, 2, 4, 24, ffn_dim=3, vocab_size=5, mlp_bias=True),
 }
@@ -169,7 +173,12 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
     1 / sqrt(in_features)); norms are 1 +- 0.1.
     """
     own = dict(tiny.own)
-    if tiny.family != "qwen2":  # whose heads are as wide as dim says
+    if tiny.family == "falcon":
+        own |= {"num_kv_heads": tiny.n_kv_heads, "ffn_hidden_size": tiny.ffn_dim}
+    else:
+        own |= {"num_key_value_heads": tiny.n_kv_heads, "intermediate_size": tiny.ffn_dim}
+        own["rms_norm_eps"] = 1e-5
+    if tiny.family not in ("qwen2", "falcon"):  # whose heads are as wide as dim says
         own["head_dim"] = tiny.head_dim
     if tiny.family == "llama":
         own |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
@@ -178,11 +187,8 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
         hidden_size=tiny.dim,
         num_hidden_layers=tiny.n_layers,
         num_attention_heads=tiny.n_heads,
-        num_key_value_heads=tiny.n_kv_heads,
-        intermediate_size=tiny.ffn_dim,
         vocab_size=tiny.vocab_size,
         max_position_embeddings=tiny.max_seq_len,
-        rms_norm_eps=1e-5,
         tie_word_embeddings=tiny.tied,
         rope_parameters=dict(tiny.rope),
         dtype=torch.float64,
@@ -193,11 +199,11 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
-            if "norm" in name:
-                weight.copy_(1 + 0.1 * noise)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 weight.copy_(0.3 * noise)
-            elif "embed_tokens" in name:
+            elif "norm" in name or ".ln_" in name:
+                weight.copy_(1 + 0.1 * noise)
+            elif "embed" in name:
                 weight.copy_(noise / (weight.shape[1] ** 0.5 if tiny.tied else 1))
             else:
                 weight.copy_(noise / weight.shape[-1] ** 0.5)

@@ -26,7 +26,7 @@ def load_transformers(folder: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
     weights = load_file(folder / "model.safetensors")
     if config.tie_word_embeddings:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        weights["lm_head.weight"] = next(w for name, w in weights.items() if "embed" in name)
     model.load_state_dict(weights)
     return model
 
