@@ -12,11 +12,11 @@ from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.reshard.layout import json_text
 from parallel_llama.reshard.target_folder import TargetKind
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
+from parallel_llama.tokenizer.loading import TOKENIZER_FILES
 
 # Files that belong to a model beside its weights and travel as they are.
 COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer.model",
+    *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -37,7 +37,7 @@ def companions(
     else:
         templates = sorted((source.path / TEMPLATES).glob("*.jinja"))
         names = [*COMPANIONS, *(f"{TEMPLATES}/{path.name}" for path in templates)]
-        # Llama 2's and 3's chat formats go without a template: params.json is what says Meta.
+        # The built-in chat formats go without a template: params.json is what says Meta or Mistral.
         if kind == "native" and source.kind in ("meta", "native"):
             names.append("params.json")
         files = {

@@ -85,6 +85,24 @@ def text_of(message: Message) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def require_plain(chat: Chat) -> None:
+    """Refuse what a chat format without a template has no place for.
+
+    Raises: UsageError for tools, documents, template_vars and tool_calls.
+    """
+    given = [name for name in ("tools", "documents", "template_vars") if getattr(chat, name)]
+    given += [
+        f"messages[{number}] has tool_calls, which"
+        for number, message in enumerate(chat.messages)
+        if message.get("tool_calls")
+    ]
+    if given:
+        raise UsageError(
+            f"{given[0]} are for a chat template, and the model's folder has none; use its "
+            "Hugging Face folder"
+        )
+
+
 def _require_objects(value: Any, where: str) -> None:
     if not isinstance(value, list | tuple):
         raise UsageError(f"{where} must be a list of objects, and is {_kind(value)}")

@@ -13,7 +13,9 @@ from parallel_llama.tokenizer.chat import TOKEN_NAMES, ChatTemplate
 from parallel_llama.tokenizer.gguf import GGUFVocabulary, build_gguf_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
 from parallel_llama.tokenizer.meta_chat import Llama2Chat, Llama3Chat
+from parallel_llama.tokenizer.mistral_chat import MistralChat
 from parallel_llama.tokenizer.spm import AddedToken, SentencePieceTokenizer, parse_spm
+from parallel_llama.tokenizer.tekken import TekkenTokenizer, is_tekken
 from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 from parallel_llama.tokenizer.tokenizer_json import FileEncoder, TokenizersTokenizer
@@ -22,13 +24,17 @@ MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use hold about 35 MB
 MAX_MODEL_BYTES = 16 << 20  # of a tokenizer.model; the largest in use hold about 5 MB
 MAX_TEMPLATE_BYTES = 1 << 20
 
-# HF's tokenizer.json is what its users run; a tokenizer.model beside it is the older form.
-_FILES = ("tokenizer.json", "tokenizer.model")
+# The first that a folder holds is taken. HF's tokenizer.json is what its users run, then come
+# Mistral's own files, the newest first; a tokenizer.model beside any of them is the older form.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tekken.json", "tokenizer.model.v7m1", "tokenizer.model.v7",
+    "tokenizer.model.v3", "tokenizer.model.v2", "tokenizer.model.v1", "tokenizer.model",
+)  # fmt: skip
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model: a folder in HF's or Meta's layout, or a GGUF file.
+    """The tokenizer of a model: a folder in HF's, Meta's or Mistral's layout, or a GGUF file.
 
     What kind it is, the content of the file says and not its name.
 
@@ -39,18 +45,20 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UsageError(f"{path}: no such file or folder")
     if is_file(path):
         return _tokenizer_in(path, _Config())
-    for name in _FILES:
+    for name in TOKENIZER_FILES:
         if is_file(path / name):
             return _tokenizer_in(path / name, _read_config(path))
     raise UsageError(
-        f"{path}: holds no tokenizer; looked for {' and '.join(_FILES)}. Copy the model's own there"
+        f"{path}: holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}. Copy the model's "
+        "own there"
     )
 
 
 def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a model whose tokenizer is loaded; None where it has none.
 
-    A Meta folder carries none, so its tokenizer tells: Llama 2's format or Llama 3's.
+    Meta's and Mistral's own folders carry none, so the tokenizer tells which format it is: Llama
+    2's, Llama 3's, or a version of Mistral's.
 
     Raises: CheckpointError if a file is damaged.
     """
@@ -58,12 +66,10 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         return _gguf_template(path, tokenizer)
     templates, source = _folder_templates(path)
     if templates:
-        names = _read_config(path).names
+        names = _own_names(tokenizer) | _read_config(path).names
         tool_use = templates.get("tool_use")
         return JinjaChat(templates["default"], tokenizer, names, source, tool_use=tool_use)
-    if is_file(path / "params.json"):
-        return _meta_chat(tokenizer)
-    return None
+    return _built_in_chat(path, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -134,7 +140,10 @@ def _tokenizer_in(path: Path, config: _Config) -> Tokenizer:
     if head.startswith(b"GGUF"):
         return build_gguf_tokenizer(read_gguf_header(path).fields, source)
     if head.lstrip().startswith(b"{"):
-        return _from_json(read_bytes(path, MAX_TOKENIZER_BYTES), source, config)
+        data = read_bytes(path, MAX_TOKENIZER_BYTES)
+        if is_tekken(data):
+            return TekkenTokenizer(data, source)
+        return _from_json(data, source, config)
     data = read_bytes(path, MAX_MODEL_BYTES)
     if not data:
         raise CheckpointError(f"{source}: the file is empty")
@@ -189,6 +198,18 @@ def _gguf_template(path: Path, tokenizer: Tokenizer) -> JinjaChat | None:
     )
 
 
+def _own_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """The names for templates of the special tokens that the tokenizer's own file tells."""
+    ids = {"bos_token": tokenizer.bos_id}
+    if len(tokenizer.eos_ids) == 1:
+        ids["eos_token"] = next(iter(tokenizer.eos_ids))
+    return {
+        name: tokenizer.decode([id], skip_special=False)
+        for name, id in ids.items()
+        if id is not None
+    }
+
+
 def _folder_templates(folder: Path) -> tuple[dict[str, str], str]:
     """The default and tool_use templates of a HF folder, as far as it has them, and their file.
 
@@ -231,14 +252,20 @@ def _checked_template(template: Any, source: str) -> str:
     return template
 
 
-def _meta_chat(tokenizer: Tokenizer) -> ChatTemplate | None:
+def _built_in_chat(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if isinstance(tokenizer, TekkenTokenizer):
+        return MistralChat(tokenizer, tokenizer.version)
+    if not is_file(path / "params.json"):
+        return None
     if isinstance(tokenizer, TiktokenTokenizer):
         return Llama3Chat(tokenizer)
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
-    eos_ids = sorted(tokenizer.eos_ids)
-    # Mistral's later tokenizers have the tags as tokens of their own, in a format that is not
-    # Llama 2's and differs between their versions.
-    if tokenizer.bos_id is None or not eos_ids or "[INST]" in tokenizer.vocabulary.special_ids:
+    special_ids, eos_ids = tokenizer.vocabulary.special_ids, sorted(tokenizer.eos_ids)
+    if "[INST]" in special_ids:
+        return MistralChat(tokenizer, 7 if "[SYSTEM_PROMPT]" in special_ids else 3)
+    if "hidden_dim" in _object_in(path / "params.json"):  # Mistral's has it, and Meta's has not
+        return MistralChat(tokenizer, 1)
+    if tokenizer.bos_id is None or not eos_ids:
         return None
     return Llama2Chat(tokenizer, tokenizer.bos_id, eos_ids[0])

@@ -6,7 +6,7 @@ They are put together from tokens, so that nothing a message says can become a s
 from collections.abc import Mapping, Sequence
 
 from parallel_llama.errors import UsageError
-from parallel_llama.tokenizer.chat import Chat, Message, text_of
+from parallel_llama.tokenizer.chat import Chat, Message, require_plain, text_of
 from parallel_llama.tokenizer.spm import SentencePieceTokenizer
 from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
@@ -28,7 +28,7 @@ class Llama3Chat:
         self.stop_ids = tokenizer.eos_ids
 
     def encode(self, chat: Chat) -> list[int]:
-        _require_plain(chat)
+        require_plain(chat)
         ids = [self._ids["<|begin_of_text|>"]]
         for message in chat.messages:
             role = self.ROLES.get(message["role"])
@@ -64,7 +64,7 @@ class Llama2Chat:
         self.stop_ids = tokenizer.eos_ids
 
     def encode(self, chat: Chat) -> list[int]:
-        _require_plain(chat)
+        require_plain(chat)
         self._refuse_tags(chat.messages)
         turns = self._turns(chat.messages)
         ids: list[int] = []
@@ -100,18 +100,3 @@ class Llama2Chat:
 
     def _text(self, text: str) -> list[int]:
         return [self._bos_id, *self._tokenizer.encode(text, bos=False, special=False)]
-
-
-def _require_plain(chat: Chat) -> None:
-    """Refuse what these formats have no place for."""
-    given = [name for name in ("tools", "documents", "template_vars") if getattr(chat, name)]
-    given += [
-        f"messages[{number}] has tool_calls, which"
-        for number, message in enumerate(chat.messages)
-        if message.get("tool_calls")
-    ]
-    if given:
-        raise UsageError(
-            f"{given[0]} are for a chat template, and a Meta folder has none; use the model's "
-            "Hugging Face folder"
-        )

@@ -134,7 +134,9 @@ def test_values_that_are_no_numbers_are_moved_as_they_are(tmp_path):
 def test_what_lies_beside_the_weights_goes_along(source, layout, tmp_path):
     folder = shutil.copytree(source, tmp_path / "hf")
     beside = {
+        "tekken.json": "{}",
         "tokenizer.json": "{}",
+        "tokenizer.model.v3": "3",
         "tokenizer_config.json": '{"a": 1}',
         "chat_template.jinja": "{{ x }}",
         "additional_chat_templates/tools.jinja": "{{ y }}",

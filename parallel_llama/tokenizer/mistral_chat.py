@@ -1,0 +1,131 @@
+"""Mistral's own chat formats, for folders that carry no template.
+
+They are put together from tokens, so that nothing a message says can become a special token.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.tokenizer.chat import Chat, Message, require_plain
+from parallel_llama.tokenizer.tokenizer import Tokenizer
+
+_ROLES = ("system", "user", "assistant")
+_JOINT = "\n\n"  # between parts, neighbours of one role, and the system's texts and a question
+
+
+class MistralChat:
+    """Mistral's formats: questions between [INST] and [/INST], eos behind each answer.
+
+    In version 1 the tags are text, later they are tokens. The system's texts stand before the first
+    question in version 1, before the last one in 2 and 3, and where they are said, between tokens
+    of their own, from 7 on. Messages of one role in a row count as one.
+
+    Source: tokens/tokenizers/instruct.py in Mistral's mistral-common.
+    """
+
+    VERSIONS = (1, 2, 3, 7, 11, 13)
+    TAGS = ("[INST]", "[/INST]")
+
+    def __init__(self, tokenizer: Tokenizer, version: int) -> None:
+        self._tokenizer, self._version = tokenizer, version
+        self.stop_ids = tokenizer.eos_ids
+
+    def encode(self, chat: Chat) -> list[int]:
+        if self._version not in self.VERSIONS:
+            raise UsageError(
+                f"the tokenizer is for version {self._version} of Mistral's chat format; known are "
+                f"{', '.join(map(str, self.VERSIONS))}. Give a folder with a chat template"
+            )
+        require_plain(chat)
+        _require_turns(chat.messages)
+        turns = [(message["role"], _text(message)) for message in chat.messages]
+        if self._version == 1:
+            self._refuse_tags([text for _, text in turns])
+        ids = [self._special("<s>")]
+        for role, text in self._placed(turns):
+            ids += self._turn(role, text)
+        return ids
+
+    def _placed(self, turns: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+        """Turns as they are written: neighbours joined, the system's texts where they belong."""
+        system: list[str] = []
+        placed: list[tuple[str, str]] = []
+        for role, neighbours in groupby(turns, key=lambda turn: turn[0]):
+            texts = [text for _, text in neighbours]
+            if role != "system":
+                placed.append((role, _joined(texts)))
+            elif self._version >= 7:
+                placed += ((role, text) for text in texts)
+            else:
+                system += texts
+        if self._version >= 7:
+            return iter(placed)
+        if not placed or placed[0][0] != "user":
+            placed.insert(0, ("user", ""))
+        questions = [index for index, (role, _) in enumerate(placed) if role == "user"]
+        place = questions[0 if self._version == 1 else -1]
+        if prompt := _joined(system):
+            placed[place] = ("user", f"{prompt}{_JOINT}{placed[place][1]}")
+        return iter(placed)
+
+    def _turn(self, role: str, text: str) -> list[int]:
+        if role == "system":
+            return [
+                self._special("[SYSTEM_PROMPT]"),
+                *self._ids(text),
+                self._special("[/SYSTEM_PROMPT]"),
+            ]
+        if role == "user" and self._version == 1:
+            return self._ids(f"[INST] {text} [/INST]")
+        if role == "user":
+            return [self._special("[INST]"), *self._ids(text), self._special("[/INST]")]
+        answer = text if self._version == 1 else text.rstrip(" ")
+        return [*self._ids(answer), self._special("</s>")]
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, bos=False, special=False)
+
+    def _special(self, text: str) -> int:
+        id = self._tokenizer.vocabulary.special_ids.get(text)
+        if id is None:
+            raise CheckpointError(
+                f"the tokenizer has no token {text}, which version {self._version} of Mistral's "
+                "chat format is made of"
+            )
+        return id
+
+    def _refuse_tags(self, texts: Sequence[str]) -> None:
+        for number, text in enumerate(texts):
+            for tag in self.TAGS:
+                if tag in text:
+                    raise UsageError(
+                        f"messages[{number}] holds {tag}, which is markup of Mistral's first chat "
+                        "format; take it out"
+                    )
+
+
+def _require_turns(messages: Sequence[Message]) -> None:
+    roles = [message["role"] for message in messages]
+    for number, role in enumerate(roles):
+        if role not in _ROLES:
+            raise UsageError(
+                f"messages[{number}] has role {role!r:.80}, which is not known; give "
+                f"{', '.join(_ROLES)}"
+            )
+        if role == "assistant" and not _text(messages[number]):
+            raise UsageError(f"messages[{number}] is an answer without text; leave it out")
+    if roles[-1] == "assistant" or ("assistant", "system") in pairwise(roles):
+        raise UsageError(
+            f"roles are {', '.join(roles):.200}; Mistral's format takes no system behind an answer "
+            "and no answer at the end"
+        )
+
+
+def _text(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else _joined([part["text"] for part in content])
+
+
+def _joined(texts: Sequence[str]) -> str:
+    return _JOINT.join(filter(None, texts))

@@ -1,0 +1,74 @@
+"""Mistral's own tokenizers and chat formats, of mistral-common.
+
+It imports libraries for images and languages that no text needs, and that are not installed.
+"""
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_IMAGES, _LANGUAGES = types.ModuleType("PIL"), types.ModuleType("language_code")
+_IMAGES.Image = types.SimpleNamespace(Image=object)  # type: ignore[attr-defined]
+_LANGUAGES.LanguageAlpha2 = str  # type: ignore[attr-defined]
+_UNUSED = {
+    "PIL": _IMAGES,
+    "pydantic_extra_types": types.ModuleType("pydantic_extra_types"),
+    "pydantic_extra_types.language_code": _LANGUAGES,
+}
+
+
+@contextmanager
+def _without_unused_libraries() -> Iterator[None]:
+    """What is imported meanwhile finds something in their place; nothing does afterwards."""
+    there = {name: sys.modules[name] for name in _UNUSED if name in sys.modules}
+    sys.modules.update(_UNUSED)
+    yield
+    for name in _UNUSED:
+        del sys.modules[name]
+    sys.modules.update(there)
+
+
+@cache
+def mistral_tokenizer(path: Path) -> Any:
+    """Mistral's tokenizer of a file, with its chat format."""
+    with _without_unused_libraries():
+        from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+    return MistralTokenizer.from_file(str(path))
+
+
+def encoded(path: Path, text: str) -> list[int]:
+    """Mistral's ids of a text, without bos."""
+    ids: list[int] = mistral_tokenizer(path).instruct_tokenizer.tokenizer.encode(
+        text, bos=False, eos=False
+    )
+    return ids
+
+
+def decoded(path: Path, ids: list[int]) -> str:
+    text: str = mistral_tokenizer(path).decode(ids)
+    return text
+
+
+def encoded_chat(path: Path, messages: list[dict[str, Any]]) -> list[int]:
+    """Mistral's ids of a conversation, in OpenAI's form."""
+    tokenizer = mistral_tokenizer(path)
+    from mistral_common.protocol.instruct.request import ChatCompletionRequest
+
+    request = ChatCompletionRequest.from_openai(messages)
+    ids: list[int] = tokenizer.encode_chat_completion(request).tokens
+    return ids
+
+
+def chat_template(path: Path) -> str:
+    """The template that Mistral's own generator writes for a file."""
+    mistral_tokenizer(path)
+    from mistral_common.integrations.chat_templates.chat_templates import (
+        convert_tokenizer_to_chat_template,
+    )
+
+    text: str = convert_tokenizer_to_chat_template(path)
+    return text
