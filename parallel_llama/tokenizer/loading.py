@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tekken.json", "tokenizer.model.v7m1", "tokenizer.model.v7",
     "tokenizer.model.v3", "tokenizer.model.v2", "tokenizer.model.v1", "tokenizer.model",
 )  # fmt: skip
+# Tokenizers whose tokenizer.model is not the whole of them.
+_CODE = ("ChatGLMTokenizer", "ChatGLM4Tokenizer")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -47,6 +49,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return _tokenizer_in(path, _Config())
     for name in TOKENIZER_FILES:
         if is_file(path / name):
+            if name != "tokenizer.json":
+                _require_no_code(path / "tokenizer_config.json")
             return _tokenizer_in(path / name, _read_config(path))
     raise UsageError(
         f"{path}: holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}. Copy the model's "
@@ -70,6 +74,14 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         tool_use = templates.get("tool_use")
         return JinjaChat(templates["default"], tokenizer, names, source, tool_use=tool_use)
     return _built_in_chat(path, tokenizer)
+
+
+def _require_no_code(config: Path) -> None:
+    if (name := _object_in(config).get("tokenizer_class")) in _CODE:
+        raise UsageError(
+            f"{config}: {name} is code of the model's own folder, which puts tokens before every "
+            "text and is never run; give token ids, or add a tokenizer.json"
+        )
 
 
 @dataclass(frozen=True)

@@ -527,3 +527,16 @@ def test_a_decoder_that_costs_more_than_its_file_is_refused(
     """Ten steps that each write ten letters for one took all memory."""
     with pytest.raises(CheckpointError, match=reason):
         load_tokenizer(small_file(tmp_path, decoder={"type": "Sequence", "decoders": decoder}))
+
+
+def test_a_tokenizer_that_is_partly_code_is_refused_without_a_tokenizer_json(
+    tmp_path: Path,
+) -> None:
+    """ChatGLM's puts tokens before every text, and without them the model answers nonsense."""
+    shutil.copy(MISTRAL_V1, tmp_path / "tokenizer.model")
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"tokenizer_class": "ChatGLMTokenizer"}))
+    with pytest.raises(UsageError, match=r"ChatGLMTokenizer is code .* give token ids"):
+        load_tokenizer(tmp_path)
+    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).vocab_size > 0
