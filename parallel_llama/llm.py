@@ -40,7 +40,14 @@ from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.place import world
-from parallel_llama.plan import ShardPlan, default_dtype, expert_values, make_plan, weight_bytes
+from parallel_llama.plan import (
+    ShardPlan,
+    default_dtype,
+    expert_values,
+    kv_format,
+    make_plan,
+    weight_bytes,
+)
 from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.tokenizer import Tokenizer
 
@@ -86,10 +93,11 @@ class LLM:
     `seed`, and without that a new one in every call. `random_weights` fills a named shape with
     random numbers from that seed. `verify` compares every file with the folder's manifest before
     any is read, the files dealt to the ranks. `kv_cache_bytes` limits each rank's KV cache, which
-    otherwise takes a part of the memory at hand; `block_size` is its unit in tokens. `max_drafts`
-    limits the tokens that are guessed from earlier text and verified in one step, 0 for none: they
-    change how fast tokens come, not which. No rank waits for another longer than `timeout_s`; by
-    default it is 30 s in a step and 60 s at the start.
+    otherwise takes a part of the memory at hand; `block_size` is its unit in tokens, and
+    `kv_cache_dtype` what it keeps numbers in: bfloat16, int8, fp8, or auto for `dtype`.
+    `max_drafts` limits the tokens that are guessed from earlier text and verified in one step, 0
+    for none: they change how fast tokens come, not which. No rank waits for another longer than
+    `timeout_s`; by default it is 30 s in a step and 60 s at the start.
 
     Whoever has made the model's text side already gives it as `input_processor`; `facts` are more
     that must be the same on all ranks. `on_bytes` hears of weights as they are read, `on_wait` of
@@ -113,6 +121,7 @@ class LLM:
         random_weights: int | None = None,
         verify: bool = False,
         kv_cache_bytes: int | None = None,
+        kv_cache_dtype: str = "auto",
         block_size: int = BLOCK_SIZE,
         max_drafts: int = MAX_DRAFTS,
         timeout_s: float | None = None,
@@ -132,6 +141,7 @@ class LLM:
             "random_weights": random_weights,
             "verify": verify,
             "kv_cache_bytes": kv_cache_bytes,
+            "kv_cache_dtype": kv_cache_dtype,
             "block_size": block_size,
             "max_drafts": max_drafts,
             "timeout_s": timeout_s,
@@ -150,8 +160,8 @@ class LLM:
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
         plan = make_plan(self.args, size)
-        dtype_of_weights = torch_dtype(self.dtype)
-        cache_size = CacheSize(self.args, plan, dtype_of_weights, block_size, kv_cache_bytes)
+        self.kv_format = kv_format(kv_cache_dtype, self.dtype)
+        cache_size = CacheSize(self.args, plan, self.kv_format, block_size, kv_cache_bytes)
         checkpoint = _open_weights(input_processor.files, self.args, random_weights, verify)
         settings["max_seq_len"] = input_processor.max_seq_len
         shared = shared_facts(settings, input_processor.files, self.args, plan, kind)
@@ -361,7 +371,14 @@ class LLM:
         dtype = torch_dtype(self.dtype)
         with closing(checkpoint), memory_for("the weights", "use more ranks, or a smaller dtype"):
             runner = ModelRunner.load(
-                self.args, checkpoint, plan, comm, dtype=dtype, device=device, on_bytes=note
+                self.args,
+                checkpoint,
+                plan,
+                comm,
+                dtype=dtype,
+                device=device,
+                kv_format=self.kv_format,
+                on_bytes=note,
             )
         comm.barrier()
         return runner

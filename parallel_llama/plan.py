@@ -19,7 +19,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from parallel_llama.dtypes import DenseFormat
+from parallel_llama.dtypes import KV_DTYPES, DenseFormat, KVFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Axis, Param, layer_parameters, outer_parameters
@@ -282,9 +282,19 @@ def weight_bytes(args: ModelArgs, share: Share, form: DenseFormat) -> int:
     return form.n_bytes(share.n_values(values_per_unit(args)))
 
 
-def kv_bytes_per_token(args: ModelArgs, share: Share, bytes_per_value: float) -> int:
+def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> int:
     """Bytes of KV cache that a rank needs for one token of one sequence."""
-    return round(2 * args.n_layers * share.n_local_kv_heads * args.head_dim * bytes_per_value)
+    return 2 * args.n_layers * share.n_local_kv_heads * form.n_bytes(args.head_dim)
+
+
+def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:
+    """The format of the KV cache of a model that runs in `dtype`.
+
+    Raises: UsageError for another name than those in `KV_DTYPES`.
+    """
+    if kv_cache_dtype not in KV_DTYPES:
+        raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: use one of {', '.join(KV_DTYPES)}")
+    return KVFormat(dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
 
 
 def default_dtype(args: ModelArgs, device: str) -> str:

@@ -481,6 +481,21 @@ def test_a_cache_for_not_even_one_block_is_refused_before_weights_are_read(model
     assert not read
 
 
+def test_a_dtype_that_no_cache_has_is_refused_with_those_there_are(model: Path) -> None:
+    with pytest.raises(UsageError, match=r"kv_cache_dtype='int4': use one of auto, .*int8, fp8"):
+        LLM(str(model), kv_cache_dtype="int4")
+
+
+def test_a_cache_of_int8_holds_as_much_more_as_a_row_is_shorter(model: Path, llm: LLM) -> None:
+    options = {"dtype": "float64", "kv_cache_bytes": CACHE_BYTES}
+    with LLM(str(model), **options, kv_cache_dtype="int8") as narrow:
+        head_dim = narrow.args.head_dim
+        ratio = narrow.engine.capacity.n_blocks / llm.engine.capacity.n_blocks
+        assert ratio == pytest.approx(head_dim * 8 / (head_dim + 4), rel=0.01)
+        assert narrow.engine.runner.cache.k.dtype == torch.int8
+        assert narrow.generate(["Hello"], PARAMS)[0].tokens
+
+
 def test_a_request_that_the_cache_cannot_hold_is_refused_before_any_begins(model: Path) -> None:
     small = LLM(str(model), dtype="float64", kv_cache_bytes=50_000)
     n_tokens = small.engine.capacity.n_tokens

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
-from parallel_llama.cli.model import MODEL, RANDOM_WEIGHTS, RANKS, TIMEOUT, check_model
+from parallel_llama.cli.model import MODEL, RANDOM_WEIGHTS, RANKS, TIMEOUT, check_model, in_dtypes
 from parallel_llama.cli.parsers import whole
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
@@ -106,6 +106,7 @@ def _figures(llm: "LLM", runs: Sequence[Run], n_prompt_tokens: int, batch: int) 
         "read_bytes_per_s": round(machine.read_bytes_per_s),
         "tp_size": llm.tp_size,
         "dtype": llm.dtype,
+        "kv_cache_dtype": llm.kv_format.dtype,
         "quant": "none",
         "peak_rss_bytes": machine.peak_rss_bytes,
     }
@@ -127,8 +128,9 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
     ):
         cells = [figures[key + suffix] for suffix in ("", "_min", "_max")]
         rows.append([*("-" if cell is None else f"{cell:g}" for cell in cells), label])
+    n_ranks = f"{figures['tp_size']} rank{'s' * (figures['tp_size'] > 1)}"
     return [
-        f"{model} on {figures['tp_size']} rank{'s' * (figures['tp_size'] > 1)}, {figures['dtype']}",
+        f"{model} on {n_ranks}, {in_dtypes(figures['dtype'], figures['kv_cache_dtype'])}",
         "",
         *table(["median", "min", "max", ""], rows, sys.stdout),
         "",

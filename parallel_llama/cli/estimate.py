@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import ITEM_BYTES, DenseFormat
+from parallel_llama.dtypes import DenseFormat, KVFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.plan import ShardPlan, Share, kv_bytes_per_token, make_plan, values_per_unit
@@ -16,6 +16,7 @@ class Workload:
 
     args: ModelArgs
     dtype: str
+    kv: KVFormat
     max_seq_len: int
     batch: int
 
@@ -109,12 +110,12 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
     """
     each = [memory] * tp_size if isinstance(memory, int) else memory
     plan = make_plan(work.args, tp_size, each)
-    form, width = DenseFormat(work.dtype), ITEM_BYTES[work.dtype]
+    form = DenseFormat(work.dtype)
     per_unit = values_per_unit(work.args)
 
     def rank(share: Share) -> RankEstimate:
         weights = form.n_bytes(share.n_values(per_unit))
-        kv_per_token = kv_bytes_per_token(work.args, share, width)
+        kv_per_token = kv_bytes_per_token(work.args, share, work.kv)
         needed = weights + kv_per_token * work.n_tokens
         return RankEstimate(
             share, weights, kv_per_token, needed, each[share.rank] if each else None

@@ -6,7 +6,7 @@ from parallel_llama.cli.arguments import Flag, Flags
 from parallel_llama.cli.parsers import byte_size, filled_text, number, one_of, whole
 from parallel_llama.cli.ranks import rank_count
 from parallel_llama.config import ModelArgs, load_model_args
-from parallel_llama.dtypes import DTYPES
+from parallel_llama.dtypes import DTYPES, KV_DTYPES
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -41,6 +41,11 @@ KV_CACHE_BYTES: Flag[int | None] = Flag(
 BLOCK_SIZE: Flag[int] = Flag(
     "block-size", "tokens per block of the paged KV cache", whole(1, 4096), "N", default=16
 )
+KV_CACHE_DTYPE: Flag[str] = Flag(
+    "kv-cache-dtype", "what the KV cache keeps numbers in: auto for the model's dtype, bfloat16, "
+    "int8 or fp8, which take a half to a quarter of float32's bytes",
+    one_of(*KV_DTYPES), "DTYPE", default="auto",
+)  # fmt: skip
 RANDOM_WEIGHTS: Flag[int | None] = Flag(
     "random-weights", "draw the weights from this seed, for a model that is only a configuration",
     whole(0), "SEED",
@@ -56,7 +61,7 @@ TIMEOUT: Flag[float | None] = Flag(
     "timeout", "how long a rank waits for another before it gives up",
     number(0, 1e6, above=True), "SECONDS", default_text="30 in a step, 60 at the start",
 )  # fmt: skip
-RANKS: tuple[Flag[Any], ...] = (NPROC, DTYPE, DEVICE, MAX_SEQ_LEN)
+RANKS: tuple[Flag[Any], ...] = (NPROC, DTYPE, KV_CACHE_DTYPE, DEVICE, MAX_SEQ_LEN)
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
 
@@ -64,6 +69,11 @@ LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
 def find_args(model: str) -> ModelArgs:
     """The arguments of the model that --model names."""
     return load_model_args(find_model(model), _count_vocab)
+
+
+def in_dtypes(dtype: str, kv_cache_dtype: str) -> str:
+    """The dtype of a model, and that of its KV cache where it is another."""
+    return dtype if kv_cache_dtype == dtype else f"{dtype}, KV cache in {kv_cache_dtype}"
 
 
 def check_model(flags: Flags) -> tuple["InputProcessor", int]:
@@ -98,6 +108,7 @@ def llm_options(flags: Flags) -> dict[str, Any]:
         "random_weights": flags[RANDOM_WEIGHTS],
         "verify": flags[VERIFY],
         "kv_cache_bytes": flags[KV_CACHE_BYTES],
+        "kv_cache_dtype": flags[KV_CACHE_DTYPE],
         "block_size": flags[BLOCK_SIZE],
         "timeout_s": flags[TIMEOUT],
     }

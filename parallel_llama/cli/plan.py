@@ -16,14 +16,22 @@ from parallel_llama.cli.estimate import (
     estimate,
     fewest_that_fit,
 )
-from parallel_llama.cli.model import DEVICE, DTYPE, MAX_SEQ_LEN, MODEL, find_args
+from parallel_llama.cli.model import (
+    DEVICE,
+    DTYPE,
+    KV_CACHE_DTYPE,
+    MAX_SEQ_LEN,
+    MODEL,
+    find_args,
+    in_dtypes,
+)
 from parallel_llama.cli.parsers import count_or_range, memory_sizes, whole
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, painted, size, table
 from parallel_llama.config import ModelArgs, context_length
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import UsageError
-from parallel_llama.plan import ShardPlan, default_dtype
+from parallel_llama.plan import ShardPlan, default_dtype, kv_format
 
 CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
 PLACEMENTS = {
@@ -59,7 +67,8 @@ def prepare(flags: Flags) -> Job:
     nproc, memory = flags[NPROC], flags[MEMORY]
     args = find_args(flags[MODEL])
     dtype = flags[DTYPE] or default_dtype(args, _kind(flags[DEVICE]))
-    work = Workload(args, dtype, context_length(args, flags[MAX_SEQ_LEN]), flags[BATCH])
+    form = kv_format(flags[KV_CACHE_DTYPE], dtype)
+    work = Workload(args, dtype, form, context_length(args, flags[MAX_SEQ_LEN]), flags[BATCH])
     if nproc is None and isinstance(memory, int):
         found, fewer = fewest_that_fit(work, memory)
         page = [*_page(found), _answer(found, fewer)]
@@ -131,6 +140,7 @@ def _object(found: Estimate) -> dict[str, Any]:
         "cut": found.plan.cut,
         "placement": found.plan.placement and found.plan.placement.kind,
         "dtype": found.work.dtype,
+        "kv_cache_dtype": found.work.kv.dtype,
         "kv_tokens": found.work.n_tokens,
         "room_for_kv_tokens": found.room_for_tokens,
         "weight_bytes": found.weights,
@@ -144,7 +154,7 @@ def _title(model: str, work: Workload) -> list[str]:
     shape = (
         f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
         f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
-        f"{work.dtype}"
+        f"{in_dtypes(work.dtype, work.kv.dtype)}"
     )
     return [f"{model}  {painted(shape, DIM, sys.stdout)}", ""]
 
@@ -318,7 +328,7 @@ VERB = Verb(
     "plan",
     "Shows which rank would hold what, whether it fits, and how few ranks are enough.",
     "[--model PATH_OR_NAME] [--nproc N | --nproc A-B] [--memory SIZES] [flags]",
-    (MODEL, NPROC, MEMORY, MAX_SEQ_LEN, BATCH, DTYPE, DEVICE, JSON),
+    (MODEL, NPROC, MEMORY, MAX_SEQ_LEN, BATCH, DTYPE, KV_CACHE_DTYPE, DEVICE, JSON),
     "parallel-llama plan --model llama-3.1-70b --memory 80",
     prepare,
 )

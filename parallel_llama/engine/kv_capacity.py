@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import KVFormat
 from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
@@ -52,7 +53,7 @@ class CacheSize:
         self,
         args: ModelArgs,
         plan: ShardPlan,
-        dtype: torch.dtype,
+        form: KVFormat,
         block_size: int,
         n_bytes: int | None,
     ) -> None:
@@ -60,7 +61,7 @@ class CacheSize:
             raise UsageError(f"block_size={block_size}: a block holds at least 1 token")
         self.block_size, self.n_bytes = block_size, n_bytes
         self._block_bytes = [
-            kv_bytes_per_token(args, share, dtype.itemsize) * block_size for share in plan.shares
+            kv_bytes_per_token(args, share, form) * block_size for share in plan.shares
         ]
         widest = max(self._block_bytes)
         if n_bytes is not None and n_bytes < widest:

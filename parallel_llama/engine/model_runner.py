@@ -13,12 +13,14 @@ from torch import Tensor
 
 from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_capacity import memory_for
 from parallel_llama.model.attention import Batch, Window
 from parallel_llama.model.kv_cache import KVCache, slices_of, slots_of, without_last
 from parallel_llama.model.rope import RotaryTables
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
+from parallel_llama.ops.formats import dtype_name, kv_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import ShardPlan
 
@@ -52,11 +54,19 @@ class Chunk:
 class ModelRunner:
     """The model and the cache of one rank, and the forward pass over a batch of chunks."""
 
-    def __init__(self, args: ModelArgs, plan: ShardPlan, comm: Communicator, model: Transformer):
+    def __init__(
+        self,
+        args: ModelArgs,
+        plan: ShardPlan,
+        comm: Communicator,
+        model: Transformer,
+        kv_format: KVFormat | None = None,
+    ) -> None:
         self.args, self.plan, self.comm, self.model = args, plan, comm, model
         self.share = plan.shares[comm.rank]
         weight = model.norm.weight.values
         self.dtype, self.device = weight.dtype, weight.device
+        self.kv_format = kv_format or KVFormat(dtype_name(self.dtype))
         self.rotary = RotaryTables(args, dtype=self.dtype, device=self.device)
         self.reserve(0, 1)
 
@@ -70,12 +80,14 @@ class ModelRunner:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        kv_format: KVFormat | None = None,
         ops: TorchOps | None = None,
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> "ModelRunner":
         """Read this rank's share of a checkpoint, tensor by tensor.
 
-        `ops` are the operators of the model; the fastest there are, where none are given.
+        `kv_format` is that of the cache, the model's own dtype where none is given; `ops` are the
+        operators of the model, else the fastest there are.
 
         Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights if a
         weight is not what it should be.
@@ -84,7 +96,8 @@ class ModelRunner:
         if ops is None:
             groups = {len(run.heads) // len(run.kv_heads) for run in share.runs}
             scores = Scores(args.attention_scale, args.attention_soft_cap)
-            ops = choose_ops(dtype, device, args.head_dim, groups, scores)
+            cache_dtype = dtype if kv_format is None else kv_dtype(kv_format)
+            ops = choose_ops(dtype, device, args.head_dim, groups, scores, cache_dtype)
         model = Transformer(args, share, comm, ops, dtype)
         with ThreadPoolExecutor(1) as thread:
             compiled = thread.submit(ops.compile)  # beside the reading
@@ -92,12 +105,12 @@ class ModelRunner:
                 model.assign(name, value)
             model.complete()
             compiled.result()
-        return cls(args, plan, comm, model)
+        return cls(args, plan, comm, model, kv_format)
 
     def reserve(self, n_blocks: int, block_size: int) -> None:
         """Replace the cache by an empty one."""
         self.cache = KVCache(
-            self.args, self.share, n_blocks, block_size, dtype=self.dtype, device=self.device
+            self.args, self.share, n_blocks, block_size, form=self.kv_format, device=self.device
         )
 
     @torch.inference_mode()

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import KVFormat
+from parallel_llama.ops.formats import kv_dtype
 from parallel_llama.plan import Share
 
 
 class KVCache:
     """Keys and values of all layers for `n_blocks` blocks.
 
-    Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, D] local; keys are kept as they are
-    attended to, rotated and in the interleaved order of `rope`.
+    Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, W] local, in rows as `ops.kv_rows`
+    describes them; keys are rotated and in the interleaved order of `rope`.
     """
 
     def __init__(
@@ -28,12 +30,14 @@ class KVCache:
         n_blocks: int,
         block_size: int,
         *,
-        dtype: torch.dtype,
+        form: KVFormat,
         device: torch.device,
     ) -> None:
         self.n_blocks, self.block_size = n_blocks, block_size
         n_kv = share.n_local_kv_heads
-        shape = (args.n_layers, 2, n_kv, n_blocks * block_size, args.head_dim)
+        dtype = kv_dtype(form)
+        width = form.n_bytes(args.head_dim) // dtype.itemsize
+        shape = (args.n_layers, 2, n_kv, n_blocks * block_size, width)
         self._kv = torch.empty(shape, dtype=dtype, device=device)
         self.k, self.v = self._kv.unbind(1)
 
@@ -42,7 +46,7 @@ class KVCache:
         return Past(self._kv[:, :, kv_heads.start : kv_heads.stop], slots)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer in all slots. Shapes: each [K, n_slots, D] local."""
+        """Keys and values of one layer in all slots. Shapes: each [K, n_slots, W] local."""
         return self.k[layer], self.v[layer]
 
 
@@ -52,17 +56,17 @@ class Past:
     The views of all layers are made at once: layer by layer that would take a good part of the
     time of attention to a short past.
 
-    Shapes: kv [n_layers, 2, K, n_slots, D] local.
+    Shapes: kv [n_layers, 2, K, n_slots, W] local.
     """
 
     def __init__(self, kv: Tensor, slots: Sequence[slice]) -> None:
-        flat = kv.flatten(0, 1).unsqueeze(1)  # [n_layers * 2, 1, K, n_slots, D]
+        flat = kv.flatten(0, 1).unsqueeze(1)  # [n_layers * 2, 1, K, n_slots, W]
         self._parts = [flat[:, :, :, own].unbind() for own in slots]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, in place where their slots are one slice.
 
-        Shapes: each [1, K, S, D].
+        Shapes: each [1, K, S, W].
         """
         k, v = ([part[at] for part in self._parts] for at in (2 * layer, 2 * layer + 1))
         if len(k) == 1:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu import (
     MAX_ROWS,
+    AttentionKernel,
+    RotaryKernel,
     computes,
     make_attention,
     make_linear,
@@ -23,18 +25,24 @@ class CPUOps(TorchOps):
     """For a model of one dtype and head size, with such groups of query heads on each KV head."""
 
     def __init__(
-        self, dtype: torch.dtype, head_dim: int, groups: Collection[int], scores: Scores = PLAIN
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        groups: Collection[int],
+        scores: Scores = PLAIN,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(scores)
         self._dtype, self._head_dim, self._groups = dtype, head_dim, groups
+        self._cache_dtype = cache_dtype or dtype
 
     def compile(self) -> None:
         """Make the kernels, which are kept for all models; a second time it costs nothing."""
         for kernel in (make_linear, make_norm, make_silu_and_mul):
             kernel(self._dtype)
-        make_rotary(self._dtype, self._head_dim)
+        self._rotary(self._cache_dtype)
         for n_group in self._groups:
-            make_attention(self._dtype, self._head_dim, n_group, self._scores)
+            self._attention(self._cache_dtype, n_group)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > MAX_ROWS:
@@ -59,14 +67,18 @@ class CPUOps(TorchOps):
     def rotate_and_store(
         self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        make_rotary(self._dtype, self._head_dim)(qkv, rotations, slots, k, v)
+        self._rotary(k.dtype)(qkv, rotations, slots, k, v)
 
     def decode_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
     ) -> None:
-        n_group = q.shape[1] // len(k)
-        attention = make_attention(self._dtype, self._head_dim, n_group, self._scores)
-        attention(q, k, v, batch, out)
+        self._attention(k.dtype, q.shape[1] // len(k))(q, k, v, batch, out)
+
+    def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
+        return make_rotary(self._dtype, cache_dtype, self._head_dim)
+
+    def _attention(self, cache_dtype: torch.dtype, n_group: int) -> AttentionKernel:
+        return make_attention(self._dtype, cache_dtype, self._head_dim, n_group, self._scores)
 
 
 def choose_ops(
@@ -75,8 +87,9 @@ def choose_ops(
     head_dim: int,
     groups: Collection[int],
     scores: Scores = PLAIN,
+    cache_dtype: torch.dtype | None = None,
 ) -> TorchOps:
-    """The fastest operators there are for a model of this kind."""
+    """The fastest operators for a model of this kind, whose KV cache has that dtype or its own."""
     if computes(dtype, device):
-        return CPUOps(dtype, head_dim, groups, scores)
+        return CPUOps(dtype, head_dim, groups, scores, cache_dtype)
     return TorchOps(scores)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_llama.dtypes import DTYPES, DTypeName
+from parallel_llama.dtypes import DTYPES, DTypeName, KVFormat
 from parallel_llama.ops.torch_ops import TorchOps
 
 
@@ -71,6 +71,12 @@ def torch_dtype(name: str) -> torch.dtype:
     assert name in DTYPES
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def kv_dtype(form: KVFormat) -> torch.dtype:
+    """The dtype of a KV cache in this format; `kv_rows` says how its rows lie."""
+    scaled = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    return scaled.get(form.dtype) or torch_dtype(form.dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> DTypeName:

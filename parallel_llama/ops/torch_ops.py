@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel_llama.ops import kv_rows
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.scores import PLAIN, Scores
 
@@ -112,23 +113,24 @@ class TorchOps:
         The keys in qkv are undefined afterwards.
 
         Shapes: qkv [T, H + 2 K, D], heads in interleaved order; rotations [T, 1, D / 2] complex;
-        slots [T]; k, v [K, n_slots, D].
+        slots [T]; k, v [K, n_slots, W], rows as in `kv_rows`.
         """
         n_kv_heads = len(k)
         rotated = qkv[:, : qkv.shape[1] - n_kv_heads]
         rotate_(rotated, rotations)
-        k.index_copy_(1, slots, rotated[:, -n_kv_heads:].transpose(0, 1))
-        v.index_copy_(1, slots, qkv[:, -n_kv_heads:].transpose(0, 1))
+        kv_rows.store(rotated[:, -n_kv_heads:], slots, k)
+        kv_rows.store(qkv[:, -n_kv_heads:], slots, v)
 
     def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Softmax attention of consecutive queries of one sequence, heads in equal groups.
 
         Without a mask it is causal, the first query at the first key; one query sees all keys.
 
-        Shapes: q [T, K * G, D]; k, v [1, K, S, D]; mask [T, S], added to the scores; the result
+        Shapes: q [T, K * G, D]; k, v [1, K, S, W]; mask [T, S], added to the scores; the result
         [T, K * G, D].
         """
         n_rows, n_kv_heads = len(q), k.shape[1]
+        k, v = kv_rows.unpack(k, q.dtype), kv_rows.unpack(v, q.dtype)
         if self._scores.soft_cap is not None:
             return self._capped_attention(q, k[0], v[0], mask, self._scores.soft_cap)
         scale = self._scores.scale
@@ -175,7 +177,7 @@ class TorchOps:
     ) -> None:
         """Softmax attention of single queries, each over keys of its own, into their rows of out.
 
-        Shapes: q, out [T, K * G, D]; k, v [K, n_slots, D].
+        Shapes: q, out [T, K * G, D]; k, v [K, n_slots, W].
         """
         ranges = batch.slot_ranges.tolist()
         for row, _, first, end in batch.rows.tolist():

@@ -111,6 +111,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--stop", ""], "--stop '': empty"),
     (["generate", "--prompt", "x", "--dtype", "float"], "--dtype 'float': not one of float32"),
     (["generate", "--prompt", "x", "--dtype", "float23"], "did you mean 'float32'?"),
+    (["plan", "--kv-cache-dtype", "int4"], "'int4': not one of auto, bfloat16, int8, fp8"),
     (["generate", "--prompt", "x", "--device", "gpu"], "--device 'gpu': not one of auto, cpu"),
     (["generate", "--prompt", "x", "--nproc", "0"], "--nproc '0': not a whole number from 1"),
     (["generate", "--prompt", "x", "--nproc", "1-4"], "--nproc '1-4': not a whole number"),
@@ -410,6 +411,18 @@ def test_plan_json_covers_every_unit_once(capsys: pytest.CaptureFixture[str]) ->
     assert plan["fits"] is None
     wider = plan_json(capsys, "--nproc", "4", "--dtype", "float32")
     assert wider["weight_bytes"] == 2 * plan["weight_bytes"]
+
+
+def test_plan_counts_the_bytes_of_narrow_keys_and_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """30 layers, keys and values, 3 KV heads of 64: two bytes a number, or one and a scale."""
+    in_float32 = ["--dtype", "float32", "--kv-cache-dtype"]
+    for name, n_bytes in (("bfloat16", 2 * 64), ("int8", 64 + 4), ("fp8", 64 + 4)):
+        plan = plan_json(capsys, *in_float32, name)
+        assert plan["ranks"][0]["kv_bytes_per_token"] == 30 * 2 * 3 * n_bytes
+        assert plan["kv_cache_dtype"] == name
+    assert ", float32, KV cache in int8" in plan_page(capsys, *in_float32, "int8")
 
 
 def test_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from mixes import ARGS, alone, differences, make_engine, make_runner, random_mix
 from parity_steps import full_logits
 from thread_ranks import run_on_threads
 
+from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import draws
 from parallel_llama.engine import engine as engine_module
 from parallel_llama.engine.engine import Engine, StepOutput
@@ -46,9 +47,12 @@ def steps(engine: Engine) -> list[StepOutput]:
     return progress
 
 
-def run_all(comm: Communicator, params: SamplingParams) -> list[tuple[int, ...]]:
+def run_all(
+    comm: Communicator, params: SamplingParams, kv_format: KVFormat | None = None
+) -> list[tuple[int, ...]]:
     requests = [make_request(i, prompt, params) for i, prompt in enumerate(PROMPTS)]
-    return [each.tokens for each in run(make_engine(make_runner(comm)), requests)]
+    engine = make_engine(make_runner(comm, kv_format=kv_format))
+    return [each.tokens for each in run(engine, requests)]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED])
@@ -60,17 +64,29 @@ def test_tokens_are_the_same_at_every_world_size(ranks, params):
             assert tokens == whole
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "fp8"])
+def test_tokens_are_the_same_at_every_world_size_where_keys_and_values_are_narrow(dtype):
+    """A head has scales of its own, so it does not matter which heads a rank holds beside it."""
+    kv_format = KVFormat(dtype)
+    whole = run_all(Solo(), GREEDY, kv_format)
+    for tp_size in (2, 3, 5, 9):
+        for tokens in run_on_threads(tp_size, run_all, GREEDY, kv_format):
+            assert tokens == whole
+
+
 # Random mixes: arrivals, cancellations, preemption, prefix cache, chunks, drafts, block sizes.
 
 
-def run_mixes(comm: Communicator, seeds: range) -> list[list[str]]:
-    runner = make_runner(comm)
+def run_mixes(
+    comm: Communicator, seeds: range, kv_format: KVFormat | None = None
+) -> list[list[str]]:
+    runner = make_runner(comm, kv_format=kv_format)
     found = []
     for seed in seeds:
         mix = random_mix(seed)
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
         outcomes = run_mix(engine, mix)
-        found.append(differences(mix, outcomes) if comm.rank == 0 else [])
+        found.append(differences(mix, outcomes, kv_format=kv_format) if comm.rank == 0 else [])
     return found
 
 
@@ -84,6 +100,14 @@ def test_a_request_gets_in_any_mix_what_it_gets_alone(seeds):
 def test_a_request_gets_on_many_ranks_what_it_gets_alone_on_one(tp_size, seeds):
     for seed, found in zip(seeds, run_on_threads(tp_size, run_mixes, seeds)[0], strict=True):
         assert not found, f"mix {seed}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "fp8"])
+@pytest.mark.parametrize(("tp_size", "seeds"), [(1, range(500, 520)), (3, range(520, 525))])
+def test_a_request_gets_the_same_in_any_mix_where_keys_and_values_are_narrow(tp_size, seeds, dtype):
+    """In pieces, after preemption, behind a prefix: each token sees the same rounded keys."""
+    found = run_on_threads(tp_size, run_mixes, seeds, KVFormat(dtype))[0]
+    assert not any(found)
 
 
 def test_ranks_that_are_processes_run_mixes_alike(ranks):

@@ -13,6 +13,7 @@ import torch
 from mixes import ARGS
 from thread_ranks import run_on_threads
 
+from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import kv_capacity
 from parallel_llama.engine.kv_capacity import (
     MAX_CPU_BYTES,
@@ -142,7 +143,7 @@ raise SystemExit(main(
 
 
 def size_of_cache(n_ranks: int, block_size: int, n_bytes: int | None) -> CacheSize:
-    return CacheSize(ARGS, make_plan(ARGS, n_ranks), torch.float64, block_size, n_bytes)
+    return CacheSize(ARGS, make_plan(ARGS, n_ranks), KVFormat("float64"), block_size, n_bytes)
 
 
 def agree(comm: Communicator, n_bytes: int | None, block_size: int = 16) -> Capacity | str:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import KVFormat
 from parallel_llama.model.attention import Batch, Window, attend
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
@@ -37,7 +38,7 @@ def make_cache() -> KVCache:
     )
     share = make_plan(args, 1).shares[0]
     device = torch.device("cpu")
-    cache = KVCache(args, share, N_SLOTS, 1, dtype=torch.float64, device=device)
+    cache = KVCache(args, share, N_SLOTS, 1, form=KVFormat("float64"), device=device)
     cache.k.fill_(torch.nan)
     cache.v.fill_(torch.nan)
     return cache

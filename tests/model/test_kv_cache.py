@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import KV_DTYPES, KVFormat
 from parallel_llama.model.kv_cache import KVCache, slices_of, slots_of
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import kv_bytes_per_token, kv_format, make_plan
 
 ARGS = ModelArgs(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, ffn_dim=8, vocab_size=8)
 TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks
@@ -13,7 +14,7 @@ TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks
 
 def make_cache() -> KVCache:
     share = make_plan(ARGS, 1).shares[0]
-    return KVCache(ARGS, share, 10, 4, dtype=torch.float32, device=torch.device("cpu"))
+    return KVCache(ARGS, share, 10, 4, form=KVFormat("float32"), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("slots", [[slice(5, 14)], [slice(20, 24), slice(2, 6)]])
@@ -35,6 +36,15 @@ def test_a_past_sees_what_is_written_later():
     past = cache.past(range(2), [slice(0, 4)])
     cache.layer(1)[0][:, 2] = 1
     assert past.layer(1)[0].sum() == 4 and past.layer(0)[0].sum() == 0
+
+
+@pytest.mark.parametrize("name", KV_DTYPES)
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_a_cache_takes_the_bytes_that_the_plan_counts(name: str, tp_size: int):
+    form = kv_format(name, "float32")
+    for share in make_plan(ARGS, tp_size).shares:
+        cache = KVCache(ARGS, share, 10, 4, form=form, device=torch.device("cpu"))
+        assert cache.k.nbytes + cache.v.nbytes == 10 * 4 * kv_bytes_per_token(ARGS, share, form)
 
 
 def test_positions_lie_where_the_block_table_says():

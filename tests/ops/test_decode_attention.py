@@ -34,7 +34,7 @@ SEQUENCES = (
 def kernel(
     dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int, scores: Scores = PLAIN
 ) -> AttentionKernel:
-    return AttentionKernel(dtype, head_dim, n_group, scores, MACHINES[vector_bytes])
+    return AttentionKernel(dtype, dtype, head_dim, n_group, scores, MACHINES[vector_bytes])
 
 
 @pytest.fixture(autouse=True)

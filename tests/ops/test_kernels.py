@@ -131,6 +131,6 @@ def test_queries_turn_and_keys_and_values_go_to_their_slots(machine, dtype, n_he
         own = slice(n_heads, n_heads + n_kv_heads)
         expected[0][:, slots] = turned[:, own].transpose(0, 1)
         expected[1][:, slots] = qkv[:, own.stop :].transpose(0, 1)
-        RotaryKernel(dtype, head_dim, machine)(qkv, turns, slots, k, v)
+        RotaryKernel(dtype, dtype, head_dim, machine)(qkv, turns, slots, k, v)
         torch.testing.assert_close(qkv[:, :n_heads], turned[:, :n_heads], **CLOSE[dtype])
         torch.testing.assert_close(torch.stack((k, v)), expected, **CLOSE[dtype])

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import CPUOps, DecodeBatch, Scores, TorchOps, choose_ops
+from parallel_llama.ops import CPUOps, DecodeBatch, Scores, TorchOps, choose_ops, kv_rows
 
 HEAD_DIM, N_GROUP, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 SCORES = [Scores(), Scores(scale=0.7), Scores(scale=0.7, soft_cap=2.0), Scores(soft_cap=1.5)]
+CACHES = [None, torch.bfloat16, torch.int8, torch.float8_e4m3fn]  # None: the model's own dtype
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 Backend = tuple[TorchOps, torch.dtype, torch.device]
@@ -110,9 +111,18 @@ def test_rotate_and_store(backend: Backend) -> None:
     assert (k[:, others] == -7).all() and (v[:, others] == -7).all()
 
 
+def some_rows(
+    dtype: torch.dtype, device: torch.device, cache: torch.dtype | None, n: int
+) -> Tensor:
+    """Keys or values in a cache, of sizes that differ from token to token."""
+    sizes = torch.rand(N_KV_HEADS, n, 1, device=device) + 0.5
+    x = (torch.randn(N_KV_HEADS, n, HEAD_DIM, device=device) * sizes).to(dtype)
+    return kv_rows.pack(x, cache or dtype)
+
+
 def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Scores) -> Tensor:
     """One query [K * G, D] over some slots, one KV head at a time, in float64."""
-    q, k, v = q.double(), k.double(), v.double()
+    q, k, v = q.double(), kv_rows.unpack(k, torch.float64), kv_rows.unpack(v, torch.float64)
     scale, cap = scores.scale or HEAD_DIM**-0.5, scores.soft_cap
     rows = []
     for number, head in enumerate(q.view(N_KV_HEADS, N_GROUP, HEAD_DIM)):
@@ -123,12 +133,13 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Sco
     return torch.cat(rows)
 
 
+@pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
-def test_prefill_attention(backend: Backend, scores: Scores) -> None:
+def test_prefill_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
     """A prompt from its start, the end of one under a mask, and a single query."""
     _, dtype, device = backend
     ops = with_scores(backend, scores)
-    k, v = torch.randn(2, N_KV_HEADS, 9, HEAD_DIM, device=device).to(dtype)
+    k, v = (some_rows(dtype, device, cache, 9) for _ in range(2))
     for start in (0, 4, 8):
         n = 9 - start
         q = torch.randn(n, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
@@ -138,12 +149,13 @@ def test_prefill_attention(backend: Backend, scores: Scores) -> None:
             check(o[row], by_definition(q[row], k, v, list(range(start + row + 1)), scores))
 
 
+@pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
-def test_decode_attention(backend: Backend, scores: Scores) -> None:
+def test_decode_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
     """Queries whose keys lie in one range of slots or several; other rows stay as they are."""
     _, dtype, device = backend
     ops = with_scores(backend, scores)
-    k, v = torch.randn(2, N_KV_HEADS, N_SLOTS, HEAD_DIM, device=device).to(dtype)
+    k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
     q = torch.randn(4, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
     out = torch.full_like(q, -7.0)
     slots = {0: [slice(3, 4)], 1: [slice(40, 64), slice(0, 9)], 3: [slice(5, 30)]}

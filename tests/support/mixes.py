@@ -11,6 +11,7 @@ import torch
 
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
@@ -62,7 +63,10 @@ class Mix:
 
 
 def make_runner(
-    comm: Communicator, dtype: torch.dtype = torch.float64, args: ModelArgs = ARGS
+    comm: Communicator,
+    dtype: torch.dtype = torch.float64,
+    args: ModelArgs = ARGS,
+    kv_format: KVFormat | None = None,
 ) -> ModelRunner:
     return ModelRunner.load(
         args,
@@ -71,6 +75,7 @@ def make_runner(
         comm,
         dtype=dtype,
         device=torch.device("cpu"),
+        kv_format=kv_format,
     )
 
 
@@ -145,9 +150,10 @@ def alone(
     stop_ids: frozenset[int],
     choice: int,
     args: ModelArgs = ARGS,
+    kv_format: KVFormat | None = None,
 ) -> Outcome:
     """What a choice gets by itself, every token from a forward pass over all before it."""
-    runner = _oracle(args)
+    runner = _oracle(args, kv_format)
     history = History(prompt)
     tokens = list(prompt)
     while True:
@@ -166,8 +172,8 @@ def alone(
 
 
 @cache
-def _oracle(args: ModelArgs) -> ModelRunner:
-    runner = make_runner(Solo(), args=args)
+def _oracle(args: ModelArgs, kv_format: KVFormat | None) -> ModelRunner:
+    runner = make_runner(Solo(), args=args, kv_format=kv_format)
     runner.reserve(MAX_PROMPT + MAX_NEW, 1)
     return runner
 
@@ -199,7 +205,10 @@ def run_mix(engine: Engine, mix: Mix) -> dict[tuple[int, int], Outcome]:
 
 
 def differences(
-    mix: Mix, outcomes: dict[tuple[int, int], Outcome], args: ModelArgs = ARGS
+    mix: Mix,
+    outcomes: dict[tuple[int, int], Outcome],
+    args: ModelArgs = ARGS,
+    kv_format: KVFormat | None = None,
 ) -> list[str]:
     """Where a mix gave a request anything else than it gets alone."""
     found = []
@@ -207,7 +216,7 @@ def differences(
         request = guest.request
         for choice in range(request.params.n):
             asked = request.prompt, request.params, request.seed, request.stop_ids
-            expected = alone(*asked, choice, args)
+            expected = alone(*asked, choice, args, kv_format)
             got = outcomes.get((request.index, choice))
             if got is None:
                 found.append(f"request {request.index}, choice {choice}: nothing")

@@ -8,15 +8,17 @@ A kernel sums in an order that does not depend on how many rows or threads there
 result is the same to the last bit in any company, as long as that is few enough for kernels.
 """
 
-from parallel_llama.ops.cpu.attention import make_attention
+from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear
 from parallel_llama.ops.cpu.norm import make_norm
 from parallel_llama.ops.cpu.program import computes
-from parallel_llama.ops.cpu.rotary import make_rotary
+from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
 
 __all__ = [
     "MAX_ROWS",
+    "AttentionKernel",
+    "RotaryKernel",
     "computes",
     "make_attention",
     "make_linear",

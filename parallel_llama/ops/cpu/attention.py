@@ -31,6 +31,7 @@ from parallel_llama.ops.cpu.builder import (
     Variable,
     copy,
     fma,
+    larger,
     loop,
     shuffle,
     smaller,
@@ -38,6 +39,7 @@ from parallel_llama.ops.cpu.builder import (
     where,
 )
 from parallel_llama.ops.cpu.exponential import exp, tanh
+from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.program import Machine, Program, this_machine
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.scores import Scores
@@ -55,6 +57,7 @@ class _Shape:
     head_dim: int
     n_group: int
     scores: Scores
+    rows: KVRows
     n_registers: int
 
     @property
@@ -62,12 +65,17 @@ class _Shape:
         """Keys whose values go through a whole group before the next ones."""
         return max(1, _BLOCK_BYTES // (self.head_dim * self.lanes.stored.itemsize))
 
+    @property
+    def n_spare(self) -> int:
+        """Keys or values that there must be room for in a row of numbers to compute with."""
+        return self.lanes.width if self.rows.is_plain else max(self.lanes.width, self.block)
+
     def chunks(self) -> Iterator[tuple[int, int, int]]:
         """Rows start to stop of a group, so many at a time; sizes differ by one at most."""
         n_chunks = -(-self.n_group // _MAX_CHUNK)
-        size, n_larger = divmod(self.n_group, n_chunks)
-        middle = n_larger * (size + 1)
-        if n_larger:
+        size, nlarger = divmod(self.n_group, n_chunks)
+        middle = nlarger * (size + 1)
+        if nlarger:
             yield 0, middle, size + 1
         yield middle, self.n_group, size
 
@@ -83,13 +91,14 @@ class AttentionKernel:
 
     Other rows of `out` are left as they are.
 
-    Shapes: q, out [T, K * G, D], heads contiguous, rows anywhere; k, v [K, n_slots, D], slots
-    contiguous, heads anywhere.
+    Shapes: q, out [T, K * G, D], heads contiguous, rows anywhere; k, v [K, n_slots, W] in the
+    cache's dtype, slots contiguous, heads anywhere.
     """
 
     def __init__(
         self,
         dtype: torch.dtype,
+        cache_dtype: torch.dtype,
         head_dim: int,
         n_group: int,
         scores: Scores,
@@ -97,17 +106,20 @@ class AttentionKernel:
     ) -> None:
         self.dtype, self.head_dim, self.n_group = dtype, head_dim, n_group
         lanes = machine.lanes(dtype, head_dim)
-        self._width = lanes.width
-        shape = _Shape(lanes, head_dim, n_group, scores, machine.n_vectors)
+        self._width, self._rows = lanes.width, KVRows(cache_dtype, lanes, head_dim)
+        shape = _Shape(lanes, head_dim, n_group, scores, self._rows, machine.n_vectors)
         integers = I64.as_pointer()
-        types = [integers, I64, I64, integers, integers, *[lanes.pointer, I64] * 5]
+        numbers, rows = [lanes.pointer, I64], [self._rows.pointer, I64]
+        arrays = [*numbers, *rows, *rows, *numbers, *numbers]
+        types = [integers, I64, I64, integers, integers, *arrays]
         self._program = Program("attention", types, partial(_attention, shape))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor) -> None:
-        n_kv_heads, packed = len(k), (self.head_dim, 1)
+        n_kv_heads = len(k)
         assert q.shape == out.shape == (len(q), n_kv_heads * self.n_group, self.head_dim)
-        assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == out.stride()[1:] == packed
-        assert q.dtype == k.dtype == v.dtype == out.dtype == self.dtype
+        assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
+        assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
+        assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
         # A vector of scores may begin at a row's last key, and one of -inf comes after that.
         stride = -(-batch.max_len // self._width) * self._width + self._width
         n_items = len(batch.rows) * n_kv_heads
@@ -125,10 +137,10 @@ class AttentionKernel:
 
 @cache
 def make_attention(
-    dtype: torch.dtype, head_dim: int, n_group: int, scores: Scores
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, n_group: int, scores: Scores
 ) -> AttentionKernel:
     """The kernel for this machine, compiled when first asked for; `computes` says for what."""
-    return AttentionKernel(dtype, head_dim, n_group, scores, this_machine())
+    return AttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, this_machine())
 
 
 def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
@@ -145,23 +157,25 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[V
     ) = arguments  # fmt: skip
     lanes, head_dim = shape.lanes, shape.head_dim
     own = scores + thread.number * stride * shape.n_group
-    few = Value(b, b.alloca(lanes.vector.element, lanes.width * head_dim))
-    with loop(b, 0, lanes.width * head_dim, lanes.width) as i:
+    spare = Value(b, b.alloca(lanes.vector.element, shape.n_spare * head_dim))
+    with loop(b, 0, shape.n_spare * head_dim, lanes.width) as i:
         # Numbers that nobody wrote may be so small that products with them are slow.
-        lanes.store(few + i, lanes.constant(b, 0))
+        lanes.store(spare + i, lanes.constant(b, 0))
     with _items(taken, n_items) as item:
         row, n_keys, first, end = (rows[item // n_kv_heads * 4 + i] for i in range(4))
         head = item % n_kv_heads
         group, seen = head * (shape.n_group * head_dim), (slot_ranges, first, end)
         with _blocks(*seen, lanes.width) as block:
-            _score(shape, q + row * q_stride + group, k + head * k_stride, own, stride, block, few)
+            keys = k + head * k_stride
+            _score(shape, q + row * q_stride + group, keys, own, stride, block, spare)
         with loop(b, 0, shape.n_group) as query:
             _softmax(lanes, own + query * stride, n_keys)
         own_out = out + row * out_stride + group
         with loop(b, 0, shape.n_group * head_dim, lanes.width) as i:
             lanes.store(own_out + i, lanes.constant(b, 0))
         with _blocks(*seen, shape.block) as block:
-            _add_values(shape, own_out, v + head * v_stride, own, stride, block)
+            values = v + head * v_stride
+            _add_values(shape, own_out, values, own, stride, block, spare)
 
 
 @contextmanager
@@ -208,15 +222,19 @@ def _blocks(slot_ranges: Value, first: Value, end: Value, size: int) -> Iterator
 
 
 def _score(
-    shape: _Shape, q: Value, k: Value, scores: Value, stride: Value, block: _Block, few: Value
+    shape: _Shape, q: Value, k: Value, scores: Value, stride: Value, block: _Block, spare: Value
 ) -> None:
     """scores[g, t] = q[g] @ k[slot of t] * scale, capped, for queries g and a block's keys t.
 
-    Shapes: q [G, D]; k [n_slots, D]; scores [G, stride], undefined after the last key.
+    Shapes: q [G, D]; k [n_slots, W]; scores [G, stride], undefined after the last key.
     """
-    lanes, head_dim = shape.lanes, shape.head_dim
-    _prefetch(shape, k + block.following * head_dim, lanes.width * head_dim)
-    keys = _readable(shape, k + block.slot * head_dim, block.n_left, few)
+    lanes, head_dim, rows = shape.lanes, shape.head_dim, shape.rows
+    own, following = k + block.slot * rows.width, k + block.following * rows.width
+    if rows.is_plain:
+        _prefetch(shape, following, lanes.width * head_dim)
+        keys = _readable(shape, own, block.n_left, spare)
+    else:
+        keys = _wide(shape, own, smaller(block.n_left, lanes.width), following, spare)
     with loop(q.b, 0, shape.n_group) as query:
         dots = _dots(shape, q + query * head_dim, keys)
         lanes.store(scores + query * stride + block.t, _capped(shape, dots))
@@ -232,16 +250,25 @@ def _capped(shape: _Shape, dots: Value) -> Value:
 
 def _prefetch(shape: _Shape, address: Value, n_numbers: int) -> None:
     """Ask memory for numbers that are used later; any address may be asked for."""
-    for start in range(0, n_numbers, _LINE_BYTES // shape.lanes.stored.itemsize):
+    for start in range(0, n_numbers, _LINE_BYTES // shape.rows.stored.itemsize):
         (address + start).prefetch()
 
 
-def _readable(shape: _Shape, keys: Value, n_keys: Value, few: Value) -> Value:
+def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) -> Value:
+    """Some rows of the cache as numbers to compute with; meanwhile memory is asked for others."""
+    width = shape.rows.width
+    with loop(rows.b, 0, n) as t:
+        _prefetch(shape, following + t * width, width)
+        shape.rows.read(rows + t * width, spare + t * shape.head_dim)
+    return spare
+
+
+def _readable(shape: _Shape, keys: Value, n_keys: Value, spare: Value) -> Value:
     """A vector's worth of keys; where fewer are left, their copy, for memory may end after them."""
     are_few = n_keys < shape.lanes.width
     with when(are_few, likely=False):
-        copy(few, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
-    return where(are_few, few, keys)
+        copy(spare, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
+    return where(are_few, spare, keys)
 
 
 def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
@@ -278,19 +305,14 @@ def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
-def _larger(x: Value, y: Value) -> Value:
-    """`y` where one is NaN."""
-    return where(y < x, x, y)
-
-
 def _softmax(lanes: Lanes, row: Value, n: Value) -> None:
     """row = exp(row - max(row)) / sum(exp(row - max(row))) for n numbers and room for a vector."""
     b = row.b
     lanes.store(row + n, lanes.constant(b, -math.inf))  # exp makes it 0
     largest = Variable(lanes.constant(b, -math.inf))
     with loop(b, 0, n, lanes.width) as t:
-        largest.value = _larger(lanes.load(row + t), largest.value)
-    maximum = lanes.splat(lanes.reduce(_larger, largest.value))
+        largest.value = larger(lanes.load(row + t), largest.value)
+    maximum = lanes.splat(lanes.reduce(larger, largest.value))
     total = Variable(lanes.constant(b, 0))
     with loop(b, 0, n, lanes.width) as t:
         term = exp(lanes, lanes.load(row + t) - maximum)
@@ -302,17 +324,25 @@ def _softmax(lanes: Lanes, row: Value, n: Value) -> None:
 
 
 def _add_values(
-    shape: _Shape, out: Value, v: Value, weights: Value, stride: Value, block: _Block
+    shape: _Shape,
+    out: Value,
+    v: Value,
+    weights: Value,
+    stride: Value,
+    block: _Block,
+    spare: Value,
 ) -> None:
     """out[g] += weights[g, t] * v[slot of t] for the queries g and a block's keys t, in order.
 
     A few queries and as many parts of them as registers have room for take all keys before others.
 
-    Shapes: out [G, D]; v [n_slots, D]; weights [G, stride].
+    Shapes: out [G, D]; v [n_slots, W]; weights [G, stride].
     """
-    lanes, head_dim, b = shape.lanes, shape.head_dim, out.b
-    values, following = v + block.slot * head_dim, v + block.following * head_dim
+    lanes, head_dim, rows, b = shape.lanes, shape.head_dim, shape.rows, out.b
+    values, following = v + block.slot * rows.width, v + block.following * rows.width
     n_keys = smaller(block.n_left, shape.block)
+    if not rows.is_plain:
+        values = _wide(shape, values, n_keys, following, spare)
     for first, stop, n_rows in shape.chunks():
         part = shape.vectors_at_once(n_rows) * lanes.width
         offsets = [(g, i) for g in range(n_rows) for i in range(0, part, lanes.width)]
@@ -322,7 +352,8 @@ def _add_values(
             sums = [Variable(lanes.load(address)) for address in addresses]
             with loop(b, 0, n_keys) as t:
                 offset = start + t * head_dim
-                _prefetch(shape, following + offset, part)
+                if rows.is_plain:
+                    _prefetch(shape, following + offset, part)
                 parts = [lanes.load(values + offset + i) for i in range(0, part, lanes.width)]
                 shares = [lanes.splat(own[stride * g + t]) for g in range(n_rows)]
                 for total, (share, value) in zip(sums, product(shares, parts), strict=True):

@@ -12,8 +12,10 @@ import torch
 from llvmlite import ir
 
 VOID = ir.VoidType()
-I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
+I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _TYPES = {torch.float32: F32, torch.float64: F64}
+_SIZES = {F16: 2, F32: 4, F64: 8}
 
 # A plain number is a constant of the other operand's type, in all lanes of a vector.
 Operand = Union["Value", float]
@@ -24,7 +26,7 @@ def _operator(integers: Emit, numbers: Emit) -> Callable[["Value", Operand], "Va
     """A method that emits the instruction for integers, or the one for floating-point numbers."""
 
     def method(self: "Value", other: Operand) -> "Value":
-        emit = numbers if _element(self.raw.type) in (F32, F64) else integers
+        emit = integers if _is_integer(self.raw.type) else numbers
         return Value(self.b, emit(self.b, self.raw, self.like(other).raw))
 
     return method
@@ -48,7 +50,9 @@ class Value:
     __floordiv__ = _operator(ir.IRBuilder.sdiv, ir.IRBuilder.sdiv)
     __mod__ = _operator(ir.IRBuilder.srem, ir.IRBuilder.srem)
     __and__ = _operator(ir.IRBuilder.and_, ir.IRBuilder.and_)
+    __or__ = _operator(ir.IRBuilder.or_, ir.IRBuilder.or_)
     __lshift__ = _operator(ir.IRBuilder.shl, ir.IRBuilder.shl)
+    __rshift__ = _operator(ir.IRBuilder.lshr, ir.IRBuilder.lshr)
     __lt__ = _operator(
         lambda b, x, y: b.icmp_signed("<", x, y), lambda b, x, y: b.fcmp_ordered("<", x, y)
     )
@@ -96,10 +100,17 @@ class Value:
         """The same number in another type, rounded if need be."""
         if self.raw.type == type_:
             return self
-        if self.raw.type == I64:
+        if _is_integer(self.raw.type):
             return Value(self.b, self.b.sitofp(self.raw, type_))
-        convert = self.b.fpext if type_ == F64 else self.b.fptrunc
+        is_wider = _SIZES[_element(type_)] > _SIZES[_element(self.raw.type)]
+        convert = self.b.fpext if is_wider else self.b.fptrunc
         return Value(self.b, convert(self.raw, type_))
+
+    def resized(self, type_: ir.Type) -> "Value":
+        """An integer with more bits, or its lowest ones in a type with fewer."""
+        is_wider = _element(type_).width > _element(self.raw.type).width
+        resize = self.b.sext if is_wider else self.b.trunc
+        return Value(self.b, resize(self.raw, type_))
 
     def bits_as(self, type_: ir.Type) -> "Value":
         return Value(self.b, self.b.bitcast(self.raw, type_))
@@ -214,6 +225,11 @@ def smaller(one: Value, other: Operand) -> Value:
     return where(one < other, one, other)
 
 
+def larger(x: Value, y: Value) -> Value:
+    """`y` where one is NaN."""
+    return where(y < x, x, y)
+
+
 def shuffle(x: Value, lanes: Sequence[int], y: Value | None = None) -> Value:
     """A vector of these lanes of x; those of y are counted after them."""
     other = x.raw.type(ir.Undefined) if y is None else y.raw
@@ -265,6 +281,10 @@ def _elementwise(name: str, x: Value, *others: Operand) -> Value:
     """A function that LLVM has for numbers, lane by lane."""
     type_ = x.raw.type
     return _intrinsic(f"{name}.{_mangled(type_)}", type_, x, *map(x.like, others))
+
+
+def _is_integer(type_: ir.Type) -> bool:
+    return isinstance(_element(type_), ir.IntType)
 
 
 def _element(type_: ir.Type) -> ir.Type:

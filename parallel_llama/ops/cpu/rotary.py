@@ -10,32 +10,37 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.builder import I64, Lanes, Thread, Value, fma, loop, shuffle
+from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threads_for
 
 
 class RotaryKernel:
     """Rotate queries in place; store rotated keys, and values, in their slots.
 
-    The keys in `qkv` stay as they are.
+    The keys in `qkv` are rotated too.
 
     Shapes: qkv [T, H + 2 K, D] in one piece, each token's H queries, K keys and K values;
     rotations [T, 1, D / 2] complex, pair i turning numbers 2 i and 2 i + 1; slots [T] int64; k, v
-    [K, n_slots, D], slots in one piece, heads anywhere.
+    [K, n_slots, W] in the cache's dtype, slots in one piece, heads anywhere.
     """
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, machine: Machine) -> None:
+    def __init__(
+        self, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, machine: Machine
+    ) -> None:
         self.dtype, self.head_dim = dtype, head_dim
         lanes = machine.lanes(dtype, head_dim)
-        numbers, integers = lanes.pointer, I64.as_pointer()
-        types = [numbers, numbers, integers, numbers, numbers, I64, I64, I64, I64]
-        self._program = Program("rotary", types, partial(_rotary, lanes, head_dim))
+        self._rows = KVRows(cache_dtype, lanes, head_dim)
+        numbers, integers, rows = lanes.pointer, I64.as_pointer(), self._rows.pointer
+        types = [numbers, numbers, integers, rows, rows, I64, I64, I64, I64]
+        self._program = Program("rotary", types, partial(_rotary, self._rows))
 
     def __call__(self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         n, n_kv_heads = len(qkv), len(k)
         assert qkv.is_contiguous() and qkv.shape[2] == self.head_dim
         assert rotations.is_contiguous() and rotations.dtype == self.dtype.to_complex()
         assert len(rotations) == len(slots) == n
-        assert k.stride() == v.stride() and k.stride()[1:] == (self.head_dim, 1)
+        assert k.stride() == v.stride() and k.stride()[1:] == (self._rows.width, 1)
+        assert k.dtype == v.dtype == self._rows.stored
         self._program(
             threads_for(qkv.numel()),
             qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), k.data_ptr(), v.data_ptr(),
@@ -44,46 +49,45 @@ class RotaryKernel:
 
 
 @cache
-def make_rotary(dtype: torch.dtype, head_dim: int) -> RotaryKernel:
+def make_rotary(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> RotaryKernel:
     """The kernel for this machine; `computes` says for what."""
-    return RotaryKernel(dtype, head_dim, this_machine())
+    return RotaryKernel(dtype, cache_dtype, head_dim, this_machine())
 
 
-def _rotary(
-    lanes: Lanes, head_dim: int, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
-) -> None:
+def _rotary(rows: KVRows, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
     """The kernel.
 
     for token in this thread's tokens:
         for head in the query heads:
             q[token, head] = rotate(q[token, head])
         for head in the KV heads:
-            k_cache[head, slots[token]] = rotate(k[token, head])
-            v_cache[head, slots[token]] = v[token, head]
+            k_cache[head, slots[token]] = row of rotate(k[token, head])
+            v_cache[head, slots[token]] = row of v[token, head]
     """
+    lanes, head_dim = rows.lanes, rows.head_dim
     qkv, rotations, slots, k_cache, v_cache, cache_stride, n, n_heads, n_kv_heads = arguments
     with loop(b, *thread.part_of(n)) as token:
         q = qkv + token * (n_heads + n_kv_heads * 2) * head_dim
         k = q + n_heads * head_dim
         v = k + n_kv_heads * head_dim
-        turns, slot = rotations + token * head_dim, slots[token] * head_dim
+        turns, slot = rotations + token * head_dim, slots[token] * rows.width
         with loop(b, 0, n_heads) as head:
             own = q + head * head_dim
-            _rotate(lanes, head_dim, own, turns, own)
+            _rotate(lanes, head_dim, own, turns)
         with loop(b, 0, n_kv_heads) as head:
             own, cached = head * head_dim, head * cache_stride + slot
-            _rotate(lanes, head_dim, k + own, turns, k_cache + cached)
-            with loop(b, 0, head_dim, lanes.width) as i:
-                lanes.store(v_cache + cached + i, lanes.load(v + own + i))
+            _rotate(lanes, head_dim, k + own, turns)
+            rows.write(k + own, k_cache + cached)
+            rows.write(v + own, v_cache + cached)
 
 
-def _rotate(lanes: Lanes, head_dim: int, source: Value, turns: Value, target: Value) -> None:
+def _rotate(lanes: Lanes, head_dim: int, numbers: Value, turns: Value) -> None:
     """One head: (x + iy)(c + is) = (xc - ys) + i(yc + xs), the numbers of a pair side by side."""
-    number = lanes.vector.element
-    signs = Value(source.b, lanes.vector([number(-1), number(1)] * (lanes.width // 2)))
-    with loop(source.b, 0, head_dim, lanes.width) as i:
-        x, turn = lanes.load(source + i), lanes.load(turns + i)
+    element = lanes.vector.element
+    signs = Value(numbers.b, lanes.vector([element(-1), element(1)] * (lanes.width // 2)))
+    with loop(numbers.b, 0, head_dim, lanes.width) as i:
+        x, turn = lanes.load(numbers + i), lanes.load(turns + i)
         cos = shuffle(turn, [lane & ~1 for lane in range(lanes.width)])
         sin = shuffle(turn, [lane | 1 for lane in range(lanes.width)])
         other = shuffle(x, [lane ^ 1 for lane in range(lanes.width)])
-        lanes.store(target + i, fma(x, cos, other * sin * signs))
+        lanes.store(numbers + i, fma(x, cos, other * sin * signs))

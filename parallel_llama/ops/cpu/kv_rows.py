@@ -1,0 +1,177 @@
+"""The rows of a KV cache, as kernels read and write them; `ops.kv_rows` says how they lie.
+
+Kernels compute in a vector's type; rows of another are turned into that, a whole row at a time.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from llvmlite import ir
+
+from parallel_llama.ops.cpu.builder import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Lanes,
+    Value,
+    Variable,
+    fma,
+    larger,
+    loop,
+    where,
+)
+from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
+
+# Where numbers of a byte are given a float16's bits, their exponents mean this much less.
+_E4M3_IN_F16 = 2.0**8
+_LEAST_NORMAL = 2.0**-6  # of e4m3; below it lie the multiples of 2^-9
+
+
+@dataclass(frozen=True)
+class KVRows:
+    """Rows of D numbers, kept in one type and computed with in the lanes'.
+
+    Raises: KeyError for a dtype that no cache has.
+    """
+
+    stored: torch.dtype
+    lanes: Lanes
+    head_dim: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether numbers are kept as they are computed with."""
+        return self.stored == self.lanes.computed
+
+    @property
+    def width(self) -> int:
+        """Stored numbers of a row."""
+        return row_width(self.head_dim, self.stored)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.width * self.stored.itemsize
+
+    @property
+    def pointer(self) -> ir.PointerType:
+        """To one stored number."""
+        if self.is_plain:
+            return self.lanes.pointer
+        types = {torch.bfloat16: I16, torch.int8: I8, torch.float8_e4m3fn: I8}
+        return types[self.stored].as_pointer()
+
+    def read(self, row: Value, target: Value) -> None:
+        """Turn a row into D numbers."""
+        lanes = self.lanes
+        scale = self._scale(row)
+        with loop(row.b, 0, self.head_dim, lanes.width) as i:
+            numbers = self._wide(_load(row + i, lanes.width))
+            lanes.store(target + i, numbers if scale is None else numbers * scale)
+
+    def write(self, source: Value, row: Value) -> None:
+        """Turn D numbers into a row."""
+        lanes, b = self.lanes, row.b
+        if self.is_plain:
+            with loop(b, 0, self.head_dim, lanes.width) as i:
+                lanes.store(row + i, lanes.load(source + i))
+            return
+        if self.stored in LARGEST:
+            scale = self._scale_for(source)
+            b.store(scale.raw, self._place_of_scale(row).raw, align=1)
+            divisor = lanes.splat(scale.to(lanes.vector.element))
+        with loop(b, 0, self.head_dim, lanes.width) as i:
+            numbers = lanes.load(source + i)
+            if self.stored in LARGEST:
+                numbers = numbers / divisor
+            narrow = self._narrow(numbers)
+            place = (row + i).bits_as(narrow.raw.type.as_pointer())
+            b.store(narrow.raw, place.raw, align=self.stored.itemsize)
+
+    def _place_of_scale(self, row: Value) -> Value:
+        return (row + self.head_dim).bits_as(F32.as_pointer())
+
+    def _scale(self, row: Value) -> Value | None:
+        """What the numbers of a row are multiplied by, in all lanes."""
+        if self.stored not in LARGEST:
+            return None
+        scale = Value(row.b, row.b.load(self._place_of_scale(row).raw, align=1))
+        return self.lanes.splat(scale.to(self.lanes.vector.element))
+
+    def _scale_for(self, source: Value) -> Value:
+        """The scale of a row that these D numbers become; nan where one of them is not finite."""
+        lanes, b = self.lanes, source.b
+        largest, nan_or_0 = Variable(lanes.constant(b, 0)), Variable(lanes.constant(b, 0))
+        with loop(b, 0, self.head_dim, lanes.width) as i:
+            numbers = lanes.load(source + i)
+            largest.value = larger(largest.value, abs(numbers))
+            nan_or_0.value = fma(numbers, 0, nan_or_0.value)
+        scale = lanes.reduce(larger, largest.value) / LARGEST[self.stored]
+        scale += lanes.reduce(lambda x, y: x + y, nan_or_0.value)
+        scale = scale.to(F32)
+        return where(scale < LEAST_SCALE, scale.like(LEAST_SCALE), scale)
+
+    def _wide(self, stored: Value) -> Value:
+        """Stored numbers in the type of the lanes, without their scale."""
+        vector, n = self.lanes.vector, self.lanes.width
+        if self.stored == torch.int8:
+            return stored.resized(ir.VectorType(I32, n)).to(vector)
+        if self.stored == torch.bfloat16:
+            bits = stored.resized(ir.VectorType(I32, n)) << 16
+            return bits.bits_as(ir.VectorType(F32, n)).to(vector)
+        # The sign stays in front; the other bits move to those of a float16 with the same value
+        # but for the bias of the exponent.
+        bits = (stored.resized(ir.VectorType(I16, n)) << 7) & ~(1 << 14)
+        return bits.bits_as(ir.VectorType(F16, n)).to(vector) * _E4M3_IN_F16
+
+    def _narrow(self, numbers: Value) -> Value:
+        """Numbers, divided by their scale, as they are stored: the nearest, else the even one."""
+        n = self.lanes.width
+        if self.stored == torch.int8:
+            integers = {torch.float32: I32, torch.float64: I64}[self.lanes.computed]
+            # Added to a number so large that its last bit counts ones, they are rounded.
+            n_mantissa = {torch.float32: 23, torch.float64: 52}[self.lanes.computed]
+            rounded = numbers + 1.5 * 2.0**n_mantissa
+            return rounded.bits_as(ir.VectorType(integers, n)).resized(ir.VectorType(I8, n))
+        single = numbers.to(ir.VectorType(F32, n))
+        if self.stored == torch.bfloat16:
+            return _to_bfloat16(single).resized(ir.VectorType(I16, n))
+        return _to_e4m3(single).resized(ir.VectorType(I8, n))
+
+
+def _to_bfloat16(numbers: Value) -> Value:
+    """The bits of float32 numbers as bfloat16, in integers of 32 bits."""
+    bits = _bits(numbers)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return where(is_nan, bits.like(0x7FC0), _without_last(bits, 16))
+
+
+def _to_e4m3(numbers: Value) -> Value:
+    """The bits of float32 numbers of at most 448 as e4m3, in integers of 32 bits."""
+    size = abs(numbers)
+    # Of exponents that begin at 2^-127 and at 2^-7.
+    normal = _without_last(_bits(size), 20) - (120 << 3)
+    # Added to a number whose last bit counts 2^-9, the others are rounded to that.
+    small = _bits(size + 2.0**14) & 0xF
+    sign = (_bits(numbers) >> 24) & 0x80
+    return where(size < _LEAST_NORMAL, small, normal) | sign
+
+
+def _without_last(bits: Value, n: int) -> Value:
+    """Integers without their last n bits, rounded to the nearest, else to the even one."""
+    last = (bits >> n) & 1
+    rounded: Value = (bits + last + ((1 << (n - 1)) - 1)) >> n
+    return rounded
+
+
+def _bits(numbers: Value) -> Value:
+    return numbers.bits_as(ir.VectorType(I32, numbers.raw.type.count))
+
+
+def _load(address: Value, n: int) -> Value:
+    """Stored numbers that begin at any address."""
+    element = address.raw.type.pointee
+    place = address.bits_as(ir.VectorType(element, n).as_pointer())
+    return Value(address.b, address.b.load(place.raw, align=element.width // 8))

@@ -1,0 +1,134 @@
+"""What the KV cache keeps of a key or a value, and that kernels keep the same bytes as torch."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_llama.dtypes import KV_DTYPES
+from parallel_llama.ops import DecodeBatch, Scores, kv_rows
+from parallel_llama.ops.cpu.attention import AttentionKernel
+from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.rotary import RotaryKernel
+from parallel_llama.ops.formats import kv_dtype
+from parallel_llama.plan import kv_format
+
+NARROW = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 16)]
+
+needs_kernels = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+rotary_for = cache(RotaryKernel)
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    torch.manual_seed(0)
+    return request.param
+
+
+def hard_rows(dtype: torch.dtype, head_dim: int) -> Tensor:
+    """Rows of all sizes, with numbers that lie between two that can be kept. Shapes: [T, D]."""
+    x = torch.randn(600, head_dim, dtype=torch.float64)
+    x[:200] *= torch.logspace(-42, 36, 200, dtype=torch.float64)[:, None]
+    x[200:400] = torch.randint(-254, 255, (200, head_dim)) / 2  # halves of whole numbers
+    x[200:400, 0] = 127
+    x[400:500] = torch.randint(-960, 961, (100, head_dim)) / 2.0**10  # about 2^-9, the least e4m3
+    x[400:500, 0] = 448
+    x[500], x[501, 1:] = 0, 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("stored", NARROW, ids=str)
+def test_what_is_kept_is_as_near_as_the_format_allows(
+    dtype: torch.dtype, stored: torch.dtype
+) -> None:
+    x = hard_rows(dtype, 64).double()
+    largest = x.abs().amax(-1, keepdim=True)
+    whole = ((largest == 0) | (largest > 1e-30))[:, 0]  # with a normal number for a scale
+    x, largest = x[whole], largest[whole]
+    allowed = {
+        torch.bfloat16: x.abs() * 2.0**-8,
+        torch.int8: (largest / 254).expand_as(x),
+        torch.float8_e4m3fn: torch.maximum(x.abs() * 2.0**-4, largest / 448 * 2.0**-10),
+    }[stored]
+    kept = kv_rows.unpack(kv_rows.pack(x.to(dtype), stored), torch.float64)
+    assert ((kept - x).abs() <= allowed * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_with_a_number_that_is_not_finite_is_nan(stored: torch.dtype, bad: float) -> None:
+    """An overflow must not turn into plausible numbers."""
+    x = torch.randn(3, 8)
+    x[1, 5] = bad
+    kept = kv_rows.unpack(kv_rows.pack(x, stored), torch.float32)
+    assert kept[1].isnan().all() and kept[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 64, 128])
+@pytest.mark.parametrize("name", KV_DTYPES)
+def test_a_row_takes_the_bytes_that_the_plan_counts(name: str, head_dim: int) -> None:
+    form = kv_format(name, "float32")
+    row = kv_rows.pack(torch.randn(1, head_dim), kv_dtype(form))
+    assert row.nbytes == form.n_bytes(head_dim)
+
+
+@needs_kernels
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@pytest.mark.parametrize("head_dim", [2, 6, 64, 80])
+@pytest.mark.parametrize("stored", NARROW, ids=str)
+def test_kernels_keep_the_same_bytes_as_torch(
+    dtype: torch.dtype, stored: torch.dtype, head_dim: int, machine: Machine
+) -> None:
+    """Of numbers that are not turned: rotations by no angle."""
+    x = hard_rows(dtype, head_dim)
+    qkv = torch.stack((x, x, x.flip(0)), 1)  # one head of each
+    turns = torch.ones(len(x), 1, head_dim // 2, dtype=dtype.to_complex())
+    slots = torch.randperm(len(x) + 5)[: len(x)]
+    k, v, k_twin, v_twin = torch.zeros(
+        4, 1, len(x) + 5, kv_rows.row_width(head_dim, stored), dtype=stored
+    )
+    kv_rows.store(qkv[:, 1:2], slots, k_twin)
+    kv_rows.store(qkv[:, 2:3], slots, v_twin)
+    rotary_for(dtype, stored, head_dim, machine)(qkv.clone(), turns, slots, k, v)
+    for ours, twin in ((k, k_twin), (v, v_twin)):
+        assert torch.equal(ours.view(torch.uint8), twin.view(torch.uint8))
+
+
+@needs_kernels
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("stored", NARROW, ids=str)
+def test_kernels_keep_no_finite_number_of_one_that_is_not(
+    dtype: torch.dtype, stored: torch.dtype, bad: float
+) -> None:
+    qkv = torch.randn(1, 3, 64, dtype=dtype)
+    qkv[0, :, 37] = bad
+    turns = torch.ones(1, 1, 32, dtype=dtype.to_complex())
+    k, v = torch.zeros(2, 1, 1, kv_rows.row_width(64, stored), dtype=stored)
+    rotary_for(dtype, stored, 64, this_machine())(qkv, turns, torch.tensor([0]), k, v)
+    for rows in (k, v):
+        assert not kv_rows.unpack(rows, dtype)[0, 0, 37].isfinite()
+
+
+@needs_kernels
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@pytest.mark.parametrize("stored", NARROW, ids=str)
+def test_kernels_read_every_number_as_torch_does(
+    dtype: torch.dtype, stored: torch.dtype, machine: Machine
+) -> None:
+    """A query that sees one key gets the value of that key, to the last bit."""
+    if stored == torch.bfloat16:
+        rows = torch.randn(1, 64, 64).bfloat16()
+    else:
+        numbers = torch.arange(-127 if stored == torch.int8 else 0, 127)
+        numbers = torch.cat((numbers, numbers + 128)) if stored != torch.int8 else numbers
+        rows = kv_rows.pack(torch.randn(1, len(numbers), 64), stored)
+        rows.view(torch.uint8)[0, :, :64] = numbers.to(torch.uint8)[:, None]
+    n = rows.shape[1]
+    attention = AttentionKernel(dtype, stored, 64, 1, Scores(), machine)
+    out = torch.empty(n, 1, 64, dtype=dtype)
+    keys = kv_rows.pack(torch.randn(1, n, 64), stored)
+    own = DecodeBatch.of({slot: [slice(slot, slot + 1)] for slot in range(n)})
+    attention(torch.randn(n, 1, 64, dtype=dtype), keys, rows, own, out)
+    assert torch.equal(out[:, 0], kv_rows.unpack(rows, dtype)[0])
