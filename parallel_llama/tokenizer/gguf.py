@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.fields import did_you_mean
@@ -160,6 +160,8 @@ def _bpe(
 ) -> tokenizers.Tokenizer:
     ids = {token: id for id, token in enumerate(tokens) if token}
     tokenizer = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=pre.whole_words))
+    if pre.composes:
+        tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(tokenizers.Regex(text), "isolated") for text in pre.patterns]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])

@@ -14,12 +14,15 @@ from parallel_llama.tokenizer.tiktoken_ranks import LLAMA3_PATTERN
 class PreTokenizer(NamedTuple):
     """One rule: each pattern cuts further the pieces that the one before it left.
 
-    With `whole_words`, a piece that is a token is taken without merging.
+    With `whole_words`, a piece that is a token is taken without merging. With `composes`, a text is
+    first brought into Unicode's composed form (NFC), as the models' own tokenizers do and llama.cpp
+    does not.
     """
 
     patterns: tuple[str, ...]
     whole_words: bool = False
     adds_bos: bool = False  # where the file does not say
+    composes: bool = False
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -76,9 +79,8 @@ _RULES: dict[PreTokenizer, str] = {
     PreTokenizer((LLAMA3_PATTERN,), whole_words=True): "glm4 glm5",
     PreTokenizer((LLAMA3_PATTERN,)): "dbrx smaug-bpe chatglm-bpe",
     PreTokenizer((r"\p{N}{1,3}", LLAMA3_PATTERN), whole_words=True): "minicpm5",
-    PreTokenizer((_QWEN2,)): (
-        "qwen2 deepseek-r1-qwen stablelm2 megrez kormo hunyuan solar-open grok-2"
-    ),
+    PreTokenizer((_QWEN2,), composes=True): "qwen2",
+    PreTokenizer((_QWEN2,)): ("deepseek-r1-qwen stablelm2 megrez kormo hunyuan solar-open grok-2"),
     PreTokenizer(
         (_QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),)
     ): "qwen35",

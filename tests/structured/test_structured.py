@@ -11,7 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bounded_schemas import check_completions
-from tokenizer_data import LLAMA3, MISTRAL_V1, MISTRAL_V3, REAL_FILES, SMOLLM2, real_tokenizer
+from tokenizer_data import (
+    LLAMA3,
+    MISTRAL_V1,
+    MISTRAL_V3,
+    REAL_FILES,
+    SMOLLM2,
+    TEKKEN,
+    real_tokenizer,
+)
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.request import Grammar
@@ -103,12 +111,15 @@ def smollm2_json(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-@pytest.mark.parametrize("kind", ["gguf", "tiktoken", "spm", "spm v3", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["gguf", "tiktoken", "spm", "spm v3", "tekken", "tokenizer.json"])
 def test_every_kind_of_tokenizer_spells_what_the_matcher_takes_it_for(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     """Streamed after a prompt with text, so that a leading space of SentencePiece is kept."""
-    paths = {"gguf": SMOLLM2, "tiktoken": LLAMA3, "spm": MISTRAL_V1, "spm v3": MISTRAL_V3}
+    paths = {
+        "gguf": SMOLLM2, "tiktoken": LLAMA3, "spm": MISTRAL_V1, "spm v3": MISTRAL_V3,
+        "tekken": TEKKEN,
+    }  # fmt: skip
     if kind == "tokenizer.json":
         tokenizer: Tokenizer = request.getfixturevalue("smollm2_json")
         maker = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)

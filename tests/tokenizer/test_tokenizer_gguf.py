@@ -26,6 +26,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
+from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
 from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
 
@@ -156,6 +157,20 @@ def test_whole_words_of_llama3_are_taken_without_merges(tmp_path: Path) -> None:
     for pre, expected in (("llama-bpe", ["hello"]), ("gpt-2", ["hell", "o"])):
         tokenizer = load_tokenizer(small_bpe(tmp_path / f"{pre}.gguf", pre=pre))
         assert pieces(tokenizer, "hello") == expected
+
+
+def test_qwens_text_is_composed_first_in_a_gguf_file_and_in_what_is_written_of_it(
+    tmp_path: Path,
+) -> None:
+    """Qwen's own tokenizer.json says so; before, a GGUF file gave other tokens than its source."""
+    apart, composed = "cafe\u0301<s>", "caf\u00e9<s>"
+    for pre, is_composed in (("qwen2", True), ("gpt-2", False)):
+        path = small_bpe(tmp_path / f"{pre}.gguf", pre=pre)
+        (folder := tmp_path / pre).mkdir()
+        for name, data in export_gguf_tokenizer(path).items():
+            (folder / name).write_bytes(data)
+        for tokenizer in (load_tokenizer(path), load_tokenizer(folder)):
+            assert (tokenizer.encode(apart) == tokenizer.encode(composed)) is is_composed
 
 
 # One text that no two rules cut alike, and the pieces of each, found with the models' own
