@@ -6,11 +6,11 @@ from pathlib import Path
 
 from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.families import FAMILIES, Family
+from parallel_llama.families.family import GGUFForm
 from parallel_llama.families.model_args import MAX_SIZES, ModelArgs, RopeScaling, head_size
 from parallel_llama.files.fields import Fields
 from parallel_llama.files.gguf_header import GGUFHeader
-
-_ARCHITECTURES = ("llama", "qwen2")
 
 # Under the architecture's own prefix, as in llama.block_count.
 _KEYS = {
@@ -35,18 +35,53 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     """
     fields = Fields(header.fields)
     arch = fields.text("general.architecture")
-    if arch not in _ARCHITECTURES:
-        raise UsageError(
-            f"the architecture {arch[:80]!r} is not supported; supported: "
-            f"{', '.join(map(repr, _ARCHITECTURES))}"
-        )
+    n_experts = fields.integer(f"{arch}.expert_count", 0)
+    family, form = _family(arch, has_experts=n_experts > 0)
     if (n_parts := fields.integer("split.count", 1)) > 1:
         raise UsageError(f"one of {n_parts} parts; join them with llama-gguf-split --merge")
     prefix = f"{arch}."
     own = Fields({key: value for key, value in header.fields.items() if key.startswith(prefix)})
-    own.require_known({prefix + key for key in _KEYS})
-    if (n_experts := own.integer(f"{arch}.expert_count", 0)) > 0:
-        raise UsageError(f"a mixture of {n_experts} experts, which is not supported")
+    own.require_known({prefix + key for key in _KEYS | form.reads})
+    max_seq_len = own.integer(f"{arch}.context_length")
+    tokens, tensors = header.fields.get("tokenizer.ggml.tokens"), header.tensors
+    stated = {
+        **_sizes(own, arch),
+        "vocab_size": fields.integer(
+            f"{arch}.vocab_size", len(tokens) if isinstance(tokens, list) else None
+        ),
+        "max_seq_len": max_seq_len,
+        "rope_theta": own.number(f"{arch}.rope.freq_base", 10000.0),
+        "rope_scaling": _gguf_rope(own, arch, header, path, max_seq_len),
+        "tied_embeddings": "output.weight" not in tensors,
+        "attention_bias": any(f"blk.0.attn_{p}.bias" in tensors for p in ("q", "k", "v", "qkv")),
+        "wo_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": any(f"blk.0.ffn_{part}.bias" in tensors for part in ("gate", "up", "down")),
+        "n_experts": n_experts,
+        "n_active_experts": own.integer(f"{arch}.expert_used_count") if n_experts else 0,
+        **form.features(own, tensors),
+    }
+    if "norm_eps" not in stated:
+        stated["norm_eps"] = own.number(f"{arch}.attention.layer_norm_rms_epsilon")
+    if "ffn_dim" not in stated:
+        stated["ffn_dim"] = own.integer(f"{arch}.feed_forward_length")
+    return ModelArgs(dtype=_gguf_dtype(header), family=family.name, **stated)
+
+
+def _family(arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
+    """The family of an architecture; Llama's has two, with experts and without."""
+    forms = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
+    for family, form in forms:
+        if (form.architecture, form.has_experts) == (arch, has_experts):
+            return family, form
+    known = sorted({form.architecture for _, form in forms})
+    what = f"the architecture {arch[:80]!r}"
+    if arch in known:
+        what += " with experts" if has_experts else " without experts"
+    raise UsageError(f"{what} is not supported; supported: {', '.join(map(repr, known))}")
+
+
+def _sizes(own: Fields, arch: str) -> dict[str, int]:
+    """Layers and heads."""
     dim_key, heads_key = f"{arch}.embedding_length", f"{arch}.attention.head_count"
     dim, n_heads = own.integer(dim_key), own.integer(heads_key)
     head_dim = own.optional_integer(f"{arch}.attention.key_length")
@@ -55,28 +90,13 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
         if (size := own.integer(key, head_dim)) != head_dim:
             raise UsageError(f"{key}={size} and heads of {head_dim}: they must be equal")
-    tokens, tensors = header.fields.get("tokenizer.ggml.tokens"), header.tensors
-    n_tokens = len(tokens) if isinstance(tokens, list) else None
-    max_seq_len = own.integer(f"{arch}.context_length")
-    return ModelArgs(
-        dim=dim,
-        n_layers=own.integer(f"{arch}.block_count"),
-        n_heads=n_heads,
-        n_kv_heads=own.integer(f"{arch}.attention.head_count_kv", n_heads),
-        head_dim=head_dim,
-        ffn_dim=own.integer(f"{arch}.feed_forward_length"),
-        vocab_size=fields.integer(f"{arch}.vocab_size", n_tokens),
-        norm_eps=own.number(f"{arch}.attention.layer_norm_rms_epsilon"),
-        rope_theta=own.number(f"{arch}.rope.freq_base", 10000.0),
-        rope_scaling=_gguf_rope(own, arch, header, path, max_seq_len),
-        max_seq_len=max_seq_len,
-        tied_embeddings="output.weight" not in tensors,
-        attention_bias=any(f"blk.0.attn_{part}.bias" in tensors for part in "qkv"),
-        wo_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias=any(f"blk.0.ffn_{part}.bias" in tensors for part in ("gate", "up", "down")),
-        dtype=_gguf_dtype(header),
-        family=arch,
-    )
+    return {
+        "dim": dim,
+        "n_layers": own.integer(f"{arch}.block_count"),
+        "n_heads": n_heads,
+        "n_kv_heads": own.integer(f"{arch}.attention.head_count_kv", n_heads),
+        "head_dim": head_dim,
+    }
 
 
 def _gguf_dtype(header: GGUFHeader) -> str:

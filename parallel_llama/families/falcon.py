@@ -7,15 +7,17 @@ Source: arXiv 2311.16867; FalconConfig of transformers 5.23; llama.cpp's falcon,
 queries, keys and values one after another.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family
+from parallel_llama.families.family import Family, GGUFForm
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Names
 from parallel_llama.files.fields import Fields
 
 _NEW, _PARALLEL, _N_NORMS = "new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn"
+_GGUF_EPS = "attention.layer_norm_epsilon"
 _KEYS = {
     "n_kv_heads": "num_kv_heads",
     "head_dim": "",
@@ -23,6 +25,7 @@ _KEYS = {
     "norm_eps": "layer_norm_epsilon",
     "activation": "activation",
 }
+_ALWAYS = {"norm": "layer", "norm_bias": True, "gated": False}
 
 
 def _features(fields: Fields) -> dict[str, Any]:
@@ -41,13 +44,11 @@ def _features(fields: Fields) -> dict[str, Any]:
     has_bias = fields.flag("bias", False)
     activation = {} if fields.has("activation") else {"activation": "gelu"}
     return {
+        **_ALWAYS,
         "n_kv_heads": _n_kv_heads(fields, is_new),
         "ffn_dim": fields.integer(_KEYS["ffn_dim"], 4 * fields.integer("hidden_size")),
         "attention_bias": has_bias,
         "mlp_bias": has_bias,
-        "norm": "layer",
-        "norm_bias": True,
-        "gated": False,
         "parallel_block": is_parallel,
         "shared_norm": is_parallel and n_norms == 1,
         **activation,
@@ -60,6 +61,16 @@ def _n_kv_heads(fields: Fields, is_new: bool) -> int:
     if is_new:
         return fields.integer(_KEYS["n_kv_heads"], n_heads)
     return 1 if fields.flag("multi_query", True) else n_heads
+
+
+def _gguf_features(fields: Fields, names: Collection[str]) -> dict[str, Any]:
+    return {
+        **_ALWAYS,
+        "norm_eps": fields.number(f"falcon.{_GGUF_EPS}"),
+        "activation": "gelu",
+        "parallel_block": True,
+        "shared_norm": "blk.0.attn_norm_2.weight" not in names,
+    }
 
 
 def _writes(args: ModelArgs) -> dict[str, Any]:
@@ -121,5 +132,6 @@ FALCON = Family(
     ),
     more_names=_norm_names,
     qkv_by_kv_head=frozenset({"hf"}),
+    gguf=GGUFForm("falcon", _gguf_features, frozenset({_GGUF_EPS})),
     rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
 )

@@ -1,6 +1,6 @@
 """What a family of models is: all that its members share and others do differently."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,14 +39,29 @@ def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]
 
 
 @dataclass(frozen=True)
+class GGUFForm:
+    """How llama.cpp's files tell of a family: their architecture, and whether there are experts.
+
+    `features` is what the header's fields and the tensors' names say beside the shape, as
+    ModelArgs, and what llama.cpp has in its code in their place; `reads` are the keys for it that
+    not all architectures have, without the architecture in front.
+    """
+
+    architecture: str
+    features: Callable[[Fields, Collection[str]], Mapping[str, Any]] = lambda *_: {}
+    reads: frozenset[str] = frozenset()
+    has_experts: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """One family's record; readers, writers and the plan ask it, and nothing else names a family.
 
-    `name` is what HF's model_type and GGUF's general.architecture call it, and `architecture` HF's
-    class with a head. Of config.json, `reads` are the keys that it has beside those of all
-    families, and `features` what they say, as ModelArgs; `writes` is the way back. `keys` are those
-    for which it has another word than Llama, by the argument that each of them states; an empty
-    one is not there, and nothing else than the usual can be said.
+    `name` is HF's model_type, and `architecture` HF's class with a head; `gguf` is None where
+    llama.cpp's files do not tell it from another one. Of config.json, `reads` are the keys that it
+    has beside those of all families, and `features` what they say, as ModelArgs; `writes` is the
+    way back. `keys` are those for which it has another word than Llama, by the argument that each
+    of them states; an empty one is not there, and nothing else than the usual can be said.
 
     `names` are its weights' in each layout, `more_names` those that depend on the model, and
     `rotary_order` that of the rows of wq and wk there. Weights of one name in a layout share a
@@ -69,6 +84,7 @@ class Family:
     names: tuple[Names, ...] = LLAMA_NAMES
     more_names: Callable[[ModelArgs], tuple[Names, ...]] = lambda _: ()
     qkv_by_kv_head: frozenset[Layout] = frozenset()
+    gguf: GGUFForm | None = None
     rotary_order: Mapping[Layout, RotaryOrder] = field(
         default_factory=lambda: {"meta": "interleaved", "hf": "half", "gguf": "interleaved"}
     )

@@ -7,10 +7,10 @@ a rotary base of its own in layers with a window.
 Source: arXiv 2403.08295, 2408.00118 and 2503.19786; the configurations of transformers 5.23.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from parallel_llama.families.family import Family
+from parallel_llama.families.family import Family, GGUFForm
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
 from parallel_llama.files.fields import Fields
@@ -20,12 +20,23 @@ _SCALAR, _ATTENTION_CAP = "query_pre_attn_scalar", "attn_logit_softcapping"
 _LOGIT_CAP, _LOCAL_THETA = "final_logit_softcapping", "rope_local_base_freq"
 
 
-def _features(fields: Fields) -> dict[str, Any]:
+_WINDOW_IN_GGUF = "attention.sliding_window"
+_LOCAL_THETA_IN_GGUF = "rope.freq_base_swa"
+_CAPS_IN_GGUF = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
+
+
+def _arithmetic(dim: int) -> dict[str, Any]:
     return {
         "activation": "gelu_tanh",  # also where the first files say gelu
-        "attention_bias": fields.flag("attention_bias", False),
         "norm_offset": 1.0,
-        "embedding_scale": fields.integer("hidden_size") ** 0.5,
+        "embedding_scale": dim**0.5,
+    }
+
+
+def _features(fields: Fields) -> dict[str, Any]:
+    return {
+        **_arithmetic(fields.integer("hidden_size")),
+        "attention_bias": fields.flag("attention_bias", False),
     }
 
 
@@ -69,6 +80,53 @@ def _every_sixth(fields: Fields, n_layers: int) -> Iterable[int]:
     return range(step - 1, n_layers, step) if step > 0 else range(n_layers)
 
 
+def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+    return _arithmetic(fields.integer("gemma.embedding_length"))
+
+
+def _gguf_features_of_2_and_3(fields: Fields, arch: str, n_layers_of_27b: int) -> dict[str, Any]:
+    """What both say. Of the sizes the 27B alone does not scale by the width of a head."""
+    dim, n_heads = (
+        fields.integer(f"{arch}.{key}") for key in ("embedding_length", "attention.head_count")
+    )
+    is_27b = fields.integer(f"{arch}.block_count") == n_layers_of_27b
+    width = fields.integer(f"{arch}.attention.key_length", dim // max(1, n_heads))
+    if is_27b or width < 1:
+        width = max(1, dim // max(1, n_heads))
+    return {**_arithmetic(dim), "post_norms": True, "attention_scale": width**-0.5}
+
+
+def _gguf_features_of_2(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+    n_layers = fields.integer("gemma2.block_count")
+    return {
+        **_gguf_features_of_2_and_3(fields, "gemma2", 46),
+        "attention_soft_cap": fields.number("gemma2.attn_logit_softcapping", 50.0) or None,
+        "logit_soft_cap": fields.number("gemma2.final_logit_softcapping", 30.0) or None,
+        **_gguf_window(fields, "gemma2", 4096, _every_second(Fields({}), n_layers)),
+    }
+
+
+def _gguf_features_of_3(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
+    n_layers = fields.integer("gemma3.block_count")
+    window = _gguf_window(fields, "gemma3", 0, _every_sixth(Fields({}), n_layers))
+    if window:
+        window["local_rope_theta"] = fields.number(f"gemma3.{_LOCAL_THETA_IN_GGUF}", 10000.0)
+    return {
+        **_gguf_features_of_2_and_3(fields, "gemma3", 62),
+        "qk_norm": True,
+        "logit_soft_cap": fields.number("gemma3.final_logit_softcapping", 0.0) or None,
+        **window,
+    }
+
+
+def _gguf_window(fields: Fields, arch: str, usual: int, full: Iterable[int]) -> dict[str, Any]:
+    """The window and the layers without it; nothing where it hides nothing, as in config.json."""
+    window, full_layers = fields.integer(f"{arch}.{_WINDOW_IN_GGUF}", usual), tuple(full)
+    if not window or (not full_layers and window >= fields.integer(f"{arch}.context_length")):
+        return {}
+    return {"sliding_window": window, "full_layers": full_layers}
+
+
 def _layer_types(args: ModelArgs) -> list[str]:
     full = range(args.n_layers) if args.sliding_window is None else args.full_layers
     return [
@@ -102,6 +160,7 @@ GEMMA = Family(
     features=_features,
     writes=_writes,
     defaults={"max_seq_len": 8192, "head_dim": 256, "tied_embeddings": True},
+    gguf=GGUFForm("gemma", _gguf_features),
     rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
 )
 
@@ -116,6 +175,7 @@ GEMMA2 = Family(
     full_layers=_every_second,
     defaults={**GEMMA.defaults, "sliding_window": 4096},
     names=names_with(*POST_NORM_NAMES),
+    gguf=GGUFForm("gemma2", _gguf_features_of_2, _CAPS_IN_GGUF | {_WINDOW_IN_GGUF}),
     rotary_order=GEMMA.rotary_order,
 )
 
@@ -130,5 +190,10 @@ GEMMA3 = Family(
     full_layers=_every_sixth,
     defaults={**GEMMA2.defaults, "max_seq_len": 131072, "rope_theta": 1000000.0},
     names=names_with(*POST_NORM_NAMES, *QK_NORM_NAMES),
+    gguf=GGUFForm(
+        "gemma3",
+        _gguf_features_of_3,
+        frozenset({"final_logit_softcapping", _WINDOW_IN_GGUF, _LOCAL_THETA_IN_GGUF}),
+    ),
     rotary_order=GEMMA.rotary_order,
 )

@@ -5,7 +5,7 @@ Source: LlamaConfig of transformers 5.23; ggml's docs/gguf.md.
 
 from typing import Any
 
-from parallel_llama.families.family import Family
+from parallel_llama.families.family import Family, GGUFForm
 from parallel_llama.files.fields import Fields
 
 
@@ -22,5 +22,6 @@ LLAMA = Family(
     base_architecture="LlamaModel",
     reads=frozenset({"attention_bias", "mlp_bias"}),
     features=_features,
+    gguf=GGUFForm("llama"),
     writes=lambda args: {"attention_bias": args.attention_bias, "mlp_bias": args.mlp_bias},
 )

@@ -5,7 +5,7 @@ Source: MixtralConfig of transformers 5.23; Mixtral, arXiv 2401.04088.
 
 from typing import Any
 
-from parallel_llama.families.family import Family, every_layer_has_the_window
+from parallel_llama.families.family import Family, GGUFForm, every_layer_has_the_window
 from parallel_llama.families.names import in_layers, names_with
 from parallel_llama.files.fields import Fields
 
@@ -31,6 +31,7 @@ MIXTRAL = Family(
         "sliding_window": None,
     },
     features=_features,
+    gguf=GGUFForm("llama", has_experts=True),
     writes=lambda args: {
         "num_local_experts": args.n_experts,
         "num_experts_per_tok": args.n_active_experts,

@@ -6,7 +6,7 @@ Source: Qwen2Config of transformers 5.23; llama.cpp's qwen2, whose files keep HF
 from collections.abc import Iterable
 from typing import Any
 
-from parallel_llama.families.family import Family
+from parallel_llama.families.family import Family, GGUFForm
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.files.fields import Fields
 
@@ -32,5 +32,6 @@ QWEN2 = Family(
     full_layers=full_layers,
     window_switch="use_sliding_window",
     defaults={"max_seq_len": 32768, "sliding_window": 4096},
+    gguf=GGUFForm("qwen2"),
     rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
 )

@@ -3,7 +3,7 @@
 Source: arXiv 2505.09388; Qwen3Config of transformers 5.23.
 """
 
-from parallel_llama.families.family import Family
+from parallel_llama.families.family import Family, GGUFForm
 from parallel_llama.families.names import QK_NORM_NAMES, names_with
 from parallel_llama.families.qwen2 import QWEN2, writes_window
 
@@ -21,5 +21,6 @@ QWEN3 = Family(
     window_switch=QWEN2.window_switch,
     defaults={**QWEN2.defaults, "head_dim": 128},
     names=names_with(*QK_NORM_NAMES),
+    gguf=GGUFForm("qwen3", lambda *_: {"qk_norm": True}),
     rotary_order=QWEN2.rotary_order,
 )

@@ -8,7 +8,7 @@ Source: arXiv 2505.09388; Qwen3MoeConfig of transformers 5.23.
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family
+from parallel_llama.families.family import Family, GGUFForm
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import QK_NORM_NAMES, in_layers, names_with
 from parallel_llama.families.qwen3 import QWEN3
@@ -77,6 +77,15 @@ QWEN3_MOE = Family(
                 )
             ),
         ),
+    ),
+    gguf=GGUFForm(
+        "qwen3moe",
+        lambda fields, _: {
+            "qk_norm": True,
+            "ffn_dim": fields.integer("qwen3moe.expert_feed_forward_length"),
+        },
+        frozenset({"expert_feed_forward_length"}),
+        has_experts=True,
     ),
     rotary_order=QWEN3.rotary_order,
 )

@@ -722,14 +722,14 @@ def test_rope_scaling_of_a_gguf_file() -> None:
     ("fields", "message"),
     [
         (
-            {"general__architecture": "gemma"},
-            "'gemma' is not supported; supported: 'llama', 'qwen2'",
+            {"general__architecture": "mpt"},
+            "'mpt' is not supported; supported: 'falcon', 'gemma', 'gemma2', 'gemma3', 'llama', ",
         ),
         ({"general__architecture": None}, "lacks the key 'general.architecture'"),
         ({"llama__embedding_length": None}, "lacks the key 'llama.embedding_length'"),
         ({"llama__block_count": "1"}, "is not a whole number"),
         ({"llama__attention__head_count_kv": [1, 1]}, "<list of 2> is not a whole number"),
-        ({"llama__expert_count": 8}, "a mixture of 8 experts"),
+        ({"llama__expert_count": 8}, "lacks the key 'llama.expert_used_count'"),
         ({"llama__rope__dimension_count": 2}, "dimension_count=2 and heads of 4"),
         ({"llama__attention__value_length": 8}, "value_length=8 and heads of 4"),
         ({"llama__attention__head_count": 3}, "llama.attention.head_count=3"),

@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
+from converted_gguf import convert
 from parity_steps import logits_of_models
 from safetensors.torch import load_file
 from thread_ranks import run_on_threads
-from tiny_models import TINY_MODELS, TinyModel, write_hf
+from tiny_models import TINY_MODELS, write_hf
 from transformers_oracle import loaded_logits
 
 from parallel_llama.config import load_model_args
@@ -26,36 +26,10 @@ def folder(tmp_path: Path) -> Path:
     return write_hf(TINY, tmp_path / "source")
 
 
-def write_gguf(tiny: TinyModel, hf_folder: Path, path: Path) -> Path:
-    """The weights of a HF folder as llama.cpp's converter writes them, rows as they are."""
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_block_count(tiny.n_layers)
-    writer.add_context_length(tiny.max_seq_len)
-    writer.add_embedding_length(tiny.dim)
-    writer.add_feed_forward_length(tiny.ffn_dim)
-    writer.add_head_count(tiny.n_heads)
-    writer.add_head_count_kv(tiny.n_kv_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(tiny.rope["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["t", "0", *(f"t{n}" for n in range(tiny.vocab_size - 2))])
-    writer.add_token_merges(["t 0"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, tiny.n_layers)
-    for name, weight in load_file(hf_folder / "model.safetensors").items():
-        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert mapped is not None
-        writer.add_tensor(mapped, weight.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def test_a_gguf_file_computes_what_transformers_does_at_every_tp_size(
     folder: Path, tmp_path: Path
 ) -> None:
-    path = write_gguf(TINY, folder, tmp_path / "tiny.gguf")
+    path = convert(folder, tmp_path / "tiny.gguf")
     expected = loaded_logits(tmp_path, TOKENS, gguf_file=path.name)
     for tp_size in range(1, 9):
         for (logits,) in run_on_threads(tp_size, logits_of_models, [(path, TOKENS)]):
@@ -65,7 +39,7 @@ def test_a_gguf_file_computes_what_transformers_does_at_every_tp_size(
 def test_a_gguf_file_is_resharded_into_the_folder_that_it_came_from(
     folder: Path, tmp_path: Path
 ) -> None:
-    path = write_gguf(TINY, folder, tmp_path / "tiny.gguf")
+    path = convert(folder, tmp_path / "tiny.gguf")
     for layout in ("hf", "meta", "native"):
         reshard(find_model(str(path)), tmp_path / layout, layout=layout, n_parts=3)
     meta = find_model(str(tmp_path / "meta"))

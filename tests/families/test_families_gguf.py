@@ -1,0 +1,166 @@
+"""GGUF files of every family that llama.cpp writes, against the HF folder that each came from."""
+
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from converted_gguf import convert, rounded
+from parity_steps import logits_of_models
+from safetensors.torch import load_file
+from thread_ranks import run_on_threads
+from tiny_models import TINY_MODELS, TinyModel, write_hf
+from transformers_oracle import reference_logits
+
+from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.config import load_model_args
+from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.families import Family, parameters
+from parallel_llama.families.gemma import GEMMA2, GEMMA3
+from parallel_llama.files.fields import Fields
+from parallel_llama.files.model_files import find_model
+from parallel_llama.reshard.reshard import reshard
+
+_FULL = ["full_attention"] * 2
+_GEMMA = {"query_pre_attn_scalar": 8, "layer_types": None}
+_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+_EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 18}
+
+MODELS: dict[str, TinyModel] = {
+    "llama": TINY_MODELS["9/3"],
+    "mistral": TINY_MODELS["8/2 mistral"],
+    "mixtral": TINY_MODELS["8/2 mixtral"],
+    "qwen2": TINY_MODELS["8/2 qwen2"],
+    "qwen3": TINY_MODELS["8/2 qwen3"],
+    "qwen3moe": TinyModel(
+        8, 2, 6, 56, family="qwen3_moe", own={**_EXPERTS, "norm_topk_prob": True}
+    ),
+    "gemma": TINY_MODELS["8/1 gemma"],
+    "gemma2": TinyModel(
+        8, 4, 8, 56, tied=True, n_layers=1, family="gemma2", own={**_GEMMA, **_CAPS}
+    ),
+    "gemma3": TinyModel(
+        8, 2, 8, 56, tied=True, family="gemma3_text", own={**_GEMMA, "layer_types": _FULL}
+    ),
+    "falcon 7B": TINY_MODELS["7/1 falcon, tied"],
+    "falcon 40B": TinyModel(8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True}),
+}
+
+
+def some_tokens(tiny: TinyModel) -> list[int]:
+    return [(7 * at + 3) % tiny.vocab_size for at in range(24)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gguf_file_computes_what_the_folder_does_that_it_came_from(
+    name: str, tmp_path: Path
+) -> None:
+    tiny = MODELS[name]
+    folder = rounded(write_hf(tiny, tmp_path / "hf", seed=2))
+    path, tokens = convert(folder, tmp_path / "tiny.gguf"), some_tokens(tiny)
+    expected = reference_logits(folder, tokens)
+    for tp_size in range(1, min(8, tiny.n_heads) + 1):
+        for (logits,) in run_on_threads(tp_size, logits_of_models, [(path, tokens)]):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gguf_file_says_what_config_json_says(name: str, tmp_path: Path) -> None:
+    folder = write_hf(MODELS[name], tmp_path / "hf")
+    path = convert(folder, tmp_path / "tiny.gguf")
+    told, stated = (load_model_args(find_model(str(at))) for at in (path, folder))
+    for field in dataclass_fields(stated):
+        if field.name == "dtype" or (name == "mistral" and field.name == "family"):
+            continue  # float32 in the file, and llama.cpp does not tell a Mistral from a Llama
+        expected = getattr(stated, field.name)
+        if isinstance(expected, float):
+            expected = pytest.approx(expected, rel=1e-6)
+        assert getattr(told, field.name) == expected, field.name
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gemma", "falcon 40B"])
+def test_a_gguf_file_becomes_the_folder_that_it_came_from(name: str, tmp_path: Path) -> None:
+    folder = rounded(write_hf(MODELS[name], tmp_path / "hf", seed=2))
+    path = convert(folder, tmp_path / "tiny.gguf")
+    reshard(find_model(str(path)), tmp_path / "meta", layout="meta", n_parts=3)
+    reshard(find_model(str(tmp_path / "meta")), tmp_path / "back", layout="hf", n_parts=1)
+    stored = load_file(folder / "model.safetensors")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[key].double(), weight) for key, weight in stored.items())
+
+
+def test_every_rows_and_columns_of_quantised_experts_are_read(tmp_path: Path) -> None:
+    tiny = TinyModel(
+        4, 2, 8, 64, ffn_dim=96, family="mixtral", own={"num_local_experts": 3}, n_layers=1
+    )
+    path = convert(write_hf(tiny, tmp_path / "hf"), tmp_path / "tiny.gguf", kind="Q8_0")
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    files = find_model(str(path))
+    args = load_model_args(files)
+    checkpoint = open_checkpoint(files, args)
+    checkpoint.check(args)
+    stems = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
+    for param in parameters(args):
+        if ".experts." not in param.name:
+            continue
+        *_, number, leaf, _ = param.name.split(".")
+        tensor = held[f"blk.0.{stems[leaf]}.weight"]
+        whole = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(3, *param.shape)
+        for rows in (range(96), range(5, 40), range(31, 33), range(95, 96)):
+            expected = torch.from_numpy(whole[int(number)]).narrow(param.dim, rows.start, len(rows))
+            assert torch.equal(checkpoint.read(param, rows), expected), (param.name, rows)
+
+
+def test_windows_and_scales_are_those_that_llama_cpp_has_in_its_code() -> None:
+    """Not in the header: which layers have the window, its base, and the scale of the 27B."""
+
+    def features(family: Family, n_layers: int, **own: Any) -> dict[str, Any]:
+        assert family.gguf is not None
+        arch = family.gguf.architecture
+        sizes = {"embedding_length": 5376, "attention.head_count": 32, "context_length": 8192}
+        keys = {**sizes, "attention.key_length": 128, "block_count": n_layers, **own}
+        fields = Fields({f"{arch}.{key}": value for key, value in keys.items()})
+        return dict(family.gguf.features(fields, ()))
+
+    two = features(GEMMA2, 42)
+    assert (two["sliding_window"], two["full_layers"]) == (4096, tuple(range(1, 42, 2)))
+    assert (two["attention_soft_cap"], two["logit_soft_cap"]) == (50, 30)
+    assert two["attention_scale"] == 128**-0.5
+    assert features(GEMMA2, 46)["attention_scale"] == 168**-0.5
+    window = {"attention.sliding_window": 1024}
+    three = features(GEMMA3, 62, **window)
+    assert (three["sliding_window"], three["local_rope_theta"]) == (1024, 10000)
+    assert three["full_layers"] == tuple(range(5, 62, 6))
+    assert three["attention_scale"] == 168**-0.5
+    assert features(GEMMA3, 48, **window)["attention_scale"] == 128**-0.5
+    assert "sliding_window" not in features(GEMMA3, 48)
+    base = features(GEMMA3, 48, **window, **{"rope.freq_base_swa": 500.0})
+    assert base["local_rope_theta"] == 500
+
+
+def test_experts_in_a_tensor_of_another_shape_are_refused(tmp_path: Path) -> None:
+    tiny = MODELS["mixtral"]
+    folder = write_hf(tiny, tmp_path / "hf")
+    path = convert(folder, tmp_path / "tiny.gguf")
+    args = load_model_args(find_model(str(path)))
+    flat = tmp_path / "flat.gguf"
+    data = path.read_bytes()
+    name = b"blk.1.ffn_up_exps.weight"
+    at = data.index(name) + len(name)
+    n_experts = args.n_experts.to_bytes(8, "little")
+    at = data.index(n_experts, at)
+    flat.write_bytes(data[:at] + (1).to_bytes(8, "little") + data[at + 8 :])
+    files = find_model(str(flat))
+    with pytest.raises(CheckpointError, match=r"ffn_up_exps\.weight is \[1, 89, 56\], expected"):
+        open_checkpoint(files, args).check(args)
+
+
+def test_experts_of_a_family_without_them_are_refused(tmp_path: Path) -> None:
+    path = convert(
+        write_hf(MODELS["qwen2"], tmp_path / "hf"), tmp_path / "tiny.gguf", expert_count=4
+    )
+    with pytest.raises(UsageError, match="'qwen2' with experts is not supported; supported: 'f"):
+        load_model_args(find_model(str(path)))

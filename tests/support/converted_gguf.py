@@ -1,0 +1,136 @@
+"""A HF folder's model as a GGUF file, in the way in which llama.cpp's converter writes each family.
+
+Names are the gguf package's. Order of rows, norms and header are spelled out here, and share no
+code with the package.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import interleaved
+from torch import Tensor
+
+# transformers' model_type to llama.cpp's architecture, where they differ.
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
+
+
+def rounded(folder: Path) -> Path:
+    """Round the weights of a float64 folder so that a GGUF file of float32 holds them exactly."""
+    config = json.loads((folder / "config.json").read_text())
+    path = folder / "model.safetensors"
+    weights = {}
+    for name, weight in load_file(path).items():
+        offset = _norm_offset(config, name)
+        weights[name] = (weight + offset).float().double() - offset
+    save_file(weights, path)
+    return folder
+
+
+def convert(folder: Path, path: Path, kind: str = "F32", **fields: Any) -> Path:
+    """Write the GGUF file; `kind` is the type of the experts, `fields` are further keys."""
+    config = json.loads((folder / "config.json").read_text())
+    arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(path, arch)
+    _write_header(writer, config, arch)
+    for key, value in fields.items():
+        full_key = f"{arch}.{key.replace('__', '.')}"
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(full_key, value)
+    n_layers = config["num_hidden_layers"]
+    architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(architecture, n_layers)
+    for name, weight in _converted(load_file(folder / "model.safetensors"), config).items():
+        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert mapped is not None, name
+        values, quantization = weight.float().numpy(), gguf.GGMLQuantizationType.F32
+        if "_exps" in mapped:
+            quantization = gguf.GGMLQuantizationType[kind]
+            values = gguf.quants.quantize(values, quantization)
+        writer.add_tensor(mapped, values, raw_dtype=quantization)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) -> None:
+    n_heads = config["num_attention_heads"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_head_count(n_heads)
+    writer.add_head_count_kv(_n_kv_heads(config))
+    if arch == "falcon":
+        writer.add_tensor_data_layout("jploski")
+        writer.add_feed_forward_length(config["ffn_hidden_size"])
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    else:
+        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if arch not in ("gemma", "gemma2", "falcon"):
+        rope = config["rope_parameters"]
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    n_experts = config.get("num_experts") or config.get("num_local_experts")
+    if n_experts:
+        writer.add_expert_count(n_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if arch == "qwen3moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if arch in ("gemma2", "gemma3") and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    n_tokens = config["vocab_size"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["t", "0", *(f"t{n}" for n in range(n_tokens - 2))][:n_tokens])
+    writer.add_token_merges(["t 0"])
+
+
+def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of the file under HF's names, or the names of merged experts."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    tensors: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, weight in weights.items():
+        if ".experts." in name:
+            before, _, after = name.partition(".experts.")
+            number, _, leaf = after.partition(".")
+            experts.setdefault(f"{before}.experts.{leaf}", {})[int(number)] = weight
+        elif "query_key_value" in name:
+            n_kv_heads = _n_kv_heads(config)
+            groups = weight.view(n_kv_heads, -1, head_dim, *weight.shape[1:])
+            parts = groups[:, :-2], groups[:, -2], groups[:, -1]
+            tensors[name] = torch.cat([part.reshape(-1, *weight.shape[1:]) for part in parts])
+        elif config["model_type"] in ("llama", "mistral", "mixtral") and (
+            ".q_proj." in name or ".k_proj." in name
+        ):
+            tensors[name] = interleaved(weight, head_dim)
+        else:
+            tensors[name] = weight + _norm_offset(config, name)
+    for name, parts in experts.items():
+        tensors[name] = torch.stack([parts[number] for number in sorted(parts)])
+    return tensors
+
+
+def _n_kv_heads(config: dict[str, Any]) -> int:
+    if config["model_type"] != "falcon":
+        n_kv_heads: int = config["num_key_value_heads"]
+        return n_kv_heads
+    return config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+
+
+def _norm_offset(config: dict[str, Any], name: str) -> float:
+    return 1.0 if config["model_type"].startswith("gemma") and name.endswith("norm.weight") else 0.0
