@@ -52,7 +52,9 @@ class SentencePieceTokenizer(Tokenizer):
     """A tokenizer whose pieces SentencePiece finds, and whose special tokens are found here.
 
     SentencePiece never makes a control piece from text, so the text is cut at special tokens first
-    and each part between them is encoded by itself, as Meta's chat format and llama.cpp do.
+    and each part between them is encoded by itself, as Meta's chat format and llama.cpp do. A part
+    behind a special token that begins with a space gets no second one, as in transformers: chat
+    templates write the space that Mistral's own code leaves to SentencePiece.
     `added` are tokens that other files add to the model's; they are cut out in the same way.
 
     Raises: CheckpointError if SentencePiece cannot use the model.
@@ -69,11 +71,13 @@ class SentencePieceTokenizer(Tokenizer):
         added: Sequence[AddedToken] = (),
     ) -> None:
         _require_supported(proto, source)
-        self._spm = SentencePieceProcessor()
-        try:
-            self._spm.LoadFromSerializedProto(proto.SerializeToString())
-        except (RuntimeError, OSError, ValueError) as error:
-            raise CheckpointError(f"{source}: not a usable SentencePiece model: {error}") from error
+        self._spm = self._behind = _processor(proto, source)
+        normalizer = proto.normalizer_spec
+        if normalizer.add_dummy_prefix and not normalizer.remove_extra_whitespaces:
+            bare = SPM_PROTO.ModelProto()
+            bare.CopyFrom(proto)
+            bare.normalizer_spec.add_dummy_prefix = False
+            self._behind = _processor(bare, source)
         vocabulary = _vocabulary(proto, added, source)
         prefix = [bos_id] if adds_bos and bos_id is not None else []
         super().__init__(vocabulary, bos_id, eos_ids, prefix)
@@ -81,12 +85,27 @@ class SentencePieceTokenizer(Tokenizer):
         self._specials = SpecialTokens({**vocabulary.special_ids, **added_ids})
 
     def _encoded(self, text: str, special: bool) -> list[int]:
-        encode = self._spm.EncodeAsIds
-        return self._specials.encode(text, encode) if special else encode(text)
+        ids: list[int] = []
+        for part in self._specials.split(text) if special else [text]:
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                spm = self._behind if ids and part.startswith(" ") else self._spm
+                ids += spm.EncodeAsIds(part)
+        return ids
 
     def to_model(self) -> bytes:
         """The content of a tokenizer.model; what other files added is not in it."""
         return bytes(self._spm.serialized_model_proto())
+
+
+def _processor(proto: Any, source: str) -> SentencePieceProcessor:
+    processor = SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(proto.SerializeToString())
+    except (RuntimeError, OSError, ValueError) as error:
+        raise CheckpointError(f"{source}: not a usable SentencePiece model: {error}") from error
+    return processor
 
 
 def _require_supported(proto: Any, source: str) -> None:

@@ -191,6 +191,19 @@ def test_the_template_of_a_hf_folder_gives_the_ids_of_transformers_and_mistral_c
         assert ids == encoded_chat(path, messages)
 
 
+@pytest.mark.parametrize("path", MISTRAL_FILES[:4], ids=lambda path: path.name)
+def test_the_template_of_a_folder_without_tokenizer_json_gives_the_same_ids(
+    tmp_path: Path, path: Path
+) -> None:
+    """The template writes a space behind its tags, and SentencePiece used to add another."""
+    (tmp_path / "tokenizer.model").symlink_to(path)
+    (tmp_path / "chat_template.jinja").write_text(chat_template(path))
+    chat = load_chat_template(tmp_path, load_tokenizer(tmp_path))
+    assert isinstance(chat, JinjaChat)
+    for messages in dialogs(20):
+        assert chat.encode(Chat(messages)) == encoded_chat(path, messages)
+
+
 def test_a_template_beside_a_tekken_file_has_the_bos_that_the_file_names(tmp_path: Path) -> None:
     """Such folders may have no tokenizer_config.json to name it."""
     (tmp_path / "tekken.json").symlink_to(TEKKEN)

@@ -101,6 +101,15 @@ def test_sentencepiece_parts_between_special_tokens_are_encoded_by_themselves() 
     ]  # fmt: skip
 
 
+def test_a_space_behind_a_special_token_is_the_one_that_sentencepiece_would_put_there() -> None:
+    tokenizer, oracle = real_tokenizer(MISTRAL_V1), SentencePieceProcessor(str(MISTRAL_V1))
+    space = oracle.PieceToId("\u2581")
+    assert tokenizer.encode("</s> two", bos=False) == [2, *oracle.EncodeAsIds("two")]
+    assert tokenizer.encode("</s>  two", bos=False) == [2, *oracle.EncodeAsIds(" two")]
+    assert tokenizer.encode("</s> <s>\n", bos=False) == [2, space, 1, *oracle.EncodeAsIds("\n")]
+    assert tokenizer.encode(" one", bos=False) == oracle.EncodeAsIds(" one")
+
+
 @pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
 def test_half_a_surrogate_pair_is_refused(path: Path) -> None:
     with pytest.raises(UsageError, match=r"character 2 of the text is '\\udce4'"):
