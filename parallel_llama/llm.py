@@ -43,9 +43,9 @@ from parallel_llama.parallel.place import world
 from parallel_llama.plan import (
     ShardPlan,
     default_dtype,
-    expert_values,
     kv_format,
     make_plan,
+    values_passed_over,
     weight_bytes,
 )
 from parallel_llama.request import Completion, Request, SamplingParams
@@ -328,18 +328,10 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode one step of so many sequences.
 
-        An embedding that is not the head too is looked up, not read; of a mixture's experts those
-        are read that the batch meets, on average where all are chosen equally often.
+        See `plan.values_passed_over` for those that are not read.
         """
-        args, passed_over = self.args, 0.0
-        if not args.tied_embeddings:
-            passed_over += args.vocab_size * args.dim
-        if args.n_experts:
-            unmet = (1 - args.n_active_experts / args.n_experts) ** batch
-            passed_over += unmet * expert_values(args)
-        return sum(self.statistics.weight_bytes) - DenseFormat(self.dtype).n_bytes(
-            round(passed_over)
-        )
+        passed_over = DenseFormat(self.dtype).n_bytes(values_passed_over(self.args, batch))
+        return sum(self.statistics.weight_bytes) - passed_over
 
     def close(self) -> None:
         """End the other ranks; it can be called twice, and after a fault.

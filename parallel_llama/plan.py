@@ -272,9 +272,17 @@ def values_per_unit(args: ModelArgs) -> Counter[Counted]:
     return values
 
 
-def expert_values(args: ModelArgs) -> int:
-    """Values of all experts of a mixture, held once."""
-    return values_per_unit(args)["expert ffn"] * args.ffn_dim * args.n_experts
+def values_passed_over(args: ModelArgs, batch: int) -> int:
+    """Values of weights that no rank need read to decode one step of so many sequences.
+
+    An embedding that is not the head too is looked up; of a mixture's experts those are left out
+    that the batch does not meet, on average where all are chosen equally often.
+    """
+    values = 0 if args.tied_embeddings else args.vocab_size * args.dim
+    if args.n_experts:
+        of_experts = values_per_unit(args)["expert ffn"] * args.ffn_dim * args.n_experts
+        values += round(of_experts * (1 - args.n_active_experts / args.n_experts) ** batch)
+    return values
 
 
 def weight_bytes(args: ModelArgs, share: Share, form: DenseFormat) -> int:

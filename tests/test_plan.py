@@ -19,6 +19,7 @@ from parallel_llama.plan import (
     local_kv_heads,
     make_plan,
     unit_size,
+    values_passed_over,
     weight_bytes,
 )
 
@@ -317,6 +318,15 @@ def test_a_group_of_ranks_gets_experts_in_proportion_to_its_memory():
     bytes_held = [weight_bytes(QWEN3_30B, s, DenseFormat("bfloat16")) for s in plan.shares]
     assert max(bytes_held[1:]) < 1.02 * min(bytes_held[1:])
     assert 1.95 < bytes_held[0] / bytes_held[1] < 2.05
+
+
+def test_a_step_passes_over_the_experts_that_its_batch_does_not_meet():
+    embeddings = 32000 * 4096
+    expert = 3 * 4096 * 14336 * 32  # in all layers
+    assert values_passed_over(MIXTRAL, 1) == embeddings + 6 * expert
+    assert values_passed_over(MIXTRAL, 2) == embeddings + 4.5 * expert
+    assert values_passed_over(MIXTRAL, 1000) == embeddings
+    assert values_passed_over(replace(shape(9, 3), tied_embeddings=True), 1) == 0
 
 
 def test_a_dense_model_has_no_placement_of_experts():

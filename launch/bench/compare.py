@@ -1,14 +1,15 @@
 """Speed beside other runtimes: the same weights, token ids and cores, turn by turn in one run.
 
-    python -m launch.bench.compare [--task stream|ragged] [--model smollm2]
+    python -m launch.bench.compare [--task stream|ragged] [--streams 1] [--model smollm2]
                                    [--engines ours:1,transformers,llama-models,vllm]
                                    [--vllm-python PATH] [--repeat 5] [--json]
 
-`stream` is one prompt of 512 tokens and 64 new ones; `ragged` is one batch of 16 prompts, of 16 to
-512 tokens, and 64 new ones for each. `ours:N` is this runtime on N ranks, the cores shared out
-among them. Weights and arithmetic are float32. Each engine has one turn to warm up. One that is not
-installed, or fails, is left out with the reason. Greedy tokens are compared with those of the first
-engine: the exit code is 1 where they part at more than a near tie, or an engine failed.
+`stream` is one prompt of 512 tokens and 64 new ones, or as many of them at once as --streams says;
+`ragged` is one batch of 16 prompts, of 16 to 512 tokens, and 64 new ones for each. `ours:N` is this
+runtime on N ranks, the cores shared out among them. Weights and arithmetic are float32. Each engine
+has one turn to warm up. One that is not installed, or fails, is left out with the reason. Greedy
+tokens are compared with those of the first engine: the exit code is 1 where they part at more than
+a near tie, or an engine failed.
 """
 
 import argparse
@@ -32,11 +33,17 @@ from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.dtypes import DenseFormat
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import find_model
-from parallel_llama.plan import make_plan, weight_bytes
+from parallel_llama.plan import make_plan, values_passed_over, values_per_unit
 
 
 def compare(
-    model: str, kind: Kind, prompt_tokens: int, n_new: int, chosen: Sequence[Engine], n_turns: int
+    model: str,
+    kind: Kind,
+    prompt_tokens: int,
+    n_new: int,
+    chosen: Sequence[Engine],
+    n_turns: int,
+    n_streams: int = 1,
 ) -> dict[str, Any]:
     """Run the whole comparison and return what it found, ready for JSON.
 
@@ -45,7 +52,7 @@ def compare(
     files = find_model(model)
     files.require_weights()
     args = load_model_args(files, meta_vocab_size)
-    task = make_task(kind, prompt_tokens, n_new, args.vocab_size)
+    task = make_task(kind, prompt_tokens, n_new, args.vocab_size, n_streams)
     if task.max_seq_len > args.max_seq_len:
         raise UsageError(
             f"prompt and new tokens are up to {task.max_seq_len} and the context of {model} is "
@@ -54,7 +61,8 @@ def compare(
     cores = tuple(sorted(os.sched_getaffinity(0)))  # `taskset` narrows them
     turns = play(files, task, chosen, n_turns, cores)
     read_rate = max(turns.read_rates)  # others on the machine can only lower it
-    figures = engine_figures(task, chosen, turns, len(cores), step_bytes(args) / read_rate)
+    floor_s = step_bytes(args, len(task.lengths)) / read_rate
+    figures = engine_figures(task, chosen, turns, len(cores), floor_s)
     for name, agreement in agreements(model, turns.runs, task.prompts).items():
         figures[name]["agreement"] = agreement
     return {
@@ -91,7 +99,8 @@ def engine_figures(
             **speeds,
         }
         if decode := speeds.get("decode_tokens_per_s"):
-            own["read_bandwidth_share"] = round(decode["median"] * floor_s, 3)
+            steps_per_s = decode["median"] / len(task.lengths)
+            own["read_bandwidth_share"] = round(steps_per_s * floor_s, 3)
     return figures
 
 
@@ -105,10 +114,10 @@ def all_ratios(task: Task, turns: Turns) -> dict[str, dict[str, Any]]:
     }
 
 
-def step_bytes(args: ModelArgs) -> int:
-    """Bytes of float32 weights that one decode step must read: an embedding is looked up."""
-    whole = weight_bytes(args, make_plan(args, 1).shares[0], DenseFormat("float32"))
-    return whole if args.tied_embeddings else whole - args.vocab_size * args.dim * 4
+def step_bytes(args: ModelArgs, batch: int) -> int:
+    """Bytes of float32 weights that one decode step of so many sequences must read."""
+    whole = make_plan(args, 1).shares[0].n_values(values_per_unit(args))
+    return DenseFormat("float32").n_bytes(whole - values_passed_over(args, batch))
 
 
 def processor() -> str:
@@ -124,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [replace(each, python=each.python or flags.vllm_python) for each in flags.engines]
     sizes = flags.task, flags.prompt_tokens, flags.new_tokens
     try:
-        result = compare(flags.model, *sizes, chosen, flags.repeat)
+        result = compare(flags.model, *sizes, chosen, flags.repeat, flags.streams)
     except (UsageError, CheckpointError) as error:
         parser.error(str(error))
     print(json.dumps(result) if flags.json else report(result))
@@ -143,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         default="ours:1,transformers,llama-models,vllm",
         help="ours:N, transformers, llama-models, vllm; the first gives the tokens to agree with",
     )
+    parser.add_argument("--streams", type=_whole, default=1, help="prompts at once of a stream")
     length = "length of the prompt, or the longest"
     parser.add_argument("--prompt-tokens", type=_whole, default=512, help=length)
     parser.add_argument("--new-tokens", type=_whole, default=64, help="for each prompt")

@@ -32,7 +32,8 @@ def _heading(result: dict[str, Any]) -> str:
     prompts = f"one prompt of {lengths[0]} tokens"
     if len(lengths) > 1:
         total = sum(lengths)
-        prompts = f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, {total} in all"
+        each = f"{lengths[0]}" if lengths[0] == lengths[-1] else f"{lengths[0]} to {lengths[-1]}"
+        prompts = f"{len(lengths)} prompts of {each} tokens, {total} in all"
     return (
         f"{result['model']}, {result['dtype']}; {prompts}; {result['new_tokens']} new for each\n"
         f"{result['processor']}, {len(result['cores'])} cores, which read memory at "

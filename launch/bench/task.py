@@ -46,7 +46,8 @@ class Task:
         figures = {"prefill_tokens_per_s": sum(self.lengths) / run.first_token_s}
         if self.n_new > 1:
             decode_s = run.total_s - run.first_token_s
-            figures["decode_tokens_per_s"] = (self.n_new - 1) / decode_s
+            n_tokens = len(self.lengths) * (self.n_new - 1)
+            figures["decode_tokens_per_s"] = n_tokens / decode_s
         return figures
 
     def spreads(self, runs: Sequence[Run]) -> dict[str, Spread]:
@@ -63,13 +64,15 @@ class Task:
         }
 
 
-def make_task(kind: Kind, prompt_tokens: int, n_new: int, vocab_size: int) -> Task:
-    """One prompt of `prompt_tokens`, or 16 from 16 tokens to that many, evenly spaced.
+def make_task(
+    kind: Kind, prompt_tokens: int, n_new: int, vocab_size: int, n_streams: int = 1
+) -> Task:
+    """Equal prompts of `prompt_tokens`, or 16 from 16 tokens to that many, evenly spaced.
 
     Raises: UsageError where that many are fewer.
     """
     if kind == "stream":
-        return Task(kind, (prompt_tokens,), n_new, vocab_size)
+        return Task(kind, (prompt_tokens,) * n_streams, n_new, vocab_size)
     if prompt_tokens < SHORTEST_RAGGED:
         raise UsageError(f"--prompt-tokens: ragged prompts begin at {SHORTEST_RAGGED} tokens")
     step = (prompt_tokens - SHORTEST_RAGGED) / (N_RAGGED - 1)

@@ -82,6 +82,14 @@ def test_a_stream_is_split_at_its_first_token():
     assert "decode_tokens_per_s" not in make_task("stream", 8, 1, vocab_size=100).spreads(runs)
 
 
+def test_the_tokens_of_all_streams_at_once_are_counted():
+    task = make_task("stream", 8, 5, vocab_size=100, n_streams=3)
+    assert [len(prompt) for prompt in task.prompts(1)] == [8, 8, 8]
+    figures = task.spreads([Run([[1] * 5] * 3, 0.5, 2.5)])
+    assert figures["prefill_tokens_per_s"]["median"] == 48.0
+    assert figures["decode_tokens_per_s"]["median"] == 6.0
+
+
 def test_a_ragged_batch_is_timed_as_a_whole():
     figures = RAGGED.spreads([Run([], 1.0, 8.0)])
     assert {key: own["median"] for key, own in figures.items()} == {
