@@ -167,13 +167,13 @@ class AsyncLLM:
 
     def statistics(self) -> EngineStatistics:
         """How busy the engine is; numbers may stem from two neighbouring steps."""
-        scheduler, pool = self._llm.engine.scheduler, self._llm.engine.pool
+        scheduler, pools = self._llm.engine.scheduler, self._llm.engine.pools
         return EngineStatistics(
             n_running=len(scheduler.running),
             n_waiting=len(scheduler.waiting),
-            n_blocks_used=pool.n_used,
-            n_blocks_cached=pool.n_cached,
-            n_blocks_free=pool.n_free,
+            n_blocks_used=sum(pool.n_used for pool in pools),
+            n_blocks_cached=sum(pool.n_cached for pool in pools),
+            n_blocks_free=sum(pool.n_free for pool in pools),
             n_prompt_tokens=scheduler.n_prompt_tokens,
             n_prefix_tokens=scheduler.n_prefix_tokens,
             n_preempted=scheduler.n_preempted,

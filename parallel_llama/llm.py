@@ -161,7 +161,8 @@ class LLM:
             raise UsageError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
         plan = make_plan(self.args, size)
         self.kv_format = kv_format(kv_cache_dtype, self.dtype)
-        cache_size = CacheSize(self.args, plan, self.kv_format, block_size, kv_cache_bytes)
+        longest = input_processor.max_seq_len
+        cache_size = CacheSize(self.args, plan, self.kv_format, block_size, kv_cache_bytes, longest)
         checkpoint = _open_weights(input_processor.files, self.args, random_weights, verify)
         settings["max_seq_len"] = input_processor.max_seq_len
         shared = shared_facts(settings, input_processor.files, self.args, plan, kind)
@@ -176,7 +177,7 @@ class LLM:
         except BaseException:
             self._end()
             raise
-        input_processor.n_cache_tokens = self.engine.capacity.n_tokens
+        input_processor.n_cache_tokens = self.engine.capacity.longest(longest)
         form = DenseFormat(self.dtype)
         self.statistics = Statistics(
             tuple(weight_bytes(self.args, share, form) for share in plan.shares),
@@ -295,15 +296,16 @@ class LLM:
         Raises: UsageError for a sequence that cannot be scored, or for which the cache has no room.
         """
         self._require_open()
-        room = self.engine.pool.n_takeable() * self.engine.pool.block_size
         for index, tokens in enumerate(sequences):
             try:
                 self.input_processor.check_sequence(tokens)
-                if len(tokens) > room:
-                    raise UsageError(
-                        f"{len(tokens)} tokens and the KV cache has room for {room}; "
-                        "raise kv_cache_bytes"
-                    )
+                for group in self.engine.scheduler.groups:
+                    n_takeable = group.pool.n_takeable()
+                    if group.n_held(len(tokens)) > n_takeable:
+                        raise UsageError(
+                            f"{len(tokens)} tokens and the KV cache has room for "
+                            f"{n_takeable * group.pool.block_size}; raise kv_cache_bytes"
+                        )
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error
         scores = []

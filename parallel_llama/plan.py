@@ -12,21 +12,26 @@ Pure integers: no torch, no process group.
 """
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import Literal
 
 from parallel_llama.dtypes import KV_DTYPES, DenseFormat, KVFormat
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.model_args import ModelArgs, layer_groups
 from parallel_llama.families.weights import Axis, Param, layer_parameters, outer_parameters
 
 # A cut between KV heads is kept while the busiest rank does at most this much of the mean work;
 # beyond it the cut goes between query heads, and a KV head may be held by two ranks.
 MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
+
+# The least part that layers with a window have of the blocks that those which see all keys have.
+MIN_WINDOW_PART = Fraction(1, 4)
 
 # Ranks share every expert, which balances them whatever the router does, while each has at least so
 # many of its channels. Of fewer, products take about as long as calling them; then ranks share out
@@ -290,9 +295,62 @@ def weight_bytes(args: ModelArgs, share: Share, form: DenseFormat) -> int:
     return form.n_bytes(share.n_values(values_per_unit(args)))
 
 
-def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> int:
-    """Bytes of KV cache that a rank needs for one token of one sequence."""
-    return 2 * args.n_layers * share.n_local_kv_heads * form.n_bytes(args.head_dim)
+def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:
+    """Bytes of KV cache that a rank needs for one token, in each group of layers."""
+    per_layer = 2 * share.n_local_kv_heads * form.n_bytes(args.head_dim)
+    return tuple(len(group.layers) * per_layer for group in layer_groups(args))
+
+
+def pool_sizes(
+    args: ModelArgs, n_blocks: int, block_size: int, max_seq_len: int, step_tokens: int
+) -> tuple[int, ...]:
+    """Blocks for each group of layers, where there are `n_blocks` for the first.
+
+    Layers with a window get a part of what those that see all keys get: so much that sequences of
+    `max_seq_len` tokens find room in both or in none, but at least a quarter, since most sequences
+    are a few windows long, and enough for the longest sequence that the others have room for.
+    """
+    _, *windowed = layer_groups(args)
+    whole = blocks_held(max_seq_len, block_size, None, step_tokens)
+
+    def size(window: int | None) -> int:
+        part = Fraction(blocks_held(max_seq_len, block_size, window, step_tokens), whole)
+        longest = blocks_held(n_blocks * block_size, block_size, window, step_tokens)
+        return max(math.ceil(n_blocks * max(part, MIN_WINDOW_PART)), longest)
+
+    return (n_blocks, *(size(group.window) for group in windowed))
+
+
+def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], room: int) -> int:
+    """The most blocks of the first group for which all groups' blocks fit into `room` bytes.
+
+    `sizes` gives every group's blocks, the first's own number first, and more for more; one of a
+    group takes so many of `n_bytes`.
+    """
+    most = max(room, 0) // n_bytes[0]
+    if len(n_bytes) == 1:
+        return most
+
+    def taken(n_blocks: int) -> int:
+        return sum(map(mul, sizes(n_blocks), n_bytes))
+
+    return bisect_right(range(most + 1), max(room, 0), key=taken) - 1
+
+
+def blocks_held(n_tokens: int, block_size: int, window: int | None, step_tokens: int) -> int:
+    """The most blocks that a sequence of so many tokens ever holds in a layer.
+
+    In a layer with a window these are the blocks that the tokens of one step touch, and what the
+    first of them sees; a block behind them is used again.
+
+    >>> blocks_held(10, 4, None, 2), blocks_held(1000, 4, 16, 2), blocks_held(1000, 1, 16, 2)
+    (3, 5, 17)
+    """
+    n_blocks = -(-n_tokens // block_size)
+    if window is None:
+        return n_blocks
+    n_live = window - 1 + step_tokens
+    return min(n_blocks, (n_live - 2 + block_size) // block_size + 1)
 
 
 def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:

@@ -35,7 +35,7 @@ def llm(model: Path) -> Iterator[LLM]:
     # Without guesses a step is a token, so that steps tell how far a request came.
     llm = LLM(str(model), dtype="float64", kv_cache_bytes=4 << 20, max_drafts=0)
     yield llm
-    assert llm.engine.pool.n_used == 0
+    assert llm.engine.pools[0].n_used == 0
     llm.close()
 
 
@@ -253,7 +253,7 @@ def test_an_engine_without_requests_does_nothing(llm: LLM) -> None:
 def test_statistics_are_those_of_the_moment(llm: LLM) -> None:
     async def talk(engine: AsyncLLM) -> None:
         before = engine.statistics()
-        n_blocks = llm.engine.capacity.n_blocks
+        (n_blocks,) = llm.engine.capacity.n_blocks
         assert (before.n_running, before.n_blocks_free) == (0, n_blocks)
         await engine.generate([[5] * 40, [5] * 40], PARAMS)
         after = engine.statistics()

@@ -37,9 +37,9 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Rooms, and modules of rooms, that load without torch.
 TORCH_FREE = {
     "errors", "dtypes", "stop", "files", "families", "config", "plan", "request", "tokenizer",
-    "structured", "reshard.target_folder", "engine.block_pool", "engine.detokenizer",
-    "engine.input_processor", "engine.messages", "engine.prompt_lookup", "engine.prompts",
-    "engine.scheduler",
+    "structured", "reshard.target_folder", "engine.block_group", "engine.block_pool",
+    "engine.detokenizer", "engine.input_processor", "engine.messages", "engine.prompt_lookup",
+    "engine.prompts", "engine.scheduler",
 }  # fmt: skip
 MATH = {"model", "ops"}
 

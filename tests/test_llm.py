@@ -48,7 +48,7 @@ def llm(model: Path) -> Iterator[LLM]:
 def nothing_is_left(llm: LLM) -> Iterator[None]:
     yield
     assert llm.engine.idle
-    assert llm.engine.pool.n_used == 0 and not llm._runs
+    assert llm.engine.pools[0].n_used == 0 and not llm._runs
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
@@ -330,8 +330,8 @@ def test_an_llm_that_nobody_holds_has_given_its_memory_back(model: Path) -> None
 def test_a_score_is_the_log_softmax_of_the_full_logits(llm: LLM) -> None:
     (ours,) = llm.score([TOKENS])
     runner = ModelRunner(llm.args, make_plan(llm.args, 1), llm.engine.comm, llm.engine.runner.model)
-    runner.reserve(1, len(TOKENS))
-    hidden = runner.forward([Chunk(TOKENS, 0, [0], len(TOKENS))])
+    runner.reserve([1], len(TOKENS))
+    hidden = runner.forward([Chunk(TOKENS, 0, [[0]], len(TOKENS))])
     logprobs = full_logits(runner, hidden).double().log_softmax(-1)
     expected = logprobs[:-1].gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(ours, dtype=torch.float64), expected)
@@ -490,9 +490,9 @@ def test_a_cache_of_int8_holds_as_much_more_as_a_row_is_shorter(model: Path, llm
     options = {"dtype": "float64", "kv_cache_bytes": CACHE_BYTES}
     with LLM(str(model), **options, kv_cache_dtype="int8") as narrow:
         head_dim = narrow.args.head_dim
-        ratio = narrow.engine.capacity.n_blocks / llm.engine.capacity.n_blocks
+        ratio = narrow.engine.capacity.n_tokens / llm.engine.capacity.n_tokens
         assert ratio == pytest.approx(head_dim * 8 / (head_dim + 4), rel=0.01)
-        assert narrow.engine.runner.cache.k.dtype == torch.int8
+        assert narrow.engine.runner.caches[0].k.dtype == torch.int8
         assert narrow.generate(["Hello"], PARAMS)[0].tokens
 
 

@@ -337,13 +337,13 @@ def test_a_dense_model_has_no_placement_of_experts():
 
 def test_kv_bytes_follow_the_local_kv_heads():
     share = make_plan(shape(9, 3), 2).shares[0]
-    assert kv_bytes_per_token(shape(9, 3), share, KVFormat("bfloat16")) == 2 * 2 * 2 * 8 * 2
+    assert kv_bytes_per_token(shape(9, 3), share, KVFormat("bfloat16")) == (2 * 2 * 2 * 8 * 2,)
 
 
 def test_a_key_or_value_in_int8_takes_a_byte_a_number_and_a_scale():
     share = make_plan(shape(9, 3), 2).shares[0]
     for name in ("int8", "fp8"):
-        assert kv_bytes_per_token(shape(9, 3), share, KVFormat(name)) == 2 * 2 * 2 * (8 + 4)
+        assert kv_bytes_per_token(shape(9, 3), share, KVFormat(name)) == (2 * 2 * 2 * (8 + 4),)
 
 
 def test_parameters_carry_metas_names_and_the_axis_that_cuts_them():

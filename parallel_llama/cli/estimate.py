@@ -1,13 +1,26 @@
 """What the ranks of a plan need and have, and how few are enough. All sizes are bytes. No torch."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import mul
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import DenseFormat, KVFormat
+from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import layer_groups
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.plan import ShardPlan, Share, kv_bytes_per_token, make_plan, values_per_unit
+from parallel_llama.plan import (
+    ShardPlan,
+    Share,
+    blocks_held,
+    kv_bytes_per_token,
+    make_plan,
+    most_blocks,
+    pool_sizes,
+    values_per_unit,
+)
 
 
 @dataclass(frozen=True)
@@ -21,8 +34,21 @@ class Workload:
     batch: int
 
     @property
+    def tokens_each(self) -> tuple[int, ...]:
+        """Tokens of a sequence that each group of layers keeps at once, at the most."""
+        return tuple(
+            blocks_held(self.max_seq_len, 1, group.window, STEP_TOKENS)
+            for group in layer_groups(self.args)
+        )
+
+    @property
     def n_tokens(self) -> int:
-        return self.max_seq_len * self.batch
+        """Tokens of all sequences that the first group of layers keeps at once, at the most."""
+        return self.tokens_each[0] * self.batch
+
+    def pools(self, n_tokens: int) -> tuple[int, ...]:
+        """Tokens that each group of layers has room for, where the first has so much."""
+        return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, STEP_TOKENS)
 
     @property
     def weights(self) -> int:
@@ -31,20 +57,37 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class KVEstimate:
+    """What a rank with some KV heads needs for tokens: one in each group of layers, and all."""
+
+    per_group: tuple[int, ...]
+    per_sequence: int
+    needed: int
+
+    @classmethod
+    def of(cls, work: Workload, share: Share) -> "KVEstimate":
+        per_group = kv_bytes_per_token(work.args, share, work.kv)
+        needed = sum(map(mul, per_group, work.pools(work.n_tokens)))
+        return cls(per_group, sum(map(mul, per_group, work.tokens_each)), needed)
+
+
+@dataclass(frozen=True)
 class RankEstimate:
     """What one rank needs for its share of a workload, and has; `memory` is None if not known."""
 
     share: Share
     weights: int
-    kv_per_token: int
-    needed: int
+    kv: KVEstimate
     memory: int | None
 
     @property
-    def room_for_tokens(self) -> int | None:
-        if self.memory is None:
-            return None
-        return max(0, (self.memory - self.weights) // self.kv_per_token)
+    def kv_per_token(self) -> int:
+        """What a token takes in all layers, while it is in the window of those that have one."""
+        return sum(self.kv.per_group)
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.kv.needed
 
 
 @dataclass(frozen=True)
@@ -71,14 +114,30 @@ class Estimate:
 
     @property
     def room_for_tokens(self) -> int | None:
-        """Tokens of KV cache that the tightest rank has room for; None if memory is not known."""
-        rooms = [rank.room_for_tokens for rank in self.ranks]
-        return min((room for room in rooms if room is not None), default=None)
+        """Tokens that the first group of layers has room for on the tightest rank.
+
+        None if memory is not known.
+        """
+        rooms = {
+            (rank.kv.per_group, rank.memory - rank.weights)
+            for rank in self.ranks
+            if rank.memory is not None
+        }
+        return min((most_blocks(self.work.pools, *each) for each in rooms), default=None)
 
     @property
     def fits(self) -> bool | None:
         room = self.room_for_tokens
         return None if room is None else room >= self.work.n_tokens
+
+    @property
+    def longest_that_fits(self) -> int:
+        """How long the workload's sequences may be at the most; 0 where nothing fits."""
+        lengths = range(1, self.work.max_seq_len + 1)
+        return bisect_left(lengths, True, key=lambda length: not self._fits_with(length))
+
+    def _fits_with(self, max_seq_len: int) -> bool | None:
+        return replace(self, work=replace(self.work, max_seq_len=max_seq_len)).fits
 
 
 @dataclass(frozen=True)
@@ -110,16 +169,15 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
     """
     each = [memory] * tp_size if isinstance(memory, int) else memory
     plan = make_plan(work.args, tp_size, each)
-    form = DenseFormat(work.dtype)
-    per_unit = values_per_unit(work.args)
+    form, per_unit = DenseFormat(work.dtype), values_per_unit(work.args)
+    kv: dict[int, KVEstimate] = {}  # by the number of KV heads
 
     def rank(share: Share) -> RankEstimate:
+        if share.n_local_kv_heads not in kv:
+            kv[share.n_local_kv_heads] = KVEstimate.of(work, share)
         weights = form.n_bytes(share.n_values(per_unit))
-        kv_per_token = kv_bytes_per_token(work.args, share, work.kv)
-        needed = weights + kv_per_token * work.n_tokens
-        return RankEstimate(
-            share, weights, kv_per_token, needed, each[share.rank] if each else None
-        )
+        memory = each[share.rank] if each else None
+        return RankEstimate(share, weights, kv[share.n_local_kv_heads], memory)
 
     return Estimate(work, plan, tuple(map(rank, plan.shares)))
 

@@ -146,6 +146,8 @@ def _object(found: Estimate) -> dict[str, Any]:
         "weight_bytes": found.weights,
         "one_rank_weight_bytes": found.work.weights,
         "batch": found.work.batch,
+        "sliding_window": found.work.args.sliding_window,
+        "kv_bytes_per_sequence": sum(rank.kv.per_sequence for rank in found.ranks),
     }
 
 
@@ -183,6 +185,7 @@ def _page(found: Estimate) -> list[str]:
         f"weights    {size(found.weights)} on all ranks, "
         f"{found.weights / work.weights:.3f} x the model's own {size(work.weights)}",
         f"KV cache   {size(kv_per_token)} a token on all ranks, {_copies(found)}",
+        *_window(found),
         *_experts(plan),
         *_verdict(found),
     ]
@@ -221,10 +224,26 @@ def _copies(found: Estimate) -> str:
     return f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
 
 
+def _window(found: Estimate) -> list[str]:
+    """What a sliding window saves; nothing where all layers see all keys."""
+    args = found.work.args
+    if args.sliding_window is None:
+        return []
+    n_layers = args.n_layers - len(args.full_layers)
+    most = size(sum(rank.kv.per_sequence for rank in found.ranks))
+    return [
+        f"window     of {args.sliding_window:,} tokens in {n_layers} of {args.n_layers} layers: "
+        f"{most} on all ranks for a sequence of {found.work.max_seq_len:,} tokens"
+    ]
+
+
 def _verdict(found: Estimate) -> list[str]:
     if found.fits is None:
         return []
     room = f"there is room for {found.room_for_tokens:,} tokens of KV cache"
+    if found.work.args.sliding_window is not None:
+        n_sequences = (found.room_for_tokens or 0) // found.work.tokens_each[0]
+        room += f", {n_sequences:,} sequences of {found.work.max_seq_len:,} tokens"
     return [f"fits       {_yes_or_no(found.fits)}: {room if found.fits else _shortfall(found)}"]
 
 
@@ -237,10 +256,10 @@ def _shortfall(found: Estimate) -> str:
     remedies = ["more ranks" if found.plan.tp_size < work.args.n_heads else "more memory"]
     if ITEM_BYTES[work.dtype] > ITEM_BYTES["bfloat16"]:
         remedies.append("--dtype bfloat16")
-    if room >= work.max_seq_len:
-        remedies.append(f"--batch {room // work.max_seq_len}")
-    if room >= work.batch:
-        remedies.append(f"--max-seq-len {room // work.batch}")
+    if n_sequences := room // work.tokens_each[0]:
+        remedies.append(f"--batch {n_sequences}")
+    if found.longest_that_fits:
+        remedies.append(f"--max-seq-len {found.longest_that_fits}")
     return f"{reason}; try {' or '.join(remedies)}"
 
 

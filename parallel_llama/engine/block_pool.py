@@ -121,6 +121,15 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def is_sole(self, block: int) -> bool:
+        """Whether a used block has one owner."""
+        return self._n_owners[block] == 1
+
+    def forget(self, block: int) -> None:
+        """Let its only owner write a block anew: no key finds it any more."""
+        assert self._n_owners[block] == 1, f"block {block} has {self._n_owners[block]} owners"
+        self._drop_key(block)
+
     def release(self, blocks: Sequence[int]) -> None:
         """Take one owner from each block of a sequence, given head first.
 
@@ -171,11 +180,14 @@ class BlockPool:
     def _evict(self, n: int) -> None:
         for _ in range(min(n, len(self._cached))):
             block, _ = self._cached.popitem(last=False)
-            key = self._key_of[block]
-            assert key is not None
+            self._drop_key(block)
+            self._add_open(block, block + 1)
+
+    def _drop_key(self, block: int) -> None:
+        key = self._key_of[block]
+        if key is not None:
             self._key_of[block] = None
             del self._block_of[key]
-            self._add_open(block, block + 1)
 
     def _add_open(self, start: int, stop: int) -> None:
         before = self._open.start_of(start)

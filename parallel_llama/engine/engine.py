@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.engine.detokenizer import Detokenizer
 from parallel_llama.engine.draws import draw_each, draws_of
@@ -35,9 +36,6 @@ from parallel_llama.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Tokens of one forward pass: enough to make prefill a matter of matrix products and not of weight
-# traffic, few enough that those who decode do not wait long and an interruption is heard.
-STEP_TOKENS = 512
 BLOCK_SIZE = 16
 
 # Guesses at what follows: of one sequence, and rows of all that decode; beyond them a step takes
@@ -198,7 +196,7 @@ class Engine:
 
     def _run(self, scheduled: abc.Sequence[ScheduledTokens], clock: "_Clock") -> list[StepOutput]:
         chunks = [
-            Chunk(item.tokens, item.start, item.sequence.blocks, item.sequence.n_prompt)
+            Chunk(item.tokens, item.start, item.sequence.tables, item.sequence.n_prompt)
             for item in scheduled
         ]
         drawing, scoring = self._wanted_rows(scheduled)
@@ -221,11 +219,13 @@ class Engine:
 
     def _reset(self) -> None:
         """Begin without requests and with an empty cache: what it held may be worth nothing."""
-        self.pool = BlockPool(self.capacity.n_blocks, self.capacity.block_size)
+        block_size = self.capacity.block_size
+        self.pools = [BlockPool(n_blocks, block_size) for n_blocks in self.capacity.n_blocks]
         # In a cycle, weights and cache would outlive whoever uses them last.
         engine = weakref.proxy(self)
         self.scheduler = Scheduler(
-            self.pool,
+            self.pools,
+            self.capacity.windows,
             step_tokens=self.step_tokens,
             context=lambda request: engine._context(request),
             draft=lambda sequence, most: engine._draft(sequence, most),

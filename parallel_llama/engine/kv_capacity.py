@@ -5,16 +5,25 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import mul
 from pathlib import Path
 
 import torch
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
+from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.errors import OutOfMemory, UsageError
+from parallel_llama.families.model_args import layer_groups
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.plan import ShardPlan, kv_bytes_per_token
+from parallel_llama.plan import (
+    ShardPlan,
+    blocks_held,
+    kv_bytes_per_token,
+    most_blocks,
+    pool_sizes,
+)
 
 # Of the memory that is free once the weights are loaded, on the CPU shared by all ranks of a host.
 CPU_SHARE, CUDA_SHARE = 0.5, 0.9
@@ -28,25 +37,41 @@ _NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Capacity:
-    """The blocks of the KV cache, the same number on every rank; bytes are the fullest rank's."""
+    """The KV caches' blocks for each group of layers, the same on every rank.
 
-    n_blocks: int
+    `windows` says how many keys a token sees in each group, None for all; bytes are the fullest
+    rank's.
+    """
+
+    n_blocks: tuple[int, ...]
     block_size: int
     n_bytes: int
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def n_tokens(self) -> int:
-        return self.n_blocks * self.block_size
+        """Tokens that the first group has room for; in layers with a window they come and go."""
+        return self.n_blocks[0] * self.block_size
+
+    def longest(self, max_seq_len: int) -> int:
+        """The length of the longest sequence that fits, up to `max_seq_len` tokens."""
+        fits = self.n_full_requests(max_seq_len) > 0
+        return max_seq_len if fits else min(self.n_blocks) * self.block_size
 
     def n_full_requests(self, max_seq_len: int) -> int:
         """How many requests of `max_seq_len` tokens fit at the same time."""
-        return self.n_blocks // -(-max_seq_len // self.block_size)
+        return min(
+            n // blocks_held(max_seq_len, self.block_size, window, STEP_TOKENS)
+            for n, window in zip(self.n_blocks, self.windows, strict=True)
+        )
 
 
 class CacheSize:
-    """How large each rank's KV cache is to be: `n_bytes`, or what there is room for.
+    """How large each rank's KV caches are to be: `n_bytes` in all, or what there is room for.
 
-    Raises: UsageError if a cache of `n_bytes` cannot hold one block on every rank.
+    `max_seq_len` is the length of the longest sequences.
+
+    Raises: UsageError if `n_bytes` are too few for one block of each on every rank.
     """
 
     def __init__(
@@ -56,14 +81,16 @@ class CacheSize:
         form: KVFormat,
         block_size: int,
         n_bytes: int | None,
+        max_seq_len: int,
     ) -> None:
         if block_size < 1:
             raise UsageError(f"block_size={block_size}: a block holds at least 1 token")
+        self.args, self.max_seq_len = args, max_seq_len
         self.block_size, self.n_bytes = block_size, n_bytes
         self._block_bytes = [
-            kv_bytes_per_token(args, share, form) * block_size for share in plan.shares
+            [n * block_size for n in kv_bytes_per_token(args, share, form)] for share in plan.shares
         ]
-        widest = max(self._block_bytes)
+        widest = max(map(sum, self._block_bytes))
         if n_bytes is not None and n_bytes < widest:
             raise UsageError(
                 f"kv_cache_bytes={n_bytes} and one block of {block_size} tokens takes {widest} "
@@ -86,16 +113,24 @@ class CacheSize:
                 f"kv_cache_bytes={self.n_bytes} and rank {least} has {frees[least]} bytes of free "
                 "memory; lower kv_cache_bytes"
             )
-        n_blocks = [int(room) // each for room, each in zip(rooms, self._block_bytes, strict=True)]
+        n_blocks = [
+            most_blocks(self._sizes, each, int(room))
+            for room, each in zip(rooms, self._block_bytes, strict=True)
+        ]
         tightest = n_blocks.index(min(n_blocks))
         if n_blocks[tightest] < 1:
             raise UsageError(
                 f"rank {tightest} has {rooms[tightest]} bytes for its KV cache and one block of "
-                f"{self.block_size} tokens takes {self._block_bytes[tightest]}; free some memory, "
-                "or use more ranks on more hosts"
+                f"{self.block_size} tokens takes {sum(self._block_bytes[tightest])}; free some "
+                "memory, or use more ranks on more hosts"
             )
-        n_bytes = n_blocks[tightest] * max(self._block_bytes)
-        return Capacity(n_blocks[tightest], self.block_size, n_bytes)
+        sizes = self._sizes(n_blocks[tightest])
+        n_bytes = max(sum(map(mul, sizes, each)) for each in self._block_bytes)
+        windows = tuple(group.window for group in layer_groups(self.args))
+        return Capacity(sizes, self.block_size, n_bytes, windows)
+
+    def _sizes(self, n_blocks: int) -> tuple[int, ...]:
+        return pool_sizes(self.args, n_blocks, self.block_size, self.max_seq_len, STEP_TOKENS)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """One rank's step: chunks of sequences to prefill or decode in, hidden states or logits out.
 
-The runner owns the model and the KV cache of one rank. It does not know requests, sampling or
+The runner owns the model and the KV caches of one rank. It does not know requests, sampling or
 stop conditions; every rank calls it with the same chunks.
 """
 
@@ -15,9 +15,10 @@ from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_capacity import memory_for
-from parallel_llama.model.attention import Batch, Window
-from parallel_llama.model.kv_cache import KVCache, slices_of, slots_of, without_last
-from parallel_llama.model.rope import RotaryTables
+from parallel_llama.families.model_args import layer_groups
+from parallel_llama.model.attention import Batch, GroupBatch, QueryTile
+from parallel_llama.model.kv_cache import Blocks, KVCache, part_of, slices_of, slots_of
+from parallel_llama.model.rope import RotaryTables, rotary_of_windows
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype
@@ -37,13 +38,13 @@ _MAX_DECODED = 9
 class Chunk:
     """Consecutive tokens of one sequence, the first of them at position `start`.
 
-    `blocks` is the sequence's block table as far as the chunk's last token, or longer; `n_prompt`
-    is the number of tokens that the sequence began with.
+    `tables` are the sequence's block tables, one for each group of layers, as far as the chunk's
+    last token or longer; `n_prompt` is the number of tokens that the sequence began with.
     """
 
     tokens: Sequence[int]
     start: int
-    blocks: Sequence[int]
+    tables: Sequence[Blocks]
     n_prompt: int
 
     @property
@@ -52,7 +53,7 @@ class Chunk:
 
 
 class ModelRunner:
-    """The model and the cache of one rank, and the forward pass over a batch of chunks."""
+    """The model and the caches of one rank, and the forward pass over a batch of chunks."""
 
     def __init__(
         self,
@@ -67,8 +68,9 @@ class ModelRunner:
         weight = model.norm.weight.values
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_format = kv_format or KVFormat(dtype_name(self.dtype))
-        self.rotary = RotaryTables(args, dtype=self.dtype, device=self.device)
-        self.reserve(0, 1)
+        self.groups = layer_groups(args)
+        self._rotary_of = self._rotary_tables()
+        self.reserve([0] * len(self.groups), 1)
 
     @classmethod
     def load(
@@ -107,10 +109,20 @@ class ModelRunner:
             compiled.result()
         return cls(args, plan, comm, model, kv_format)
 
-    def reserve(self, n_blocks: int, block_size: int) -> None:
-        """Replace the cache by an empty one."""
-        self.cache = KVCache(
-            self.args, self.share, n_blocks, block_size, form=self.kv_format, device=self.device
+    def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
+        """Replace the caches by empty ones of so many blocks, one for each group of layers."""
+        self.block_size = block_size
+        self.caches = tuple(
+            KVCache(
+                self.args,
+                self.share,
+                len(group.layers),
+                n,
+                block_size,
+                form=self.kv_format,
+                device=self.device,
+            )
+            for group, n in zip(self.groups, n_blocks, strict=True)
         )
 
     @torch.inference_mode()
@@ -122,64 +134,100 @@ class ModelRunner:
         Collective: 2 n_layers + 1 all_reduces.
         """
         with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
-            return self.model(self._batch(chunks, rows), self.cache)  # type: ignore[no-any-return]
+            return self.model(self._batch(chunks, rows), self.caches)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of this rank's vocabulary rows. Shapes: [n, dim] replicated -> [n, V_local]."""
         return self.model.logits(hidden)
 
+    def _rotary_tables(self) -> list[RotaryTables]:
+        """Those of each group; groups that rotate alike share them."""
+        args = [
+            self.args if group.window is None else rotary_of_windows(self.args)
+            for group in self.groups
+        ]
+        tables = {each: RotaryTables(each, dtype=self.dtype, device=self.device) for each in args}
+        return [tables[each] for each in args]
+
     def _batch(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Batch:
-        block_size = self.cache.block_size
-        tokens: list[int] = []
-        slots: list[int] = []
-        rotations: list[Tensor] = []
-        windows: list[Window] = []
-        decoded: dict[int, tuple[slice, ...]] = {}
-        for chunk in chunks:
-            positions = chunk.positions
-            assert positions
-            if len(positions) <= _MAX_DECODED:
-                seen = slices_of(chunk.blocks, block_size, positions.stop)
-                for row in reversed(range(len(tokens), len(tokens) + len(positions))):
-                    decoded[row] = seen
-                    seen = without_last(seen)
-            else:
-                windows += self._windows(len(tokens), chunk)
-            tokens += chunk.tokens
-            slots += slots_of(chunk.blocks, block_size, positions)
-            rotations.append(self.rotary.rows(positions, chunk.n_prompt))
-        ids = self._int64((tokens, slots))
+        assert all(chunk.tokens for chunk in chunks)
+        rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
         return Batch(
-            tokens=ids[0],
-            slots=ids[1],
-            rotations=rotations[0] if len(rotations) == 1 else torch.cat(rotations),
-            windows=tuple(windows),
-            decode=DecodeBatch.of(decoded) if decoded else None,
+            tokens=self._int64([token for chunk in chunks for token in chunk.tokens]),
+            groups=tuple(
+                self._group_batch(number, chunks, rotations[rotary])
+                for number, rotary in enumerate(self._rotary_of)
+            ),
             rows=None if rows is None else self._int64(rows),
         )
 
-    def _windows(self, row: int, chunk: Chunk) -> Iterator[Window]:
-        """What the tokens of a chunk see, the first of them in this row of the batch."""
-        for first in range(0, len(chunk.tokens), _MAX_QUERIES):
-            seeing = chunk.positions[first : first + _MAX_QUERIES]
-            slots = slices_of(chunk.blocks, self.cache.block_size, seeing.stop)
-            yield Window(
-                slice(row + first, row + first + len(seeing)),
-                tuple(self.cache.past(run.kv_heads, slots) for run in self.share.runs),
-                self._mask(seeing),
+    def _group_batch(self, number: int, chunks: Sequence[Chunk], rotations: Tensor) -> GroupBatch:
+        slots: list[int] = []
+        tiles: list[QueryTile] = []
+        decoded: dict[int, tuple[slice, ...]] = {}
+        for chunk in chunks:
+            row, blocks = len(slots), chunk.tables[number]
+            seen = self._seen(number, chunk.positions)
+            slices = slices_of(blocks, self.block_size, seen)
+            slots += slots_of(blocks, self.block_size, chunk.positions)
+            if len(chunk.tokens) > _MAX_DECODED:
+                tiles += self._tiles(number, row, chunk.positions, slices)
+                continue
+            for at in chunk.positions:
+                own = self._seen(number, range(at, at + 1))
+                decoded[row + at - chunk.start] = part_of(slices, _from(seen.start, own))
+        return GroupBatch(
+            slots=self._int64(slots),
+            rotations=rotations,
+            tiles=tuple(tiles),
+            decode=DecodeBatch.of(decoded) if decoded else None,
+        )
+
+    def _seen(self, number: int, queries: range) -> range:
+        """The positions that consecutive queries see in a group of layers, all together."""
+        window = self.groups[number].window
+        return range(0 if window is None else max(queries.start - window + 1, 0), queries.stop)
+
+    def _tiles(
+        self, number: int, row: int, positions: range, slices: Sequence[slice]
+    ) -> Iterator[QueryTile]:
+        """Consecutive queries, the first in this row of the batch; they see what is in `slices`."""
+        first_key = self._seen(number, positions).start
+        cache = self.caches[number]
+        for first in range(0, len(positions), _MAX_QUERIES):
+            queries = positions[first : first + _MAX_QUERIES]
+            seen = self._seen(number, queries)
+            slots = part_of(slices, _from(first_key, seen))
+            yield QueryTile(
+                slice(row + first, row + first + len(queries)),
+                tuple(cache.past(run.kv_heads, slots) for run in self.share.runs),
+                self._mask(queries, seen, self.groups[number].window),
             )
 
     def _int64(self, values: Sequence[object]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
-    def _mask(self, positions: range) -> Tensor | None:
-        """What is added to each position's scores; None where torch's own causal mask serves.
+    def _mask(self, queries: range, keys: range, window: int | None) -> Tensor | None:
+        """What is added to the queries' scores; None where torch's own causal mask serves.
 
-        Shapes: [len(positions), positions.stop].
+        Shapes: [len(queries), len(keys)].
         """
-        if len(positions) in (1, positions.stop):
+        n_before = queries.start - keys.start
+        n_seen = len(queries) if window is None else window
+        if len(queries) == 1 or (n_before == 0 and len(queries) <= n_seen):
             return None
-        shape = (len(positions), positions.stop)
+        shape = (len(queries), len(keys))
         hidden = torch.full(shape, -torch.inf, dtype=self.dtype, device=self.device)
-        return hidden.triu(positions.start + 1)
+        mask = hidden.triu(n_before + 1)
+        return mask if window is None else mask.add_(hidden.tril_(n_before - window))
+
+
+def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> Tensor:
+    rows = [rotary.rows(chunk.positions, chunk.n_prompt) for chunk in chunks]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _from(first: int, positions: range) -> range:
+    """Positions counted from this one on."""
+    return range(positions.start - first, positions.stop - first)

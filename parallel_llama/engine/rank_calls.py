@@ -9,6 +9,7 @@ from contextlib import suppress
 import msgspec
 import torch
 
+from parallel_llama.engine.block_group import BlockTable
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.model_runner import Chunk
@@ -56,17 +57,20 @@ def close(engine: Engine) -> None:
 
 def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
     """Every rank's part, in chunks."""
-    runner, pool = engine.runner, engine.pool
-    blocks = pool.take(-(-len(tokens) // pool.block_size))
+    runner, groups = engine.runner, engine.scheduler.groups
+    tables = [BlockTable() for _ in groups]
+    n_at_once = min(_SCORED_AT_ONCE, engine.step_tokens)
     logprobs: list[float] = []
     try:
-        for start in range(0, len(tokens) - 1, _SCORED_AT_ONCE):
-            targets = torch.tensor(
-                tokens[start + 1 : start + 1 + _SCORED_AT_ONCE], device=runner.device
-            )
-            chunk = Chunk(tokens[start : start + len(targets)], start, blocks, len(tokens))
+        for start in range(0, len(tokens) - 1, n_at_once):
+            targets = torch.tensor(tokens[start + 1 : start + 1 + n_at_once], device=runner.device)
+            stop = start + len(targets)
+            for group, table in zip(groups, tables, strict=True):
+                group.extend(table, start, stop, len(tokens))
+            chunk = Chunk(tokens[start:stop], start, tables, len(tokens))
             logits = runner.logits(runner.forward([chunk]))
             logprobs += score(logits, runner.share.vocab, targets, engine.comm).tolist()
     finally:
-        pool.release(blocks)
+        for group, table in zip(groups, tables, strict=True):
+            group.release(table)
     return logprobs

@@ -4,8 +4,10 @@ Every rank runs the same scheduler over the same requests. It knows no clock, no
 randomness, so the ranks choose the same steps without a word. Whether a completion has ended is
 decided elsewhere; here it is told, by `finish`.
 
+A sequence holds blocks in each group of layers, and runs where it has them in all.
+
 The oldest unfinished sequence always gets on: nothing younger is admitted before it for lack of
-blocks, younger ones give up theirs for it, and `add` refuses what the pool could not hold alone.
+blocks, younger ones give up theirs for it, and `add` refuses what the pools could not hold alone.
 """
 
 from bisect import bisect_left, insort
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from parallel_llama.engine.block_group import BlockGroup, BlockTable
 from parallel_llama.engine.block_pool import BlockPool, prefix_keys
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request
@@ -29,14 +32,15 @@ class Sequence:
     """One completion of a request on its way.
 
     `tokens` is the prompt and what was drawn; the keys and values of the first `n_cached` are in
-    `blocks`, of which it owns a share. `arrival` counts all sequences: the lower, the older.
+    the blocks of its `tables`, one for each group of layers, of which it owns a share; while it
+    waits it has none. `arrival` counts all sequences: the lower, the older.
     """
 
     request: Request
     number: int  # 0 .. n - 1
     arrival: int
     tokens: list[int]
-    blocks: list[int] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
     n_cached: int = 0
     keys: list[bytes] = field(default_factory=list, repr=False)  # of the full blocks of `tokens`
     # The unfinished sequences of the request, oldest first.
@@ -82,20 +86,28 @@ class ScheduledTokens:
 class Scheduler:
     """Requests from arrival to their end, step by step: `schedule`, then `commit` of what ran.
 
-    `context` gives what beside its tokens shapes a request's keys and values; `draft` guesses at
-    most so many tokens that may follow a sequence's.
+    `pools` are those of the groups of layers, with blocks of one size, and `windows` says how many
+    keys a token sees in each, None for all. `context` gives what beside its tokens shapes a
+    request's keys and values; `draft` guesses at most so many tokens that may follow a sequence's.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
+        pools: abc.Sequence[BlockPool],
+        windows: abc.Sequence[int | None] = (None,),
         *,
         step_tokens: int = 512,
         max_running: int = MAX_RUNNING,
         context: Callable[[Request], bytes] = lambda _: b"",
         draft: Callable[[Sequence, int], abc.Sequence[int]] = lambda _sequence, _most: (),
     ) -> None:
-        self.pool, self.step_tokens, self.max_running = pool, step_tokens, max_running
+        self.groups = [
+            BlockGroup(pool, window, step_tokens)
+            for pool, window in zip(pools, windows, strict=True)
+        ]
+        self.block_size = pools[0].block_size
+        assert all(pool.block_size == self.block_size for pool in pools)
+        self.step_tokens, self.max_running = step_tokens, max_running
         self.n_preempted = 0
         self.n_prompt_tokens = 0  # of all admissions, those after a preemption included
         self.n_prefix_tokens = 0  # those of them that the prefix cache held
@@ -110,29 +122,32 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def check_fits(self, request: Request) -> None:
-        """Raises: UsageError if the pool is too small for a request, even alone."""
-        needed, size = self._n_blocks_at_most(request), self.pool.block_size
-        if needed <= self.pool.n_blocks:
-            return
-        n_prompt, most = len(request.prompt), request.max_tokens
-        room = self.pool.n_blocks * size + 1 - n_prompt
+        """Raises: UsageError if a pool is too small for a request, even alone."""
+        for group in self.groups:
+            needed, n_blocks = group.n_held(_most_tokens(request)), group.pool.n_blocks
+            if needed > n_blocks:
+                raise UsageError(self._too_large(request, needed, n_blocks))
+
+    def _too_large(self, request: Request, needed: int, n_blocks: int) -> str:
+        n_prompt, most, size = len(request.prompt), request.max_tokens, self.block_size
+        room = n_blocks * size + 1 - n_prompt
         remedy = (
             f"lower max_tokens to {room}"
             if room > 0
-            else f"shorten the prompt to at most {self.pool.n_blocks * size} tokens"
+            else f"shorten the prompt to at most {n_blocks * size} tokens"
         )
-        raise UsageError(
+        return (
             f"a prompt of {n_prompt} tokens and max_tokens={most} need {needed} blocks of {size} "
-            f"tokens and the KV cache has {self.pool.n_blocks}; {remedy} or enlarge the KV cache"
+            f"tokens and the KV cache has {n_blocks}; {remedy} or enlarge the KV cache"
         )
 
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request. Returns: its sequences.
 
-        Raises: UsageError if the pool is too small for it, even alone.
+        Raises: UsageError if a pool is too small for it, even alone.
         """
         self.check_fits(request)
-        keys = prefix_keys(request.prompt, self.pool.block_size, self._context(request))
+        keys = prefix_keys(request.prompt, self.block_size, self._context(request))
         siblings: list[Sequence] = []
         for number in range(request.params.n):
             siblings.append(
@@ -156,8 +171,7 @@ class Scheduler:
         youngest's, which waits again, keeps what it drew and is computed anew.
         """
         assert not self._scheduled, "the last step is not committed"
-        decoding = [sequence for sequence in self.running if sequence.n_pending == 1]
-        decoding = self._with_room(decoding[: self.step_tokens])
+        decoding = self._make_room()
         # A prompt must get on however well the guesses go, hence half.
         n_left = self.step_tokens - len(decoding)
         n_draftable = n_left // 2
@@ -183,7 +197,7 @@ class Scheduler:
         n_accepted = max(len(drawn) - 1, 0)
         assert (item.draws or not drawn) and n_accepted <= item.n_drafts
         assert tuple(drawn[:n_accepted]) == item.tokens[n_pending : n_pending + n_accepted]
-        n_full = sequence.n_cached // self.pool.block_size
+        n_full = sequence.n_cached // self.block_size
         sequence.tokens += drawn
         sequence.n_cached = item.start + n_pending + n_accepted
         self._publish(sequence, n_full)
@@ -199,66 +213,88 @@ class Scheduler:
                 f"sequence {sequence.number} of request {sequence.request.index} is finished "
                 "already"
             )
-        sequences = self.running if sequence.blocks else self.waiting
+        sequences = self.running if sequence.tables else self.waiting
         del sequences[bisect_left(sequences, sequence.arrival, key=_arrival)]
         sequence.siblings.remove(sequence)
         self._release(sequence)
 
-    def _n_blocks_at_most(self, request: Request) -> int:
-        # Nothing follows the last token that is drawn, so it never enters the cache.
-        return self._n_blocks(len(request.prompt) + request.max_tokens - 1)
+    def _make_room(self) -> list[Sequence]:
+        """Places for the tokens that are to run, whatever they cost the youngest.
 
-    def _n_blocks(self, n_tokens: int) -> int:
-        return -(-n_tokens // self.pool.block_size)
+        Those of a prompt need some here only where older ones of its own are still shared, in a
+        layer with a window. Nobody who has places loses them in this step.
 
-    def _with_room(self, decoding: abc.Sequence[Sequence]) -> list[Sequence]:
-        """Those of the decoding sequences that have a slot for their next token, oldest first."""
+        Returns: the sequences that decode, oldest first.
+        """
+        decoding = [sequence for sequence in self.running if sequence.n_pending == 1]
+        del decoding[self.step_tokens :]
+        n_left = self.step_tokens - len(decoding)
         ready = []
-        for sequence in decoding:
-            if not sequence.blocks:  # preempted for an older one, and so is whatever follows
-                break
-            if len(sequence.blocks) * self.pool.block_size == sequence.n_cached:
-                self._preempt_for(sequence)
-                if not sequence.blocks:
-                    break
-                self._grow(sequence, 1)
-            ready.append(sequence)
+        for sequence in list(self.running):
+            decodes = sequence.n_pending == 1
+            if decodes and sequence.arrival > decoding[-1].arrival:
+                continue
+            n = 1 if decodes else min(sequence.n_pending, n_left)
+            if not self._find_places(sequence, n):
+                break  # preempted for an older one, and so is whatever follows
+            if decodes:
+                ready.append(sequence)
+            else:
+                n_left -= n
         return ready
 
-    def _preempt_for(self, sequence: Sequence) -> None:
-        """Preempt the youngest until a block can be taken, the sequence itself if it is that."""
-        while sequence.blocks and not self.pool.n_takeable():
+    def _find_places(self, sequence: Sequence, n: int) -> bool:
+        """Give a sequence's next `n` tokens places; False if it is preempted instead.
+
+        The youngest are preempted until there are enough, the sequence itself if it is that.
+        """
+        start, stop = sequence.n_cached, sequence.n_cached + n
+        while sequence.tables:
+            if all(
+                group.n_to_take(table, start, stop) <= group.pool.n_takeable()
+                for group, table in zip(self.groups, sequence.tables, strict=True)
+            ):
+                self._extend(sequence, stop)
+                return True
             victim = self.running.pop()
             self._release(victim)
             insort(self.waiting, victim, key=_arrival)
             self.n_preempted += 1
+        return False
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.n_cached = [], 0
+        for group, table in zip(self.groups, sequence.tables, strict=False):
+            group.release(table)
+        sequence.tables, sequence.n_cached = [], 0
 
-    def _grow(self, sequence: Sequence, n: int) -> None:
-        room = self._n_blocks_at_most(sequence.request) - len(sequence.blocks)
-        after = sequence.blocks[-1] if sequence.blocks else None
-        sequence.blocks += self.pool.take(n, after, room)
+    def _extend(self, sequence: Sequence, stop: int) -> None:
+        most = _most_tokens(sequence.request)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.extend(table, sequence.n_cached, stop, most)
 
     def _drafts(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Guesses for which there are slots without preempting anyone."""
+        """Guesses for which there are places without preempting anyone."""
         most = min(most, sequence.request.max_tokens - sequence.n_drawn - 1)
         if most <= 0:
             return ()
         drafts = tuple(self._draft(sequence, most))[:most]
-        short = self._n_blocks(sequence.n_cached + 1 + len(drafts)) - len(sequence.blocks)
-        if short > 0:
-            self._grow(sequence, min(short, self.pool.n_takeable()))
-        return drafts[: len(sequence.blocks) * self.pool.block_size - sequence.n_cached - 1]
+        first = sequence.n_cached + 1
+        stop = first + len(drafts)
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            stop = group.reach(table, sequence.n_cached, stop)
+        self._extend(sequence, stop)
+        return drafts[: stop - first]
 
     def _prefill(self, n_tokens: int) -> list[ScheduledTokens]:
         """Chunks of prompts, of running sequences first, then of those there is room to admit."""
         scheduled = []
         for sequence in self.running:
-            if sequence.n_pending > 1 and n_tokens:
-                scheduled.append(_chunk(sequence, n_tokens))
+            if sequence.n_pending == 1:
+                continue
+            # Whoever was preempted leaves tokens to others, for which none has looked for places.
+            n = min(n_tokens, self._n_places(sequence))
+            if n:
+                scheduled.append(_chunk(sequence, n))
                 n_tokens -= len(scheduled[-1].tokens)
         at = 0
         while n_tokens and at < len(self.waiting) and len(self.running) < self.max_running:
@@ -274,6 +310,10 @@ class Scheduler:
             n_tokens -= len(scheduled[-1].tokens)
         return scheduled
 
+    def _n_places(self, sequence: Sequence) -> int:
+        """How many tokens that are not in the cache have a place in it."""
+        return min(table.stop for table in sequence.tables) * self.block_size - sequence.n_cached
+
     def _awaits_sibling(self, sequence: Sequence) -> bool:
         """Whether an older sequence is about to cache full blocks that this one could share."""
         first = sequence.siblings[0]
@@ -283,42 +323,59 @@ class Scheduler:
             or not _shares_prefix(sequence.request)
         ):
             return False
-        n_shared = (sequence.n_prompt - 1) // self.pool.block_size
-        return n_shared > 0 and not self.pool.lookup(sequence.keys[n_shared - 1 : n_shared])
+        n_shared = (sequence.n_prompt - 1) // self.block_size
+        last = sequence.keys[n_shared - 1 : n_shared]
+        return not all(len(group.pool.lookup(last)) == len(last) for group in self.groups)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a sequence blocks for all its known tokens, if there are enough."""
-        found = self._find_prefix(sequence)
-        n_new = self._n_blocks(len(sequence.tokens)) - len(found)
-        # One more for each that can still grow, or the newcomer would be preempted right away.
-        n_growing = sum(
-            len(other.blocks) < self._n_blocks_at_most(other.request) for other in self.running
-        )
-        n_growing += len(found) + n_new < self._n_blocks_at_most(sequence.request)
-        if n_new + n_growing > self.pool.n_takeable(found):
-            return False
-        self.pool.acquire(found)
-        sequence.blocks = found
-        sequence.n_cached = len(found) * self.pool.block_size
-        self._grow(sequence, n_new)
-        self.n_prompt_tokens += len(sequence.tokens)
+        """Give a sequence blocks for all its known tokens, or a window of them, if there are."""
+        n_known, most = len(sequence.tokens), _most_tokens(sequence.request)
+        n_found = self._find_prefix(sequence)
+        tables = [group.prefix(sequence.keys[:n_found]) for group in self.groups]
+        for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
+            n_new = group.n_for_start(table, n_known)
+            # One more for each that can still grow, or the newcomer would be preempted right away.
+            n_growing = sum(
+                len(other.tables[number].blocks) < group.n_held(_most_tokens(other.request))
+                for other in self.running
+            )
+            n_growing += len(table.blocks) + n_new < group.n_held(most)
+            if n_new + n_growing > group.pool.n_takeable(table.blocks):
+                return False
+        for group, table in zip(self.groups, tables, strict=True):
+            group.pool.acquire(table.blocks)
+            group.start(table, n_known, most)
+        sequence.tables = tables
+        sequence.n_cached = n_found * self.block_size
+        self.n_prompt_tokens += n_known
         self.n_prefix_tokens += sequence.n_cached
         return True
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the sequence's first tokens, all but one of them at most."""
+    def _find_prefix(self, sequence: Sequence) -> int:
+        """How many blocks of the sequence's first tokens are held, all but one token at most."""
         if not _shares_prefix(sequence.request):
-            return []
-        return self.pool.lookup(sequence.keys[: (len(sequence.tokens) - 1) // self.pool.block_size])
+            return 0
+        n = (len(sequence.tokens) - 1) // self.block_size
+        for (
+            group
+        ) in self.groups:  # what the first finds, where it sees all keys, may be cut anywhere
+            n = group.held_prefix(sequence.keys[:n])
+        return n
 
     def _publish(self, sequence: Sequence, n_full: int) -> None:
         """Let the blocks be found that were filled since the sequence had `n_full` full ones."""
-        size, n_cached = self.pool.block_size, sequence.n_cached
+        size, n_cached = self.block_size, sequence.n_cached
         if n_cached // size > len(sequence.keys):
             context = self._context(sequence.request)
             sequence.keys = prefix_keys(sequence.tokens[:n_cached], size, context, sequence.keys)
-        for index in range(n_full, n_cached // size):
-            self.pool.publish(sequence.blocks[index], sequence.keys[index])
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            for number in range(n_full, n_cached // size):
+                group.pool.publish(table[number], sequence.keys[number])
+
+
+def _most_tokens(request: Request) -> int:
+    """Tokens that enter the cache at most: nothing follows the last one that is drawn."""
+    return len(request.prompt) + request.max_tokens - 1
 
 
 def _shares_prefix(request: Request) -> bool:

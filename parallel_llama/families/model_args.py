@@ -17,13 +17,6 @@ MAX_SIZES = {
 }  # fmt: skip
 MAX_EXPERTS = 1 << 12
 
-# Features that families have and nothing computes yet, and the value with which each is left out.
-_NEUTRAL: dict[str, object] = {
-    "sliding_window": None,
-    "full_layers": (),
-    "local_rope_theta": None,
-}
-
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -131,9 +124,6 @@ class ModelArgs:
     normed_experts: bool = True  # the chosen experts' shares sum to 1
 
     def __post_init__(self) -> None:
-        for name, neutral in _NEUTRAL.items():
-            if (value := getattr(self, name)) != neutral:
-                raise UsageError(f"{name}={value!r} does not run yet; supported: {neutral!r}")
         if self.wo_bias == self.attention_bias:
             object.__setattr__(self, "wo_bias", None)
         for name, limit in MAX_SIZES.items():

@@ -2,10 +2,11 @@
 
 A batch holds chunks of sequences end to end, [T, ...] without padding. Each chunk attends to its
 own past in the KV cache and to nothing else, so a request's result does not depend on its
-neighbours. It does not know which heads are whose: the plan's runs say which query heads share
-which KV heads.
+neighbours. In a layer with a sliding window a token sees no more of its past than the window. No
+head knows which rank's it is: the plan's runs say which query heads share which KV heads.
 
-Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
+Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245; sliding windows, Longformer,
+arXiv 2004.05150, and Mistral, arXiv 2310.06825.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_llama.config import ModelArgs
+from parallel_llama.families.model_args import layer_groups
 from parallel_llama.model.kv_cache import KVCache, Past
 from parallel_llama.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, end_to_end
 from parallel_llama.ops import DecodeBatch, TorchOps
@@ -23,13 +25,13 @@ from parallel_llama.plan import Run, Share
 
 
 @dataclass(frozen=True)
-class Window:
+class QueryTile:
     """What consecutive queries of one sequence see: their rows of the batch, and their past.
 
     Shapes: `queries` is a slice of the batch's T tokens; `pasts`, one per run of heads, hold the
-    sequence from its first token to the last query's; `mask` is [len(queries), S], 0 where a query
-    may look and -inf elsewhere, or None where the causal mask is whole (a prompt from its start) or
-    hides nothing (one token).
+    sequence from the first token that one of the queries sees to the last query's; `mask` is
+    [len(queries), S], 0 where a query may look and -inf elsewhere, or None where the causal mask is
+    whole (a prompt from its start) or hides nothing (one token).
     """
 
     queries: slice
@@ -38,20 +40,30 @@ class Window:
 
 
 @dataclass(frozen=True)
+class GroupBatch:
+    """The batch to the layers of one group: where its tokens are kept, and what they see.
+
+    Each token is in one of the `tiles`, or a row of `decode`.
+
+    Shapes: slots [T] int64, rotations [T, 1, head_dim / 2] complex; replicated.
+    """
+
+    slots: Tensor
+    rotations: Tensor
+    tiles: tuple[QueryTile, ...]
+    decode: DecodeBatch | None
+
+
+@dataclass(frozen=True)
 class Batch:
-    """The tokens of one forward pass, sequences end to end.
+    """The tokens of one forward pass, sequences end to end, and what they are to each group.
 
-    Each token is in one of the `windows`, or a row of `decode`: what it sees is there.
-
-    Shapes: tokens [T] int64, slots [T] int64, rotations [T, 1, head_dim / 2] complex, rows [n]
-    int64 (those whose result is wanted, None for all); all replicated.
+    Shapes: tokens [T] int64, rows [n] int64 (those whose result is wanted, None for all); all
+    replicated.
     """
 
     tokens: Tensor
-    slots: Tensor
-    rotations: Tensor
-    windows: tuple[Window, ...]
-    decode: DecodeBatch | None
+    groups: tuple[GroupBatch, ...]
     rows: Tensor | None
 
 
@@ -74,7 +86,13 @@ class Attention(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.layer, self.runs, self.ops = layer, share.runs, ops
+        self.runs, self.ops = share.runs, ops
+        # Which group the layer is in, and its number there.
+        self.group, self.layer = next(
+            (number, group.layers.index(layer))
+            for number, group in enumerate(layer_groups(args))
+            if layer in group.layers
+        )
         self.head_dim, self.n_local_heads = args.head_dim, share.n_local_heads
         q_rows = range(share.n_local_heads * args.head_dim)
         kv_rows = range(share.n_local_kv_heads * args.head_dim)
@@ -91,25 +109,30 @@ class Attention(nn.Module):
     def pack(self) -> None:
         self.wqkv = end_to_end(self.wq, self.wk, self.wv)
 
-    def forward(self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None) -> Tensor:
-        return self.wo(self.heads(x, batch, cache, rows))  # type: ignore[no-any-return]
+    def forward(
+        self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
+    ) -> Tensor:
+        return self.wo(self.heads(x, batch, caches, rows))  # type: ignore[no-any-return]
 
-    def heads(self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None) -> Tensor:
+    def heads(
+        self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
+    ) -> Tensor:
         """What the heads give, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
+        own, cache = batch.groups[self.group], caches[self.group]
         qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
         if self.qk_norm:
             n_rotated = self.n_local_heads + self.n_local_kv_heads
             q, k = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads : n_rotated]
             q.copy_(self.q_norm(q.contiguous()))
             k.copy_(self.k_norm(k.contiguous()))
-        self.ops.rotate_and_store(qkv, batch.rotations, batch.slots, *cache.layer(self.layer))
+        self.ops.rotate_and_store(qkv, own.rotations, own.slots, *cache.layer(self.layer))
         q = qkv[:, : self.n_local_heads]
-        o = attend(q, self.layer, batch, cache, self.runs, self.ops)  # [T, H * D] local
+        o = attend(q, self.layer, own, cache, self.runs, self.ops)  # [T, H * D] local
         return o if rows is None else o[rows]
 
 
 def attend(
-    q: Tensor, layer: int, batch: Batch, cache: KVCache, runs: Sequence[Run], ops: TorchOps
+    q: Tensor, layer: int, batch: GroupBatch, cache: KVCache, runs: Sequence[Run], ops: TorchOps
 ) -> Tensor:
     """Softmax attention of every query over its own keys, run by run of equal groups.
 
@@ -124,9 +147,9 @@ def attend(
         own = slice(run.kv_heads.start, run.kv_heads.stop)
         if batch.decode is not None:
             ops.decode_attention(q[:, heads], k[own], v[own], batch.decode, o[:, heads])
-        for window in batch.windows:
-            keys, values = window.pasts[number].layer(layer)
-            o[window.queries, heads] = ops.prefill_attention(
-                q[window.queries, heads], keys, values, window.mask
+        for tile in batch.tiles:
+            keys, values = tile.pasts[number].layer(layer)
+            o[tile.queries, heads] = ops.prefill_attention(
+                q[tile.queries, heads], keys, values, tile.mask
             )
     return o.flatten(1)

@@ -1,11 +1,13 @@
 """The paged KV cache: keys and values of this rank's KV heads, in blocks.
 
 A slot is one token's place, a block is `block_size` consecutive slots, and a sequence's block table
-lists its blocks in order. Who owns which block is kept elsewhere, the same on every rank, since it
-counts tokens and not bytes; here are the tensors.
+lists its blocks in order. Layers that see the same keys are a group, with a cache and block tables
+of its own. Who owns which block is kept elsewhere, the same on every rank, since it counts tokens
+and not bytes; here are the tensors.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +18,14 @@ from parallel_llama.ops.formats import kv_dtype
 from parallel_llama.plan import Share
 
 
+class Blocks(Protocol):
+    """A block table: which block a sequence's block of this number is."""
+
+    def __getitem__(self, number: int, /) -> int: ...
+
+
 class KVCache:
-    """Keys and values of all layers for `n_blocks` blocks.
+    """Keys and values of one group's layers for `n_blocks` blocks; layers count from 0 in it.
 
     Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, W] local, in rows as `ops.kv_rows`
     describes them; keys are rotated and in the interleaved order of `rope`.
@@ -27,6 +35,7 @@ class KVCache:
         self,
         args: ModelArgs,
         share: Share,
+        n_layers: int,
         n_blocks: int,
         block_size: int,
         *,
@@ -37,7 +46,7 @@ class KVCache:
         n_kv = share.n_local_kv_heads
         dtype = kv_dtype(form)
         width = form.n_bytes(args.head_dim) // dtype.itemsize
-        shape = (args.n_layers, 2, n_kv, n_blocks * block_size, width)
+        shape = (n_layers, 2, n_kv, n_blocks * block_size, width)
         self._kv = torch.empty(shape, dtype=dtype, device=device)
         self.k, self.v = self._kv.unbind(1)
 
@@ -74,7 +83,7 @@ class Past:
         return torch.cat(k, dim=2), torch.cat(v, dim=2)
 
 
-def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[int]:
+def slots_of(blocks: Blocks, block_size: int, positions: range) -> list[int]:
     """Where positions of a sequence with this block table lie.
 
     >>> slots_of([7, 2], 4, range(2, 6))
@@ -83,27 +92,37 @@ def slots_of(blocks: Sequence[int], block_size: int, positions: range) -> list[i
     return [blocks[p // block_size] * block_size + p % block_size for p in positions]
 
 
-def without_last(slices: tuple[slice, ...]) -> tuple[slice, ...]:
-    """The same slots but the last.
+def slices_of(blocks: Blocks, block_size: int, positions: range) -> tuple[slice, ...]:
+    """The same as slices, those of consecutive blocks as one.
 
-    >>> without_last((slice(28, 36), slice(8, 9)))
-    (slice(28, 36, None),)
-    """
-    *others, last = slices
-    return (*others, slice(last.start, last.stop - 1)) if last.stop - last.start > 1 else (*others,)
-
-
-def slices_of(blocks: Sequence[int], block_size: int, n_tokens: int) -> tuple[slice, ...]:
-    """The slots of a sequence's first tokens, consecutive blocks in one slice.
-
-    >>> slices_of([7, 8, 2], 4, 10)
-    (slice(28, 36, None), slice(8, 10, None))
+    >>> slices_of([7, 8, 2], 4, range(1, 10))
+    (slice(29, 36, None), slice(8, 10, None))
     """
     slices: list[slice] = []
-    for first in range(0, n_tokens, block_size):
-        start = blocks[first // block_size] * block_size
-        stop = start + min(block_size, n_tokens - first)
+    at = positions.start
+    while at < positions.stop:
+        block, within = divmod(at, block_size)
+        start = blocks[block] * block_size + within
+        stop = start + min(block_size - within, positions.stop - at)
+        at += stop - start
         if slices and slices[-1].stop == start:
             start = slices.pop().start
         slices.append(slice(start, stop))
     return tuple(slices)
+
+
+def part_of(slices: Sequence[slice], part: range) -> tuple[slice, ...]:
+    """The slots with these numbers among those of the slices, counted in order.
+
+    >>> part_of((slice(28, 36), slice(8, 10)), range(6, 9))
+    (slice(34, 36, None), slice(8, 9, None))
+    """
+    found = []
+    first = 0
+    for each in slices:
+        start = each.start + max(part.start - first, 0)
+        stop = min(each.stop, each.start + part.stop - first)
+        if start < stop:
+            found.append(slice(start, stop))
+        first += each.stop - each.start
+    return tuple(found)

@@ -9,6 +9,7 @@ Source: RoFormer, arXiv 2104.09864, section 3.2.2.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,6 +43,13 @@ def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
     if scaling.kind == "llama3":
         return _llama3(freqs, scaling), 1.0
     return _yarn(freqs, args, scaling), _yarn_attention_factor(scaling)
+
+
+def rotary_of_windows(args: ModelArgs) -> ModelArgs:
+    """The model as rotary embeddings know it in layers with a sliding window."""
+    if args.local_rope_theta is None:
+        return args
+    return replace(args, rope_theta=args.local_rope_theta, rope_scaling=None)
 
 
 class RotaryTables:

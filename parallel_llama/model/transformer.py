@@ -9,6 +9,7 @@ Source: LLaMA, arXiv 2302.13971; Megatron-LM, arXiv 1909.08053.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -97,11 +98,11 @@ class TransformerBlock(nn.Module):
         self.feed_forward.pack()
 
     def forward(
-        self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None = None
+        self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
         """Changes x. With `rows` the result is that of these rows alone, [n, dim]."""
         assert self.ffn_norm is not None
-        o = self.attention(self.attention_norm(x), batch, cache, rows)
+        o = self.attention(self.attention_norm(x), batch, caches, rows)
         if self.post_norms:
             o = self.post_attention_norm(o)
         x = o.add_(x if rows is None else x[rows])
@@ -116,11 +117,11 @@ class ParallelBlock(TransformerBlock):
     """
 
     def forward(
-        self, x: Tensor, batch: Batch, cache: KVCache, rows: Tensor | None = None
+        self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None
     ) -> Tensor:
         assert isinstance(self.feed_forward, FeedForward)
         normed = self.attention_norm(x)
-        o = self.attention.heads(normed, batch, cache, rows)  # [T, H * D] local
+        o = self.attention.heads(normed, batch, caches, rows)  # [T, H * D] local
         if rows is not None:
             x, normed = x[rows], normed[rows]
         if self.ffn_norm is not None:
@@ -158,8 +159,10 @@ class Transformer(nn.Module):
         self._weights = {param.name: self._weight(param.name) for param in held}
         self._unfilled = Counter(part for name in self._weights for part in _parts_of(name))
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+    def forward(self, batch: Batch, caches: Sequence[KVCache]) -> Tensor:
         """Run the batch's tokens through all blocks and store their keys and values.
+
+        `caches` has one for each group of layers.
 
         Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] of the
         batch's rows: all tokens pass the last block's keys and values, these alone the rest.
@@ -170,8 +173,8 @@ class Transformer(nn.Module):
             x.mul_(self._embedding_scale)
         *others, last = self.layers
         for block in others:
-            x = block(x, batch, cache)
-        return last(x, batch, cache, batch.rows)  # type: ignore[no-any-return]
+            x = block(x, batch, caches)
+        return last(x, batch, caches, batch.rows)  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores of this rank's vocabulary rows, in at least float32.

@@ -6,10 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mixes import ARGS, alone, differences, make_engine, make_runner, random_mix, run_mix
+from mixes import (
+    ARGS,
+    HYBRID,
+    WINDOWED,
+    alone,
+    differences,
+    make_engine,
+    make_runner,
+    random_mix,
+    run_mix,
+)
 from parity_steps import full_logits
 from thread_ranks import run_on_threads
 
+from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import draws
 from parallel_llama.engine import engine as engine_module
@@ -43,7 +54,7 @@ def steps(engine: Engine) -> list[StepOutput]:
     progress = engine.step()
     while not engine.idle:
         progress += engine.step()
-    assert engine.pool.n_used == 0
+    assert not any(pool.n_used for pool in engine.pools)
     return progress
 
 
@@ -78,21 +89,38 @@ def test_tokens_are_the_same_at_every_world_size_where_keys_and_values_are_narro
 
 
 def run_mixes(
-    comm: Communicator, seeds: range, kv_format: KVFormat | None = None
+    comm: Communicator,
+    seeds: range,
+    args: ModelArgs = ARGS,
+    kv_format: KVFormat | None = None,
 ) -> list[list[str]]:
-    runner = make_runner(comm, kv_format=kv_format)
+    runner = make_runner(comm, args, kv_format)
     found = []
     for seed in seeds:
         mix = random_mix(seed)
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
         outcomes = run_mix(engine, mix)
-        found.append(differences(mix, outcomes, kv_format=kv_format) if comm.rank == 0 else [])
+        found.append(differences(mix, outcomes, args, kv_format) if comm.rank == 0 else [])
     return found
 
 
 @pytest.mark.parametrize("seeds", [range(start, start + 100) for start in range(0, 400, 100)])
 def test_a_request_gets_in_any_mix_what_it_gets_alone(seeds):
     for seed, found in zip(seeds, run_mixes(Solo(), seeds), strict=True):
+        assert not found, f"mix {seed}"
+
+
+@pytest.mark.parametrize("args", [WINDOWED, HYBRID], ids=["windowed", "hybrid"])
+def test_a_request_gets_in_any_mix_what_it_gets_alone_where_tokens_see_a_window(args):
+    seeds = range(500, 560)
+    for seed, found in zip(seeds, run_mixes(Solo(), seeds, args), strict=True):
+        assert not found, f"mix {seed}"
+
+
+@pytest.mark.parametrize(("tp_size", "args"), [(2, WINDOWED), (3, HYBRID), (5, HYBRID)])
+def test_windows_on_many_ranks_give_what_one_gives(tp_size, args):
+    seeds = range(560, 570)
+    for seed, found in zip(seeds, run_on_threads(tp_size, run_mixes, seeds, args)[0], strict=True):
         assert not found, f"mix {seed}"
 
 
@@ -106,7 +134,7 @@ def test_a_request_gets_on_many_ranks_what_it_gets_alone_on_one(tp_size, seeds):
 @pytest.mark.parametrize(("tp_size", "seeds"), [(1, range(500, 520)), (3, range(520, 525))])
 def test_a_request_gets_the_same_in_any_mix_where_keys_and_values_are_narrow(tp_size, seeds, dtype):
     """In pieces, after preemption, behind a prefix: each token sees the same rounded keys."""
-    found = run_on_threads(tp_size, run_mixes, seeds, KVFormat(dtype))[0]
+    found = run_on_threads(tp_size, run_mixes, seeds, ARGS, KVFormat(dtype))[0]
     assert not any(found)
 
 
@@ -141,8 +169,8 @@ def test_greedy_tokens_are_the_argmax_of_a_full_forward():
     (completion,) = run(make_engine(runner), [make_request(0, PROMPTS[0], GREEDY)])
     sequence = PROMPTS[0]
     for token in completion.tokens:
-        runner.reserve(len(sequence), 1)
-        hidden = runner.forward([Chunk(sequence, 0, range(len(sequence)), len(sequence))])
+        runner.reserve([len(sequence)], 1)
+        hidden = runner.forward([Chunk(sequence, 0, [range(len(sequence))], len(sequence))])
         assert token == int(full_logits(runner, hidden[-1:]).argmax())
         sequence += (token,)
 
@@ -150,8 +178,8 @@ def test_greedy_tokens_are_the_argmax_of_a_full_forward():
 def logprobs_of(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
     """Log-probabilities after every token, from one forward. Shapes: [T, vocab_size]."""
     runner, sequence = make_runner(Solo()), prompt + tokens
-    runner.reserve(len(sequence), 1)
-    hidden = runner.forward([Chunk(sequence, 0, range(len(sequence)), len(sequence))])
+    runner.reserve([len(sequence)], 1)
+    hidden = runner.forward([Chunk(sequence, 0, [range(len(sequence))], len(sequence))])
     return full_logits(runner, hidden).log_softmax(-1)
 
 
@@ -264,7 +292,7 @@ def test_after_numbers_that_are_none_the_engine_begins_anew():
     engine.submit(make_request(0, PROMPTS[2], GREEDY))
     with pytest.raises(NumericalError):
         engine.step()
-    assert engine.idle and engine.pool.n_used == engine.pool.n_cached == 0
+    assert engine.idle and engine.pools[0].n_free == engine.capacity.n_blocks[0]
     with torch.no_grad():
         weight.copy_(kept)
     assert run(engine, [make_request(0, PROMPTS[2], GREEDY)]) == healthy

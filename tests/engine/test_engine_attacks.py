@@ -78,7 +78,7 @@ def make_engine(
     leads = runner.comm.rank == 0
     return Engine(
         runner,
-        Capacity(n_blocks, block_size, 0),
+        Capacity((n_blocks,), block_size, 0),
         real_tokenizer(SMOLLM2) if leads else None,
         grammars() if leads else None,
         step_tokens=step_tokens,
@@ -110,7 +110,7 @@ def run(engine: Engine, requests: abc.Sequence[Request], comes: abc.Sequence[int
                 answers[key] = Answer(each.completion, pieces[key])
         step += 1
         assert step < 5000, "a request starves"
-    assert engine.pool.n_used == 0
+    assert engine.pools[0].n_used == 0
     assert not (engine._unfinished or engine._states or engine._matchers or engine._deadlines)
     return answers
 
@@ -276,7 +276,7 @@ def test_a_grammar_holds_at_the_start_of_a_text_too():
     """Behind a prompt of <s> alone SentencePiece drops the space that the grammar had asked for."""
     tokenizer = real_tokenizer(MISTRAL_V1)
     compiler = GrammarCompiler(tokenizer, ARGS.vocab_size, tokenizer.eos_ids)
-    engine = Engine(solo_runner(), Capacity(8, 16, 0), tokenizer, compiler)
+    engine = Engine(solo_runner(), Capacity((8,), 16, 0), tokenizer, compiler)
     params = SamplingParams(max_tokens=8, grammar=Grammar("regex", " yes"))
     request = Request(0, (tokenizer.bos_id,), params, 0, tokenizer.eos_ids)
     completion = run(engine, [request])[0, 0].completion
@@ -350,7 +350,7 @@ def test_a_score_that_fails_gives_its_blocks_back(folder, monkeypatch):
     monkeypatch.setattr(rank_calls, "score", score)
     with pytest.raises(NumericalError):
         llm.score([[5] * 60])
-    assert llm.engine.pool.n_used == 0
+    assert llm.engine.pools[0].n_used == 0
 
 
 def test_a_run_can_be_closed_after_another_one_failed(folder, monkeypatch):

@@ -143,7 +143,7 @@ raise SystemExit(main(
 
 
 def size_of_cache(n_ranks: int, block_size: int, n_bytes: int | None) -> CacheSize:
-    return CacheSize(ARGS, make_plan(ARGS, n_ranks), KVFormat("float64"), block_size, n_bytes)
+    return CacheSize(ARGS, make_plan(ARGS, n_ranks), KVFormat("float64"), block_size, n_bytes, 2048)
 
 
 def agree(comm: Communicator, n_bytes: int | None, block_size: int = 16) -> Capacity | str:
@@ -163,7 +163,7 @@ def test_the_rank_with_the_least_memory_decides_for_all(monkeypatch, blocks):
         return agree(comm, None)
 
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: own.free)
-    assert run_on_threads(2, on_its_host) == [Capacity(4, 16, 4 * BLOCK)] * 2
+    assert run_on_threads(2, on_its_host) == [Capacity((4,), 16, 4 * BLOCK)] * 2
 
 
 def test_a_cache_that_nobody_sized_stays_small(monkeypatch):
@@ -175,7 +175,7 @@ def test_a_cache_that_nobody_sized_stays_small(monkeypatch):
 
 def test_a_limit_is_each_ranks(monkeypatch):
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: 100 * BLOCK)
-    assert run_on_threads(2, agree, 7 * BLOCK + 1) == [Capacity(7, 16, 7 * BLOCK)] * 2
+    assert run_on_threads(2, agree, 7 * BLOCK + 1) == [Capacity((7,), 16, 7 * BLOCK)] * 2
 
 
 def test_the_fullest_rank_limits_the_others(monkeypatch):
@@ -183,7 +183,7 @@ def test_the_fullest_rank_limits_the_others(monkeypatch):
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: 100 * BLOCK)
     shares = make_plan(ARGS, 4).shares
     assert {share.n_local_kv_heads for share in shares} == {1, 2}
-    assert set(run_on_threads(4, agree, 7 * BLOCK)) == {Capacity(7, 16, 7 * BLOCK)}
+    assert set(run_on_threads(4, agree, 7 * BLOCK)) == {Capacity((7,), 16, 7 * BLOCK)}
 
 
 def test_too_little_memory_is_the_same_error_on_every_rank(monkeypatch):
@@ -211,5 +211,5 @@ def test_what_holds_no_block_is_refused_before_weights_are_read():
 
 
 def test_full_requests_are_counted_in_whole_blocks():
-    assert Capacity(10, 16, 0).n_tokens == 160
-    assert Capacity(10, 16, 0).n_full_requests(33) == 3
+    assert Capacity((10,), 16, 0).n_tokens == 160
+    assert Capacity((10,), 16, 0).n_full_requests(33) == 3

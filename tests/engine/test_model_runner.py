@@ -24,8 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_and_all(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Tensor, int]:
     runner = load_runner(comm, folder, 2 * N)
-    runner.reserve(2, N)
-    pieces = [Chunk(PROMPT, 0, [1], N), Chunk(PROMPT[:5], 0, [0], N)]
+    runner.reserve([2], N)
+    pieces = [Chunk(PROMPT, 0, [[1]], N), Chunk(PROMPT[:5], 0, [[0]], N)]
     whole = runner.forward(pieces)
     rows = runner.forward(pieces, [N + 4, 2])
     comm.counts.clear()
@@ -47,19 +47,19 @@ def test_wanted_rows_are_those_of_the_whole_and_none_is_a_number_too(
 def hidden_by_blocks(comm: ThreadComm, folder: Path) -> list[Tensor]:
     """The last rows, by two sequences that share what one wrote, for each way to lay the blocks."""
     runner = load_runner(comm, folder, N)
-    results = [runner.forward([Chunk(PROMPT, 0, [0], N)])[8:]]
+    results = [runner.forward([Chunk(PROMPT, 0, [[0]], N)])[8:]]
     for block_size in (1, 2, 4):
-        runner.reserve(2 * N, block_size)
-        runner.cache.k.fill_(torch.nan)
-        runner.cache.v.fill_(torch.nan)
+        runner.reserve([2 * N], block_size)
+        for values in (runner.caches[0].k, runner.caches[0].v):
+            values.fill_(torch.nan)
         n_shared = 8 // block_size
         shared = list(range(n_shared, 0, -1))
-        runner.forward([Chunk(PROMPT[:8], 0, shared, N)], [])
+        runner.forward([Chunk(PROMPT[:8], 0, [shared], N)], [])
         n_tail = -(-(N - 8) // block_size)
         after = range(n_shared + 1, n_shared + 1 + n_tail)
         backwards = range(2 * N - 1, 2 * N - 1 - n_tail, -1)
         for table in ([*shared, *after], [*shared, *backwards]):
-            results.append(runner.forward([Chunk(PROMPT[8:], 8, table, N)]))
+            results.append(runner.forward([Chunk(PROMPT[8:], 8, [table], N)]))
     return results
 
 
@@ -70,25 +70,25 @@ def test_any_block_size_and_order_of_blocks_is_the_same(folder: Path, tp_size: i
             torch.testing.assert_close(other, whole, rtol=0, atol=1e-12)
 
 
-def hidden_by_windows(
+def hidden_by_tiles(
     comm: ThreadComm, folder: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> list[Tensor]:
     runner = load_runner(comm, folder, N)
     results = []
     for size in sizes:
         monkeypatch.setattr("parallel_llama.engine.model_runner._MAX_QUERIES", size)
-        whole = runner.forward([Chunk(PROMPT, 0, [0], N)])
-        runner.forward([Chunk(PROMPT[:4], 0, [0], N)], [])
-        rest = runner.forward([Chunk(PROMPT[4:], 4, [0], N)])
+        whole = runner.forward([Chunk(PROMPT, 0, [[0]], N)])
+        runner.forward([Chunk(PROMPT[:4], 0, [[0]], N)], [])
+        rest = runner.forward([Chunk(PROMPT[4:], 4, [[0]], N)])
         results += [whole, torch.cat((whole[:4], rest))]
     return results
 
 
-def test_a_prompt_seen_through_several_windows_is_the_same(
+def test_a_prompt_seen_in_several_tiles_is_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = [N, 5, 4, 1]
-    ((first, *others),) = run_on_threads(1, hidden_by_windows, folder, sizes, monkeypatch)
+    ((first, *others),) = run_on_threads(1, hidden_by_tiles, folder, sizes, monkeypatch)
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=1e-12)
 
@@ -97,7 +97,7 @@ def hidden_by_scale(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Ten
     """With scores of twice the size, by the scale and by the queries; and with a cap on them."""
 
     def hidden(runner: ModelRunner) -> Tensor:
-        pieces = [Chunk(PROMPT[:12], 0, [0], N)], [Chunk(PROMPT[12:], 12, [0], N)]
+        pieces = [Chunk(PROMPT[:12], 0, [[0]], N)], [Chunk(PROMPT[12:], 12, [[0]], N)]
         return torch.cat([runner.forward(each) for each in pieces])
 
     scaled = load_runner(comm, folder, N, attention_scale=2 * HEAD_DIM**-0.5)

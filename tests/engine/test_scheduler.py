@@ -1,4 +1,4 @@
-"""Every token sees exactly its own prefix, everyone gets through, and all ranks choose alike."""
+"""Every token sees its own prefix alone, everyone gets through, and all ranks choose alike."""
 
 from collections import abc
 
@@ -39,26 +39,31 @@ class Model:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.slots: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # the prefix up to this token
+        # The prefix up to this token, by group of layers and slot.
+        self.slots: dict[tuple[int, int], tuple[bytes, tuple[int, ...]]] = {}
 
     def run(self, scheduled: abc.Sequence[ScheduledTokens]) -> None:
         """Check that each token sees its own prefix alone, as a step runs all at once."""
-        size = self.scheduler.pool.block_size
-        written: list[int] = []
-        for item in scheduled:
-            sequence = item.sequence
-            known = [*sequence.tokens[: item.start], *item.tokens]
-            slots = [sequence.blocks[at // size] * size + at % size for at in range(len(known))]
-            for at in range(item.start, len(known)):
-                self.slots[slots[at]] = (salt(sequence.request), tuple(known[: at + 1]))
-            written += slots[item.start :]
-        assert len(written) == len(set(written)), "two scheduled write one slot"
-        for item in scheduled:
-            sequence = item.sequence
-            known = [*sequence.tokens[: item.start], *item.tokens]
-            for at in range(len(known)):
-                slot = sequence.blocks[at // size] * size + at % size
-                assert self.slots[slot] == (salt(sequence.request), tuple(known[: at + 1]))
+        for number, group in enumerate(self.scheduler.groups):
+            written = [slot for item in scheduled for slot in self.write(item, number)]
+            assert len(written) == len(set(written)), "two scheduled write one slot"
+            for item in scheduled:
+                first = 0 if group.window is None else max(item.start - group.window + 1, 0)
+                known = [*item.sequence.tokens[: item.start], *item.tokens]
+                for at in range(first, len(known)):
+                    seen = self.slots[number, self.slot(item, number, at)]
+                    assert seen == (salt(item.request), tuple(known[: at + 1]))
+
+    def write(self, item: ScheduledTokens, number: int) -> list[int]:
+        known = [*item.sequence.tokens[: item.start], *item.tokens]
+        slots = [self.slot(item, number, at) for at in range(item.start, len(known))]
+        for slot, at in zip(slots, range(item.start, len(known)), strict=True):
+            self.slots[number, slot] = (salt(item.request), tuple(known[: at + 1]))
+        return slots
+
+    def slot(self, item: ScheduledTokens, number: int, position: int) -> int:
+        block, within = divmod(position, self.scheduler.block_size)
+        return item.sequence.tables[number][block] * self.scheduler.block_size + within
 
     def draw(self, item: ScheduledTokens) -> list[int]:
         if not item.draws:
@@ -109,7 +114,13 @@ def check_step(scheduler: Scheduler, scheduled: abc.Sequence[ScheduledTokens]) -
 
 def signature(scheduled: abc.Sequence[ScheduledTokens]) -> list[tuple[object, ...]]:
     return [
-        (item.sequence.arrival, item.start, item.tokens, item.n_drafts, tuple(item.sequence.blocks))
+        (
+            item.sequence.arrival,
+            item.start,
+            item.tokens,
+            item.n_drafts,
+            [tuple(table.blocks) for table in item.sequence.tables],
+        )
         for item in scheduled
     ]
 
@@ -127,10 +138,22 @@ class Traffic(RuleBasedStateMachine):
     def start(
         self, n_blocks: int, block_size: int, step_tokens: int, max_running: int, drafts: bool
     ) -> None:
+        self.begin([n_blocks], [None], block_size, step_tokens, max_running, drafts)
+
+    def begin(
+        self,
+        sizes: abc.Sequence[int],
+        windows: abc.Sequence[int | None],
+        block_size: int,
+        step_tokens: int,
+        max_running: int,
+        drafts: bool,
+    ) -> None:
         options = {"draft": guess} if drafts else {}
         self.schedulers = [
             Scheduler(
-                BlockPool(n_blocks, block_size),
+                [BlockPool(n_blocks, block_size) for n_blocks in sizes],
+                windows,
                 step_tokens=step_tokens,
                 max_running=max_running,
                 context=salt,
@@ -151,8 +174,10 @@ class Traffic(RuleBasedStateMachine):
     )
     def add(self, prompt: list[int], **params: object) -> None:
         request = make_request(prompt, self.n_requests, **params)
-        pool = self.schedulers[0].pool
-        fits = len(prompt) + request.params.max_tokens - 1 <= pool.n_blocks * pool.block_size
+        n_tokens = len(prompt) + request.params.max_tokens - 1
+        fits = all(
+            group.n_held(n_tokens) <= group.pool.n_blocks for group in self.schedulers[0].groups
+        )
         for scheduler, sequences in zip(self.schedulers, self.sequences, strict=True):
             if fits:
                 sequences += scheduler.add(request)
@@ -182,11 +207,17 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def owners_are_the_running_sequences(self) -> None:
         for scheduler in self.schedulers:
-            pool = scheduler.pool
-            owned = {block for sequence in scheduler.running for block in sequence.blocks}
-            assert len(owned) == pool.n_used
-            assert pool.n_used + pool.n_cached + pool.n_free == pool.n_blocks
-            assert not any(sequence.blocks or sequence.n_cached for sequence in scheduler.waiting)
+            assert not any(sequence.tables or sequence.n_cached for sequence in scheduler.waiting)
+            for number, group in enumerate(scheduler.groups):
+                pool = group.pool
+                tables = [sequence.tables[number] for sequence in scheduler.running]
+                owned = {block for table in tables for block in table.blocks}
+                assert len(owned) == pool.n_used
+                assert pool.n_used + pool.n_cached + pool.n_free == pool.n_blocks
+                for sequence, table in zip(scheduler.running, tables, strict=True):
+                    request = sequence.request
+                    n_tokens = len(request.prompt) + request.params.max_tokens - 1
+                    assert 0 < len(table.blocks) <= group.n_held(n_tokens)
 
     def teardown(self) -> None:
         if not hasattr(self, "schedulers"):
@@ -201,15 +232,34 @@ class Traffic(RuleBasedStateMachine):
                     break
                 step(scheduler, model)
             assert scheduler.idle
-            assert scheduler.pool.n_used == 0
+            assert not any(group.pool.n_used for group in scheduler.groups)
+
+
+class WindowedTraffic(Traffic):
+    """The same where some layers, or all, have a window, and pools of any sizes."""
+
+    @initialize(
+        sizes=st.lists(st.integers(2, 12), min_size=2, max_size=2),
+        block_size=st.integers(1, 4),
+        step_tokens=st.integers(1, 12),
+        max_running=st.integers(1, 6),
+        drafts=st.booleans(),
+        window=st.integers(1, 12),
+        hybrid=st.booleans(),
+    )
+    def start(self, sizes, block_size, step_tokens, max_running, drafts, window, hybrid) -> None:
+        windows = (None, window) if hybrid else (window,)
+        self.begin(sizes[: len(windows)], windows, block_size, step_tokens, max_running, drafts)
 
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+TestWindowedTraffic = WindowedTraffic.TestCase
+TestWindowedTraffic.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
 
 
 def make(n_blocks: int, block_size: int = 4, **options: object) -> tuple[Scheduler, Model]:
-    scheduler = Scheduler(BlockPool(n_blocks, block_size), context=salt, **options)
+    scheduler = Scheduler([BlockPool(n_blocks, block_size)], context=salt, **options)
     return scheduler, Model(scheduler)
 
 
@@ -257,7 +307,7 @@ def test_choices_share_their_prompt_through_the_cache():
     first, *others = scheduler.add(make_request(range(10), n=3))
     assert [item.sequence for item in step(scheduler, model)] == [first]
     assert [item.start for item in step(scheduler, model)] == [10, 8, 8]
-    assert all(sequence.blocks[:2] == first.blocks[:2] for sequence in others)
+    assert all(sequence.tables[0].blocks[:2] == first.tables[0].blocks[:2] for sequence in others)
     assert scheduler.n_prefix_tokens == 16
 
 
@@ -312,7 +362,8 @@ def test_requests_that_fit_together_are_never_preempted_nor_kept_waiting():
     while not scheduler.idle:
         step(scheduler, model)
         for sequence in scheduler.running:
-            assert sequence.blocks == list(range(sequence.blocks[0], sequence.blocks[-1] + 1))
+            blocks = sequence.tables[0].blocks
+            assert blocks == list(range(blocks[0], blocks[-1] + 1))
     assert scheduler.n_preempted == 0
 
 

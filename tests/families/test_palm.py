@@ -109,7 +109,7 @@ def test_palm_computes_what_its_paper_says_at_every_tp_size(
 
 def all_reduces_of_a_forward(comm: ThreadComm, folder: Path) -> int:
     runner = load_runner(comm, folder, len(TOKENS))
-    runner.forward([Chunk(TOKENS, 0, [0], len(TOKENS))])
+    runner.forward([Chunk(TOKENS, 0, [[0]], len(TOKENS))])
     return comm.counts["all_reduce"]
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
-from parallel_llama.model.attention import Batch, Window, attend
+from parallel_llama.model.attention import GroupBatch, QueryTile, attend
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
 from parallel_llama.plan import Run, make_plan
@@ -38,17 +38,17 @@ def make_cache() -> KVCache:
     )
     share = make_plan(args, 1).shares[0]
     device = torch.device("cpu")
-    cache = KVCache(args, share, N_SLOTS, 1, form=KVFormat("float64"), device=device)
+    cache = KVCache(args, share, 2, N_SLOTS, 1, form=KVFormat("float64"), device=device)
     cache.k.fill_(torch.nan)
     cache.v.fill_(torch.nan)
     return cache
 
 
-def make_batch(cache: KVCache, keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> Batch:
+def make_batch(cache: KVCache, keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> GroupBatch:
     """The last `n_rows` queries of a sequence, the last of them one by one, the others at once."""
     n_keys = sum(own.stop - own.start for own in keys)
     start, n_together = n_keys - n_rows, n_rows - n_decoded
-    windows = []
+    tiles = []
     if n_together:
         seen = first_slots(keys, start + n_together)
         mask = None
@@ -58,16 +58,14 @@ def make_batch(cache: KVCache, keys: tuple[slice, ...], n_rows: int, n_decoded: 
             )
             mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
         pasts = tuple(cache.past(run.kv_heads, seen) for run in RUNS)
-        windows.append(Window(slice(0, n_together), pasts, mask))
+        tiles.append(QueryTile(slice(0, n_together), pasts, mask))
     decoded = {row: first_slots(keys, start + row + 1) for row in range(n_together, n_rows)}
     nothing = torch.empty(0)
-    return Batch(
-        tokens=nothing,
+    return GroupBatch(
         slots=nothing,
         rotations=nothing,
-        windows=tuple(windows),
+        tiles=tuple(tiles),
         decode=DecodeBatch.of(decoded) if decoded else None,
-        rows=None,
     )
 
 

@@ -1,11 +1,13 @@
 """A token's keys and values land in its own slot, and a block table says which that is."""
 
+from itertools import combinations, combinations_with_replacement
+
 import pytest
 import torch
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KV_DTYPES, KVFormat
-from parallel_llama.model.kv_cache import KVCache, slices_of, slots_of
+from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
 from parallel_llama.plan import kv_bytes_per_token, kv_format, make_plan
 
 ARGS = ModelArgs(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, ffn_dim=8, vocab_size=8)
@@ -14,7 +16,7 @@ TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks
 
 def make_cache() -> KVCache:
     share = make_plan(ARGS, 1).shares[0]
-    return KVCache(ARGS, share, 10, 4, form=KVFormat("float32"), device=torch.device("cpu"))
+    return KVCache(ARGS, share, 2, 10, 4, form=KVFormat("float32"), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("slots", [[slice(5, 14)], [slice(20, 24), slice(2, 6)]])
@@ -43,8 +45,9 @@ def test_a_past_sees_what_is_written_later():
 def test_a_cache_takes_the_bytes_that_the_plan_counts(name: str, tp_size: int):
     form = kv_format(name, "float32")
     for share in make_plan(ARGS, tp_size).shares:
-        cache = KVCache(ARGS, share, 10, 4, form=form, device=torch.device("cpu"))
-        assert cache.k.nbytes + cache.v.nbytes == 10 * 4 * kv_bytes_per_token(ARGS, share, form)
+        cache = KVCache(ARGS, share, 2, 10, 4, form=form, device=torch.device("cpu"))
+        (per_token,) = kv_bytes_per_token(ARGS, share, form)
+        assert cache.k.nbytes + cache.v.nbytes == 10 * 4 * per_token
 
 
 def test_positions_lie_where_the_block_table_says():
@@ -52,13 +55,24 @@ def test_positions_lie_where_the_block_table_says():
 
 
 def test_slices_hold_the_slots_of_all_positions_in_order():
-    for n_tokens in range(1, 21):
-        slices = slices_of(TABLE, 4, n_tokens)
-        slots = [slot for own in slices for slot in range(own.start, own.stop)]
-        assert slots == slots_of(TABLE, 4, range(n_tokens))
+    for start, stop in combinations(range(21), 2):
+        positions = range(start, stop)
+        slices = slices_of(TABLE, 4, positions)
+        assert slots_in(slices) == slots_of(TABLE, 4, positions)
+
+
+def test_a_part_of_slices_is_that_part_of_their_slots():
+    slices = slices_of(TABLE, 4, range(1, 19))
+    for start, stop in combinations_with_replacement(range(19), 2):
+        assert slots_in(part_of(slices, range(start, stop))) == slots_in(slices)[start:stop]
+
+
+def slots_in(slices: tuple[slice, ...]) -> list[int]:
+    assert all(own.start < own.stop for own in slices)
+    return [slot for own in slices for slot in range(own.start, own.stop)]
 
 
 def test_consecutive_blocks_are_one_slice():
-    assert slices_of(TABLE, 4, 8) == (slice(28, 36),)
-    assert len(slices_of(TABLE, 4, 20)) == 3
-    assert slices_of([3, 3], 4, 8) == (slice(12, 16), slice(12, 16))
+    assert slices_of(TABLE, 4, range(8)) == (slice(28, 36),)
+    assert len(slices_of(TABLE, 4, range(20))) == 3
+    assert slices_of([3, 3], 4, range(8)) == (slice(12, 16), slice(12, 16))

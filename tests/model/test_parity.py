@@ -234,7 +234,7 @@ def counts_of_a_greedy_step(
     runner = load_runner(comm, folder, len(tokens) + 1)
     counted = []
     n = len(tokens)
-    for piece in (Chunk(tokens, 0, [0], n + 1), Chunk(tokens[:1], n, [0], n + 1)):
+    for piece in (Chunk(tokens, 0, [[0]], n + 1), Chunk(tokens[:1], n, [[0]], n + 1)):
         comm.counts.clear()
         hidden = runner.forward([piece])
         counted.append(dict(comm.counts))

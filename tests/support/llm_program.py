@@ -54,7 +54,7 @@ def fail_once(llm: LLM) -> None:
                 continue
             raise AssertionError("there was an answer without numbers")
         weight.copy_(kept)
-    assert llm.engine.pool.n_used == 0
+    assert llm.engine.pools[0].n_used == 0
 
 
 def soak(folder: str, n_requests: str) -> None:
@@ -123,9 +123,9 @@ def soaked(llm: LLM, n_requests: int) -> Counts:
         await engine.close()
 
     asyncio.run(serve())
-    pool = llm.engine.pool
+    pool = llm.engine.pools[0]
     assert llm.engine.idle and pool.n_used == 0
-    assert pool.n_cached + pool.n_free == llm.engine.capacity.n_blocks
+    assert pool.n_cached + pool.n_free == llm.engine.capacity.n_blocks[0]
     return counts
 
 

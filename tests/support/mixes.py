@@ -4,7 +4,7 @@ The oracle knows neither scheduler nor blocks: it runs the whole sequence anew f
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -16,7 +16,7 @@ from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.parallel.collectives import Communicator, Solo
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import blocks_held, make_plan
 from parallel_llama.request import FinishReason, Request, SamplingParams
 from parallel_llama.sampling import Draw, History, sample
 
@@ -29,6 +29,16 @@ ARGS = ModelArgs(
     ffn_dim=50,
     vocab_size=101,
     dtype="float64",
+)
+# Windows that the sequences below leave, in all layers and in all but one.
+WINDOWED = replace(ARGS, sliding_window=7)
+HYBRID = replace(
+    ARGS,
+    n_layers=3,
+    sliding_window=5,
+    full_layers=(1,),
+    local_rope_theta=100.0,
+    tied_embeddings=True,
 )
 MAX_PROMPT, MAX_NEW = 40, 12
 NEVER = 1 << 30
@@ -64,7 +74,6 @@ class Mix:
 
 def make_runner(
     comm: Communicator,
-    dtype: torch.dtype = torch.float64,
     args: ModelArgs = ARGS,
     kv_format: KVFormat | None = None,
 ) -> ModelRunner:
@@ -73,7 +82,7 @@ def make_runner(
         random_checkpoint(args, seed=1),
         make_plan(args, comm.size),
         comm,
-        dtype=dtype,
+        dtype=torch.float64,
         device=torch.device("cpu"),
         kv_format=kv_format,
     )
@@ -86,7 +95,11 @@ def make_engine(
     step_tokens: int = 512,
     max_drafts: int = 0,
 ) -> Engine:
-    capacity = Capacity(n_blocks, block_size, 0)
+    """An engine with so many blocks for layers that see all keys, and as few as do for others."""
+    windows = [group.window for group in runner.groups]
+    longest = n_blocks * block_size
+    sizes = [blocks_held(longest, block_size, window, step_tokens) for window in windows]
+    capacity = Capacity(tuple(sizes), block_size, 0, tuple(windows))
     return Engine(runner, capacity, step_tokens=step_tokens, max_drafts=max_drafts)
 
 
@@ -157,7 +170,8 @@ def alone(
     history = History(prompt)
     tokens = list(prompt)
     while True:
-        hidden = runner.forward([Chunk(tuple(tokens), 0, range(len(tokens)), len(tokens))])
+        tables = [range(len(tokens))] * len(runner.groups)
+        hidden = runner.forward([Chunk(tuple(tokens), 0, tables, len(tokens))])
         early = len(tokens) - len(prompt) < params.min_tokens
         banned = stop_ids if early else frozenset[int]()
         draw = Draw(params, seed, choice, len(tokens), history=history, banned=banned)
@@ -173,8 +187,8 @@ def alone(
 
 @cache
 def _oracle(args: ModelArgs, kv_format: KVFormat | None) -> ModelRunner:
-    runner = make_runner(Solo(), args=args, kv_format=kv_format)
-    runner.reserve(MAX_PROMPT + MAX_NEW, 1)
+    runner = make_runner(Solo(), args, kv_format)
+    runner.reserve([MAX_PROMPT + MAX_NEW] * len(runner.groups), 1)
     return runner
 
 
@@ -200,7 +214,7 @@ def run_mix(engine: Engine, mix: Mix) -> dict[tuple[int, int], Outcome]:
                 )
         step += 1
         assert step < 3000, "a request starves"
-    assert engine.pool.n_used == 0
+    assert not any(pool.n_used for pool in engine.pools)
     return outcomes
 
 

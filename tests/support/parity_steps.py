@@ -54,7 +54,7 @@ def load_runner(
         device=torch.device("cpu"),
         ops=TorchOps(scores) if on_torch else None,
     )
-    runner.reserve(1, n_slots)
+    runner.reserve([1] * len(runner.groups), n_slots)
     return runner
 
 
@@ -64,12 +64,19 @@ def full_logits(runner: ModelRunner, hidden: Tensor) -> Tensor:
     return gather_logits(runner.logits(hidden), vocabs, runner.comm)
 
 
+def whole_chunk(
+    runner: ModelRunner, tokens: Sequence[int], start: int, blocks: Sequence[int], n_prompt: int
+) -> Chunk:
+    """A chunk of a sequence that keeps all its tokens, in the same blocks of every group."""
+    return Chunk(tokens, start, [blocks] * len(runner.groups), n_prompt)
+
+
 def logits_in_pieces(
     runner: ModelRunner, tokens: Sequence[int], cuts: Sequence[int] = ()
 ) -> Tensor:
     """Logits of all positions of one sequence, its tokens fed in pieces that end at the cuts."""
     hidden = [
-        runner.forward([Chunk(tokens[start:stop], start, [0], len(tokens))])
+        runner.forward([whole_chunk(runner, tokens[start:stop], start, [0], len(tokens))])
         for start, stop in pairwise([0, *cuts, len(tokens)])
     ]
     return full_logits(runner, torch.cat(hidden))
@@ -105,7 +112,7 @@ def logits_alone_and_together(
     runner = load_runner(comm, folder, max(map(len, prompts)))
     alone = [logits_in_pieces(runner, prompt) for prompt in prompts]
     tables = _block_tables([-(-len(prompt) // BLOCK_SIZE) for prompt in prompts])
-    runner.reserve(sum(map(len, tables)), BLOCK_SIZE)
+    runner.reserve([sum(map(len, tables))] * len(runner.groups), BLOCK_SIZE)
     together: list[list[Tensor]] = [[] for _ in prompts]
     waiting = [_batched(prompt) for prompt in prompts]
     n_forwards = 0
@@ -116,7 +123,7 @@ def logits_alone_and_together(
         pieces = []
         for i in present:
             start, tokens = waiting[i].pop(0)
-            pieces.append(Chunk(tokens, start, tables[i], len(prompts[i])))
+            pieces.append(whole_chunk(runner, tokens, start, tables[i], len(prompts[i])))
         hidden = runner.forward(pieces)
         rows = hidden.split_with_sizes([len(piece.tokens) for piece in pieces])
         for i, part in zip(present, rows, strict=True):

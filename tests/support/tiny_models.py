@@ -161,6 +161,37 @@ TINY_MODELS: dict[str, TinyModel] = {
     "8/2 falcon, two norms, biases": TinyModel(
         8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True, "bias": True}
     ),
+    # Windows that a sequence of 40 tokens leaves, in all layers and in some.
+    "8/2 mistral, window": TinyModel(8, 2, 8, 48, family="mistral", own={"sliding_window": 7}),
+    "8/2 qwen2, window": TinyModel(
+        8,
+        2,
+        8,
+        64,
+        n_layers=3,
+        family="qwen2",
+        own={"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    ),
+    "8/4 gemma2, window": TinyModel(
+        8,
+        4,
+        8,
+        56,
+        tied=True,
+        n_layers=3,
+        family="gemma2",
+        own={"query_pre_attn_scalar": 13, "sliding_window": 9, "attn_logit_softcapping": 2.0},
+    ),
+    "8/2 gemma3, window": TinyModel(
+        8,
+        2,
+        8,
+        56,
+        tied=True,
+        n_layers=7,
+        family="gemma3_text",
+        own={"query_pre_attn_scalar": 13, "sliding_window": 5},
+    ),
     # Fewer channels and vocabulary rows than heads: some ranks hold none of them.
     "6/2 ranks without rows": TinyModel(6, 2, 4, 24, ffn_dim=3, vocab_size=5, mlp_bias=True),
 }

@@ -1,0 +1,134 @@
+"""The blocks of one group of layers, and how sequences hold them.
+
+Layers that see all keys keep those of every token. Layers with a sliding window need a token's no
+longer once it is out of the window of all that are to come; its block takes a later token then, so
+that a long sequence goes round in the same blocks, however long it becomes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from parallel_llama.engine.block_pool import BlockPool
+from parallel_llama.plan import blocks_held
+
+# Tokens of one forward pass: enough to make prefill a matter of matrix products and not of weight
+# traffic, few enough that those who decode do not wait long and an interruption is heard.
+STEP_TOKENS = 512
+
+
+@dataclass(eq=False)
+class BlockTable:
+    """The blocks that a sequence holds in one group of layers, in order.
+
+    Position p lies in `blocks[p // block_size - first]`; the blocks before are given up.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    first: int = 0
+
+    @property
+    def stop(self) -> int:
+        """The number of blocks that are held or given up."""
+        return self.first + len(self.blocks)
+
+    def __getitem__(self, number: int) -> int:
+        """The sequence's block of this number, which it still holds."""
+        assert number >= self.first
+        return self.blocks[number - self.first]
+
+
+class BlockGroup:
+    """A pool, and the tables of the sequences that share it.
+
+    `window` is the number of keys that a token sees, its own among them, None for all. At most
+    `step_tokens` tokens of a sequence run in one step: all of them must be kept at once, with what
+    the first of them sees.
+    """
+
+    def __init__(self, pool: BlockPool, window: int | None, step_tokens: int) -> None:
+        self.pool, self.window, self.step_tokens = pool, window, step_tokens
+
+    def n_blocks(self, n_tokens: int) -> int:
+        """The blocks that so many tokens fill, whole or in part."""
+        return -(-n_tokens // self.pool.block_size)
+
+    def n_held(self, n_tokens: int) -> int:
+        """The most blocks that a sequence of so many tokens holds at any time."""
+        return blocks_held(n_tokens, self.pool.block_size, self.window, self.step_tokens)
+
+    def first_seen(self, start: int) -> int:
+        """The number of the first block that a token at this position sees, or one behind it."""
+        if self.window is None:
+            return 0
+        return max(start - self.window + 1, 0) // self.pool.block_size
+
+    def held_prefix(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks a sequence can begin with: the most whose window is held."""
+        if self.window is None:
+            return len(self.pool.lookup(keys))
+        n, at = len(keys), len(keys) - 1
+        # One that is missing rules out every beginning in whose window it lies.
+        while at >= self.first_seen(n * self.pool.block_size):
+            if not self.pool.lookup(keys[at : at + 1]):
+                n = at
+            at -= 1
+        return n
+
+    def prefix(self, keys: Sequence[bytes]) -> BlockTable:
+        """The table of a sequence that begins with these blocks, not yet owned by it."""
+        first = self.first_seen(len(keys) * self.pool.block_size)
+        blocks = [block for key in keys[first:] for block in self.pool.lookup([key])]
+        assert first + len(blocks) == len(keys)
+        return BlockTable(blocks, first)
+
+    def n_for_start(self, table: BlockTable, n_tokens: int) -> int:
+        """New blocks with which a sequence of so many known tokens starts behind its prefix."""
+        n_held = min(self.n_blocks(n_tokens) - table.first, self.n_held(n_tokens))
+        return max(n_held - len(table.blocks), 0)
+
+    def start(self, table: BlockTable, n_tokens: int, most_tokens: int) -> None:
+        """Take those; the sequence may grow to `most_tokens`."""
+        self._take(table, self.n_for_start(table, n_tokens), most_tokens)
+
+    def n_to_take(self, table: BlockTable, start: int, stop: int) -> int:
+        """Blocks that the pool must give before the tokens from `start` to `stop` have a place."""
+        n_new = self.n_blocks(stop) - table.stop
+        if n_new <= 0:
+            return 0
+        spent = table.blocks[: min(max(self.first_seen(start) - table.first, 0), n_new)]
+        return n_new - sum(self.pool.is_sole(block) for block in spent)
+
+    def reach(self, table: BlockTable, start: int, stop: int) -> int:
+        """Up to which position, `stop` at the most, there are blocks for tokens from `start` on."""
+        while self.n_to_take(table, start, stop) > self.pool.n_takeable():
+            stop = (self.n_blocks(stop) - 1) * self.pool.block_size
+        return stop
+
+    def extend(self, table: BlockTable, start: int, stop: int, most_tokens: int) -> None:
+        """Give the tokens from `start` to `stop` a place; the sequence may grow to `most_tokens`.
+
+        Raises: OutOfBlocks.
+        """
+        first_seen = self.first_seen(start)
+        n_new = self.n_blocks(stop) - table.stop
+        while n_new > 0 and table.first < first_seen:
+            block = table.blocks.pop(0)
+            table.first += 1
+            if self.pool.is_sole(block):
+                self.pool.forget(block)
+                table.blocks.append(block)
+            else:
+                self.pool.release([block])
+                self._take(table, 1, most_tokens)
+            n_new -= 1
+        if n_new > 0:
+            self._take(table, n_new, most_tokens)
+
+    def release(self, table: BlockTable) -> None:
+        """Give up all that a sequence holds, which has no table then."""
+        self.pool.release(table.blocks)
+
+    def _take(self, table: BlockTable, n: int, most_tokens: int) -> None:
+        room = self.n_held(most_tokens) - len(table.blocks)
+        after = table.blocks[-1] if table.blocks else None
+        table.blocks += self.pool.take(n, after, room)
