@@ -14,6 +14,10 @@ from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 
+# How the tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints end, which config.json should tell.
+_QUANTISED = (".qweight", ".qzeros", ".absmax", ".weight_scale", ".weight_scale_inv")
+_INSTEAD = "use the unquantised model, or a GGUF file of it"
+
 READERS = {".safetensors": read_safetensors_header, ".bin": read_torch_header}
 
 
@@ -24,7 +28,7 @@ class HFFolder(TensorFiles):
     """
 
     layout = "hf"
-    readable = f"readable are {', '.join(STORED)}: use a checkpoint that is not quantised"
+    readable = f"readable are {', '.join(STORED)}; {_INSTEAD}"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         headers = {path: _header(path, args) for path in files.weights}
@@ -32,6 +36,15 @@ class HFFolder(TensorFiles):
         if files.index is not None:
             _require_index(files.index, headers, args)
         super().__init__(files, args, tensors, empty)
+
+    def check(self, args: ModelArgs) -> None:
+        quantised = next((name for name in self._tensors if name.endswith(_QUANTISED)), None)
+        if quantised is not None:
+            raise CheckpointError(
+                f"{self._tensors[quantised][0]}: tensor {quantised!r:.200} is part of a quantised "
+                f"weight, which is not supported; {_INSTEAD}"
+            )
+        super().check(args)
 
 
 def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:

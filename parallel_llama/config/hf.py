@@ -162,10 +162,11 @@ def _family(fields: Fields) -> Family:
 def _require_plain_weights(fields: Fields) -> None:
     """Refuse quantised checkpoints; what transformers read from a GGUF file it saves as floats."""
     quantization = Fields(fields.mapping("quantization_config"))
-    if quantization.values and quantization.text("quant_method", "unknown") != "gguf":
+    method = quantization.text("quant_method", "unknown")
+    if quantization.values and method != "gguf":
         raise UsageError(
-            "has 'quantization_config': a quantised checkpoint, which is not supported; use the "
-            "unquantised model, or a GGUF file of it"
+            f"quantization_config has quant_method={method[:80]!r}: a quantised checkpoint, which "
+            "is not supported; use the unquantised model, or a GGUF file of it"
         )
 
 

@@ -81,6 +81,16 @@ def test_a_second_head_of_an_untied_model_is_no_extra_and_of_a_tied_one_is_not_r
     opened(files, replace(TINY, tied_embeddings=True))
 
 
+@pytest.mark.parametrize("end", ["qweight", "qzeros", "weight.absmax", "weight_scale_inv"])
+def test_quantised_weights_of_which_config_json_says_nothing_are_named(tmp_path, end):
+    name = f"model.layers.0.mlp.up_proj.{end}"
+    tensors = {hf_name(n): t for n, t in weights_of(TINY).items()}
+    files = write_safetensors(tmp_path, {**tensors, name: torch.zeros(3, dtype=torch.int32)})
+    expected = rf"model\.safetensors: tensor '{name}' is part of a quantised.*or a GGUF file of it"
+    with pytest.raises(CheckpointError, match=expected):
+        opened(files)
+
+
 def test_a_dtype_that_is_not_a_float_is_refused_with_the_tensor(tmp_path):
     weights = weights_of(TINY)
     weights["layers.0.feed_forward.w1.weight"] = torch.ones(50, 36, dtype=torch.int8)

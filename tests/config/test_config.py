@@ -501,7 +501,14 @@ def test_the_config_of_smollm2_is_read() -> None:
         ({"attention_bias": "no"}, "neither true nor false"),
         ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'"),
         ({"torch_dtype": 16}, "torch_dtype=16 is not a string"),
-        ({"quantization_config": {"quant_method": "awq"}}, "a quantised checkpoint"),
+        *(
+            (
+                {"quantization_config": {"quant_method": method, "bits": 4}},
+                f"quant_method='{method}': a quantised checkpoint.*use the unquantised model, or",
+            )
+            for method in ("awq", "gptq", "bitsandbytes", "fp8", "compressed-tensors", "mxfp4")
+        ),
+        ({"quantization_config": {"load_in_4bit": True}}, "quant_method='unknown'"),
         (
             {"sliding_window": 128},
             "sliding_window=128 is not supported below .*=256 in 'llama'; .*remove it",
