@@ -32,7 +32,7 @@ def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
 
     Raises: CheckpointError if a file is damaged.
     """
-    variants = differing_norms(files) if files.kind == "meta" else {}
+    variants = differing_norms(files) if files.kind == "meta" and files.is_pickled else {}
     if not variants and files.kind in ("meta", "hf", "native"):
         variants = _kept(files)
     if variants:

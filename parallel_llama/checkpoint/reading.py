@@ -15,6 +15,7 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.gguf_file import GGUFFile
 from parallel_llama.checkpoint.hf_folder import HFFolder
 from parallel_llama.checkpoint.meta_folder import MetaFolder
+from parallel_llama.checkpoint.mistral_folder import MistralFolder
 from parallel_llama.checkpoint.native_folder import NativeFolder
 from parallel_llama.config import ModelArgs
 from parallel_llama.errors import CheckpointError, DamagedWeights
@@ -32,6 +33,9 @@ PIECE_VALUES = 1 << 25
 PIECE_ALIGNMENT = 256
 
 
+_READERS = {"hf": HFFolder, "meta": MistralFolder, "native": NativeFolder, "gguf": GGUFFile}
+
+
 def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> Checkpoint:
     """The checkpoint in a model's files; reads headers only. What is read lies in `empty` memory.
 
@@ -43,11 +47,9 @@ def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memor
             "them, or ask for random weights"
         )
     try:
-        if files.kind == "meta":
+        if files.kind == "meta" and files.is_pickled:
             return MetaFolder(files, args)
-        return {"hf": HFFolder, "native": NativeFolder, "gguf": GGUFFile}[files.kind](
-            files, args, empty
-        )
+        return _READERS[files.kind](files, args, empty)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
 

@@ -1,10 +1,10 @@
 """The model's arguments and its authors' sampling defaults, whichever file they come from.
 
-`ModelArgs` is filled from Meta's params.json, from HF's config.json or from a GGUF header, each
-read and written in a module of its own. Unknown keys are refused, so that a setting that changes
-the model is never dropped in silence; in config.json, where every program leaves its own, only
-those that might count (see `hf_keys`). Nothing here knows how the model is cut (see `plan`), and no
-torch is imported.
+`ModelArgs` is filled from Meta's or Mistral's params.json, from HF's config.json or from a GGUF
+header, each read and written in a module of its own. Unknown keys are refused, so that a setting
+that changes the model is never dropped in silence; in config.json, where every program leaves its
+own, only those that might count (see `hf_keys`). Nothing here knows how the model is cut (see
+`plan`), and no torch is imported.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from parallel_llama.config.generation import GenerationDefaults, load_generation
 from parallel_llama.config.gguf import args_from_gguf
 from parallel_llama.config.hf import args_from_hf
 from parallel_llama.config.meta import args_from_meta_config, args_from_params, is_meta_config
+from parallel_llama.config.mistral import args_from_mistral_params, is_mistral_params
 from parallel_llama.config.native import args_from_native
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, context_length
@@ -58,6 +59,8 @@ def load_model_args(
             if is_meta_config(config):
                 source = beside
                 return args_from_meta_config(config, values)
+        if is_mistral_params(values):
+            return args_from_mistral_params(values)
         return args_from_params(values, count_vocab and partial(count_vocab, files))
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error

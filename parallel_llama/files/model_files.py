@@ -38,6 +38,8 @@ _HF_WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+# Mistral's weights, whole under Meta's names.
+_MISTRAL_WEIGHTS = ("consolidated.safetensors", "consolidated.safetensors.index.json")
 _CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
 _NATIVE_PART = re.compile(r"weights-(\d{5})-of-(\d{5})\.safetensors")
 _GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
@@ -51,8 +53,8 @@ class ModelFiles:
 
     kind `config` is a shape without weights (configs/models), for `plan` and random weights.
     `path` is the folder or the file; `config` is its config.json, params.json, native.json, GGUF
-    file or shape; `weights` are in order, and empty for a shape; `index` is HF's index where there
-    is one.
+    file or shape; `weights` are in order, and empty for a shape; `index` is the index that names
+    them, where there is one.
     """
 
     kind: Literal["hf", "meta", "gguf", "native", "config"]
@@ -60,6 +62,11 @@ class ModelFiles:
     config: Path
     weights: tuple[Path, ...]
     index: Path | None = None
+
+    @property
+    def is_pickled(self) -> bool:
+        """Whether the weights are in torch's own files, as Meta's are and Mistral's are not."""
+        return self.weights[0].suffix == ".pth"
 
     def require_weights(self) -> None:
         """Raises: UsageError for a shape without weights."""
@@ -169,7 +176,9 @@ def _in_folder(folder: Path) -> ModelFiles:
         hint = f"; give the file in it: {folder / ggufs[0]}" if ggufs else ""
         raise UsageError(f"{folder}: has neither {_CONFIG} (HF) nor {_PARAMS} (Meta){hint}")
     held = next((name for name in _HF_WEIGHTS if name in names), None) if has_config else None
-    has_meta = has_params and any(_CONSOLIDATED.fullmatch(name) for name in names)
+    mistral = next((name for name in _MISTRAL_WEIGHTS if name in names), None)
+    has_pickled = any(_CONSOLIDATED.fullmatch(name) for name in names)
+    has_meta = has_params and (mistral is not None or has_pickled)
     if held and has_meta:
         logger.warning(
             "%s holds a HF and a Meta checkpoint; the HF one is read. Remove %s to read Meta's",
@@ -177,7 +186,11 @@ def _in_folder(folder: Path) -> ModelFiles:
             _CONFIG,
         )
     if held:
-        return _hf_folder(folder, held)
+        weights, index = _files_held(folder, held)
+        return ModelFiles("hf", folder, folder / _CONFIG, weights, index)
+    if has_meta and mistral:
+        weights, index = _files_held(folder, mistral)
+        return ModelFiles("meta", folder, folder / _PARAMS, weights, index)
     if has_meta:
         return _meta_folder(folder, names)
     raise UsageError(f"{folder}: {_why_no_weights(names, has_config)}")
@@ -190,15 +203,19 @@ def _why_no_weights(names: list[str], has_config: bool) -> str:
             f"has none of {', '.join(_HF_WEIGHTS)}, and no index says what belongs to the model, "
             f"only {listed(others, 5)}; fetch the missing file"
         )
-    wanted = f"{_HF_WEIGHTS[0]} or {_HF_WEIGHTS[1]}" if has_config else "consolidated.00.pth"
+    wanted = (
+        f"{_HF_WEIGHTS[0]} or {_HF_WEIGHTS[1]}"
+        if has_config
+        else f"consolidated.00.pth or {_MISTRAL_WEIGHTS[0]}"
+    )
     return f"has no weights ({wanted}); fetch them, or use --random-weights with a configs name"
 
 
-def _hf_folder(folder: Path, held: str) -> ModelFiles:
-    """The model whose weights are the file `held`, or the files that this index names."""
-    config, index = folder / _CONFIG, folder / held
+def _files_held(folder: Path, held: str) -> tuple[tuple[Path, ...], Path | None]:
+    """The weights that are the file `held`, or the files that this index names, and the index."""
+    index = folder / held
     if index.suffix != ".json":
-        return ModelFiles("hf", folder, config, (index,))
+        return (index,), None
     weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{index}: has no weight_map; fetch it again")
@@ -212,7 +229,7 @@ def _hf_folder(folder: Path, held: str) -> ModelFiles:
             f"{folder}: {len(missing)} of the {len(files)} files that {held} names are missing: "
             f"{listed(missing, 5)}; fetch them"
         )
-    return ModelFiles("hf", folder, config, tuple(folder / file for file in files), index)
+    return tuple(folder / file for file in files), index
 
 
 def _require_inside(index: Path, files: list[str]) -> None:
