@@ -92,7 +92,10 @@ class MixtureOfExperts(nn.Module):
 
 
 def weighted_sum(parts: Tensor, shares: Tensor) -> Tensor:
-    """What each token gets from its experts. Shapes: [T, n, dim], [T, n] -> [T, dim] partial."""
+    """What each token gets from its experts, summed in the dtype of the shares.
+
+    Shapes: parts [T, n, dim], shares [T, n] -> [T, dim] partial, in the dtype of the parts.
+    """
     total = parts[:, 0] * shares[:, :1]  # one by one: torch's sums may hang on the number of rows
     for number in range(1, shares.shape[1]):
         total += parts[:, number] * shares[:, number : number + 1]

@@ -45,7 +45,7 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         """The experts that each token goes to, the best first, and the share of each.
 
-        Shares are the softmax over all experts, in at least float32; `normed` ones sum to 1. Of
+        Shares are the softmax over all experts, of at least float32; `normed` ones sum to 1. Of
         equally good experts the one with the lower number comes first.
 
         Shapes: x [T, dim], gate [n_experts, dim] -> shares [T, n_active], experts [T, n_active].
@@ -194,7 +194,7 @@ def best_experts(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor
     shares = ordered[:, :n_active]
     if normed:
         shares = shares / shares.sum(-1, keepdim=True)
-    return shares.to(scores.dtype), experts[:, :n_active]
+    return shares, experts[:, :n_active]
 
 
 def rotate_(x: Tensor, rotations: Tensor) -> None:

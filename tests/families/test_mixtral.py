@@ -84,6 +84,15 @@ def test_metas_own_program_has_no_experts_and_the_writer_says_so(
     assert "a mixture of experts" in config["parallel_llama"]["beyond_params_json"]
 
 
+def test_each_of_metas_files_has_channels_of_every_expert(folder: Path, tmp_path: Path) -> None:
+    reshard(find_model(str(folder)), tmp_path / "meta", layout="meta", n_parts=3)
+    for number in range(3):
+        file = torch.load(tmp_path / "meta" / f"consolidated.{number:02}.pth", weights_only=True)
+        for expert in range(5):
+            w2 = file[f"layers.1.feed_forward.experts.{expert}.w2.weight"]
+            assert abs(w2.shape[1] - TINY.ffn_dim / 3) < 2
+
+
 @pytest.mark.parametrize("ranks_per_expert", [1, 2, 8])
 def test_the_plan_counts_every_byte_that_a_rank_loads(folder: Path, ranks_per_expert: int) -> None:
     args, files = args_of(folder), find_model(str(folder))

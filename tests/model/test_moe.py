@@ -19,7 +19,7 @@ from transformers_oracle import reference_logits
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.errors import UsageError
-from parallel_llama.model.moe import MixtureOfExperts
+from parallel_llama.model.moe import MixtureOfExperts, weighted_sum
 from parallel_llama.ops import CPUOps, TorchOps
 from parallel_llama.ops.torch_ops import best_experts
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -124,6 +124,14 @@ def test_shares_are_the_softmax_over_all_experts(normed: bool) -> None:
         expected = scores.gather(1, indices).softmax(-1)
     assert torch.equal(experts, indices)
     assert_same(shares, expected)
+
+
+def test_what_experts_give_is_summed_in_float32_at_least() -> None:
+    """In bfloat16, 256 + 1 would be 256."""
+    shares, _ = best_experts(torch.zeros(1, 4, dtype=torch.bfloat16), 3, normed=True)
+    assert shares.dtype == torch.float32
+    parts = torch.tensor([[[768.0], [3.0], [3.0]]], dtype=torch.bfloat16)
+    assert weighted_sum(parts, shares).tolist() == [[258.0]]
 
 
 @pytest.fixture(scope="module")
