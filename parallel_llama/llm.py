@@ -41,6 +41,7 @@ from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.place import world
 from parallel_llama.plan import (
+    KVSplit,
     ShardPlan,
     default_dtype,
     kv_format,
@@ -122,6 +123,7 @@ class LLM:
         verify: bool = False,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: str = "auto",
+        kv_split: KVSplit = "heads",
         block_size: int = BLOCK_SIZE,
         max_drafts: int = MAX_DRAFTS,
         timeout_s: float | None = None,
@@ -142,6 +144,7 @@ class LLM:
             "verify": verify,
             "kv_cache_bytes": kv_cache_bytes,
             "kv_cache_dtype": kv_cache_dtype,
+            "kv_split": kv_split,
             "block_size": block_size,
             "max_drafts": max_drafts,
             "timeout_s": timeout_s,
@@ -159,7 +162,7 @@ class LLM:
         self.dtype = dtype or default_dtype(self.args, kind)
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
-        plan = make_plan(self.args, size)
+        plan = make_plan(self.args, size, kv_split=kv_split)
         self.kv_format = kv_format(kv_cache_dtype, self.dtype)
         longest = input_processor.max_seq_len
         cache_size = CacheSize(self.args, plan, self.kv_format, block_size, kv_cache_bytes, longest)

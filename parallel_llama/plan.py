@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from operator import mul
@@ -43,6 +43,10 @@ MIN_EXPERT_CHANNELS = 256
 Counted = Axis | Literal["expert ffn", "rank"]
 
 
+# What of the KV cache ranks share out: heads, of which several may hold one, or tokens.
+KVSplit = Literal["heads", "sequence"]
+
+
 @dataclass(frozen=True)
 class Run:
     """Consecutive query heads of one rank that share its KV heads in equal groups.
@@ -58,7 +62,8 @@ class Run:
 class Share:
     """What one rank holds: global half-open ranges of heads, ffn channels and vocabulary rows.
 
-    In a mixture of experts its ffn channels are those of each of its `experts`.
+    In a mixture of experts its ffn channels are those of each of its `experts`. Where the tokens
+    of the KV cache are spread, `runs` are of all query heads, over this rank's tokens.
     """
 
     rank: int
@@ -68,10 +73,16 @@ class Share:
     vocab: range
     runs: tuple[Run, ...]
     experts: range = range(0)
+    peers: tuple[range, ...] = ()  # where tokens are spread: every rank's query heads
 
     @property
     def n_local_heads(self) -> int:
         return len(self.heads)
+
+    @property
+    def kv_parts(self) -> int:
+        """Ranks over which the tokens of every KV head are spread."""
+        return max(1, len(self.peers))
 
     @property
     def n_local_kv_heads(self) -> int:
@@ -138,6 +149,11 @@ class ShardPlan:
     @property
     def tp_size(self) -> int:
         return len(self.shares)
+
+    @property
+    def kv_parts(self) -> int:
+        """Ranks over which the tokens of every KV head are spread."""
+        return self.shares[0].kv_parts
 
 
 def local_kv_heads(heads: range, group_size: int) -> range:
@@ -222,10 +238,13 @@ def make_plan(
     memory: Sequence[float] | None = None,
     quant_group: int = 1,
     ranks_per_expert: int | None = None,
+    kv_split: KVSplit = "heads",
 ) -> ShardPlan:
     """The plan of a model on `tp_size` ranks, weighted by each rank's memory where that is given.
 
     `ranks_per_expert` is the most ranks that share an expert, where the numbers are not to decide.
+    With a `kv_split` by sequence every rank keeps a part of the tokens for all KV heads, in place
+    of all tokens for its own, where those of several ranks are the same.
 
     Units: `memory` in any one unit; its proportions alone matter.
     Raises: UsageError if tp_size is not 1 to n_heads, or `memory` is not one positive number per
@@ -260,6 +279,8 @@ def make_plan(
         )
         for rank, own in enumerate(heads)
     )
+    if kv_split == "sequence":
+        shares = _spread(args, shares)
     placement = _placement(args, groups, ranks_per_expert) if args.n_experts else None
     return ShardPlan(shares, cut, balance, placement)
 
@@ -296,9 +317,13 @@ def weight_bytes(args: ModelArgs, share: Share, form: DenseFormat) -> int:
 
 
 def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:
-    """Bytes of KV cache that a rank needs for one token, in each group of layers."""
+    """Bytes of KV cache that a rank needs for one token, in each group of layers.
+
+    Where tokens are spread over ranks, the mean of those that it keeps and those that it does not.
+    """
     per_layer = 2 * share.n_local_kv_heads * form.n_bytes(args.head_dim)
-    return tuple(len(group.layers) * per_layer for group in layer_groups(args))
+    layers = (len(group.layers) for group in layer_groups(args))
+    return tuple(-(-n * per_layer // share.kv_parts) for n in layers)
 
 
 def pool_sizes(
@@ -372,6 +397,16 @@ def default_dtype(args: ModelArgs, device: str) -> str:
     if args.dtype == "float64":
         return "float64"
     return "bfloat16" if device == "cuda" else "float32"
+
+
+def _spread(args: ModelArgs, shares: tuple[Share, ...]) -> tuple[Share, ...]:
+    """The same shares with the tokens of the KV cache spread over all ranks, if that is less."""
+    widest = max(share.n_local_kv_heads for share in shares)
+    if widest * len(shares) <= args.n_kv_heads:  # nothing to save
+        return shares
+    runs = equal_runs(range(args.n_heads), args.n_heads // args.n_kv_heads)
+    every, peers = range(args.n_kv_heads), tuple(share.heads for share in shares)
+    return tuple(replace(each, kv_heads=every, runs=runs, peers=peers) for each in shares)
 
 
 def _weights(tp_size: int, memory: Sequence[float] | None) -> list[int]:

@@ -355,3 +355,19 @@ def test_parameters_carry_metas_names_and_the_axis_that_cuts_them():
     assert cuts["layers.1.feed_forward.w2.weight"] == ("ffn", 1)
     assert cuts["layers.1.ffn_norm.weight"] == (None, 0)
     assert cuts["output.weight"] == ("vocab", 0)
+
+
+def test_tokens_are_spread_where_ranks_would_hold_the_same_heads() -> None:
+    """Every rank then takes as many bytes as an equal part of one copy."""
+    form = KVFormat("float32")
+    for n_heads, n_kv_heads, tp_size in [(9, 3, 2), (9, 3, 5), (7, 1, 4), (10, 2, 10)]:
+        args = shape(n_heads, n_kv_heads)
+        plan = make_plan(args, tp_size, kv_split="sequence")
+        (one,) = kv_bytes_per_token(args, make_plan(args, 1).shares[0], form)
+        assert plan.kv_parts == tp_size
+        for share in plan.shares:
+            assert share.kv_heads == range(n_kv_heads) and share.heads in share.peers
+            assert kv_bytes_per_token(args, share, form) == (-(-one // tp_size),)
+    for n_heads, n_kv_heads, tp_size in [(9, 3, 1), (9, 3, 3), (8, 4, 2)]:  # nothing to save
+        args = shape(n_heads, n_kv_heads)
+        assert make_plan(args, tp_size, kv_split="sequence") == make_plan(args, tp_size)

@@ -12,6 +12,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import layer_groups
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.plan import (
+    KVSplit,
     ShardPlan,
     Share,
     blocks_held,
@@ -32,6 +33,7 @@ class Workload:
     kv: KVFormat
     max_seq_len: int
     batch: int
+    kv_split: KVSplit = "heads"
 
     @property
     def tokens_each(self) -> tuple[int, ...]:
@@ -104,8 +106,8 @@ class Estimate:
 
     @property
     def n_kv_heads(self) -> int:
-        """KV heads on all ranks; one that several ranks hold counts for each."""
-        return sum(share.n_local_kv_heads for share in self.plan.shares)
+        """KV heads on all ranks; one that several ranks hold whole counts for each."""
+        return sum(share.n_local_kv_heads for share in self.plan.shares) // self.plan.kv_parts
 
     @property
     def kv_overhead(self) -> float:
@@ -168,7 +170,7 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
     Raises: UsageError if there is no plan of so many ranks, or `memory` is not one for each.
     """
     each = [memory] * tp_size if isinstance(memory, int) else memory
-    plan = make_plan(work.args, tp_size, each)
+    plan = make_plan(work.args, tp_size, each, kv_split=work.kv_split)
     form, per_unit = DenseFormat(work.dtype), values_per_unit(work.args)
     kv: dict[int, KVEstimate] = {}  # by the number of KV heads
 

@@ -10,7 +10,7 @@ from parallel_llama.dtypes import DTYPES, KV_DTYPES
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import KVSplit, make_plan
 
 if TYPE_CHECKING:
     from parallel_llama.engine.input_processor import InputProcessor
@@ -38,6 +38,11 @@ KV_CACHE_BYTES: Flag[int | None] = Flag(
     "kv-cache-bytes", "memory for the KV cache on each rank, such as 2GB or 512MiB",
     byte_size, "SIZE", default_text="what is free, at most 2 GiB on the CPU",
 )  # fmt: skip
+KV_SPLIT: Flag[KVSplit] = Flag(
+    "kv-split",
+    "what ranks share out of the KV cache: heads, or tokens where several would hold one head",
+    one_of("heads", "sequence"), "WHAT", default="heads",
+)  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(
     "block-size", "tokens per block of the paged KV cache", whole(1, 4096), "N", default=16
 )
@@ -61,7 +66,7 @@ TIMEOUT: Flag[float | None] = Flag(
     "timeout", "how long a rank waits for another before it gives up",
     number(0, 1e6, above=True), "SECONDS", default_text="30 in a step, 60 at the start",
 )  # fmt: skip
-RANKS: tuple[Flag[Any], ...] = (NPROC, DTYPE, KV_CACHE_DTYPE, DEVICE, MAX_SEQ_LEN)
+RANKS: tuple[Flag[Any], ...] = (NPROC, DTYPE, KV_CACHE_DTYPE, KV_SPLIT, DEVICE, MAX_SEQ_LEN)
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
 
@@ -94,7 +99,7 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
         files.require_weights()
     args = load_model_args(files, _count_vocab)
     n_ranks = rank_count(flags[NPROC])
-    make_plan(args, n_ranks)
+    make_plan(args, n_ranks, kv_split=flags[KV_SPLIT])
     inputs = InputProcessor(files, args, max_seq_len=flags[MAX_SEQ_LEN], seed=flags[SEED])
     return inputs, n_ranks
 
@@ -109,6 +114,7 @@ def llm_options(flags: Flags) -> dict[str, Any]:
         "verify": flags[VERIFY],
         "kv_cache_bytes": flags[KV_CACHE_BYTES],
         "kv_cache_dtype": flags[KV_CACHE_DTYPE],
+        "kv_split": flags[KV_SPLIT],
         "block_size": flags[BLOCK_SIZE],
         "timeout_s": flags[TIMEOUT],
     }

@@ -20,6 +20,7 @@ from parallel_llama.cli.model import (
     DEVICE,
     DTYPE,
     KV_CACHE_DTYPE,
+    KV_SPLIT,
     MAX_SEQ_LEN,
     MODEL,
     find_args,
@@ -68,7 +69,9 @@ def prepare(flags: Flags) -> Job:
     args = find_args(flags[MODEL])
     dtype = flags[DTYPE] or default_dtype(args, _kind(flags[DEVICE]))
     form = kv_format(flags[KV_CACHE_DTYPE], dtype)
-    work = Workload(args, dtype, form, context_length(args, flags[MAX_SEQ_LEN]), flags[BATCH])
+    work = Workload(
+        args, dtype, form, context_length(args, flags[MAX_SEQ_LEN]), flags[BATCH], flags[KV_SPLIT]
+    )
     if nproc is None and isinstance(memory, int):
         found, fewer = fewest_that_fit(work, memory)
         page = [*_page(found), _answer(found, fewer)]
@@ -218,10 +221,13 @@ def _experts(plan: ShardPlan) -> list[str]:
 
 
 def _copies(found: Estimate) -> str:
-    own = found.work.args.n_kv_heads
+    own, n_ranks = found.work.args.n_kv_heads, found.plan.tp_size
+    if found.plan.kv_parts > 1:
+        return f"each KV head held once, its tokens spread over {n_ranks} ranks"
     if found.n_kv_heads == own:
         return "each KV head held once"
-    return f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
+    copies = f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
+    return f"{copies}; --kv-split sequence holds each once"
 
 
 def _window(found: Estimate) -> list[str]:
@@ -347,7 +353,7 @@ VERB = Verb(
     "plan",
     "Shows which rank would hold what, whether it fits, and how few ranks are enough.",
     "[--model PATH_OR_NAME] [--nproc N | --nproc A-B] [--memory SIZES] [flags]",
-    (MODEL, NPROC, MEMORY, MAX_SEQ_LEN, BATCH, DTYPE, KV_CACHE_DTYPE, DEVICE, JSON),
+    (MODEL, NPROC, MEMORY, MAX_SEQ_LEN, BATCH, DTYPE, KV_CACHE_DTYPE, KV_SPLIT, DEVICE, JSON),
     "parallel-llama plan --model llama-3.1-70b --memory 80",
     prepare,
 )

@@ -15,8 +15,9 @@ from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_capacity import memory_for
+from parallel_llama.engine.spread_cache import CachePart, mask_of
 from parallel_llama.families.model_args import layer_groups
-from parallel_llama.model.attention import Batch, GroupBatch, QueryTile
+from parallel_llama.model.batch import Batch, GroupBatch, QueryTile
 from parallel_llama.model.kv_cache import Blocks, KVCache, part_of, slices_of, slots_of
 from parallel_llama.model.rope import RotaryTables, rotary_of_windows
 from parallel_llama.model.transformer import Transformer
@@ -111,13 +112,14 @@ class ModelRunner:
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
         """Replace the caches by empty ones of so many blocks, one for each group of layers."""
-        self.block_size = block_size
+        self.block_size, n_parts = block_size, self.share.kv_parts
+        self._part = CachePart(self.comm.rank, n_parts, block_size) if n_parts > 1 else None
         self.caches = tuple(
             KVCache(
                 self.args,
                 self.share,
                 len(group.layers),
-                n,
+                self._part.n_blocks(n) if self._part else n,
                 block_size,
                 form=self.kv_format,
                 device=self.device,
@@ -163,6 +165,8 @@ class ModelRunner:
         )
 
     def _group_batch(self, number: int, chunks: Sequence[Chunk], rotations: Tensor) -> GroupBatch:
+        if self._part is not None:
+            return self._spread_batch(number, chunks, rotations, self._part)
         slots: list[int] = []
         tiles: list[QueryTile] = []
         decoded: dict[int, tuple[slice, ...]] = {}
@@ -183,6 +187,30 @@ class ModelRunner:
             tiles=tuple(tiles),
             decode=DecodeBatch.of(decoded) if decoded else None,
         )
+
+    def _spread_batch(
+        self, number: int, chunks: Sequence[Chunk], rotations: Tensor, part: CachePart
+    ) -> GroupBatch:
+        """The same where this rank keeps a part of the tokens."""
+        cache, window = self.caches[number], self.groups[number].window
+        slots: list[int] = []
+        tiles: list[QueryTile] = []
+        for chunk in chunks:
+            row, blocks = len(slots), chunk.tables[number]
+            slots += part.slots_of(blocks, chunk.positions, spare=cache.n_slots - 1)
+            n_queries = 1 if len(chunk.tokens) <= _MAX_DECODED else _MAX_QUERIES
+            for first in range(0, len(chunk.tokens), n_queries):
+                queries = chunk.positions[first : first + n_queries]
+                held, slices = part.kept(blocks, self._seen(number, queries))
+                if held:
+                    tiles.append(
+                        QueryTile(
+                            slice(row + first, row + first + len(queries)),
+                            tuple(cache.past(run.kv_heads, slices) for run in self.share.runs),
+                            mask_of(queries, held, window, self.dtype, self.device),
+                        )
+                    )
+        return GroupBatch(self._int64(slots), rotations, tuple(tiles), decode=None)
 
     def _seen(self, number: int, queries: range) -> range:
         """The positions that consecutive queries see in a group of layers, all together."""

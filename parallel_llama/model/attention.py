@@ -1,70 +1,26 @@
 """Grouped-query attention of this rank's heads over packed sequences.
 
-A batch holds chunks of sequences end to end, [T, ...] without padding. Each chunk attends to its
-own past in the KV cache and to nothing else, so a request's result does not depend on its
-neighbours. In a layer with a sliding window a token sees no more of its past than the window. No
-head knows which rank's it is: the plan's runs say which query heads share which KV heads.
+Each chunk of a sequence attends to its own past in the KV cache and to nothing else, so a request's
+result does not depend on its neighbours. No head knows which rank's it is: the plan's runs say
+which query heads share which KV heads.
 
-Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245; sliding windows, Longformer,
-arXiv 2004.05150, and Mistral, arXiv 2310.06825.
+Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.families.model_args import layer_groups
-from parallel_llama.model.kv_cache import KVCache, Past
+from parallel_llama.model.batch import Batch, GroupBatch
+from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, end_to_end
-from parallel_llama.ops import DecodeBatch, TorchOps
+from parallel_llama.model.spread_attention import attend_to_all_parts
+from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Run, Share
-
-
-@dataclass(frozen=True)
-class QueryTile:
-    """What consecutive queries of one sequence see: their rows of the batch, and their past.
-
-    Shapes: `queries` is a slice of the batch's T tokens; `pasts`, one per run of heads, hold the
-    sequence from the first token that one of the queries sees to the last query's; `mask` is
-    [len(queries), S], 0 where a query may look and -inf elsewhere, or None where the causal mask is
-    whole (a prompt from its start) or hides nothing (one token).
-    """
-
-    queries: slice
-    pasts: tuple[Past, ...]
-    mask: Tensor | None
-
-
-@dataclass(frozen=True)
-class GroupBatch:
-    """The batch to the layers of one group: where its tokens are kept, and what they see.
-
-    Each token is in one of the `tiles`, or a row of `decode`.
-
-    Shapes: slots [T] int64, rotations [T, 1, head_dim / 2] complex; replicated.
-    """
-
-    slots: Tensor
-    rotations: Tensor
-    tiles: tuple[QueryTile, ...]
-    decode: DecodeBatch | None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The tokens of one forward pass, sequences end to end, and what they are to each group.
-
-    Shapes: tokens [T] int64, rows [n] int64 (those whose result is wanted, None for all); all
-    replicated.
-    """
-
-    tokens: Tensor
-    groups: tuple[GroupBatch, ...]
-    rows: Tensor | None
 
 
 class Attention(nn.Module):
@@ -73,7 +29,7 @@ class Attention(nn.Module):
     `pack` lays wq, wk and wv end to end once they are filled; `heads` needs it done.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: the all_reduce of wo.
+    Collective: the all_reduce of wo; two all_gathers more where the cache's tokens are spread.
     """
 
     def __init__(
@@ -86,7 +42,7 @@ class Attention(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.runs, self.ops = share.runs, ops
+        self.share, self.comm, self.ops = share, comm, ops
         # Which group the layer is in, and its number there.
         self.group, self.layer = next(
             (number, group.layers.index(layer))
@@ -127,7 +83,10 @@ class Attention(nn.Module):
             k.copy_(self.k_norm(k.contiguous()))
         self.ops.rotate_and_store(qkv, own.rotations, own.slots, *cache.layer(self.layer))
         q = qkv[:, : self.n_local_heads]
-        o = attend(q, self.layer, own, cache, self.runs, self.ops)  # [T, H * D] local
+        if self.share.peers:
+            o = attend_to_all_parts(q, self.layer, own, self.share, self.ops, self.comm)
+        else:
+            o = attend(q, self.layer, own, cache, self.share.runs, self.ops)  # [T, H * D] local
         return o if rows is None else o[rows]
 
 

@@ -42,7 +42,7 @@ class KVCache:
         form: KVFormat,
         device: torch.device,
     ) -> None:
-        self.n_blocks, self.block_size = n_blocks, block_size
+        self.n_blocks, self.block_size, self.n_slots = n_blocks, block_size, n_blocks * block_size
         n_kv = share.n_local_kv_heads
         dtype = kv_dtype(form)
         width = form.n_bytes(args.head_dim) // dtype.itemsize

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.families import parameters
-from parallel_llama.model.attention import Attention, Batch
+from parallel_llama.model.attention import Attention
+from parallel_llama.model.batch import Batch
 from parallel_llama.model.huge_pages import HugePages
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (

@@ -130,9 +130,10 @@ class TorchOps:
         [T, K * G, D].
         """
         n_rows, n_kv_heads = len(q), k.shape[1]
-        k, v = kv_rows.unpack(k, q.dtype), kv_rows.unpack(v, q.dtype)
         if self._scores.soft_cap is not None:
-            return self._capped_attention(q, k[0], v[0], mask, self._scores.soft_cap)
+            # Which torch's own attention has no place for.
+            return self.partial_attention(q, k, v, mask)[0]
+        k, v = kv_rows.unpack(k, q.dtype), kv_rows.unpack(v, q.dtype)
         scale = self._scores.scale
         if n_rows == 1:
             # The heads of a group are the rows of one call, so each key is read once.
@@ -151,26 +152,36 @@ class TorchOps:
         )
         return o.permute(2, 0, 1, 3).flatten(1, 2)
 
-    def _capped_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float
-    ) -> Tensor:
-        """The same with a soft cap, which torch's own attention has no place for.
+    def partial_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same over some of the keys that a query sees, and the log-sum-exp of its scores.
 
-        Shapes: q [T, K * G, D]; k, v [K, S, D]; mask [T, S]; the result [T, K * G, D].
+        A query that sees none of them has zeros and -inf.
+
+        Shapes: as above; the log-sum-exp [T, K * G].
         """
         n_rows, n_heads, head_dim = q.shape
-        n_kv_heads, n_keys, _ = k.shape
+        _, n_kv_heads, n_keys, _ = k.shape
+        k, v = kv_rows.unpack(k, q.dtype), kv_rows.unpack(v, q.dtype)
         grouped = q.view(n_rows, n_kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-        scores = grouped @ k.mT  # [K, G * T, S]
-        scores.mul_(self._scores.scale_of(head_dim) / cap).tanh_().mul_(cap)
+        scores = grouped @ k[0].mT  # [K, G * T, S]
+        scale, cap = self._scores.scale_of(head_dim), self._scores.soft_cap
+        if cap is None:
+            scores.mul_(scale)
+        else:
+            scores.mul_(scale / cap).tanh_().mul_(cap)
         if mask is None and n_rows > 1:
             mask = scores.new_full((n_rows, n_keys), -torch.inf).triu_(1)
         if mask is not None:
             scores.view(n_kv_heads, -1, n_rows, n_keys).add_(mask)
         # Weights are summed in at least float32, as torch's own attention sums them.
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        o = scores.softmax(-1, dtype=wide).to(v.dtype) @ v
-        return o.view(n_heads, n_rows, head_dim).transpose(0, 1)
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        lse = wide.logsumexp(-1, keepdim=True)
+        weights = wide.softmax(-1).masked_fill(lse == -torch.inf, 0)
+        o = weights.to(v.dtype) @ v[0]
+        shape = (n_heads, n_rows, -1)
+        return o.view(shape).transpose(0, 1), lse.view(shape).transpose(0, 1)[..., 0]
 
     def decode_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor

@@ -401,7 +401,8 @@ def plan_page(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_plan_json_covers_every_unit_once(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_json(capsys, "--nproc", "4", "--dtype", "bfloat16")
-    keys = {"rank", "heads", "kv_heads", "ffn", "vocab", "weight_bytes", "kv_bytes_per_token"}
+    keys = {"rank", "heads", "kv_heads", "ffn", "experts", "vocab"}
+    keys |= {"weight_bytes", "kv_bytes_per_token"}
     assert [rank.keys() for rank in plan["ranks"]] == [keys] * plan["tp_size"] == [keys] * 4
     for axis, size in (("heads", 9), ("ffn", 1536), ("vocab", 49152)):
         ends = [rank[axis] for rank in plan["ranks"]]

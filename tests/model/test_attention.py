@@ -6,7 +6,8 @@ from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
-from parallel_llama.model.attention import GroupBatch, QueryTile, attend
+from parallel_llama.model.attention import attend
+from parallel_llama.model.batch import GroupBatch, QueryTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
 from parallel_llama.plan import Run, make_plan

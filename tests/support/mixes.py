@@ -16,7 +16,7 @@ from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.parallel.collectives import Communicator, Solo
-from parallel_llama.plan import blocks_held, make_plan
+from parallel_llama.plan import KVSplit, blocks_held, make_plan
 from parallel_llama.request import FinishReason, Request, SamplingParams
 from parallel_llama.sampling import Draw, History, sample
 
@@ -76,11 +76,12 @@ def make_runner(
     comm: Communicator,
     args: ModelArgs = ARGS,
     kv_format: KVFormat | None = None,
+    kv_split: KVSplit = "heads",
 ) -> ModelRunner:
     return ModelRunner.load(
         args,
         random_checkpoint(args, seed=1),
-        make_plan(args, comm.size),
+        make_plan(args, comm.size, kv_split=kv_split),
         comm,
         dtype=torch.float64,
         device=torch.device("cpu"),

@@ -1,0 +1,57 @@
+"""The tokens of one forward pass, and what each of them sees of the KV cache.
+
+A batch holds chunks of sequences end to end, [T, ...] without padding. In a layer with a sliding
+window a token sees no more of its past than the window.
+
+Source: sliding windows, Longformer, arXiv 2004.05150, and Mistral, arXiv 2310.06825.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from parallel_llama.model.kv_cache import Past
+from parallel_llama.ops import DecodeBatch
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """What consecutive queries of one sequence see: their rows of the batch, and their past.
+
+    Shapes: `queries` is a slice of the batch's T tokens; `pasts`, one per run of heads, hold the
+    sequence from the first token that one of the queries sees to the last query's; `mask` is
+    [len(queries), S], 0 where a query may look and -inf elsewhere, or None where the causal mask is
+    whole (a prompt from its start) or hides nothing (one token).
+    """
+
+    queries: slice
+    pasts: tuple[Past, ...]
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class GroupBatch:
+    """The batch to the layers of one group: where its tokens are kept, and what they see.
+
+    Each token is in one of the `tiles`, or a row of `decode`.
+
+    Shapes: slots [T] int64, rotations [T, 1, head_dim / 2] complex; replicated.
+    """
+
+    slots: Tensor
+    rotations: Tensor
+    tiles: tuple[QueryTile, ...]
+    decode: DecodeBatch | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tokens of one forward pass, sequences end to end, and what they are to each group.
+
+    Shapes: tokens [T] int64, rows [n] int64 (those whose result is wanted, None for all); all
+    replicated.
+    """
+
+    tokens: Tensor
+    groups: tuple[GroupBatch, ...]
+    rows: Tensor | None
