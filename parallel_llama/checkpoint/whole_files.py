@@ -20,7 +20,7 @@ from parallel_llama.errors import (
     listed,
 )
 from parallel_llama.files.bounded_files import is_file, is_folder
-from parallel_llama.files.model_files import find_model, lies_within
+from parallel_llama.files.model_files import TOKENIZER_FILES, find_model, lies_within
 
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".gguf", ".bin", ".pt")
 # A file of one of these kinds changes what the model is or says; one that nobody listed is wrong.
@@ -95,7 +95,7 @@ def damaged_files(
             report.hashed += 1
     for name in sorted(set(present) - set(manifest.files)):
         line = f"{name}: not in {MANIFEST}"
-        if Path(name).suffix.lower() in OWN_SUFFIXES:
+        if Path(name).suffix.lower() in OWN_SUFFIXES or Path(name).name in TOKENIZER_FILES:
             report.problems.append(f"{line}; remove it, or write the folder anew")
         else:
             report.notes.append(line)

@@ -4,10 +4,10 @@ import hashlib
 from pathlib import Path
 
 from parallel_llama.files.bounded_files import is_file, is_folder, names_in, open_file, reading
-from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.model_files import TOKENIZER_FILES, ModelFiles
 
 # Beside the weights, files of a folder that decide what goes in and what comes out.
-_TEXT_SUFFIXES = (".json", ".jinja", ".model")
+_TEXT_SUFFIXES = (".json", ".jinja")
 
 _HEAD_BYTES = 256 << 10  # the header of most files
 _TAIL_BYTES = 64 << 10  # the directory of torch's
@@ -33,7 +33,9 @@ def fingerprint(files: ModelFiles) -> dict[str, str]:
     texts = {
         path: _sampled(path, 0)
         for path in others
-        if path not in weights and path.suffix in _TEXT_SUFFIXES and is_file(path)
+        if (path.suffix in _TEXT_SUFFIXES or path.name in TOKENIZER_FILES)
+        and path not in weights
+        and is_file(path)
     }
     return {path.name: digest for path, digest in (texts | weights).items()}
 

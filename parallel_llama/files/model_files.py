@@ -30,6 +30,12 @@ MAX_INDEX_BYTES = 100_000_000
 MAX_NATIVE_FILES = 99_999
 SMOLLM2 = "smollm2"
 
+# Of a folder's tokenizers, the first in this order is taken: HF's tokenizer.json is what its users
+# run, then come Mistral's own files, the newest first, and tokenizer.model is the oldest form.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tekken.json", "tokenizer.model.v7m1", "tokenizer.model.v7",
+    "tokenizer.model.v3", "tokenizer.model.v2", "tokenizer.model.v1", "tokenizer.model",
+)  # fmt: skip
 _CONFIG, _PARAMS, _NATIVE = "config.json", "params.json", "native.json"
 # HF's weights: one file or an index of many; what comes first is read, as in transformers.
 _HF_WEIGHTS = (

@@ -8,11 +8,10 @@ from parallel_llama.config import GenerationDefaults
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import is_file, is_folder, read_bytes
 from parallel_llama.files.json_text import read_json_object
-from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.model_files import TOKENIZER_FILES, ModelFiles
 from parallel_llama.reshard.layout import json_text
 from parallel_llama.reshard.target_folder import TargetKind
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
-from parallel_llama.tokenizer.loading import TOKENIZER_FILES
 
 # Files that belong to a model beside its weights and travel as they are.
 COMPANIONS = (

@@ -9,6 +9,7 @@ from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.bounded_files import is_file, is_there, open_file, read_bytes
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.json_text import MAX_CONFIG_BYTES, json_object
+from parallel_llama.files.model_files import TOKENIZER_FILES
 from parallel_llama.tokenizer.chat import TOKEN_NAMES, ChatTemplate
 from parallel_llama.tokenizer.gguf import GGUFVocabulary, build_gguf_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat
@@ -24,12 +25,6 @@ MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use hold about 35 MB
 MAX_MODEL_BYTES = 16 << 20  # of a tokenizer.model; the largest in use hold about 5 MB
 MAX_TEMPLATE_BYTES = 1 << 20
 
-# The first that a folder holds is taken. HF's tokenizer.json is what its users run, then come
-# Mistral's own files, the newest first; a tokenizer.model beside any of them is the older form.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tekken.json", "tokenizer.model.v7m1", "tokenizer.model.v7",
-    "tokenizer.model.v3", "tokenizer.model.v2", "tokenizer.model.v1", "tokenizer.model",
-)  # fmt: skip
 # Tokenizers whose tokenizer.model is not the whole of them.
 _CODE = ("ChatGLMTokenizer", "ChatGLM4Tokenizer")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")

@@ -3,7 +3,7 @@
 They are put together from tokens, so that nothing a message says can become a special token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from parallel_llama.errors import CheckpointError, UsageError
@@ -47,7 +47,7 @@ class MistralChat:
             ids += self._turn(role, text)
         return ids
 
-    def _placed(self, turns: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    def _placed(self, turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Turns as they are written: neighbours joined, the system's texts where they belong."""
         system: list[str] = []
         placed: list[tuple[str, str]] = []
@@ -60,14 +60,14 @@ class MistralChat:
             else:
                 system += texts
         if self._version >= 7:
-            return iter(placed)
+            return placed
         if not placed or placed[0][0] != "user":
             placed.insert(0, ("user", ""))
         questions = [index for index, (role, _) in enumerate(placed) if role == "user"]
         place = questions[0 if self._version == 1 else -1]
         if prompt := _joined(system):
             placed[place] = ("user", f"{prompt}{_JOINT}{placed[place][1]}")
-        return iter(placed)
+        return placed
 
     def _turn(self, role: str, text: str) -> list[int]:
         if role == "system":

@@ -254,10 +254,12 @@ def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy: Copy, tol
     (folder / "LICENSE").write_text("yes")
     code, report = told(folder)
     assert (code, report["notes"]) == (0, ["LICENSE: not in manifest.json"])
-    (folder / "tokenizer.json").write_text("{}")
-    code, report = told(folder)
-    assert code == 1
-    assert "tokenizer.json: not in manifest.json" in report["problems"][0]
+    for name in ("tokenizer.json", "tokenizer.model.v3"):
+        (folder / name).write_text("{}")
+        code, report = told(folder)
+        assert code == 1
+        assert f"{name}: not in manifest.json" in report["problems"][0]
+        (folder / name).unlink()
 
 
 def test_a_stranger_in_a_subfolder_is_seen_too(copy: Copy, told: Told) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_folder import write_chat_folder
 
 from parallel_llama.files.fingerprint import fingerprint
-from parallel_llama.files.model_files import find_model
+from parallel_llama.files.model_files import TOKENIZER_FILES, find_model
 
 ROOT = Path(__file__).parents[2]
 GENERATE = ("generate", "--prompt", "Hello", "--max-tokens", "4", "--json")
@@ -162,6 +162,16 @@ def test_a_fingerprint_is_of_what_files_hold_and_not_of_where_they_lie(
         changed = fingerprint(find_model(str(other)))
         assert {name for name in before if before[name] != changed[name]} == {path.name}
         data[at] ^= 1
+
+
+def test_a_fingerprint_has_every_tokenizer_that_could_be_read(tmp_path: Path, model: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    for name in TOKENIZER_FILES:
+        (folder / name).write_text("{}")
+    before = fingerprint(find_model(str(folder)))
+    for name in TOKENIZER_FILES:
+        (folder / name).write_text("[]")
+        assert fingerprint(find_model(str(folder)))[name] != before[name]
 
 
 def test_a_fingerprint_of_large_weights_samples_them(tmp_path: Path, model: Path) -> None:

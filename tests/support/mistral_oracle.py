@@ -26,10 +26,12 @@ def _without_unused_libraries() -> Iterator[None]:
     """What is imported meanwhile finds something in their place; nothing does afterwards."""
     there = {name: sys.modules[name] for name in _UNUSED if name in sys.modules}
     sys.modules.update(_UNUSED)
-    yield
-    for name in _UNUSED:
-        del sys.modules[name]
-    sys.modules.update(there)
+    try:
+        yield
+    finally:
+        for name in _UNUSED:
+            del sys.modules[name]
+        sys.modules.update(there)
 
 
 @cache
@@ -38,6 +40,14 @@ def mistral_tokenizer(path: Path) -> Any:
     with _without_unused_libraries():
         from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
     return MistralTokenizer.from_file(str(path))
+
+
+def taken_of(names: list[str]) -> str:
+    """The one of a folder's files that Mistral's code reads."""
+    with _without_unused_libraries():
+        from mistral_common.tokens.tokenizers.utils import get_one_valid_tokenizer_file
+    name: str = get_one_valid_tokenizer_file(names)
+    return name
 
 
 def encoded(path: Path, text: str) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mistral_oracle import decoded, encoded, mistral_tokenizer
+from mistral_oracle import decoded, encoded, mistral_tokenizer, taken_of
 from tekken_files import specials, tekken_file, write_tekken
 from tokenizer_data import MISTRAL_FILES, TEKKEN, real_tokenizer
 
@@ -139,9 +139,7 @@ def test_runs_of_a_million_spaces_are_read() -> None:
 def test_the_newest_file_is_taken_as_in_mistral_common(
     tmp_path: Path, names: list[str], taken: str
 ) -> None:
-    from mistral_common.tokens.tokenizers.utils import get_one_valid_tokenizer_file
-
-    assert get_one_valid_tokenizer_file(names) == taken
+    assert taken_of(names) == taken
     for name in names:
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"/{taken}: the file is empty"):
