@@ -13,8 +13,14 @@ from pathlib import Path
 import pytest
 from tiny_folder import write_chat_folder
 
+from parallel_llama.config import load_model_args
+from parallel_llama.families import FAMILIES
+from parallel_llama.files.model_files import find_model
+from parallel_llama.plan import make_plan
+
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [
     line.split(" #")[0].strip()
@@ -115,3 +121,16 @@ def test_the_example_under_torchrun_prints_once(desk: Path) -> None:
     """Its text came once from each rank, and `llm.close()` ended with an error."""
     (command,) = [each for each in RUN if each.endswith("example.py")]
     assert run(shlex.split(command), desk).stdout.count(" seed ") == 1
+
+
+def test_the_families_balance_on_the_numbers_of_ranks_that_the_table_has() -> None:
+    rows = re.findall(r"^\| [^|]+ \| `([^`]+)` \|.*\| ([0-9, -]+) \|$", README, re.M)
+    families = set()
+    for name, told in rows:
+        args = load_model_args(find_model(name))
+        families.add(args.family)
+        spans = [span.split("-") for span in told.split(", ")]
+        numbers = {n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)}
+        sizes = range(1, min(8, args.n_heads) + 1)
+        assert numbers == {n for n in sizes if make_plan(args, n).balance <= 1.13}, name
+    assert families == FAMILIES.keys() - {"glm", "chatglm"}
