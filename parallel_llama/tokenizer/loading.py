@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.config.mistral import is_mistral_params
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.bounded_files import is_file, is_there, open_file, read_bytes
 from parallel_llama.files.gguf_header import read_gguf_header
@@ -271,7 +272,7 @@ def _built_in_chat(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     special_ids, eos_ids = tokenizer.vocabulary.special_ids, sorted(tokenizer.eos_ids)
     if "[INST]" in special_ids:
         return MistralChat(tokenizer, 7 if "[SYSTEM_PROMPT]" in special_ids else 3)
-    if "hidden_dim" in _object_in(path / "params.json"):  # Mistral's has it, and Meta's has not
+    if is_mistral_params(_object_in(path / "params.json")):
         return MistralChat(tokenizer, 1)
     if tokenizer.bos_id is None or not eos_ids:
         return None
