@@ -25,6 +25,7 @@ from parallel_llama.reshard.reshard import reshard
 
 _FULL = ["full_attention"] * 2
 _GEMMA = {"query_pre_attn_scalar": 8, "layer_types": None}
+_WINDOW = {"sliding_window": 9}
 _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 _EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 18}
 
@@ -39,9 +40,26 @@ MODELS: dict[str, TinyModel] = {
     ),
     "gemma": TINY_MODELS["8/1 gemma"],
     "gemma2": TinyModel(
+        8, 4, 8, 56, tied=True, n_layers=3, family="gemma2", own={**_GEMMA, **_CAPS, **_WINDOW}
+    ),
+    "gemma2, one layer": TinyModel(
         8, 4, 8, 56, tied=True, n_layers=1, family="gemma2", own={**_GEMMA, **_CAPS}
     ),
     "gemma3": TinyModel(
+        8,
+        2,
+        8,
+        56,
+        tied=True,
+        n_layers=7,
+        family="gemma3_text",
+        own={**_GEMMA, **_WINDOW},
+        rope={
+            "full_attention": {"rope_type": "linear", "rope_theta": 70000.0, "factor": 3.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "gemma3 without a window": TinyModel(
         8, 2, 8, 56, tied=True, family="gemma3_text", own={**_GEMMA, "layer_types": _FULL}
     ),
     "falcon 7B": TINY_MODELS["7/1 falcon, tied"],

@@ -81,7 +81,11 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         writer.add_value_length(config["head_dim"])
     if arch not in ("gemma", "gemma2", "falcon"):
         rope = config["rope_parameters"]
-        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+        rope = rope.get("full_attention", rope)
+        writer.add_rope_freq_base(rope["rope_theta"])
+        if rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
     n_experts = config.get("num_experts") or config.get("num_local_experts")
     if n_experts:
         writer.add_expert_count(n_experts)
