@@ -38,8 +38,8 @@ METADATA = (
 )
 
 # Given by the layout more than by the model: a tied head is compared as the tensor that it is, and
-# every tensor's own dtype counts.
-UNCOMPARED = ("tied_embeddings", "dtype")
+# every tensor's own dtype counts. A family is its features, and llama.cpp calls a Mistral a Llama.
+UNCOMPARED = ("tied_embeddings", "dtype", "family")
 
 OnBytes = Callable[[int], None]
 

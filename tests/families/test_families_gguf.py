@@ -15,6 +15,7 @@ from tiny_models import TINY_MODELS, TinyModel, write_hf
 from transformers_oracle import reference_logits
 
 from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.checkpoint.verify import verify
 from parallel_llama.config import load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import Family, parameters
@@ -110,7 +111,24 @@ def test_a_gguf_file_becomes_the_folder_that_it_came_from(name: str, tmp_path: P
     assert all(torch.equal(back[key].double(), weight) for key, weight in stored.items())
 
 
-def test_every_rows_and_columns_of_quantised_experts_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mistral", "mixtral", "qwen3moe", "gemma2", "falcon 7B"])
+def test_verify_finds_a_gguf_file_equal_to_the_folder_that_it_came_from(
+    name: str, tmp_path: Path
+) -> None:
+    folder = rounded(write_hf(MODELS[name], tmp_path / "hf", seed=2))
+    path = convert(folder, tmp_path / "tiny.gguf")
+    reshard(
+        find_model(str(folder)),
+        narrow := tmp_path / "narrow",
+        layout="hf",
+        n_parts=1,
+        dtype="float32",
+    )
+    report = verify(str(path), against=str(narrow))
+    assert report.ok, report.problems
+
+
+def test_all_rows_and_columns_of_quantised_experts_are_read(tmp_path: Path) -> None:
     tiny = TinyModel(
         4, 2, 8, 64, ffn_dim=96, family="mixtral", own={"num_local_experts": 3}, n_layers=1
     )

@@ -58,3 +58,17 @@ def test_damage_is_named_with_the_one_weight_that_has_it(tmp_path: Path, name: s
     path.write_bytes(data)
     (problem,) = verify(str(tmp_path / "hf")).problems
     assert "damaged in layers.1.attention_norm.weight, bytes" in problem
+
+
+def test_damage_is_named_where_config_json_is_damaged_too(tmp_path: Path) -> None:
+    """By the name that all families have for it."""
+    source = write_hf(TINY_MODELS["8/2 qwen3"], tmp_path / "source")
+    reshard(find_model(str(source)), tmp_path / "hf", layout="hf", n_parts=1)
+    path = tmp_path / "hf" / "model.safetensors"
+    norm = load_file(path)["model.layers.1.input_layernorm.weight"]
+    data = bytearray(path.read_bytes())
+    data[data.index(norm.numpy().tobytes()) + 8] ^= 1
+    path.write_bytes(data)
+    (tmp_path / "hf" / "config.json").write_text("{")
+    problems = verify(str(tmp_path / "hf")).problems
+    assert any("damaged in layers.1.attention_norm.weight, bytes" in line for line in problems)
