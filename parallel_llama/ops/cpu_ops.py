@@ -15,6 +15,7 @@ from parallel_llama.ops.cpu import (
     make_norm,
     make_rotary,
     make_silu_and_mul,
+    make_unpack,
 )
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.scores import PLAIN, Scores
@@ -41,6 +42,8 @@ class CPUOps(TorchOps):
         for kernel in (make_linear, make_norm, make_silu_and_mul):
             kernel(self._dtype)
         self._rotary(self._cache_dtype)
+        if self._cache_dtype != self._dtype:
+            make_unpack(self._dtype, self._cache_dtype, self._head_dim)
         for n_group in self._groups:
             self._attention(self._cache_dtype, n_group)
 
@@ -73,6 +76,11 @@ class CPUOps(TorchOps):
         self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
     ) -> None:
         self._attention(k.dtype, q.shape[1] // len(k))(q, k, v, batch, out)
+
+    def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        if rows.dtype == dtype:
+            return rows
+        return make_unpack(dtype, rows.dtype, self._head_dim)(rows)
 
     def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
         return make_rotary(self._dtype, cache_dtype, self._head_dim)

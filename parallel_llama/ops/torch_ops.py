@@ -133,7 +133,7 @@ class TorchOps:
         if self._scores.soft_cap is not None:
             # Which torch's own attention has no place for.
             return self.partial_attention(q, k, v, mask)[0]
-        k, v = kv_rows.unpack(k, q.dtype), kv_rows.unpack(v, q.dtype)
+        k, v = self._unpack(k, q.dtype), self._unpack(v, q.dtype)
         scale = self._scores.scale
         if n_rows == 1:
             # The heads of a group are the rows of one call, so each key is read once.
@@ -152,6 +152,10 @@ class TorchOps:
         )
         return o.permute(2, 0, 1, 3).flatten(1, 2)
 
+    def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys or values as they were kept. Shapes: [1, K, S, W] -> [1, K, S, D]."""
+        return kv_rows.unpack(rows, dtype)
+
     def partial_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -163,7 +167,7 @@ class TorchOps:
         """
         n_rows, n_heads, head_dim = q.shape
         _, n_kv_heads, n_keys, _ = k.shape
-        k, v = kv_rows.unpack(k, q.dtype), kv_rows.unpack(v, q.dtype)
+        k, v = self._unpack(k, q.dtype), self._unpack(v, q.dtype)
         grouped = q.view(n_rows, n_kv_heads, -1, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
         scores = grouped @ k[0].mT  # [K, G * T, S]
         scale, cap = self._scores.scale_of(head_dim), self._scores.soft_cap

@@ -11,6 +11,7 @@ from parallel_llama.ops import DecodeBatch, Scores, kv_rows
 from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
+from parallel_llama.ops.cpu.unpack import UnpackKernel
 from parallel_llama.ops.formats import kv_dtype
 from parallel_llama.plan import kv_format
 
@@ -111,6 +112,17 @@ def test_kernels_keep_no_finite_number_of_one_that_is_not(
         assert not kv_rows.unpack(rows, dtype)[0, 0, 37].isfinite()
 
 
+def rows_of_all_numbers(stored: torch.dtype) -> Tensor:
+    """Every number that a byte can be, with some scale or other. Shapes: [1, n, W]."""
+    if stored == torch.bfloat16:
+        return torch.randn(1, 64, 64).bfloat16()
+    numbers = torch.arange(-127 if stored == torch.int8 else 0, 127)
+    numbers = torch.cat((numbers, numbers + 128)) if stored != torch.int8 else numbers
+    rows = kv_rows.pack(torch.randn(1, len(numbers), 64), stored)
+    rows.view(torch.uint8)[0, :, :64] = numbers.to(torch.uint8)[:, None]
+    return rows
+
+
 @needs_kernels
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 @pytest.mark.parametrize("stored", NARROW, ids=str)
@@ -118,13 +130,7 @@ def test_kernels_read_every_number_as_torch_does(
     dtype: torch.dtype, stored: torch.dtype, machine: Machine
 ) -> None:
     """A query that sees one key gets the value of that key, to the last bit."""
-    if stored == torch.bfloat16:
-        rows = torch.randn(1, 64, 64).bfloat16()
-    else:
-        numbers = torch.arange(-127 if stored == torch.int8 else 0, 127)
-        numbers = torch.cat((numbers, numbers + 128)) if stored != torch.int8 else numbers
-        rows = kv_rows.pack(torch.randn(1, len(numbers), 64), stored)
-        rows.view(torch.uint8)[0, :, :64] = numbers.to(torch.uint8)[:, None]
+    rows = rows_of_all_numbers(stored)
     n = rows.shape[1]
     attention = AttentionKernel(dtype, stored, 64, 1, Scores(), machine)
     out = torch.empty(n, 1, 64, dtype=dtype)
@@ -132,3 +138,16 @@ def test_kernels_read_every_number_as_torch_does(
     own = DecodeBatch.of({slot: [slice(slot, slot + 1)] for slot in range(n)})
     attention(torch.randn(n, 1, 64, dtype=dtype), keys, rows, own, out)
     assert torch.equal(out[:, 0], kv_rows.unpack(rows, dtype)[0])
+
+
+@needs_kernels
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@pytest.mark.parametrize("stored", NARROW, ids=str)
+def test_rows_that_a_kernel_unpacks_are_torchs_to_the_last_bit(
+    dtype: torch.dtype, stored: torch.dtype, machine: Machine
+) -> None:
+    """Those of some heads and slots of a larger cache, on as many threads as there are."""
+    cache = rows_of_all_numbers(stored).repeat(3, 20, 1)
+    rows = cache[None, 1:, 7:-5]
+    ours = UnpackKernel(dtype, stored, 64, machine)(rows)
+    assert torch.equal(ours, kv_rows.unpack(rows, dtype))

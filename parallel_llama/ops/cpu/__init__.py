@@ -14,6 +14,7 @@ from parallel_llama.ops.cpu.norm import make_norm
 from parallel_llama.ops.cpu.program import computes
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
+from parallel_llama.ops.cpu.unpack import make_unpack
 
 __all__ = [
     "MAX_ROWS",
@@ -25,4 +26,5 @@ __all__ = [
     "make_norm",
     "make_rotary",
     "make_silu_and_mul",
+    "make_unpack",
 ]
