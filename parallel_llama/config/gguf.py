@@ -8,7 +8,13 @@ from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import FAMILIES, Family
 from parallel_llama.families.family import GGUFForm
-from parallel_llama.families.model_args import MAX_SIZES, ModelArgs, RopeScaling, head_size
+from parallel_llama.families.model_args import (
+    MAX_SIZES,
+    ModelArgs,
+    RopeScaling,
+    head_size,
+    require_size,
+)
 from parallel_llama.files.fields import Fields
 from parallel_llama.files.gguf_header import GGUFHeader
 
@@ -92,7 +98,7 @@ def _sizes(own: Fields, arch: str) -> dict[str, int]:
             raise UsageError(f"{key}={size} and heads of {head_dim}: they must be equal")
     return {
         "dim": dim,
-        "n_layers": own.integer(f"{arch}.block_count"),
+        "n_layers": require_size("n_layers", own.integer(f"{arch}.block_count")),
         "n_heads": n_heads,
         "n_kv_heads": own.integer(f"{arch}.attention.head_count_kv", n_heads),
         "head_dim": head_dim,

@@ -10,7 +10,7 @@ from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf_keys import MISSING, check_keys
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES, Family, family_of
-from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size
+from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size, require_size
 from parallel_llama.files.fields import Fields, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     max_seq_len = family.defaults.get("max_seq_len", 2048)
     return {
         "dim": dim,
-        "n_layers": fields.integer(family.key("n_layers")),
+        "n_layers": require_size("n_layers", fields.integer(family.key("n_layers"))),
         "n_heads": n_heads,
         "n_kv_heads": fields.integer(family.key("n_kv_heads"), n_kv_heads),
         "head_dim": head_dim,

@@ -16,6 +16,17 @@ MAX_SIZES = {
     "head_dim": 1 << 14, "ffn_dim": 1 << 24, "vocab_size": 1 << 24, "max_seq_len": 1 << 30,
 }  # fmt: skip
 MAX_EXPERTS = 1 << 12
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
+
+
+def require_size(name: str, value: int) -> int:
+    """A size that a model may have; for readers that count so far before there are arguments.
+
+    Raises: UsageError for any other.
+    """
+    if not 1 <= value <= MAX_SIZES[name]:
+        raise UsageError(f"{name}={value}: use a whole number from 1 to {MAX_SIZES[name]}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -126,10 +137,8 @@ class ModelArgs:
     def __post_init__(self) -> None:
         if self.wo_bias == self.attention_bias:
             object.__setattr__(self, "wo_bias", None)
-        for name, limit in MAX_SIZES.items():
-            value = getattr(self, name)
-            if not 1 <= value <= limit:
-                raise UsageError(f"{name}={value}: use a whole number from 1 to {limit}")
+        for name in MAX_SIZES:
+            require_size(name, getattr(self, name))
         if self.n_heads % self.n_kv_heads:
             raise UsageError(
                 f"n_heads={self.n_heads} and n_kv_heads={self.n_kv_heads}: every KV head serves "
@@ -214,6 +223,11 @@ class ModelArgs:
     def _check_experts(self) -> None:
         if not 0 <= self.n_experts <= MAX_EXPERTS:
             raise UsageError(f"n_experts={self.n_experts}: use a whole number up to {MAX_EXPERTS}")
+        if self.n_layers * self.n_experts > MAX_EXPERTS_OF_ALL_LAYERS:
+            raise UsageError(
+                f"n_experts={self.n_experts} in each of {self.n_layers} layers: use at most "
+                f"{MAX_EXPERTS_OF_ALL_LAYERS} in all"
+            )
         least = min(1, self.n_experts)
         if not least <= self.n_active_experts <= self.n_experts:
             raise UsageError(

@@ -171,6 +171,10 @@ def test_a_size_out_of_range_is_refused(name: str, value: int) -> None:
         ({"norm_eps": math.nan}, "norm_eps=nan"),
         ({"rope_theta": 1.0}, "rope_theta=1"),
         ({"rope_theta": math.inf}, "rope_theta=inf"),
+        (
+            {"n_layers": 4096, "n_experts": 17, "n_active_experts": 2},
+            "n_experts=17 in each of 4096 layers: use at most 65536 in all",
+        ),
         ({"attention_scale": 0.0}, "attention_scale=0.0"),
         ({"attention_soft_cap": math.inf}, "attention_soft_cap=inf"),
         ({"max_seq_len": 0}, "max_seq_len=0"),
@@ -706,6 +710,27 @@ def test_rope_factors_are_read_from_their_tensor() -> None:
     ]
     scaling = from_gguf(gguf(tensors)).rope_scaling
     assert scaling == RopeScaling("factors", factors=(1.0, 8.0))
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gemma3"])
+def test_no_layers_are_listed_before_their_number_is_held_to_its_limit(arch: str) -> None:
+    """The layers with a window were counted out first, in as much memory as the file liked."""
+    own = {key.replace("llama.", f"{arch}."): value for key, value in TINY_FIELDS.items()}
+    own |= {"general.architecture": arch, f"{arch}.attention.sliding_window": 4}
+    path = TEMPORARY[0] / "m.gguf"
+    path.write_bytes(GGUF(fields={**own, f"{arch}.block_count": 2**31}).to_bytes())
+    with pytest.raises(UsageError, match="n_layers=2147483648: use a whole number"):
+        load_model_args(find_model(str(path)))
+
+
+@pytest.mark.parametrize("name", ["gemma-2-9b", "gemma-3-1b", "qwen2.5-7b"])
+def test_no_layers_of_config_json_are_listed_before_either(name: str) -> None:
+    values = json.loads(find_model(name).config.read_text())
+    values |= {"num_hidden_layers": 2**62, "layer_types": None}
+    if values["model_type"] == "qwen2":
+        values |= {"use_sliding_window": True, "max_window_layers": 2**61}
+    with pytest.raises(UsageError, match=f"n_layers={2**62}: use a whole number"):
+        from_hf({**values, "sliding_window": 16})
 
 
 def test_rope_scaling_of_a_gguf_file() -> None:
