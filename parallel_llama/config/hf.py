@@ -83,7 +83,7 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
 def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
     """The shape of the model, of which the family's features may say more."""
     dim_key, heads_key, head_key = (family.key(name) for name in ("dim", "n_heads", "head_dim"))
-    dim, n_heads = fields.integer(dim_key), fields.integer(heads_key)
+    dim, n_heads = require_size("dim", fields.integer(dim_key)), fields.integer(heads_key)
     head_dim = fields.integer(head_key, family.defaults.get("head_dim", 0))
     if not fields.has(head_key) and not head_dim:
         head_dim = head_size(dim_key, dim, heads_key, n_heads)

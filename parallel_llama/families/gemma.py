@@ -10,6 +10,7 @@ Source: arXiv 2403.08295, 2408.00118 and 2503.19786; the configurations of trans
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from parallel_llama.errors import UsageError
 from parallel_llama.families.family import Family, GGUFForm
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import POST_NORM_NAMES, QK_NORM_NAMES, names_with
@@ -40,11 +41,18 @@ def _features(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _scale(fields: Fields) -> float:
+    scalar = fields.number(_SCALAR, 256)
+    if scalar <= 0:
+        raise UsageError(f"{_SCALAR}={scalar:g}: use a number above 0, as 256")
+    return float(scalar**-0.5)
+
+
 def _features_of_2_and_3(fields: Fields) -> dict[str, Any]:
     return {
         **_features(fields),
         "post_norms": True,
-        "attention_scale": fields.number(_SCALAR, 256) ** -0.5,
+        "attention_scale": _scale(fields),
     }
 
 

@@ -39,6 +39,7 @@ PARAMS: dict[str, Any] = {
     "multiple_of": 32,
     "norm_eps": 1e-5,
 }
+_GEMMA2 = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
 HF: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -503,6 +504,18 @@ def test_the_config_of_smollm2_is_read() -> None:
         ({"intermediate_size": None}, "lacks the key 'intermediate_size'"),
         ({"vocab_size": None}, "lacks the key 'vocab_size'"),
         ({"hidden_size": 63}, "hidden_size=63 and num_attention_heads=8"),
+        ({"hidden_size": 0}, "dim=0: use a whole number from 1"),
+        *(
+            (
+                {**_GEMMA2, "query_pre_attn_scalar": scalar},
+                f"query_pre_attn_scalar={scalar}: use a number above 0",
+            )
+            for scalar in (0, -4)
+        ),
+        (
+            {"model_type": "palm", "architectures": None, "hidden_size": 0},
+            "dim=0: use a whole number from 1",
+        ),
         ({"head_dim": 7}, "head_dim=7"),
         ({"hidden_act": "relu"}, "hidden_act='relu' is not supported; supported: silu"),
         ({"attention_bias": "no"}, "neither true nor false"),
