@@ -14,10 +14,13 @@ from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.plan import (
     apportion,
+    blocks_held,
     equal_runs,
     kv_bytes_per_token,
     local_kv_heads,
     make_plan,
+    most_blocks,
+    pool_sizes,
     unit_size,
     values_passed_over,
     weight_bytes,
@@ -344,6 +347,61 @@ def test_a_key_or_value_in_int8_takes_a_byte_a_number_and_a_scale():
     share = make_plan(shape(9, 3), 2).shares[0]
     for name in ("int8", "fp8"):
         assert kv_bytes_per_token(shape(9, 3), share, KVFormat(name)) == (2 * 2 * 2 * (8 + 4),)
+
+
+# Windows
+
+
+@given(
+    block_size=st.integers(1, 9),
+    window=st.integers(1, 20),
+    step_tokens=st.integers(1, 20),
+    start=st.integers(0, 60),
+)
+def test_a_sequence_holds_what_one_step_sees_and_no_more(block_size, window, step_tokens, start):
+    seen = range(max(start - window + 1, 0), start + step_tokens)
+    touched = len({position // block_size for position in seen})
+    assert touched <= blocks_held(seen.stop, block_size, window, step_tokens)
+    everywhere = range(window, window + block_size)
+    most = max(len({p // block_size for p in range(at, at + len(seen))}) for at in everywhere)
+    if start >= window:
+        assert most == blocks_held(10_000, block_size, window, step_tokens)
+
+
+HYBRID = replace(shape(9, 3), n_layers=6, sliding_window=64, full_layers=(5,))
+
+
+@given(
+    n_blocks=st.integers(0, 3000), block_size=st.integers(1, 16), max_seq_len=st.integers(1, 5000)
+)
+def test_layers_with_a_window_never_have_less_room_for_long_sequences(
+    n_blocks, block_size, max_seq_len
+):
+    full, windowed = pool_sizes(HYBRID, n_blocks, block_size, max_seq_len, 32)
+    assert full == n_blocks and n_blocks / 4 <= windowed <= n_blocks
+
+    def held(n_tokens: int) -> tuple[int, int]:
+        whole, ring = (blocks_held(n_tokens, block_size, window, 32) for window in (None, 64))
+        return whole, ring
+
+    whole, ring = held(max_seq_len)
+    assert full // whole <= windowed // ring
+    assert windowed >= held(n_blocks * block_size)[1]  # what one sequence could grow to
+
+
+@given(st.integers(0, 100_000))
+def test_the_most_blocks_fit_and_one_more_would_not(room):
+    per_group = kv_bytes_per_token(HYBRID, make_plan(HYBRID, 1).shares[0], KVFormat("int8"))
+    assert len(per_group) == 2 and per_group[1] == 5 * per_group[0]
+
+    def sizes(n_blocks: int) -> tuple[int, ...]:
+        return pool_sizes(HYBRID, n_blocks, 1, 500, 32)
+
+    def taken(n_blocks: int) -> int:
+        return sum(n * each for n, each in zip(sizes(n_blocks), per_group, strict=True))
+
+    most = most_blocks(sizes, per_group, room)
+    assert taken(most) <= room < taken(most + 1)
 
 
 def test_parameters_carry_metas_names_and_the_axis_that_cuts_them():

@@ -446,6 +446,19 @@ def test_plan_of_a_range_gives_the_reason_for_each_refusal(
     assert "no: n_heads=9 and tp_size=10" in plan_page(capsys, "--nproc", "8-10")
 
 
+def test_a_window_bounds_what_a_sequence_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 4096 tokens, beside which a step of 512 is kept."""
+    asked = ["--model", "mistral-7b-v0.1", "--dtype", "bfloat16", "--nproc", "1"]
+    for length, kept in (("4000", 4000), ("30000", 4095 + 512)):
+        plan = plan_json(capsys, *asked, "--max-seq-len", length, "--batch", "3", "--memory", "20")
+        assert (plan["kv_tokens"], plan["sliding_window"]) == (3 * kept, 4096)
+        assert plan["kv_bytes_per_sequence"] == kept * 32 * 2 * 8 * 128 * 2
+        assert plan["fits"] is (plan["room_for_kv_tokens"] >= 3 * kept)
+    page = plan_page(capsys, *asked, "--memory", "20")
+    assert "window     of 4,096 tokens in 32 of 32 layers" in page
+    assert "sequences of 32,768 tokens" in page
+
+
 def test_sizes_that_are_refused_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     """A range far beyond the model's heads was a page of the same reason over and over."""
     page = plan_page(capsys, "--nproc", "8-1024")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from thread_ranks import run_on_threads
 
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import kv_capacity
+from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import (
     MAX_CPU_BYTES,
     CacheSize,
@@ -25,7 +27,7 @@ from parallel_llama.engine.kv_capacity import (
 from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import blocks_held, make_plan
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -208,6 +210,26 @@ def test_what_holds_no_block_is_refused_before_weights_are_read():
         size_of_cache(2, 16, BLOCK - 1)
     with pytest.raises(UsageError, match="block_size=0"):
         size_of_cache(2, 0, None)
+
+
+def test_a_ring_of_blocks_is_enough_for_a_sequence_of_any_length():
+    ring = blocks_held(1 << 30, 16, 100, STEP_TOKENS)
+    assert Capacity((2 * ring,), 16, 0, (100,)).n_full_requests(1 << 20) == 2
+    assert Capacity((ring,), 16, 0, (100,)).longest(1 << 20) == 1 << 20
+    assert Capacity((ring - 1,), 16, 0, (100,)).longest(1 << 20) == (ring - 1) * 16
+    assert Capacity((50, ring), 16, 0, (None, 100)).longest(1 << 20) == min(50, ring) * 16
+
+
+def test_a_limit_is_of_the_caches_of_all_groups(monkeypatch):
+    monkeypatch.setattr(kv_capacity, "available_memory", lambda: 1 << 40)
+    args = replace(ARGS, sliding_window=20, full_layers=(0,))
+    size = CacheSize(args, make_plan(args, 1), KVFormat("float64"), 16, 1 << 20, 1 << 16)
+    found = size.agree(Solo(), CPU)
+    full, windowed = found.n_blocks
+    block = 16 * 2 * 3 * 4 * 8
+    assert found.n_bytes == (full + windowed) * block
+    assert (1 << 20) - 2 * block < found.n_bytes <= 1 << 20
+    assert windowed == -(-full // 4) and found.windows == (None, 20)
 
 
 def test_full_requests_are_counted_in_whole_blocks():
