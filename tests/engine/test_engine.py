@@ -131,10 +131,14 @@ def test_a_request_gets_on_many_ranks_what_it_gets_alone_on_one(tp_size, seeds):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "fp8"])
-@pytest.mark.parametrize(("tp_size", "seeds"), [(1, range(500, 520)), (3, range(520, 525))])
-def test_a_request_gets_the_same_in_any_mix_where_keys_and_values_are_narrow(tp_size, seeds, dtype):
+@pytest.mark.parametrize(
+    ("tp_size", "args", "seeds"), [(1, ARGS, range(500, 520)), (3, HYBRID, range(520, 526))]
+)
+def test_a_request_gets_the_same_in_any_mix_where_keys_and_values_are_narrow(
+    tp_size, args, seeds, dtype
+):
     """In pieces, after preemption, behind a prefix: each token sees the same rounded keys."""
-    found = run_on_threads(tp_size, run_mixes, seeds, ARGS, KVFormat(dtype))[0]
+    found = run_on_threads(tp_size, run_mixes, seeds, args, KVFormat(dtype))[0]
     assert not any(found)
 
 
