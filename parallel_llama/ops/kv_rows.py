@@ -30,8 +30,8 @@ def pack(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = wide.abs().amax(-1, keepdim=True)
-    nan_or_0 = largest - largest
-    scale = (largest / LARGEST[dtype] + nan_or_0).to(torch.float32).clamp(min=LEAST_SCALE)
+    # nan or infinite where a number is, which makes nan of all numbers that it is multiplied by.
+    scale = (largest / LARGEST[dtype]).to(torch.float32).clamp(min=LEAST_SCALE)
     numbers = wide / scale
     if dtype == torch.int8:
         numbers.round_()

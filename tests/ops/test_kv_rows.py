@@ -147,7 +147,8 @@ def test_rows_that_a_kernel_unpacks_are_torchs_to_the_last_bit(
     dtype: torch.dtype, stored: torch.dtype, machine: Machine
 ) -> None:
     """Those of some heads and slots of a larger cache, on as many threads as there are."""
-    cache = rows_of_all_numbers(stored).repeat(3, 20, 1)
+    some = rows_of_all_numbers(stored).view(torch.uint8)
+    cache = torch.cat((some, some.flip(1), some.roll(3, 1))).repeat(1, 20, 1).view(stored)
     rows = cache[None, 1:, 7:-5]
     ours = UnpackKernel(dtype, stored, 64, machine)(rows)
     assert torch.equal(ours, kv_rows.unpack(rows, dtype))
