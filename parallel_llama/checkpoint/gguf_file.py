@@ -55,9 +55,10 @@ class GGUFFile(TensorFiles):
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         file, tensor = self._held(param)
-        if tensor.dtype not in STORED:
-            return _decoded(file, tensor, param, self._places[param.name], rows)
-        values = super()._stored(param, rows)
+        if tensor.dtype in STORED:
+            values = super()._stored(param, rows)
+        else:
+            values = _decoded(file, tensor, param, self._places[param.name], rows)
         if param.name.endswith("norm.weight") and self.args.norm_offset:
             values -= self.args.norm_offset  # llama.cpp has the sum in its files
         return values

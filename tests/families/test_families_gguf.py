@@ -132,7 +132,7 @@ def test_all_rows_and_columns_of_quantised_experts_are_read(tmp_path: Path) -> N
     tiny = TinyModel(
         4, 2, 8, 64, ffn_dim=96, family="mixtral", own={"num_local_experts": 3}, n_layers=1
     )
-    path = convert(write_hf(tiny, tmp_path / "hf"), tmp_path / "tiny.gguf", kind="Q8_0")
+    path = convert(write_hf(tiny, tmp_path / "hf"), tmp_path / "tiny.gguf", quantised="_exps")
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     files = find_model(str(path))
     args = load_model_args(files)
@@ -148,6 +148,19 @@ def test_all_rows_and_columns_of_quantised_experts_are_read(tmp_path: Path) -> N
         for rows in (range(96), range(5, 40), range(31, 33), range(95, 96)):
             expected = torch.from_numpy(whole[int(number)]).narrow(param.dim, rows.start, len(rows))
             assert torch.equal(checkpoint.read(param, rows), expected), (param.name, rows)
+
+
+def test_the_1_is_taken_off_quantised_norms_too(tmp_path: Path) -> None:
+    """No converter writes them so, and whoever did would get other answers in silence."""
+    tiny = TinyModel(4, 2, 8, 64, tied=True, n_layers=1, family="gemma")
+    path = convert(write_hf(tiny, tmp_path / "hf"), tmp_path / "m.gguf", quantised="attn_norm")
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    norm = held["blk.0.attn_norm.weight"]
+    files = find_model(str(path))
+    args = load_model_args(files)
+    param = next(p for p in parameters(args) if p.name == "layers.0.attention_norm.weight")
+    values = torch.from_numpy(gguf.quants.dequantize(norm.data, norm.tensor_type))
+    assert torch.equal(open_checkpoint(files, args).read(param, range(64)), values - 1)
 
 
 def test_windows_and_scales_are_those_that_llama_cpp_has_in_its_code() -> None:

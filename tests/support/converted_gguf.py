@@ -35,8 +35,8 @@ def rounded(folder: Path) -> Path:
     return folder
 
 
-def convert(folder: Path, path: Path, kind: str = "F32", **fields: Any) -> Path:
-    """Write the GGUF file; `kind` is the type of the experts, `fields` are further keys."""
+def convert(folder: Path, path: Path, quantised: str | None = None, **fields: Any) -> Path:
+    """Write the GGUF file, in Q8_0 what has that in its name; `fields` are further keys."""
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)
@@ -51,8 +51,8 @@ def convert(folder: Path, path: Path, kind: str = "F32", **fields: Any) -> Path:
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
         values, quantization = weight.float().numpy(), gguf.GGMLQuantizationType.F32
-        if "_exps" in mapped:
-            quantization = gguf.GGMLQuantizationType[kind]
+        if quantised is not None and quantised in mapped:
+            quantization = gguf.GGMLQuantizationType.Q8_0
             values = gguf.quants.quantize(values, quantization)
         writer.add_tensor(mapped, values, raw_dtype=quantization)
     writer.write_header_to_file()
