@@ -9,6 +9,13 @@ Pure integers: no torch, no process group.
     kv heads     [    0    ] [    1    ] [    2    ]
     rank 0       [0 ............. 5)                      query heads 0-4, KV heads 0-1
     rank 1                       [5 ............. 9)      query heads 5-8, KV heads 1-2
+
+Ranks cut the channels of every expert of a mixture, or share out the experts, or both: groups of
+ranks hold some experts each, and the ranks of a group some channels of them.
+
+    experts      0   1   2   3   4   5        6 experts of 768 channels on 5 ranks
+    ranks 0-2    [0 ......... 4)              experts 0-3, each rank 256 channels of them
+    ranks 3-4                    [4 . 6)      experts 4-5, each rank 384 channels of them
 """
 
 import math

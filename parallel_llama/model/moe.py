@@ -47,7 +47,7 @@ class Expert(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Each token's best experts, summed in their shares; this rank has some of them, or of each.
 
-    Which experts a token goes to, and what it gets, depends on no other token.
+    Which experts a token goes to depends on no other token.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: one all_reduce.

@@ -85,6 +85,14 @@ def test_logits_equal_transformers_on_ranks_of_uneven_memory(
         assert_same(logits, expected)
 
 
+def test_a_rank_may_hold_no_channel_of_any_expert(tmp_path: Path) -> None:
+    narrow = write_hf(replace(TINY, ffn_dim=3), tmp_path)
+    expected = reference_logits(narrow, TOKENS)
+    cut = {"ranks_per_expert": 8}
+    for _, logits, _ in run_on_threads(8, logits_and_collectives, narrow, cut):
+        assert_same(logits, expected)
+
+
 @pytest.mark.parametrize("ranks_per_expert", [1, 2])
 def test_logits_on_processes_equal_transformers_wherever_the_experts_lie(
     ranks: Pools, folder: Path, expected: Tensor, ranks_per_expert: int
