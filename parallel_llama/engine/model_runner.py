@@ -136,7 +136,7 @@ class ModelRunner:
         Collective: 2 n_layers + 1 all_reduces.
         """
         with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
-            return self.model(self._batch(chunks, rows), self.caches)  # type: ignore[no-any-return]
+            return self.model(self.batch(chunks, rows), self.caches)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -152,7 +152,8 @@ class ModelRunner:
         tables = {each: RotaryTables(each, dtype=self.dtype, device=self.device) for each in args}
         return [tables[each] for each in args]
 
-    def _batch(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Batch:
+    def batch(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Batch:
+        """What the model is told of some chunks: their tokens, places, and what each sees."""
         assert all(chunk.tokens for chunk in chunks)
         rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
         return Batch(

@@ -1,0 +1,71 @@
+"""Line charts as SVG, both axes logarithmic; no package draws them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT = 460, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 56, 48
+_COLORS = "#0969da", "#cf222e", "#8250df", "#9a6700", "#1a7f37"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines through points (x, y), each above 0; a line may be shorter than the others."""
+
+    title: str
+    x_label: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+
+
+def svg(charts: Sequence[Chart]) -> str:
+    """The charts side by side."""
+    body = "".join(
+        f'<g transform="translate({number * WIDTH} 0)">{"".join(_drawn(chart))}</g>\n'
+        for number, chart in enumerate(charts)
+    )
+    size = f'width="{len(charts) * WIDTH}" height="{HEIGHT}"'
+    style = 'font-family="sans-serif" font-size="12" fill="#1f2328"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>\n'
+        f'<rect {size} fill="#ffffff"/>\n{body}</svg>\n'
+    )
+
+
+def _drawn(chart: Chart) -> Iterator[str]:
+    points = [point for line in chart.lines.values() for point in line]
+    (x_low, x_high), (y_low, y_high) = (_decades(values) for values in zip(*points, strict=True))
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        right = (math.log10(x) - x_low) / (x_high - x_low) * (WIDTH - _LEFT - _RIGHT)
+        up = (math.log10(y) - y_low) / (y_high - y_low) * (HEIGHT - _TOP - _BOTTOM)
+        return round(_LEFT + right, 1), round(HEIGHT - _BOTTOM - up, 1)
+
+    yield _text(_LEFT, 18, chart.title, weight="bold")
+    yield _text(WIDTH - _RIGHT, HEIGHT - 10, chart.x_label, anchor="end")
+    for decade in range(math.ceil(y_low), math.floor(y_high) + 1):
+        x, y = place(10**x_low, 10**decade)
+        yield f'<path d="M{x} {y}H{WIDTH - _RIGHT}" stroke="#d1d9e0"/>'
+        yield _text(x - 6, y + 4, f"{10.0**decade:g}", anchor="end")
+    for at in sorted({x for x, _ in points}):
+        x, y = place(at, 10**y_low)
+        yield f'<path d="M{x} {y}v4" stroke="#1f2328"/>' + _text(x, y + 18, f"{at:g}", "middle")
+    for number, (name, line) in enumerate(chart.lines.items()):
+        color = _COLORS[number % len(_COLORS)]
+        path = " ".join(f"{x},{y}" for x, y in (place(*point) for point in line))
+        yield f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>'
+        yield _text(_LEFT + number % 2 * 190, 34 + number // 2 * 15, name, color=color)
+
+
+def _decades(values: Sequence[float]) -> tuple[float, float]:
+    """The axis: logarithms of its ends, some room around the values."""
+    low, high = math.log10(min(values)), math.log10(max(values))
+    return low - 0.1, max(high, low + 0.1) + 0.1
+
+
+def _text(
+    x: float, y: float, text: str, anchor: str = "start", color: str = "", weight: str = ""
+) -> str:
+    extra = (f' fill="{color}"' if color else "") + (f' font-weight="{weight}"' if weight else "")
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{extra}>{escape(text)}</text>\n'
