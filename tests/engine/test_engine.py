@@ -9,6 +9,7 @@ import torch
 from mixes import (
     ARGS,
     HYBRID,
+    OF_FAMILIES,
     WINDOWED,
     alone,
     differences,
@@ -108,6 +109,13 @@ def run_mixes(
 def test_a_request_gets_in_any_mix_what_it_gets_alone(seeds):
     for seed, found in zip(seeds, run_mixes(Solo(), seeds), strict=True):
         assert not found, f"mix {seed}"
+
+
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_a_request_of_any_family_gets_in_any_mix_what_it_gets_alone(name: str) -> None:
+    args = OF_FAMILIES[name]
+    assert not any(run_mixes(Solo(), range(4), args))
+    assert not any(run_on_threads(3, run_mixes, range(4, 5), args)[0])
 
 
 @pytest.mark.parametrize("args", [WINDOWED, HYBRID], ids=["windowed", "hybrid"])

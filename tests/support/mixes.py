@@ -40,6 +40,58 @@ HYBRID = replace(
     local_rope_theta=100.0,
     tied_embeddings=True,
 )
+_GEMMA = replace(
+    ARGS,
+    n_kv_heads=1,
+    norm_offset=1.0,
+    activation="gelu_tanh",
+    embedding_scale=6.0,
+    tied_embeddings=True,
+)
+_FALCON = replace(
+    ARGS, norm="layer", norm_bias=True, activation="gelu", gated=False, parallel_block=True
+)
+# The features of each family, whose tokens a window leaves where there is one.
+OF_FAMILIES: dict[str, ModelArgs] = {
+    "mistral": WINDOWED,
+    "mixtral": replace(ARGS, n_experts=5, n_active_experts=2),
+    "qwen2": replace(ARGS, attention_bias=True, wo_bias=False),
+    "qwen3": replace(ARGS, qk_norm=True),
+    "qwen3_moe": replace(ARGS, qk_norm=True, n_experts=7, n_active_experts=3, normed_experts=False),
+    "gemma": _GEMMA,
+    "gemma2": replace(
+        _GEMMA,
+        n_layers=3,
+        post_norms=True,
+        attention_scale=0.4,
+        attention_soft_cap=2.0,
+        logit_soft_cap=3.0,
+        sliding_window=6,
+        full_layers=(1,),
+    ),
+    "gemma3": replace(
+        _GEMMA,
+        n_layers=3,
+        post_norms=True,
+        qk_norm=True,
+        attention_scale=0.4,
+        sliding_window=6,
+        full_layers=(2,),
+        local_rope_theta=100.0,
+    ),
+    "falcon 7b": replace(_FALCON, n_kv_heads=1, shared_norm=True),
+    "falcon 40b": _FALCON,
+    "palm": replace(
+        ARGS,
+        n_kv_heads=1,
+        norm="layer",
+        parallel_block=True,
+        shared_norm=True,
+        logit_scale=1 / 6,
+        tied_embeddings=True,
+    ),
+    "glm": replace(ARGS, attention_bias=True, wo_bias=False, rotary_dim=2),
+}
 MAX_PROMPT, MAX_NEW = 40, 12
 NEVER = 1 << 30
 
