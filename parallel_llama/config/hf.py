@@ -10,6 +10,7 @@ from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf_keys import MISSING, check_keys
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES, Family, family_of
+from parallel_llama.families.family import every_layer_has_the_window
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size, require_size
 from parallel_llama.files.fields import Fields, did_you_mean
 
@@ -188,7 +189,8 @@ def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) ->
             )
         return {}
     full = tuple(family.full_layers(fields, n_layers))
-    if layer_types and not full and _FULL in layer_types and _SLIDING in layer_types:
+    is_uniform = family.full_layers is every_layer_has_the_window
+    if is_uniform and _FULL in layer_types and _SLIDING in layer_types:
         raise UsageError(
             f"layer_types mixes {_FULL!r} and {_SLIDING!r}: the layers of {family.name!r} are alike"
         )

@@ -964,3 +964,19 @@ def test_the_ids_and_sampling_of_a_gguf_file() -> None:
 def test_metas_files_state_no_defaults() -> None:
     files = _folder(PARAMS, "params.json", "consolidated.00.pth")
     assert load_generation_defaults(files) == GenerationDefaults()
+
+
+def test_layer_types_count_where_layers_of_a_family_differ() -> None:
+    """A Gemma 3 of few layers has none that sees all keys by itself, and may name some."""
+    values = {
+        **HF,
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 16,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+    args = from_hf(values)
+    assert (args.sliding_window, args.full_layers) == (16, (0,))
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    with pytest.raises(UsageError, match=r"layer_types mixes .* layers of 'mistral' are alike"):
+        from_hf({**values, **mistral})
