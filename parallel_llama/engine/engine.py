@@ -169,7 +169,7 @@ class Engine:
         Ranks above 0 wait for rank 0 to call it without a limit of time. What it has sent them to
         do instead is in `call` then, which is empty after a step.
 
-        Collective: a broadcast of a message; where something runs, 2 n_layers + 1 all_reduces, one
+        Collective: a broadcast of a message; where something runs, those of a forward pass, one
         head exchange and one broadcast; two broadcasts more for grammars.
 
         Raises: NumericalError, on all ranks, if a forward pass gave no numbers; every request that

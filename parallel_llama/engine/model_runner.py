@@ -133,7 +133,7 @@ class ModelRunner:
 
         Returns: the residual stream after the last block, [T, dim] replicated; of `rows` alone, in
         their order, where they are given, which spares the last block most of its work.
-        Collective: 2 n_layers + 1 all_reduces.
+        Collective: those of `Transformer.forward`.
         """
         with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
             return self.model(self.batch(chunks, rows), self.caches)  # type: ignore[no-any-return]

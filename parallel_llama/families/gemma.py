@@ -19,8 +19,6 @@ from parallel_llama.files.fields import Fields
 _READS = frozenset({"attention_bias"})
 _SCALAR, _ATTENTION_CAP = "query_pre_attn_scalar", "attn_logit_softcapping"
 _LOGIT_CAP, _LOCAL_THETA = "final_logit_softcapping", "rope_local_base_freq"
-
-
 _WINDOW_IN_GGUF = "attention.sliding_window"
 _LOCAL_THETA_IN_GGUF = "rope.freq_base_swa"
 _CAPS_IN_GGUF = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})

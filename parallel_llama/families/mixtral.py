@@ -6,7 +6,7 @@ Source: MixtralConfig of transformers 5.23; Mixtral, arXiv 2401.04088.
 from typing import Any
 
 from parallel_llama.families.family import Family, GGUFForm, every_layer_has_the_window
-from parallel_llama.families.names import in_layers, names_with
+from parallel_llama.families.names import expert_names, names_with
 from parallel_llama.files.fields import Fields
 
 
@@ -36,17 +36,5 @@ MIXTRAL = Family(
         "num_local_experts": args.n_experts,
         "num_experts_per_tok": args.n_active_experts,
     },
-    names=names_with(
-        *in_layers(
-            ("feed_forward.gate.weight", "block_sparse_moe.gate.weight", "ffn_gate_inp.weight"),
-            *(
-                (
-                    f"feed_forward.experts.*.{meta}.weight",
-                    f"block_sparse_moe.experts.*.{meta}.weight",
-                    f"{gguf}_exps.weight",
-                )
-                for meta, gguf in (("w1", "ffn_gate"), ("w2", "ffn_down"), ("w3", "ffn_up"))
-            ),
-        )
-    ),
+    names=names_with(*expert_names("block_sparse_moe", "w1", "w2", "w3")),
 )

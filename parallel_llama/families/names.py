@@ -69,6 +69,22 @@ POST_NORM_NAMES = in_layers(
 )
 
 
+def expert_names(hf: str, w1: str, w2: str, w3: str) -> tuple[Names, ...]:
+    """Rows for a router and its experts, which HF calls `hf`, and their weights as given."""
+    ggufs = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
+    return in_layers(
+        ("feed_forward.gate.weight", f"{hf}.gate.weight", "ffn_gate_inp.weight"),
+        *(
+            (
+                f"feed_forward.experts.*.{meta}.weight",
+                f"{hf}.experts.*.{name}.weight",
+                f"{ggufs[meta]}_exps.weight",
+            )
+            for meta, name in (("w1", w1), ("w2", w2), ("w3", w3))
+        ),
+    )
+
+
 def names_with(*rows: Names) -> tuple[Names, ...]:
     """Llama's rows and these, which take the place of a row for the same weight."""
     own = {row.meta for row in rows}

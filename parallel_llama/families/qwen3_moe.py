@@ -10,7 +10,7 @@ from typing import Any
 from parallel_llama.errors import UsageError
 from parallel_llama.families.family import Family, GGUFForm
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.families.names import QK_NORM_NAMES, in_layers, names_with
+from parallel_llama.families.names import QK_NORM_NAMES, expert_names, names_with
 from parallel_llama.families.qwen3 import QWEN3
 from parallel_llama.files.fields import Fields
 
@@ -60,24 +60,7 @@ QWEN3_MOE = Family(
     full_layers=QWEN3.full_layers,
     window_switch=QWEN3.window_switch,
     defaults={"max_seq_len": 32768, "sliding_window": 4096, "n_kv_heads": 4},
-    names=names_with(
-        *QK_NORM_NAMES,
-        *in_layers(
-            ("feed_forward.gate.weight", "mlp.gate.weight", "ffn_gate_inp.weight"),
-            *(
-                (
-                    f"feed_forward.experts.*.{meta}.weight",
-                    f"mlp.experts.*.{hf}.weight",
-                    f"{gguf}_exps.weight",
-                )
-                for meta, hf, gguf in (
-                    ("w1", "gate_proj", "ffn_gate"),
-                    ("w2", "down_proj", "ffn_down"),
-                    ("w3", "up_proj", "ffn_up"),
-                )
-            ),
-        ),
-    ),
+    names=names_with(*QK_NORM_NAMES, *expert_names("mlp", "gate_proj", "down_proj", "up_proj")),
     gguf=GGUFForm(
         "qwen3moe",
         lambda fields, _: {

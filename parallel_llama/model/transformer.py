@@ -167,7 +167,8 @@ class Transformer(nn.Module):
 
         Returns: the residual stream after the last block, [T, dim] replicated, or [n, dim] of the
         batch's rows: all tokens pass the last block's keys and values, these alone the rest.
-        Collective: 2 n_layers + 1 all_reduces; n_layers + 1 with parallel blocks.
+        Collective: 2 n_layers + 1 all_reduces; n_layers + 1 with parallel blocks; two all_gathers
+        more for each layer where the cache's tokens are spread.
         """
         x = self.tok_embeddings(batch.tokens)  # [T, dim] replicated
         if self._embedding_scale != 1:
