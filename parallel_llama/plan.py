@@ -469,7 +469,7 @@ def _placement(args: ModelArgs, groups: list[range], asked: int | None) -> Place
         return Placement("tensor", "one rank has every expert")
     compared = f"{each} of an expert's {args.ffn_dim} channels on each of {n_ranks} ranks"
     if len(groups) == 1:
-        reason = f"every rank works on every expert: {compared}, and {MIN_EXPERT_CHANNELS} do"
+        reason = f"every rank works on every expert: {compared}, of at least {MIN_EXPERT_CHANNELS}"
         return Placement("tensor", "as asked for" if asked else reason)
     are_few = f"{compared} would be fewer than {MIN_EXPERT_CHANNELS}"
     if sizes == [1]:
