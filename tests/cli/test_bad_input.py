@@ -261,7 +261,7 @@ DAMAGES: list[tuple[Callable[[Path], None], Sequence[str]]] = [
     (store_whole_numbers, [NORM, "I32", "BF16"]),
     (damage_the_config, ["config.json", "not JSON"]),
     (ask_for_unknown_rope, ["rope_type='yarm'", "did you mean 'yarn'"]),
-    (name_another_architecture, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+    (name_another_architecture, ["gpt2", "learned position embeddings"]),
     (add_an_unknown_key, ["sliding_windows"]),
     (lose_the_tokenizer, ["no tokenizer", "tokenizer.json"]),
     (damage_the_tokenizer, ["tokenizer.json"]),
