@@ -96,6 +96,9 @@ class LLM:
     any is read, the files dealt to the ranks. `kv_cache_bytes` limits each rank's KV cache, which
     otherwise takes a part of the memory at hand; `block_size` is its unit in tokens, and
     `kv_cache_dtype` what it keeps numbers in: bfloat16, int8, fp8, or auto for `dtype`.
+    With a `kv_split` by sequence ranks share out the cache's tokens where several would hold the
+    same heads; with `attention_sinks` so many first tokens stay visible beside a sliding window,
+    and a sequence may grow beyond the context without end.
     `max_drafts` limits the tokens that are guessed from earlier text and verified in one step, 0
     for none: they change how fast tokens come, not which. No rank waits for another longer than
     `timeout_s`; by default it is 30 s in a step and 60 s at the start.
@@ -124,6 +127,7 @@ class LLM:
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: str = "auto",
         kv_split: KVSplit = "heads",
+        attention_sinks: int = 0,
         block_size: int = BLOCK_SIZE,
         max_drafts: int = MAX_DRAFTS,
         timeout_s: float | None = None,
@@ -145,6 +149,7 @@ class LLM:
             "kv_cache_bytes": kv_cache_bytes,
             "kv_cache_dtype": kv_cache_dtype,
             "kv_split": kv_split,
+            "attention_sinks": attention_sinks,
             "block_size": block_size,
             "max_drafts": max_drafts,
             "timeout_s": timeout_s,
@@ -156,7 +161,9 @@ class LLM:
         if input_processor is None:
             files = find_model(model)
             args = load_model_args(files, meta_vocab_size)
-            input_processor = InputProcessor(files, args, max_seq_len=max_seq_len, seed=seed)
+            input_processor = InputProcessor(
+                files, args, max_seq_len=max_seq_len, seed=seed, attention_sinks=attention_sinks
+            )
         self.input_processor, self.args = input_processor, input_processor.args
         kind = resolve_device(device)
         self.dtype = dtype or default_dtype(self.args, kind)

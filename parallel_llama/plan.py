@@ -369,11 +369,14 @@ def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], r
     return bisect_right(range(most + 1), max(room, 0), key=taken) - 1
 
 
-def blocks_held(n_tokens: int, block_size: int, window: int | None, step_tokens: int) -> int:
+def blocks_held(
+    n_tokens: int, block_size: int, window: int | None, step_tokens: int, n_sinks: int = 0
+) -> int:
     """The most blocks that a sequence of so many tokens ever holds in a layer.
 
     In a layer with a window these are the blocks that the tokens of one step touch, and what the
-    first of them sees; a block behind them is used again.
+    first of them sees, and those of the sequence's first `n_sinks` tokens; a block behind them is
+    used again.
 
     >>> blocks_held(10, 4, None, 2), blocks_held(1000, 4, 16, 2), blocks_held(1000, 1, 16, 2)
     (3, 5, 17)
@@ -382,7 +385,8 @@ def blocks_held(n_tokens: int, block_size: int, window: int | None, step_tokens:
     if window is None:
         return n_blocks
     n_live = window - 1 + step_tokens
-    return min(n_blocks, (n_live - 2 + block_size) // block_size + 1)
+    n_kept = -(-n_sinks // block_size)
+    return min(n_blocks, n_kept + (n_live - 2 + block_size) // block_size + 1)
 
 
 def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:
@@ -411,6 +415,8 @@ def _spread(args: ModelArgs, shares: tuple[Share, ...]) -> tuple[Share, ...]:
     widest = max(share.n_local_kv_heads for share in shares)
     if widest * len(shares) <= args.n_kv_heads:  # nothing to save
         return shares
+    if args.attention_sinks:
+        raise UsageError("kv_split='sequence' and attention_sinks: one of them runs")
     runs = equal_runs(range(args.n_heads), args.n_heads // args.n_kv_heads)
     every, peers = range(args.n_kv_heads), tuple(share.heads for share in shares)
     return tuple(replace(each, kv_heads=every, runs=runs, peers=peers) for each in shares)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flag, Flags, Verb
-from parallel_llama.cli.model import LOADING, MODEL, RANKS, SEED, check_model
+from parallel_llama.cli.model import ATTENTION_SINKS, LOADING, MODEL, RANKS, SEED, check_model
 from parallel_llama.cli.parsers import plain_text, whole
 from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.prompts import TEMPLATE_VAR
@@ -253,7 +253,7 @@ VERB = Verb(
     "chat",
     "A conversation in the terminal.",
     "[--model PATH_OR_NAME] [flags]",
-    (MODEL, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR, *RANKS, *LOADING),
+    (MODEL, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR, *RANKS, ATTENTION_SINKS, *LOADING),
     "parallel-llama chat --nproc 2",
     prepare,
 )

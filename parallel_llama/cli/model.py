@@ -43,6 +43,12 @@ KV_SPLIT: Flag[KVSplit] = Flag(
     "what ranks share out of the KV cache: heads, or tokens where several would hold one head",
     one_of("heads", "sequence"), "WHAT", default="heads",
 )  # fmt: skip
+ATTENTION_SINKS: Flag[int] = Flag(
+    "attention-sinks",
+    "first tokens that stay visible beside a sliding window, the model's or its context's length; "
+    "with them, 4 are usual, a text may grow beyond the context without end",
+    whole(0), "N", default=0,
+)  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(
     "block-size", "tokens per block of the paged KV cache", whole(1, 4096), "N", default=16
 )
@@ -67,7 +73,7 @@ TIMEOUT: Flag[float | None] = Flag(
     number(0, 1e6, above=True), "SECONDS", default_text="30 in a step, 60 at the start",
 )  # fmt: skip
 RANKS: tuple[Flag[Any], ...] = (NPROC, DTYPE, KV_CACHE_DTYPE, KV_SPLIT, DEVICE, MAX_SEQ_LEN)
-CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, BLOCK_SIZE)
+CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
 
 
@@ -100,7 +106,13 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     args = load_model_args(files, _count_vocab)
     n_ranks = rank_count(flags[NPROC])
     make_plan(args, n_ranks, kv_split=flags[KV_SPLIT])
-    inputs = InputProcessor(files, args, max_seq_len=flags[MAX_SEQ_LEN], seed=flags[SEED])
+    inputs = InputProcessor(
+        files,
+        args,
+        max_seq_len=flags[MAX_SEQ_LEN],
+        seed=flags[SEED],
+        attention_sinks=flags[ATTENTION_SINKS],
+    )
     return inputs, n_ranks
 
 
@@ -115,6 +127,7 @@ def llm_options(flags: Flags) -> dict[str, Any]:
         "kv_cache_bytes": flags[KV_CACHE_BYTES],
         "kv_cache_dtype": flags[KV_CACHE_DTYPE],
         "kv_split": flags[KV_SPLIT],
+        "attention_sinks": flags[ATTENTION_SINKS],
         "block_size": flags[BLOCK_SIZE],
         "timeout_s": flags[TIMEOUT],
     }

@@ -20,21 +20,29 @@ STEP_TOKENS = 512
 class BlockTable:
     """The blocks that a sequence holds in one group of layers, in order.
 
-    Position p lies in `blocks[p // block_size - first]`; the blocks before are given up.
+    Behind the first `n_kept`, which hold its first tokens for good, `n_given_up` are missing.
     """
 
     blocks: list[int] = field(default_factory=list)
-    first: int = 0
+    n_given_up: int = 0
+    n_kept: int = 0
+
+    @property
+    def first(self) -> int:
+        """The number of the first block that is held and may be given up."""
+        return self.n_kept + self.n_given_up
 
     @property
     def stop(self) -> int:
         """The number of blocks that are held or given up."""
-        return self.first + len(self.blocks)
+        return self.n_given_up + len(self.blocks)
 
     def __getitem__(self, number: int) -> int:
         """The sequence's block of this number, which it still holds."""
+        if number < self.n_kept:
+            return self.blocks[number]
         assert number >= self.first
-        return self.blocks[number - self.first]
+        return self.blocks[number - self.n_given_up]
 
 
 class BlockGroup:
@@ -42,11 +50,13 @@ class BlockGroup:
 
     `window` is the number of keys that a token sees, its own among them, None for all. At most
     `step_tokens` tokens of a sequence run in one step: all of them must be kept at once, with what
-    the first of them sees.
+    the first of them sees. A sequence's first `n_sinks` tokens are always seen.
     """
 
-    def __init__(self, pool: BlockPool, window: int | None, step_tokens: int) -> None:
-        self.pool, self.window, self.step_tokens = pool, window, step_tokens
+    def __init__(
+        self, pool: BlockPool, window: int | None, step_tokens: int, n_sinks: int = 0
+    ) -> None:
+        self.pool, self.window, self.step_tokens, self.n_sinks = pool, window, step_tokens, n_sinks
 
     def n_blocks(self, n_tokens: int) -> int:
         """The blocks that so many tokens fill, whole or in part."""
@@ -54,7 +64,8 @@ class BlockGroup:
 
     def n_held(self, n_tokens: int) -> int:
         """The most blocks that a sequence of so many tokens holds at any time."""
-        return blocks_held(n_tokens, self.pool.block_size, self.window, self.step_tokens)
+        size, window = self.pool.block_size, self.window
+        return blocks_held(n_tokens, size, window, self.step_tokens, self.n_sinks)
 
     def first_seen(self, start: int) -> int:
         """The number of the first block that a token at this position sees, or one behind it."""
@@ -72,18 +83,21 @@ class BlockGroup:
             if not self.pool.lookup(keys[at : at + 1]):
                 n = at
             at -= 1
-        return n
+        n_kept = min(self.n_blocks(self.n_sinks), n)
+        return n if len(self.pool.lookup(keys[:n_kept])) == n_kept else 0
 
     def prefix(self, keys: Sequence[bytes]) -> BlockTable:
         """The table of a sequence that begins with these blocks, not yet owned by it."""
-        first = self.first_seen(len(keys) * self.pool.block_size)
-        blocks = [block for key in keys[first:] for block in self.pool.lookup([key])]
-        assert first + len(blocks) == len(keys)
-        return BlockTable(blocks, first)
+        n_kept = self.n_blocks(self.n_sinks)
+        first = max(self.first_seen(len(keys) * self.pool.block_size), n_kept)
+        wanted = [*keys[:n_kept], *keys[first:]]
+        blocks = [block for key in wanted for block in self.pool.lookup([key])]
+        assert len(blocks) == len(wanted)
+        return BlockTable(blocks, max(len(keys) - len(wanted), 0), n_kept)
 
     def n_for_start(self, table: BlockTable, n_tokens: int) -> int:
         """New blocks with which a sequence of so many known tokens starts behind its prefix."""
-        n_held = min(self.n_blocks(n_tokens) - table.first, self.n_held(n_tokens))
+        n_held = min(self.n_blocks(n_tokens) - table.n_given_up, self.n_held(n_tokens))
         return max(n_held - len(table.blocks), 0)
 
     def start(self, table: BlockTable, n_tokens: int, most_tokens: int) -> None:
@@ -95,7 +109,8 @@ class BlockGroup:
         n_new = self.n_blocks(stop) - table.stop
         if n_new <= 0:
             return 0
-        spent = table.blocks[: min(max(self.first_seen(start) - table.first, 0), n_new)]
+        n_spent = min(max(self.first_seen(start) - table.first, 0), n_new)
+        spent = table.blocks[table.n_kept :][:n_spent]
         return n_new - sum(self.pool.is_sole(block) for block in spent)
 
     def reach(self, table: BlockTable, start: int, stop: int) -> int:
@@ -112,8 +127,8 @@ class BlockGroup:
         first_seen = self.first_seen(start)
         n_new = self.n_blocks(stop) - table.stop
         while n_new > 0 and table.first < first_seen:
-            block = table.blocks.pop(0)
-            table.first += 1
+            block = table.blocks.pop(table.n_kept)
+            table.n_given_up += 1
             if self.pool.is_sole(block):
                 self.pool.forget(block)
                 table.blocks.append(block)

@@ -226,6 +226,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pools,
             self.capacity.windows,
+            self.capacity.n_sinks,
             step_tokens=self.step_tokens,
             context=lambda request: engine._context(request),
             draft=lambda sequence, most: engine._draft(sequence, most),

@@ -18,6 +18,7 @@ from parallel_llama.config import (
 )
 from parallel_llama.engine.prompts import Prompt, Prompts, as_prompt, as_prompts
 from parallel_llama.errors import UsageError
+from parallel_llama.families.model_args import MAX_SIZES, with_sinks
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.request import (
     Request,
@@ -44,9 +45,11 @@ class InputProcessor:
     """The text side of one model: its tokenizer, chat template, sampling defaults and limits.
 
     `max_seq_len` lowers the model's own context; `seed` is for requests without one, and None
-    draws a new one whenever requests are made.
+    draws a new one whenever requests are made. With `attention_sinks`, as many first tokens are
+    seen by all that follow, and sequences may be longer than the context.
 
-    Raises: UsageError if `max_seq_len` is beyond the model's context.
+    Raises: UsageError if `max_seq_len` is beyond the model's context, or for a model that cannot go
+    on without end.
     """
 
     def __init__(
@@ -56,11 +59,19 @@ class InputProcessor:
         *,
         max_seq_len: int | None = None,
         seed: int | None = None,
+        attention_sinks: int = 0,
     ) -> None:
-        self.files, self.args, self.seed = files, args, seed
         self.max_seq_len = context_length(args, max_seq_len)
+        if attention_sinks:
+            args = with_sinks(args, attention_sinks, self.max_seq_len)
+        self.files, self.args, self.seed = files, args, seed
         # What the KV cache holds, once there is one: an open max_tokens goes no further.
         self.n_cache_tokens: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence, where they are asked for."""
+        return MAX_SIZES["max_seq_len"] if self.args.attention_sinks else self.max_seq_len
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -148,7 +159,7 @@ class InputProcessor:
         """
         params = params or self.sampling_params()
         tokens = self._tokens(as_prompt(prompt))
-        limit = self.max_seq_len
+        limit = self.max_seq_len if params.max_tokens is None else self.longest
         if params.max_tokens is None and self.n_cache_tokens is not None:
             limit = min(limit, self.n_cache_tokens)
         most = resolve_max_tokens(len(tokens), params, limit)
@@ -214,10 +225,10 @@ class InputProcessor:
         """
         if not tokens:
             raise UsageError("it is empty; give at least one token")
-        if len(tokens) > self.max_seq_len:
+        if len(tokens) > self.longest:
             raise UsageError(
-                f"{len(tokens)} tokens and the context is {self.max_seq_len}; "
-                f"shorten it by {len(tokens) - self.max_seq_len}"
+                f"{len(tokens)} tokens and the context is {self.longest}; "
+                f"shorten it by {len(tokens) - self.longest}"
             )
         for token in tokens:
             if type(token) is not int:  # bool is an int to Python

@@ -39,14 +39,15 @@ _NO_MEMORY = re.compile(
 class Capacity:
     """The KV caches' blocks for each group of layers, the same on every rank.
 
-    `windows` says how many keys a token sees in each group, None for all; bytes are the fullest
-    rank's.
+    `windows` says how many keys a token sees in each group, None for all, beside a sequence's first
+    `n_sinks` tokens; bytes are the fullest rank's.
     """
 
     n_blocks: tuple[int, ...]
     block_size: int
     n_bytes: int
     windows: tuple[int | None, ...] = (None,)
+    n_sinks: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -61,7 +62,7 @@ class Capacity:
     def n_full_requests(self, max_seq_len: int) -> int:
         """How many requests of `max_seq_len` tokens fit at the same time."""
         return min(
-            n // blocks_held(max_seq_len, self.block_size, window, STEP_TOKENS)
+            n // blocks_held(max_seq_len, self.block_size, window, STEP_TOKENS, self.n_sinks)
             for n, window in zip(self.n_blocks, self.windows, strict=True)
         )
 
@@ -127,7 +128,7 @@ class CacheSize:
         sizes = self._sizes(n_blocks[tightest])
         n_bytes = max(sum(map(mul, sizes, each)) for each in self._block_bytes)
         windows = tuple(group.window for group in layer_groups(self.args))
-        return Capacity(sizes, self.block_size, n_bytes, windows)
+        return Capacity(sizes, self.block_size, n_bytes, windows, self.args.attention_sinks)
 
     def _sizes(self, n_blocks: int) -> tuple[int, ...]:
         return pool_sizes(self.args, n_blocks, self.block_size, self.max_seq_len, STEP_TOKENS)

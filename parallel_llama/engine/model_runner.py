@@ -17,9 +17,9 @@ from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_capacity import memory_for
 from parallel_llama.engine.spread_cache import CachePart, mask_of
 from parallel_llama.families.model_args import layer_groups
-from parallel_llama.model.batch import Batch, GroupBatch, QueryTile
+from parallel_llama.model.batch import Batch, GroupBatch, QueryTile, SinkTile
 from parallel_llama.model.kv_cache import Blocks, KVCache, part_of, slices_of, slots_of
-from parallel_llama.model.rope import RotaryTables, rotary_of_windows
+from parallel_llama.model.rope import RotaryTables, rotary_of_windows, turns_back
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype
@@ -171,15 +171,20 @@ class ModelRunner:
         slots: list[int] = []
         tiles: list[QueryTile] = []
         decoded: dict[int, tuple[slice, ...]] = {}
+        sink_tiles: list[SinkTile] = []
         for chunk in chunks:
             row, blocks = len(slots), chunk.tables[number]
-            seen = self._seen(number, chunk.positions)
-            slices = slices_of(blocks, self.block_size, seen)
             slots += slots_of(blocks, self.block_size, chunk.positions)
-            if len(chunk.tokens) > _MAX_DECODED:
-                tiles += self._tiles(number, row, chunk.positions, slices)
+            near = self._before_sinks(number, chunk.positions)
+            sink_tiles += self._sink_tiles(number, row, chunk, near.stop)
+            if not near:
                 continue
-            for at in chunk.positions:
+            seen = self._seen(number, near)
+            slices = slices_of(blocks, self.block_size, seen)
+            if len(chunk.tokens) > _MAX_DECODED:
+                tiles += self._tiles(number, row, near, slices)
+                continue
+            for at in near:
                 own = self._seen(number, range(at, at + 1))
                 decoded[row + at - chunk.start] = part_of(slices, _from(seen.start, own))
         return GroupBatch(
@@ -187,6 +192,7 @@ class ModelRunner:
             rotations=rotations,
             tiles=tuple(tiles),
             decode=DecodeBatch.of(decoded) if decoded else None,
+            sink_tiles=tuple(sink_tiles),
         )
 
     def _spread_batch(
@@ -212,6 +218,39 @@ class ModelRunner:
                         )
                     )
         return GroupBatch(self._int64(slots), rotations, tuple(tiles), decode=None)
+
+    def _before_sinks(self, number: int, positions: range) -> range:
+        """Those of some positions whose window begins where the sequence does, or all of them."""
+        window = self.groups[number].window
+        if not self.args.attention_sinks or window is None:
+            return positions
+        return range(positions.start, max(positions.start, min(positions.stop, window)))
+
+    def _sink_tiles(self, number: int, row: int, chunk: Chunk, first: int) -> Iterator[SinkTile]:
+        """The queries of a chunk from position `first` on; it begins in this row of the batch."""
+        cache, blocks = self.caches[number], chunk.tables[number]
+        window, n_sinks = self.groups[number].window, self.args.attention_sinks
+
+        def tile(queries: range, keys: range, mask: Tensor | None) -> QueryTile:
+            slots = slices_of(blocks, self.block_size, keys)
+            at = row + queries.start - chunk.start
+            pasts = tuple(cache.past(run.kv_heads, slots) for run in self.share.runs)
+            return QueryTile(slice(at, at + len(queries)), pasts, mask)
+
+        n_queries = 1 if len(chunk.tokens) <= _MAX_DECODED else _MAX_QUERIES
+        for start in range(first, chunk.positions.stop, n_queries):
+            queries = range(start, min(start + n_queries, chunk.positions.stop))
+            assert window is not None
+            seen = self._seen(number, queries)
+            sinks = range(min(n_sinks, queries.stop - window))
+            # A sink that is in a query's window as well is seen there.
+            before = range(queries.start - window, queries.stop - window)
+            turns = turns_back(self.args, queries, n_sinks + window - 1)
+            yield SinkTile(
+                tile(queries, seen, self._mask(queries, seen, window)),
+                tile(queries, sinks, mask_of(before, [sinks], None, self.dtype, self.device)),
+                turns.to(self.device, torch.promote_types(self.dtype, torch.float32).to_complex()),
+            )
 
     def _seen(self, number: int, queries: range) -> range:
         """The positions that consecutive queries see in a group of layers, all together."""

@@ -95,6 +95,7 @@ class Scheduler:
         self,
         pools: abc.Sequence[BlockPool],
         windows: abc.Sequence[int | None] = (None,),
+        n_sinks: int = 0,
         *,
         step_tokens: int = 512,
         max_running: int = MAX_RUNNING,
@@ -102,7 +103,7 @@ class Scheduler:
         draft: Callable[[Sequence, int], abc.Sequence[int]] = lambda _sequence, _most: (),
     ) -> None:
         self.groups = [
-            BlockGroup(pool, window, step_tokens)
+            BlockGroup(pool, window, step_tokens, n_sinks)
             for pool, window in zip(pools, windows, strict=True)
         ]
         self.block_size = pools[0].block_size

@@ -4,7 +4,7 @@ Values that no model can have are refused when the arguments are made, so nothin
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from parallel_llama.dtypes import DTYPES
@@ -127,6 +127,7 @@ class ModelArgs:
         None  # base of layers with a window, unscaled, where it differs
     )
     rotary_dim: int | None = None  # values of each head that are rotated; None: all
+    attention_sinks: int = 0  # first tokens that are seen beside the window; never of a file
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True  # w2(f(w1 x) * w3 x), else w2(f(w1 x))
@@ -275,6 +276,31 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
             f"max_seq_len={wanted}: this model's context is {limit} tokens; use 1 to {limit}"
         )
     return wanted
+
+
+def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
+    """The model with its first tokens seen beside a window, so that it can go on without end.
+
+    The window is the model's own; of one that has none, what `max_seq_len` leaves beside the sinks.
+
+    Raises: UsageError for a model that cannot go on so.
+    Source: StreamingLLM, arXiv 2309.17453.
+    """
+    scaling = args.rope_scaling
+    if args.full_layers:
+        raise UsageError(
+            f"attention_sinks={n_sinks}: some layers see all keys, which grow without end; use a "
+            "model whose layers all have a window, or none"
+        )
+    if scaling is not None and scaling.kind == "dynamic":
+        raise UsageError(
+            f"attention_sinks={n_sinks} and dynamic rope scaling, whose base grows with the "
+            "length: one of them runs"
+        )
+    window = args.sliding_window or max_seq_len - n_sinks
+    if not 1 <= n_sinks < max_seq_len or window < 1:
+        raise UsageError(f"attention_sinks={n_sinks}: use 1 to {max_seq_len - 1}, as 4")
+    return replace(args, sliding_window=window, attention_sinks=n_sinks)
 
 
 @dataclass(frozen=True)

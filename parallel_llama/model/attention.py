@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.families.model_args import layer_groups
-from parallel_llama.model.batch import Batch, GroupBatch
+from parallel_llama.model.batch import Batch, GroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, end_to_end
-from parallel_llama.model.spread_attention import attend_to_all_parts
+from parallel_llama.model.spread_attention import attend_to_all_parts, merged
 from parallel_llama.ops import TorchOps
+from parallel_llama.ops.torch_ops import rotate_
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Run, Share
 
@@ -111,4 +112,22 @@ def attend(
             o[tile.queries, heads] = ops.prefill_attention(
                 q[tile.queries, heads], keys, values, tile.mask
             )
+        for far in batch.sink_tiles:
+            o[far.window.queries, heads] = _with_sinks(
+                q[far.window.queries, heads], far, number, layer, ops
+            )
     return o.flatten(1)
+
+
+def _with_sinks(q: Tensor, tile: SinkTile, number: int, layer: int, ops: TorchOps) -> Tensor:
+    """Attention to a window and to the sinks before it. Shapes: q [T, H, D] -> [T, H, D]."""
+    turned = q.clone()
+    rotate_(turned, tile.turns)
+    parts = [
+        torch.cat((o, lse[..., None].to(o.dtype)), -1)
+        for o, lse in (
+            ops.partial_attention(queries, *seen.pasts[number].layer(layer), seen.mask)
+            for queries, seen in ((q, tile.window), (turned, tile.sinks))
+        )
+    ]
+    return merged(torch.stack(parts))

@@ -30,10 +30,26 @@ class QueryTile:
 
 
 @dataclass(frozen=True)
+class SinkTile:
+    """Consecutive queries with first tokens of their sequence before their window.
+
+    They see their window, and those tokens as if these lay right before it: `turns` rotates the
+    queries back by as much as is missing between.
+
+    Shapes: turns [len(queries), 1, D / 2] complex.
+    Source: positions within the cache, StreamingLLM, arXiv 2309.17453, section 3.2.
+    """
+
+    window: QueryTile
+    sinks: QueryTile
+    turns: Tensor
+
+
+@dataclass(frozen=True)
 class GroupBatch:
     """The batch to the layers of one group: where its tokens are kept, and what they see.
 
-    Each token is in one of the `tiles`, or a row of `decode`.
+    Each token is in one of the `tiles` or the `sink_tiles`, or a row of `decode`.
 
     Shapes: slots [T] int64, rotations [T, 1, head_dim / 2] complex; replicated.
     """
@@ -42,6 +58,7 @@ class GroupBatch:
     rotations: Tensor
     tiles: tuple[QueryTile, ...]
     decode: DecodeBatch | None
+    sink_tiles: tuple[SinkTile, ...] = ()
 
 
 @dataclass(frozen=True)

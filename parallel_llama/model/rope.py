@@ -74,6 +74,9 @@ class RotaryTables:
         Shapes: [T, 1, head_dim / 2] complex.
         """
         n_together = base_len(self._args, n_prompt)
+        if not n_together and positions.stop > self._args.max_seq_len:
+            # A sequence that goes on without end would need a table without end.
+            return rotations(self._args, positions, n_prompt).to(self._device, self._dtype)
         if not n_together or positions.stop <= n_together:
             return self._from_table(positions, n_prompt)
         together = range(positions.start, max(positions.start, n_together))
@@ -105,6 +108,17 @@ def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:
     at = torch.arange(positions.start, positions.stop, dtype=torch.float64)
     angles = at[:, None, None] * freqs
     return torch.polar(torch.full_like(angles, scale), angles)
+
+
+def turns_back(args: ModelArgs, positions: range, latest: int) -> Tensor:
+    """What takes queries that are rotated to these positions back to `latest`, if that is before.
+
+    Shapes: [T, 1, head_dim / 2] complex128.
+    """
+    freqs, _ = frequencies(args, 0)
+    at = torch.arange(positions.start, positions.stop, dtype=torch.float64)
+    angles = (latest - at).clamp(max=0)[:, None, None] * freqs
+    return torch.polar(torch.ones_like(angles), angles)
 
 
 def base_len(args: ModelArgs, n_tokens: int) -> int:

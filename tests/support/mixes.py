@@ -54,6 +54,7 @@ _FALCON = replace(
 # The features of each family, whose tokens a window leaves where there is one.
 OF_FAMILIES: dict[str, ModelArgs] = {
     "mistral": WINDOWED,
+    "mistral with sinks": replace(WINDOWED, attention_sinks=3),
     "mixtral": replace(ARGS, n_experts=5, n_active_experts=2),
     "qwen2": replace(ARGS, attention_bias=True, wo_bias=False),
     "qwen3": replace(ARGS, qk_norm=True),
@@ -151,8 +152,9 @@ def make_engine(
     """An engine with so many blocks for layers that see all keys, and as few as do for others."""
     windows = [group.window for group in runner.groups]
     longest = n_blocks * block_size
-    sizes = [blocks_held(longest, block_size, window, step_tokens) for window in windows]
-    capacity = Capacity(tuple(sizes), block_size, 0, tuple(windows))
+    n_sinks = runner.args.attention_sinks
+    sizes = [blocks_held(longest, block_size, window, step_tokens, n_sinks) for window in windows]
+    capacity = Capacity(tuple(sizes), block_size, 0, tuple(windows), n_sinks)
     return Engine(runner, capacity, step_tokens=step_tokens, max_drafts=max_drafts)
 
 
