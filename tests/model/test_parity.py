@@ -109,7 +109,7 @@ def test_the_reference_is_float64_throughout(models: Models, name: str) -> None:
 def test_the_unpatched_reference_is_not_float64(models: Models) -> None:
     for model in models.values():
         error = (unpatched_logits(model.folder, model.tokens) - model.logits).abs().max()
-        assert 1e-8 < error < 1e-5
+        assert 1e-8 < error < 3e-5
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -152,7 +152,7 @@ def test_logits_are_within_float32_rounding_of_transformers_as_it_is(models: Mod
         runner = load_runner(Solo(), model.folder, N_TOKENS)
         expected = unpatched_logits(model.folder, model.tokens)
         actual = logits_in_pieces(runner, model.tokens)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("embeddings_dim", [0, 1])
