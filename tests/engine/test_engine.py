@@ -114,20 +114,20 @@ def test_a_request_gets_in_any_mix_what_it_gets_alone(seeds):
 @pytest.mark.parametrize("name", OF_FAMILIES)
 def test_a_request_of_any_family_gets_in_any_mix_what_it_gets_alone(name: str) -> None:
     args = OF_FAMILIES[name]
-    assert not any(run_mixes(Solo(), range(4), args))
-    assert not any(run_on_threads(3, run_mixes, range(4, 5), args)[0])
+    assert not any(run_mixes(Solo(), range(3), args))
+    assert not any(run_on_threads(3, run_mixes, range(3, 4), args)[0])
 
 
 @pytest.mark.parametrize("args", [WINDOWED, HYBRID], ids=["windowed", "hybrid"])
 def test_a_request_gets_in_any_mix_what_it_gets_alone_where_tokens_see_a_window(args):
-    seeds = range(500, 560)
+    seeds = range(500, 530)
     for seed, found in zip(seeds, run_mixes(Solo(), seeds, args), strict=True):
         assert not found, f"mix {seed}"
 
 
 @pytest.mark.parametrize(("tp_size", "args"), [(2, WINDOWED), (3, HYBRID), (5, HYBRID)])
 def test_windows_on_many_ranks_give_what_one_gives(tp_size, args):
-    seeds = range(560, 570)
+    seeds = range(560, 565)
     for seed, found in zip(seeds, run_on_threads(tp_size, run_mixes, seeds, args)[0], strict=True):
         assert not found, f"mix {seed}"
 
