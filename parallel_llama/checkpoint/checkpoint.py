@@ -34,7 +34,7 @@ class Checkpoint(ABC):
 
         Raises: DamagedWeights if the files changed or disagree.
         """
-        if order == self._stored_order or not is_rotary(param):
+        if order == self._stored_order or not is_rotary(param.name):
             return self._stored(param, rows)
         size = self.args.head_dim
         heads = range(rows.start // size * size, -(-rows.stop // size) * size)

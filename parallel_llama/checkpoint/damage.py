@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parallel_llama.checkpoint.manifest import Manifest, TensorEntry, hash_file
 from parallel_llama.checkpoint.native_folder import axis_units, unit_spans
+from parallel_llama.checkpoint.rotary import is_rotary
 from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.checkpoint.whole_files import WEIGHT_SUFFIXES
 from parallel_llama.config import ModelArgs
@@ -126,7 +127,7 @@ class Damage:
         if layout not in ("hf", "meta"):
             return False
         orders = family_of(self.args).rotary_order if self.args else FAMILIES["llama"].rotary_order
-        return orders[layout] == "half" or not (".wq." in name or ".wk." in name)
+        return orders[layout] == "half" or not is_rotary(name)
 
 
 def _span(tensor: Stored, place: Place) -> range:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from parallel_llama.families.names import RotaryOrder
-from parallel_llama.families.weights import Param
 
 
 def reordered(
@@ -33,6 +32,6 @@ def reordered(
     return turned.reshape(rows.shape)
 
 
-def is_rotary(param: Param) -> bool:
-    """Whether the rows of this weight come in rotary pairs."""
-    return any(f".attention.{name}." in param.name for name in ("wq", "wk", "q_norm", "k_norm"))
+def is_rotary(name: str) -> bool:
+    """Whether the rows of the weight of this name come in rotary pairs."""
+    return any(f".attention.{part}." in name for part in ("wq", "wk", "q_norm", "k_norm"))

@@ -13,7 +13,7 @@ from typing import Any
 from parallel_llama.errors import UsageError
 from parallel_llama.families.family import Family, GGUFForm
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.families.names import Names
+from parallel_llama.families.names import Names, in_layers
 from parallel_llama.files.fields import Fields
 
 _NEW, _PARALLEL, _N_NORMS = "new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn"
@@ -89,10 +89,8 @@ def _writes(args: ModelArgs) -> dict[str, Any]:
 
 
 def _in_layers(*rows: tuple[str, str, str]) -> tuple[Names, ...]:
-    return tuple(
-        Names(f"layers.*.{meta}.*", f"transformer.h.*.{hf}.*", f"blk.*.{gguf}.*")
-        for meta, hf, gguf in rows
-    )
+    both = ((f"{meta}.*", f"{hf}.*", f"{gguf}.*") for meta, hf, gguf in rows)  # weight and bias
+    return in_layers(*both, hf_layers="transformer.h")
 
 
 def _norm_names(args: ModelArgs) -> tuple[Names, ...]:

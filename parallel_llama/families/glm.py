@@ -77,10 +77,6 @@ def _chatglm_features(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _in_encoder(meta: str, hf: str) -> Names:
-    return Names(f"layers.*.{meta}", f"transformer.encoder.layers.*.{hf}", f"-.*.{meta}")
-
-
 CHATGLM = Family(
     name="chatglm",
     architecture="ChatGLMModel",
@@ -106,15 +102,18 @@ CHATGLM = Family(
         Names("tok_embeddings.weight", "transformer.embedding.word_embeddings.weight", "-"),
         Names("norm.weight", "transformer.encoder.final_layernorm.weight", "-"),
         Names("output.weight", "transformer.output_layer.weight", "-"),
-        _in_encoder("attention_norm.weight", "input_layernorm.weight"),
-        _in_encoder("attention.wq.*", "self_attention.query_key_value.*"),
-        _in_encoder("attention.wk.*", "self_attention.query_key_value.*"),
-        _in_encoder("attention.wv.*", "self_attention.query_key_value.*"),
-        _in_encoder("attention.wo.*", "self_attention.dense.*"),
-        _in_encoder("ffn_norm.weight", "post_attention_layernorm.weight"),
-        _in_encoder("feed_forward.w1.*", "mlp.dense_h_to_4h.*"),
-        _in_encoder("feed_forward.w3.*", "mlp.dense_h_to_4h.*"),
-        _in_encoder("feed_forward.w2.*", "mlp.dense_4h_to_h.*"),
+        *in_layers(
+            ("attention_norm.weight", "input_layernorm.weight", "-"),
+            ("attention.wq.*", "self_attention.query_key_value.*", "-"),
+            ("attention.wk.*", "self_attention.query_key_value.*", "-"),
+            ("attention.wv.*", "self_attention.query_key_value.*", "-"),
+            ("attention.wo.*", "self_attention.dense.*", "-"),
+            ("ffn_norm.weight", "post_attention_layernorm.weight", "-"),
+            ("feed_forward.w1.*", "mlp.dense_h_to_4h.*", "-"),
+            ("feed_forward.w3.*", "mlp.dense_h_to_4h.*", "-"),
+            ("feed_forward.w2.*", "mlp.dense_4h_to_h.*", "-"),
+            hf_layers="transformer.encoder.layers",
+        ),
     ),
     rotary_order=_INTERLEAVED,
 )

@@ -104,7 +104,7 @@ class ModelArgs:
     attention_bias: bool = False
     mlp_bias: bool = False
     dtype: str = "bfloat16"  # of the weights as stored; 'float32' for quantised GGUF files
-    # Features: written to native.json where a model has them, and fields of all models before them.
+    # Features, of which native.json states those that a model has, and all that stands above.
     family: str = "llama"
     wo_bias: bool | None = None  # where it differs from attention_bias, which wq, wk and wv have
     # Norms and residual stream
@@ -123,9 +123,7 @@ class ModelArgs:
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     sliding_window: int | None = None  # keys that a token sees, its own among them
     full_layers: tuple[int, ...] = ()  # where there is a window: the layers that see all keys
-    local_rope_theta: float | None = (
-        None  # base of layers with a window, unscaled, where it differs
-    )
+    local_rope_theta: float | None = None  # base in layers with a window, unscaled; None: the same
     rotary_dim: int | None = None  # values of each head that are rotated; None: all
     attention_sinks: int = 0  # first tokens that are seen beside the window; never of a file
     # Feed-forward

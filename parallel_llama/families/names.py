@@ -27,11 +27,10 @@ class Names:
         return pattern
 
 
-def in_layers(*rows: tuple[str, str, str]) -> tuple[Names, ...]:
-    """Rows for weights of a layer, by their names within it."""
+def in_layers(*rows: tuple[str, str, str], hf_layers: str = "model.layers") -> tuple[Names, ...]:
+    """Rows for weights of a layer, by their names within it; `hf_layers` is where HF has layers."""
     return tuple(
-        Names(f"layers.*.{meta}", f"model.layers.*.{hf}", f"blk.*.{gguf}")
-        for meta, hf, gguf in rows
+        Names(f"layers.*.{meta}", f"{hf_layers}.*.{hf}", f"blk.*.{gguf}") for meta, hf, gguf in rows
     )
 
 

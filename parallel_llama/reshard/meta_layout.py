@@ -157,7 +157,7 @@ class MetaLayout(Layout):
         if dim == 0:
             start, stop = (min(max(0, at - rows.start), len(rows)) for at in (start, stop))
         part = piece.narrow(dim, start, stop - start)
-        if is_rotary(param):
+        if is_rotary(param.name):
             head_dim, rotary_dim = self._args.head_dim, self._args.rotary_dim
             part = reordered(part, head_dim, "interleaved", rotary_dim)
         return part.contiguous()

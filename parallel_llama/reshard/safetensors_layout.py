@@ -113,7 +113,7 @@ class HFLayout(SafetensorsLayout):
         order = family_of(self.args).rotary_order["hf"]
         start = 0  # rows that are done
         for piece in pieces:
-            if order != "half" and is_rotary(param):
+            if order != "half" and is_rotary(param.name):
                 piece = reordered(piece, self.args.head_dim, order, self.args.rotary_dim)
             rows = range(start, start + piece.shape[0])
             row_bytes = piece.nbytes // len(rows)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from tiny_models import TINY_MODELS, write_hf
 from transformers_oracle import loaded_logits, reference_logits
 
+from parallel_llama.checkpoint.damage import locations
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.config import load_model_args
 from parallel_llama.files.model_files import find_model
@@ -72,3 +73,20 @@ def test_damage_is_named_where_config_json_is_damaged_too(tmp_path: Path) -> Non
     (tmp_path / "hf" / "config.json").write_text("{")
     problems = verify(str(tmp_path / "hf")).problems
     assert any("damaged in layers.1.attention_norm.weight, bytes" in line for line in problems)
+
+
+@pytest.mark.parametrize("name", ["8/2 qwen3", "8/2 gemma3"])
+def test_damage_in_one_weight_leaves_the_norms_of_queries_and_keys_whole(
+    tmp_path: Path, name: str
+) -> None:
+    """They lie in another order in Meta's files, and were called damaged with any other weight."""
+    source, folder = write_hf(TINY_MODELS[name], tmp_path / "source"), tmp_path / "meta"
+    reshard(find_model(str(source)), folder, layout="meta", n_parts=1)
+    path, weight = folder / "consolidated.00.pth", "layers.0.feed_forward.w2.weight"
+    args = load_model_args(find_model(str(folder)))
+    held = dict(locations(path, None, args))[weight]
+    data = bytearray(path.read_bytes())
+    data[held.start + 9] ^= 1
+    path.write_bytes(data)
+    (line,) = verify(str(folder)).problems
+    assert line.startswith(f"{path.name}: damaged in {weight}, bytes {held.start} to {held.stop}")

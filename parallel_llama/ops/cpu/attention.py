@@ -73,9 +73,9 @@ class _Shape:
     def chunks(self) -> Iterator[tuple[int, int, int]]:
         """Rows start to stop of a group, so many at a time; sizes differ by one at most."""
         n_chunks = -(-self.n_group // _MAX_CHUNK)
-        size, nlarger = divmod(self.n_group, n_chunks)
-        middle = nlarger * (size + 1)
-        if nlarger:
+        size, n_larger = divmod(self.n_group, n_chunks)
+        middle = n_larger * (size + 1)
+        if n_larger:
             yield 0, middle, size + 1
         yield middle, self.n_group, size
 
