@@ -87,10 +87,12 @@ class Value:
     def __setitem__(self, n: Operand, value: "Value") -> None:
         self.b.store(value.raw, (self + n).raw)
 
-    def prefetch(self) -> None:
-        """Ask memory for what is at this address, which need not exist."""
-        read, soonest, data = (Value(self.b, I32(number)) for number in (0, 3, 1))
-        _intrinsic("prefetch.p0", VOID, self, read, soonest, data)
+    def prefetch(self, cache: int = 1) -> None:
+        """Ask memory for what is at this address, which need not exist: for the first cache, or
+        for the second alone.
+        """
+        read, soon, data = (Value(self.b, I32(number)) for number in (0, 4 - cache, 1))
+        _intrinsic("prefetch.p0", VOID, self, read, soon, data)
 
     def like(self, other: Operand) -> "Value":
         """An operand as it is, and a plain number as one of this value's type."""

@@ -1,8 +1,9 @@
 """The product of few rows with a weight, as fast as the weight comes from memory.
 
 Some rows of the weight, a tile, stay in the first cache while groups of rows of x pass over them;
-the sums of a group stay in registers, and meanwhile memory is asked for the next tile. What is
-summed, and in which order, is the same for any number of rows and threads.
+the sums of a group stay in registers, and meanwhile memory is asked for the next tile. That one
+waits in the second cache: the first has no room for two tiles of long rows. What is summed, and in
+which order, is the same for any number of rows and threads.
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
@@ -129,7 +130,7 @@ def _products(
     whole = k & -lanes.width
     with loop(k.b, 0, whole, lanes.width) as i:
         for _ in columns:
-            place.value.prefetch()
+            place.value.prefetch(cache=2)
             place.value += share
         add_products(i)
     mask = lanes.first(k - whole)
