@@ -3,6 +3,7 @@
 Pure data: who needs torch's own objects asks `ops.formats`, which stores and applies weights.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,6 +13,11 @@ DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
 
 # Bytes of one value.
 ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+# What a weight is to arithmetic: a matrix of a layer, of the embedding or the head, or one that is
+# kept as it is computed with.
+Kind = Literal["matrix", "outer", "vector"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # The names of safetensors files; GGUF has the last three of them.
 STORED: dict[str, DTypeName] = {
@@ -30,15 +36,132 @@ KV_DTYPES = "auto", "bfloat16", "int8", "fp8"
 KV_SCALE_BYTES = 4
 
 
+# How weights may be quantised when a model is loaded; stored: as its GGUF file has them.
+QUANTS = "none", "int8", "int4", "stored"
+
+# Consecutive inputs of a matrix that share a scale, a float16.
+GROUP_SIZE = 32
+_SCALE_BYTES = 2
+
+
 @dataclass(frozen=True)
 class DenseFormat:
     """Weights as plain values of one dtype."""
 
     dtype: str
 
+    @property
+    def name(self) -> str:
+        return self.dtype
+
     def n_bytes(self, n_values: int) -> int:
         """The bytes of so many values of a weight."""
         return n_values * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class GroupFormat:
+    """Weights as integers of `n_bits`, with a scale for every `GROUP_SIZE` inputs of an output.
+
+    With a minimum for each group as well, integers begin at 0, else they lie around it.
+
+    Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md.
+    """
+
+    n_bits: Literal[4, 8]
+    has_min: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"int{self.n_bits}{' with minima' * self.has_min}"
+
+    @property
+    def zero(self) -> int:
+        """What is added to integers, so that the least of them is stored as 0."""
+        return 0 if self.has_min else 1 << (self.n_bits - 1)
+
+    def n_bytes(self, n_values: int) -> int:
+        """The bytes of so many values of a weight, whole groups of them."""
+        n_groups = n_values // GROUP_SIZE
+        return n_values * self.n_bits // 8 + n_groups * _SCALE_BYTES * (1 + self.has_min)
+
+
+# The types of GGUF that are groups already. Five bits are kept in eight.
+GGUF_GROUPS = {
+    "Q8_0": GroupFormat(8),
+    "Q5_0": GroupFormat(8),
+    "Q4_0": GroupFormat(4),
+    "Q4_1": GroupFormat(4, has_min=True),
+}
+
+MatrixFormat = DenseFormat | GroupFormat
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a model computes in, and the format of its layers' matrices.
+
+    Where matrices are kept as a file has them, `stored` names the format of each.
+    """
+
+    computed: DTypeName
+    matrices: MatrixFormat
+    stored: Mapping[str, MatrixFormat] | None = None
+
+    @classmethod
+    def plain(cls, dtype: DTypeName) -> "Precision":
+        """Everything in one dtype."""
+        return cls(dtype, DenseFormat(dtype))
+
+    @classmethod
+    def on(
+        cls,
+        device: str,
+        dtype: DTypeName,
+        quant: str = "none",
+        stored: Mapping[str, MatrixFormat] | None = None,
+    ) -> "Precision":
+        """The precision on 'cpu' or 'cuda' of a model in this dtype, quantised as one of `QUANTS`.
+
+        A CPU computes in float32 what it reads in 16 bits: the memory sets the pace, and rounding
+        after each product costs digits and saves nothing.
+        """
+        is_half = ITEM_BYTES[dtype] == 2
+        computed: DTypeName = "float32" if is_half and device == "cpu" else dtype
+        if quant in ("none", "stored"):
+            return cls(computed, DenseFormat(dtype), stored)
+        return cls(computed, GroupFormat(8 if quant == "int8" else 4))
+
+    @property
+    def dtype(self) -> str:
+        """That of the weights before they were quantised."""
+        return self.matrices.dtype if isinstance(self.matrices, DenseFormat) else self.computed
+
+    @property
+    def quant(self) -> str:
+        """One of `QUANTS`."""
+        if self.stored is not None:
+            return "stored"
+        return self.matrices.name if isinstance(self.matrices, GroupFormat) else "none"
+
+    @property
+    def group_size(self) -> int:
+        """How many values share a scale; 1 where they have none."""
+        return 1 if self.quant == "none" else GROUP_SIZE
+
+    def form_of(self, kind: Kind, name: str) -> MatrixFormat:
+        """The format of the weight of this kind and name.
+
+        Where layers have int4 the embedding and the head have int8: their errors reach the choice
+        of a token as they are.
+        """
+        if self.stored is not None and name in self.stored:
+            return self.stored[name]
+        if kind == "vector":
+            return DenseFormat(self.computed)
+        if kind == "outer" and isinstance(self.matrices, GroupFormat):
+            return GroupFormat(8)
+        return self.matrices
 
 
 @dataclass(frozen=True)

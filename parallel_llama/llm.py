@@ -25,8 +25,7 @@ from parallel_llama.checkpoint import (
     random_checkpoint,
     require_whole,
 )
-from parallel_llama.config import ModelArgs, load_model_args
-from parallel_llama.dtypes import DTYPES, DenseFormat
+from parallel_llama.config import ModelArgs, load_model_args, stored_formats
 from parallel_llama.engine import rank_calls
 from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
 from parallel_llama.engine.input_processor import InputProcessor
@@ -37,16 +36,16 @@ from parallel_llama.engine.prompts import Prompt, Prompts
 from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_facts
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.place import world
 from parallel_llama.plan import (
     KVSplit,
     ShardPlan,
+    bytes_passed_over,
     default_dtype,
     kv_format,
     make_plan,
-    values_passed_over,
+    make_precision,
     weight_bytes,
 )
 from parallel_llama.request import Completion, Request, SamplingParams
@@ -89,7 +88,10 @@ class LLM:
     already: rank 0 runs the program, and in every other process the constructor serves rank 0 until
     that closes, and ends the process then.
 
-    `dtype` is one of float32, bfloat16, float16, float64; None takes the device's default.
+    `dtype` is one of float32, bfloat16, float16, float64; None takes the device's default. A CPU
+    keeps weights in 16 bits and computes in float32. With `quant` int8 or int4 the matrices become
+    small integers with a scale for every 32 of them, when they are read; with `quant` stored they
+    stay as a GGUF file has them.
     `max_seq_len` lowers the model's context. Requests without a seed of their own get one from
     `seed`, and without that a new one in every call. `random_weights` fills a named shape with
     random numbers from that seed. `verify` compares every file with the folder's manifest before
@@ -119,6 +121,7 @@ class LLM:
         *,
         tp_size: int | None = None,
         dtype: str | None = None,
+        quant: str = "none",
         device: str = "auto",
         max_seq_len: int | None = None,
         seed: int | None = None,
@@ -141,6 +144,7 @@ class LLM:
         settings = {
             "model": model,
             "dtype": dtype,
+            "quant": quant,
             "device": device,
             "max_seq_len": max_seq_len,
             "seed": seed,
@@ -167,9 +171,10 @@ class LLM:
         self.input_processor, self.args = input_processor, input_processor.args
         kind = resolve_device(device)
         self.dtype = dtype or default_dtype(self.args, kind)
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype={self.dtype!r}: use one of {', '.join(DTYPES)}")
-        plan = make_plan(self.args, size, kv_split=kv_split)
+        self.quant = quant
+        stored = stored_formats(input_processor.files, self.args) if quant == "stored" else None
+        self.precision = make_precision(self.args, self.dtype, kind, quant, stored)
+        plan = make_plan(self.args, size, quant_group=self.precision.group_size, kv_split=kv_split)
         self.kv_format = kv_format(kv_cache_dtype, self.dtype)
         longest = input_processor.max_seq_len
         cache_size = CacheSize(self.args, plan, self.kv_format, block_size, kv_cache_bytes, longest)
@@ -188,9 +193,8 @@ class LLM:
             self._end()
             raise
         input_processor.n_cache_tokens = self.engine.capacity.longest(longest)
-        form = DenseFormat(self.dtype)
         self.statistics = Statistics(
-            tuple(weight_bytes(self.args, share, form) for share in plan.shares),
+            tuple(weight_bytes(self.args, share, self.precision) for share in plan.shares),
             load_s=time.monotonic() - started,
         )
         self._runs: dict[int, _Run] = {}
@@ -340,9 +344,9 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode one step of so many sequences.
 
-        See `plan.values_passed_over` for those that are not read.
+        See `plan.bytes_passed_over` for those that are not read.
         """
-        passed_over = DenseFormat(self.dtype).n_bytes(values_passed_over(self.args, batch))
+        passed_over = bytes_passed_over(self.args, batch, self.precision)
         return sum(self.statistics.weight_bytes) - passed_over
 
     def close(self) -> None:
@@ -372,14 +376,13 @@ class LLM:
             comm.pulse()
             on_bytes(n_bytes)
 
-        dtype = torch_dtype(self.dtype)
         with closing(checkpoint), memory_for("the weights", "use more ranks, or a smaller dtype"):
             runner = ModelRunner.load(
                 self.args,
                 checkpoint,
                 plan,
                 comm,
-                dtype=dtype,
+                precision=self.precision,
                 device=device,
                 kv_format=self.kv_format,
                 on_bytes=note,

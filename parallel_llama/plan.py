@@ -28,8 +28,20 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import Literal
 
-from parallel_llama.dtypes import KV_DTYPES, DenseFormat, KVFormat
+from parallel_llama.dtypes import (
+    DTYPES,
+    GGUF_GROUPS,
+    GROUP_SIZE,
+    KINDS,
+    KV_DTYPES,
+    QUANTS,
+    Kind,
+    KVFormat,
+    MatrixFormat,
+    Precision,
+)
 from parallel_llama.errors import UsageError
+from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs, layer_groups
 from parallel_llama.families.weights import Axis, Param, layer_parameters, outer_parameters
 
@@ -292,12 +304,15 @@ def make_plan(
     return ShardPlan(shares, cut, balance, placement)
 
 
-def values_per_unit(args: ModelArgs) -> Counter[Counted]:
-    """Values of all weights in one of each thing that they are counted by."""
+def values_per_unit(args: ModelArgs, kinds: Sequence[Kind] = KINDS) -> Counter[Counted]:
+    """Values of all weights, or those of some kinds, in one of each thing that counts them."""
     values: Counter[Counted] = Counter()
     for param in outer_parameters(args):
-        values[param.axis or "rank"] += param.values_per_unit
+        if param.kind in kinds:
+            values[param.axis or "rank"] += param.values_per_unit
     for param in layer_parameters(args, 0):  # layers are alike
+        if param.kind not in kinds:
+            continue
         if param.expert is None:
             values[param.axis or "rank"] += param.values_per_unit * args.n_layers
         elif param.expert == 0:  # and so are experts
@@ -305,22 +320,39 @@ def values_per_unit(args: ModelArgs) -> Counter[Counted]:
     return values
 
 
-def values_passed_over(args: ModelArgs, batch: int) -> int:
-    """Values of weights that no rank need read to decode one step of so many sequences.
+def bytes_passed_over(args: ModelArgs, batch: int, precision: Precision) -> int:
+    """Bytes of weights that no rank need read to decode one step of so many sequences.
 
     An embedding that is not the head too is looked up; of a mixture's experts those are left out
     that the batch does not meet, on average where all are chosen equally often.
     """
-    values = 0 if args.tied_embeddings else args.vocab_size * args.dim
+    embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
+    n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
     if args.n_experts:
         of_experts = values_per_unit(args)["expert ffn"] * args.ffn_dim * args.n_experts
-        values += round(of_experts * (1 - args.n_active_experts / args.n_experts) ** batch)
-    return values
+        unmet = round(of_experts * (1 - args.n_active_experts / args.n_experts) ** batch)
+        one_of_them = "layers.0.feed_forward.experts.0.w1.weight"
+        n_bytes += precision.form_of("matrix", one_of_them).n_bytes(unmet)
+    return n_bytes
 
 
-def weight_bytes(args: ModelArgs, share: Share, form: DenseFormat) -> int:
-    """Bytes of weights that a rank holds, kept in that format."""
-    return form.n_bytes(share.n_values(values_per_unit(args)))
+def weight_bytes(args: ModelArgs, share: Share, precision: Precision) -> int:
+    """Bytes of weights that a rank holds, kept in that precision."""
+    if precision.stored is not None:  # layers differ
+        return sum(
+            precision.form_of(param.kind, param.name).n_bytes(_n_values(param, share))
+            for param in parameters(args)
+        )
+    return sum(
+        precision.form_of(kind, "").n_bytes(share.n_values(values_per_unit(args, [kind])))
+        for kind in KINDS
+    )
+
+
+def _n_values(param: Param, share: Share) -> int:
+    """Values of a weight that a rank holds."""
+    rows = len(share.rows_of(param)) if share.holds(param) else 0
+    return math.prod(param.shape) // param.shape[param.dim] * rows
 
 
 def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:
@@ -387,6 +419,44 @@ def blocks_held(
     n_live = window - 1 + step_tokens
     n_kept = -(-n_sinks // block_size)
     return min(n_blocks, n_kept + (n_live - 2 + block_size) // block_size + 1)
+
+
+def make_precision(
+    args: ModelArgs,
+    dtype: str,
+    device: str,
+    quant: str = "none",
+    stored: Mapping[str, MatrixFormat] | None = None,
+) -> Precision:
+    """The precision of a model in one of `DTYPES` and of `QUANTS`; `device` is 'cpu' or 'cuda'.
+
+    `stored` are the formats that its file has quantised weights in.
+
+    Raises: UsageError for another name, and for what this model or device cannot have.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
+    if quant not in QUANTS:
+        raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
+    if quant != "none":
+        _require_groups(args, device, quant)
+    if quant == "stored" and not stored:
+        known = ", ".join(GGUF_GROUPS)
+        raise UsageError(
+            f"quant='stored': the model has no weights in {known} of a GGUF file; use int8 or int4"
+        )
+    return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
+
+
+def _require_groups(args: ModelArgs, device: str, quant: str) -> None:
+    if device != "cpu":
+        raise UsageError(f"quant={quant!r} on {device}: quantised weights run on the CPU alone")
+    for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
+        if size % GROUP_SIZE:
+            raise UsageError(
+                f"quant={quant!r}: {name}={size} is no multiple of the {GROUP_SIZE} values that "
+                "share a scale; use dtype='bfloat16'"
+            )
 
 
 def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:

@@ -30,10 +30,10 @@ from launch.bench.task import Kind, Task, make_task
 from launch.bench.turns import Turns, play
 from parallel_llama.checkpoint import meta_vocab_size
 from parallel_llama.config import ModelArgs, load_model_args
-from parallel_llama.dtypes import DenseFormat
+from parallel_llama.dtypes import Precision
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import find_model
-from parallel_llama.plan import make_plan, values_passed_over, values_per_unit
+from parallel_llama.plan import bytes_passed_over, make_plan, weight_bytes
 
 
 def compare(
@@ -116,8 +116,9 @@ def all_ratios(task: Task, turns: Turns) -> dict[str, dict[str, Any]]:
 
 def step_bytes(args: ModelArgs, batch: int) -> int:
     """Bytes of float32 weights that one decode step of so many sequences must read."""
-    whole = make_plan(args, 1).shares[0].n_values(values_per_unit(args))
-    return DenseFormat("float32").n_bytes(whole - values_passed_over(args, batch))
+    precision = Precision.plain("float32")
+    whole = weight_bytes(args, make_plan(args, 1).shares[0], precision)
+    return whole - bytes_passed_over(args, batch, precision)
 
 
 def processor() -> str:

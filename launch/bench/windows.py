@@ -28,9 +28,11 @@ from torch import Tensor
 from launch.bench.plot import Chart, svg
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import Precision
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.model.attention import attend
+from parallel_llama.ops.formats import dtype_name
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
@@ -52,7 +54,7 @@ def tiles(n_tokens: int, window: int, dtype: torch.dtype) -> Way:
         random_checkpoint(args, seed=0),
         make_plan(args, 1),
         Solo(),
-        dtype=dtype,
+        precision=Precision.plain(dtype_name(dtype)),
         device=torch.device("cpu"),
     )
     runner.reserve([1], n_tokens)

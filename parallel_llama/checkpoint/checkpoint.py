@@ -7,9 +7,11 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.rotary import is_rotary, reordered
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import GroupFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families.names import RotaryOrder
 from parallel_llama.families.weights import Param
+from parallel_llama.ops.groups import Groups
 
 
 class Checkpoint(ABC):
@@ -40,6 +42,29 @@ class Checkpoint(ABC):
         heads = range(rows.start // size * size, -(-rows.stop // size) * size)
         value = reordered(self._stored(param, heads), size, order, self.args.rotary_dim)
         return value[rows.start - heads.start :][: len(rows)]
+
+    def groups(
+        self, param: Param, rows: range, form: GroupFormat, order: RotaryOrder = "half"
+    ) -> Groups | None:
+        """The same as integers with scales, if that is how they are stored, in this very format.
+
+        Raises: as `read`.
+        """
+        if order == self._stored_order or not is_rotary(param.name):
+            return self._stored_groups(param, rows, form)
+        size = self.args.head_dim
+        heads = range(rows.start // size * size, -(-rows.stop // size) * size)
+        whole = self._stored_groups(param, heads, form)
+        own = slice(rows.start - heads.start, rows.stop - heads.start)
+
+        def turned(of_rows: Tensor) -> Tensor:
+            return reordered(of_rows, size, order, self.args.rotary_dim)[own]
+
+        return None if whole is None else whole.each(turned)
+
+    def _stored_groups(self, _: Param, __: range, ___: GroupFormat) -> Groups | None:
+        """The same, in the order in which they are stored."""
+        return None
 
     @abstractmethod
     def _stored(self, param: Param, rows: range) -> Tensor:

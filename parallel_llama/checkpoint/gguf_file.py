@@ -1,4 +1,4 @@
-"""Reading a GGUF file: plain values as they are stored, quantised blocks as float32.
+"""Reading a GGUF file: plain values as they are stored, quantised blocks as float32 or as they are.
 
 Only the blocks that a slice touches are read. Decoding is the gguf package's.
 
@@ -21,15 +21,17 @@ from parallel_llama.checkpoint.byte_ranges import (
     new_memory,
     sliced_shape,
 )
+from parallel_llama.checkpoint.gguf_groups import groups_of
 from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import STORED
+from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, STORED, GroupFormat
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
+from parallel_llama.ops.groups import Groups, joined
 
 # Values decoded at once, in some 10 MB beside the result. With twice as many the system often takes
 # the memory back after each piece, and gives it anew page by page; with half, calls cost more.
@@ -62,6 +64,20 @@ class GGUFFile(TensorFiles):
         if param.name.endswith("norm.weight") and self.args.norm_offset:
             values -= self.args.norm_offset  # llama.cpp has the sum in its files
         return values
+
+    def _stored_groups(self, param: Param, rows: range, form: GroupFormat) -> Groups | None:
+        file, tensor = self._held(param)
+        if GGUF_GROUPS.get(tensor.dtype) != form:
+            return None
+        n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.dtype]][1]
+        parts = []
+        for block in as_blocks(param, self._places[param.name], rows):
+            first, last = block.columns.start // GROUP_SIZE, block.columns.stop // GROUP_SIZE
+            columns = range(first * n_bytes, last * n_bytes)
+            row_bytes = block.n_columns // GROUP_SIZE * n_bytes
+            data = file.matrix(tensor.offset, row_bytes, block.rows, columns)
+            parts.append(groups_of(tensor.dtype, data.view(len(data), last - first, n_bytes)))
+        return joined(parts, dim=0)
 
 
 def _decoded(

@@ -18,10 +18,13 @@ from parallel_llama.checkpoint.meta_folder import MetaFolder
 from parallel_llama.checkpoint.mistral_folder import MistralFolder
 from parallel_llama.checkpoint.native_folder import NativeFolder
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import GroupFormat, Precision
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.ops.formats import torch_dtype
+from parallel_llama.ops.groups import Groups, joined, quantise
 from parallel_llama.plan import Share
 
 # Values read at once; a share of more is read in pieces and copied together. At most 256 MB (in
@@ -58,20 +61,46 @@ def load(
     checkpoint: Checkpoint,
     args: ModelArgs,
     share: Share,
-    dtype: torch.dtype,
+    precision: Precision,
     device: torch.device,
     on_bytes: Callable[[int], None] = lambda _: None,
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Tensor | Groups]]:
     """One rank's part of every weight, as the model wants it, in the order of the forward pass.
 
-    `on_bytes` is told of every piece; the sum is the rank's share in bytes of `dtype`.
+    `on_bytes` is told of every piece; the sum is what `plan.weight_bytes` says.
 
     Raises: CheckpointError if the checkpoint does not fit the model; DamagedWeights if a weight is
-    NaN or Inf or too large for `dtype`.
+    NaN or Inf or too large for its dtype.
     """
     checkpoint.check(args)
     for param in filter(share.holds, parameters(args)):
-        yield param.name, _converted(checkpoint, param, share, dtype, device, on_bytes)
+        form = precision.form_of(param.kind, param.name)
+        if isinstance(form, GroupFormat):
+            yield param.name, _quantised(checkpoint, param, share, form, on_bytes)
+        else:
+            dtype = torch_dtype(form.dtype)
+            yield param.name, _converted(checkpoint, param, share, dtype, device, on_bytes)
+
+
+def _quantised(
+    checkpoint: Checkpoint,
+    param: Param,
+    share: Share,
+    form: GroupFormat,
+    on_bytes: Callable[[int], None],
+) -> Groups:
+    parts = []
+    for piece in pieces_of(param, share.rows_of(param), PIECE_VALUES):
+        part = checkpoint.groups(param, piece, form, "interleaved")
+        if part is None:
+            values = checkpoint.read(param, piece, "interleaved")
+            part = quantise(_finite(param, values, torch.float32), form)
+        else:
+            for numbers in (part.scales, part.mins):
+                _finite(param, torch.zeros(()) if numbers is None else numbers, torch.float32)
+        parts.append(part)
+        on_bytes(form.n_bytes(part.shape.numel()))
+    return parts[0] if len(parts) == 1 else joined(parts, param.dim)
 
 
 def _converted(

@@ -107,7 +107,7 @@ def _figures(llm: "LLM", runs: Sequence[Run], n_prompt_tokens: int, batch: int) 
         "tp_size": llm.tp_size,
         "dtype": llm.dtype,
         "kv_cache_dtype": llm.kv_format.dtype,
-        "quant": "none",
+        "quant": llm.quant,
         "peak_rss_bytes": machine.peak_rss_bytes,
     }
 
@@ -129,8 +129,9 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
         cells = [figures[key + suffix] for suffix in ("", "_min", "_max")]
         rows.append([*("-" if cell is None else f"{cell:g}" for cell in cells), label])
     n_ranks = f"{figures['tp_size']} rank{'s' * (figures['tp_size'] > 1)}"
+    kinds = in_dtypes(figures["dtype"], figures["quant"], figures["kv_cache_dtype"])
     return [
-        f"{model} on {n_ranks}, {in_dtypes(figures['dtype'], figures['kv_cache_dtype'])}",
+        f"{model} on {n_ranks}, {kinds}",
         "",
         *table(["median", "min", "max", ""], rows, sys.stdout),
         "",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import DenseFormat, KVFormat
+from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import layer_groups
@@ -20,16 +20,16 @@ from parallel_llama.plan import (
     make_plan,
     most_blocks,
     pool_sizes,
-    values_per_unit,
+    weight_bytes,
 )
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the ranks are to hold: a model in a dtype, and `batch` sequences in the KV cache."""
+    """What the ranks are to hold: a model, and `batch` sequences in the KV cache."""
 
     args: ModelArgs
-    dtype: str
+    precision: Precision
     kv: KVFormat
     max_seq_len: int
     batch: int
@@ -170,14 +170,14 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
     Raises: UsageError if there is no plan of so many ranks, or `memory` is not one for each.
     """
     each = [memory] * tp_size if isinstance(memory, int) else memory
-    plan = make_plan(work.args, tp_size, each, kv_split=work.kv_split)
-    form, per_unit = DenseFormat(work.dtype), values_per_unit(work.args)
+    group_size = work.precision.group_size
+    plan = make_plan(work.args, tp_size, each, quant_group=group_size, kv_split=work.kv_split)
     kv: dict[int, KVEstimate] = {}  # by the number of KV heads
 
     def rank(share: Share) -> RankEstimate:
         if share.n_local_kv_heads not in kv:
             kv[share.n_local_kv_heads] = KVEstimate.of(work, share)
-        weights = form.n_bytes(share.n_values(per_unit))
+        weights = weight_bytes(work.args, share, work.precision)
         memory = each[share.rank] if each else None
         return RankEstimate(share, weights, kv[share.n_local_kv_heads], memory)
 

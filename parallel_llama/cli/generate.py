@@ -76,6 +76,7 @@ def prepare(flags: Flags) -> Job:
                     inputs.files,
                     seed=run_seed,
                     dtype=flags[model.DTYPE],
+                    quant=flags[model.QUANT],
                     random_weights=flags[model.RANDOM_WEIGHTS],
                 )
                 file = ResultFile(path, requests, identity, resume)

@@ -6,7 +6,7 @@ from parallel_llama.cli.arguments import Flag, Flags
 from parallel_llama.cli.parsers import byte_size, filled_text, number, one_of, whole
 from parallel_llama.cli.ranks import rank_count
 from parallel_llama.config import ModelArgs, load_model_args
-from parallel_llama.dtypes import DTYPES, KV_DTYPES
+from parallel_llama.dtypes import DTYPES, KV_DTYPES, QUANTS
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -26,6 +26,11 @@ NPROC: Flag[int | None] = Flag(
 DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
     one_of(*DTYPES), "DTYPE", default_text="bfloat16 on CUDA, float32 on the CPU",
+)  # fmt: skip
+QUANT: Flag[str] = Flag(
+    "quant", "int8 or int4: matrices as integers with a scale for every 32; stored: as a GGUF "
+    "file has them",
+    one_of(*QUANTS), "FORMAT", default="none",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
     "device", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"), "DEVICE", default="auto"
@@ -72,19 +77,22 @@ TIMEOUT: Flag[float | None] = Flag(
     "timeout", "how long a rank waits for another before it gives up",
     number(0, 1e6, above=True), "SECONDS", default_text="30 in a step, 60 at the start",
 )  # fmt: skip
-RANKS: tuple[Flag[Any], ...] = (NPROC, DTYPE, KV_CACHE_DTYPE, KV_SPLIT, DEVICE, MAX_SEQ_LEN)
+RANKS: tuple[Flag[Any], ...] = (
+    NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, DEVICE, MAX_SEQ_LEN,
+)  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
 
 
-def find_args(model: str) -> ModelArgs:
-    """The arguments of the model that --model names."""
-    return load_model_args(find_model(model), _count_vocab)
+def args_of(files: ModelFiles) -> ModelArgs:
+    """The arguments of the model in some files."""
+    return load_model_args(files, _count_vocab)
 
 
-def in_dtypes(dtype: str, kv_cache_dtype: str) -> str:
-    """The dtype of a model, and that of its KV cache where it is another."""
-    return dtype if kv_cache_dtype == dtype else f"{dtype}, KV cache in {kv_cache_dtype}"
+def in_dtypes(dtype: str, quant: str, kv_cache_dtype: str) -> str:
+    """What the weights of a model are kept in, and its KV cache where that is something else."""
+    weights = {"none": dtype, "stored": "weights as stored"}.get(quant, quant)
+    return weights if kv_cache_dtype == weights else f"{weights}, KV cache in {kv_cache_dtype}"
 
 
 def check_model(flags: Flags) -> tuple["InputProcessor", int]:
@@ -120,6 +128,7 @@ def llm_options(flags: Flags) -> dict[str, Any]:
     """The keyword arguments of an LLM that are flags."""
     return {
         "dtype": flags[DTYPE],
+        "quant": flags[QUANT],
         "device": flags[DEVICE],
         "seed": flags[SEED],
         "random_weights": flags[RANDOM_WEIGHTS],

@@ -23,16 +23,18 @@ from parallel_llama.cli.model import (
     KV_SPLIT,
     MAX_SEQ_LEN,
     MODEL,
-    find_args,
+    QUANT,
+    args_of,
     in_dtypes,
 )
 from parallel_llama.cli.parsers import count_or_range, memory_sizes, whole
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, painted, size, table
-from parallel_llama.config import ModelArgs, context_length
+from parallel_llama.config import ModelArgs, context_length, stored_formats
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import UsageError
-from parallel_llama.plan import ShardPlan, default_dtype, kv_format
+from parallel_llama.files.model_files import find_model
+from parallel_llama.plan import ShardPlan, default_dtype, kv_format, make_precision
 
 CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
 PLACEMENTS = {
@@ -66,11 +68,17 @@ def prepare(flags: Flags) -> Job:
     that memory that fit.
     """
     nproc, memory = flags[NPROC], flags[MEMORY]
-    args = find_args(flags[MODEL])
-    dtype = flags[DTYPE] or default_dtype(args, _kind(flags[DEVICE]))
-    form = kv_format(flags[KV_CACHE_DTYPE], dtype)
+    files = find_model(flags[MODEL])
+    args = args_of(files)
+    device = _kind(flags[DEVICE])
+    dtype = flags[DTYPE] or default_dtype(args, device)
     work = Workload(
-        args, dtype, form, context_length(args, flags[MAX_SEQ_LEN]), flags[BATCH], flags[KV_SPLIT]
+        args,
+        make_precision(args, dtype, device, flags[QUANT], stored_formats(files, args)),
+        kv_format(flags[KV_CACHE_DTYPE], dtype),
+        context_length(args, flags[MAX_SEQ_LEN]),
+        flags[BATCH],
+        flags[KV_SPLIT],
     )
     if nproc is None and isinstance(memory, int):
         found, fewer = fewest_that_fit(work, memory)
@@ -142,7 +150,8 @@ def _object(found: Estimate) -> dict[str, Any]:
         "fits": found.fits,
         "cut": found.plan.cut,
         "placement": found.plan.placement and found.plan.placement.kind,
-        "dtype": found.work.dtype,
+        "dtype": found.work.precision.dtype,
+        "quant": found.work.precision.quant,
         "kv_cache_dtype": found.work.kv.dtype,
         "kv_tokens": found.work.n_tokens,
         "room_for_kv_tokens": found.room_for_tokens,
@@ -159,7 +168,7 @@ def _title(model: str, work: Workload) -> list[str]:
     shape = (
         f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
         f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
-        f"{in_dtypes(work.dtype, work.kv.dtype)}"
+        f"{in_dtypes(work.precision.dtype, work.precision.quant, work.kv.dtype)}"
     )
     return [f"{model}  {painted(shape, DIM, sys.stdout)}", ""]
 
@@ -260,7 +269,7 @@ def _shortfall(found: Estimate) -> str:
     if room:
         reason = f"there is room for {room:,} of {work.n_tokens:,} tokens of KV cache"
     remedies = ["more ranks" if found.plan.tp_size < work.args.n_heads else "more memory"]
-    if ITEM_BYTES[work.dtype] > ITEM_BYTES["bfloat16"]:
+    if work.precision.quant == "none" and ITEM_BYTES[work.precision.dtype] > 2:
         remedies.append("--dtype bfloat16")
     if n_sequences := room // work.tokens_each[0]:
         remedies.append(f"--batch {n_sequences}")
@@ -271,7 +280,7 @@ def _shortfall(found: Estimate) -> str:
 
 def _answer(found: Estimate, fewer: Estimate | None) -> str:
     """How few ranks are enough, and how one fewer fails."""
-    tp_size, dtype = found.plan.tp_size, found.work.dtype
+    tp_size, dtype = found.plan.tp_size, found.work.precision.matrices.name
     if not found.fits:
         return f"fewest     no number of ranks is enough, and {tp_size} are the most there can be"
     if fewer is None:
@@ -353,7 +362,19 @@ VERB = Verb(
     "plan",
     "Shows which rank would hold what, whether it fits, and how few ranks are enough.",
     "[--model PATH_OR_NAME] [--nproc N | --nproc A-B] [--memory SIZES] [flags]",
-    (MODEL, NPROC, MEMORY, MAX_SEQ_LEN, BATCH, DTYPE, KV_CACHE_DTYPE, KV_SPLIT, DEVICE, JSON),
+    (
+        MODEL,
+        NPROC,
+        MEMORY,
+        MAX_SEQ_LEN,
+        BATCH,
+        DTYPE,
+        QUANT,
+        KV_CACHE_DTYPE,
+        KV_SPLIT,
+        DEVICE,
+        JSON,
+    ),
     "parallel-llama plan --model llama-3.1-70b --memory 80",
     prepare,
 )

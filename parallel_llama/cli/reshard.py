@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb, warn
-from parallel_llama.cli.model import find_args
+from parallel_llama.cli.model import args_of
 from parallel_llama.cli.parsers import filled_text, one_of, whole
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
@@ -44,7 +44,7 @@ def prepare(flags: Flags) -> Job:
     source, target = find_model(flags[SRC]), Path(flags[DST])
     source.require_weights()
     check_target(source, target)
-    check_parts(layout, find_args(flags[SRC]), n_parts)
+    check_parts(layout, args_of(find_model(flags[SRC])), n_parts)
     return Job(lambda: _run(source, target, layout, n_parts, flags))
 
 

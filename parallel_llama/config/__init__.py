@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from parallel_llama.config.generation import GenerationDefaults, load_generation_defaults
-from parallel_llama.config.gguf import args_from_gguf
+from parallel_llama.config.gguf import args_from_gguf, stored_formats
 from parallel_llama.config.hf import args_from_hf
 from parallel_llama.config.meta import args_from_meta_config, args_from_params, is_meta_config
 from parallel_llama.config.mistral import args_from_mistral_params, is_mistral_params
@@ -30,6 +30,7 @@ __all__ = [
     "context_length",
     "load_generation_defaults",
     "load_model_args",
+    "stored_formats",
 ]
 
 

@@ -4,9 +4,9 @@ import math
 import struct
 from pathlib import Path
 
-from parallel_llama.dtypes import STORED
+from parallel_llama.dtypes import GGUF_GROUPS, STORED, MatrixFormat
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.families import FAMILIES, Family
+from parallel_llama.families import FAMILIES, Family, parameters, stored_places
 from parallel_llama.families.family import GGUFForm
 from parallel_llama.families.model_args import (
     MAX_SIZES,
@@ -16,7 +16,8 @@ from parallel_llama.families.model_args import (
     require_size,
 )
 from parallel_llama.files.fields import Fields
-from parallel_llama.files.gguf_header import GGUFHeader
+from parallel_llama.files.gguf_header import GGUFHeader, read_gguf_header
+from parallel_llama.files.model_files import ModelFiles
 
 # Under the architecture's own prefix, as in llama.block_count.
 _KEYS = {
@@ -31,6 +32,23 @@ _KEYS = {
     "rope.scaling.yarn_beta_slow", "tensor_data_layout", "expert_count",
     "expert_used_count",
 }  # fmt: skip
+
+
+def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
+    """The formats of the matrices that a model's GGUF file has quantised in groups; else none.
+
+    Raises: CheckpointError if the file is damaged.
+    """
+    if files.kind != "gguf":
+        return {}
+    types = {
+        name: tensor.type_name
+        for path in files.weights
+        for name, tensor in read_gguf_header(path).tensors.items()
+    }
+    places = stored_places(args, "gguf")
+    kinds = {param.name: types.get(places[param.name].name) for param in parameters(args)}
+    return {name: GGUF_GROUPS[kind] for name, kind in kinds.items() if kind in GGUF_GROUPS}
 
 
 def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import KVFormat
+from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.kv_capacity import memory_for
 from parallel_llama.engine.spread_cache import CachePart, mask_of
 from parallel_llama.families.model_args import layer_groups
@@ -22,7 +22,7 @@ from parallel_llama.model.kv_cache import Blocks, KVCache, part_of, slices_of, s
 from parallel_llama.model.rope import RotaryTables, rotary_of_windows, turns_back
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
-from parallel_llama.ops.formats import dtype_name, kv_dtype
+from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import ShardPlan
 
@@ -81,7 +81,7 @@ class ModelRunner:
         plan: ShardPlan,
         comm: Communicator,
         *,
-        dtype: torch.dtype,
+        precision: Precision,
         device: torch.device,
         kv_format: KVFormat | None = None,
         ops: TorchOps | None = None,
@@ -89,22 +89,23 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Read this rank's share of a checkpoint, tensor by tensor.
 
-        `kv_format` is that of the cache, the model's own dtype where none is given; `ops` are the
+        `kv_format` is that of the cache, what is computed in where none is given; `ops` are the
         operators of the model, else the fastest there are.
 
         Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights if a
         weight is not what it should be.
         """
-        share = plan.shares[comm.rank]
+        share, dtype = plan.shares[comm.rank], torch_dtype(precision.computed)
         if ops is None:
             groups = {len(run.heads) // len(run.kv_heads) for run in share.runs}
             scores = Scores(args.attention_scale, args.attention_soft_cap)
             cache_dtype = dtype if kv_format is None else kv_dtype(kv_format)
-            ops = choose_ops(dtype, device, args.head_dim, groups, scores, cache_dtype)
+            forms = matrix_forms(precision)
+            ops = choose_ops(dtype, device, args.head_dim, groups, scores, cache_dtype, forms)
         model = Transformer(args, share, comm, ops, dtype)
         with ThreadPoolExecutor(1) as thread:
             compiled = thread.submit(ops.compile)  # beside the reading
-            for name, value in load(checkpoint, args, share, dtype, device, on_bytes):
+            for name, value in load(checkpoint, args, share, precision, device, on_bytes):
                 model.assign(name, value)
             model.complete()
             compiled.result()

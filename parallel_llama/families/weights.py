@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from parallel_llama.dtypes import Kind
 from parallel_llama.families.model_args import ModelArgs
 
 Axis = Literal["heads", "kv_heads", "ffn", "vocab"]
@@ -31,6 +32,13 @@ class Param:
         """Values in one unit of the axis that cuts it; all of them where replicated."""
         n_units = self.shape[self.dim] // self.unit if self.axis else 1
         return math.prod(self.shape) // n_units
+
+    @property
+    def kind(self) -> Kind:
+        """What it is to arithmetic, which says in what format it may be kept."""
+        if len(self.shape) == 1 or self.name.endswith(".gate.weight"):  # a router's, which decides
+            return "vector"
+        return "matrix" if self.name.startswith("layers.") else "outer"
 
 
 def outer_parameters(args: ModelArgs) -> Iterator[Param]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from parallel_llama.ops.formats import DenseWeight
+from parallel_llama.ops.formats import Weight
 
 _LINE_BYTES = 64  # of a cache: where a weight begins
 
@@ -20,19 +20,20 @@ _LINE_BYTES = 64  # of a cache: where a weight begins
 class HugePages:
     """One stretch of the CPU's memory with room for some weights, which move there end to end.
 
-    `values` are the weights' before they are filled: their sizes count.
+    `values` are the weights' before they are filled: their sizes count. What is not used, since
+    they come in fewer bits, costs nothing.
     """
 
     def __init__(self, values: Collection[Tensor]) -> None:
         self._memory = _huge_pages(sum(_rounded(each.nbytes) for each in values))
         self._n_used = 0
 
-    def move(self, weights: Iterable[DenseWeight]) -> None:
+    def move(self, weights: Iterable[Weight]) -> None:
         """Move weights here that are there by now, so that none is held twice for long.
 
         Weights that share memory go on sharing it, and those that are here already stay.
         """
-        owners: dict[int, list[DenseWeight]] = {}
+        owners: dict[int, list[Weight]] = {}
         here = self._memory.untyped_storage().data_ptr()
         for weight in weights:
             start = weight.values.untyped_storage().data_ptr()
@@ -56,7 +57,8 @@ def _rounded(n_bytes: int) -> int:
 
 def _huge_pages(n_bytes: int) -> Tensor:
     """Fresh memory. Shapes: [n_bytes] uint8."""
-    memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, max(n_bytes, 1), flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

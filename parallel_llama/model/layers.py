@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.ops import TorchOps
-from parallel_llama.ops.formats import DenseWeight
+from parallel_llama.ops import TorchOps, formats
+from parallel_llama.ops.formats import DenseWeight, Weight
 from parallel_llama.parallel.collectives import Communicator
 
 
@@ -39,7 +39,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = ops
-        self.weight = unfilled(dtype, len(rows), in_features)
+        self.weight: Weight = unfilled(dtype, len(rows), in_features)
         self.bias = unfilled(dtype, len(rows)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def end_to_end(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
     The layers' weights become views of its weight, so nothing is held twice afterwards.
     """
     whole = copy(layers[0])
-    whole.weight = DenseWeight.end_to_end([layer.weight for layer in layers])
+    whole.weight = formats.end_to_end([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
     whole.bias = DenseWeight.end_to_end(biases) if biases else None
     return whole
@@ -115,7 +115,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if len(self.rows) == 0:  # a tiny vocabulary may leave a rank without rows
-            x = self.weight.values.new_zeros(len(tokens), self.dim)
+            x = torch.zeros(len(tokens), self.dim, dtype=self.weight.computed, device=tokens.device)
         else:
             elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
             own = (tokens - self.rows.start).masked_fill(elsewhere, 0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from parallel_llama.config import ModelArgs
 from parallel_llama.model.layers import activation_of, unfilled
 from parallel_llama.ops import TorchOps
-from parallel_llama.ops.formats import DenseWeight
+from parallel_llama.ops.formats import apply_grouped, end_to_end
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Share
 
@@ -41,7 +41,7 @@ class Expert(nn.Module):
         self.w2 = Matrix(dtype, dim, n_channels)
 
     def pack(self) -> None:
-        self.w13 = DenseWeight.end_to_end([self.w1.weight, self.w3.weight])
+        self.w13 = end_to_end([self.w1.weight, self.w3.weight])
 
 
 class MixtureOfExperts(nn.Module):
@@ -75,10 +75,10 @@ class MixtureOfExperts(nn.Module):
             x, self.gate.weight.values, self.n_active, normed=self.normed
         )
         pairs, counts = self._own_pairs(experts)  # [P]: rows of [T * n_active], by expert
-        h = DenseWeight.apply_grouped(x[pairs // self.n_active], self.w13, counts, self.ops)
+        h = apply_grouped(x[pairs // self.n_active], self.w13, counts, self.ops)
         h = self.activation(h)  # [P, channels] local
         parts = x.new_zeros(experts.numel(), x.shape[1])
-        parts[pairs] = DenseWeight.apply_grouped(h, self.w2, counts, self.ops)
+        parts[pairs] = apply_grouped(h, self.w2, counts, self.ops)
         return self.comm.all_reduce(weighted_sum(parts.view(*experts.shape, -1), shares))
 
     def _own_pairs(self, experts: Tensor) -> tuple[Tensor, list[int]]:

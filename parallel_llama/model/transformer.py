@@ -31,7 +31,8 @@ from parallel_llama.model.layers import (
 )
 from parallel_llama.model.moe import Expert, MixtureOfExperts
 from parallel_llama.ops import TorchOps
-from parallel_llama.ops.formats import DenseWeight
+from parallel_llama.ops.formats import DenseWeight, GroupWeight, Weight
+from parallel_llama.ops.groups import Groups
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Share
 
@@ -157,7 +158,7 @@ class Transformer(nn.Module):
             else ColumnParallelLinear(args.dim, share.vocab, ops, dtype, bias=False)
         )
         held = filter(share.holds, parameters(args))
-        self._weights = {param.name: self._weight(param.name) for param in held}
+        self._weights: dict[str, Weight] = {param.name: self._weight(param.name) for param in held}
         self._unfilled = Counter(part for name in self._weights for part in _parts_of(name))
 
     def forward(self, batch: Batch, caches: Sequence[KVCache]) -> Tensor:
@@ -192,7 +193,7 @@ class Transformer(nn.Module):
             scores.div_(self._logit_soft_cap).tanh_().mul_(self._logit_soft_cap)
         return scores
 
-    def assign(self, name: str, values: Tensor) -> None:
+    def assign(self, name: str, values: Tensor | Groups) -> None:
         """Fill one weight with its values, already cut to this rank's share.
 
         Raises: KeyError for a name the model does not have, ValueError for another shape or for a
@@ -203,7 +204,7 @@ class Transformer(nn.Module):
         if self._huge_pages is None and values.device.type == "cpu":
             self._huge_pages = HugePages([each.values for each in self._weights.values()])
         try:
-            self._weights[name].fill(values)
+            self._fill(name, values)
         except ValueError as error:
             raise ValueError(f"weight {name} {error}") from error
         for part in _parts_of(name):
@@ -225,6 +226,15 @@ class Transformer(nn.Module):
         weight: DenseWeight = getattr(self.get_submodule(module), leaf)
         return weight
 
+    def _fill(self, name: str, values: Tensor | Groups) -> None:
+        empty = self._weights[name]
+        if isinstance(values, Tensor):
+            empty.fill(values)
+            return
+        module, _, leaf = name.rpartition(".")
+        self._weights[name] = GroupWeight.in_place_of(empty, values, self.ops.panel_rows)
+        setattr(self.get_submodule(module), leaf, self._weights[name])
+
     def _settle(self, part: nn.Module) -> None:
         """Pack a part of the model that is whole now, in the memory that is read fastest."""
         if isinstance(part, TransformerBlock | Expert):
@@ -244,6 +254,6 @@ def _parts_of(name: str) -> list[str]:
     return [".".join(path[:length]) for length in lengths]
 
 
-def _weights_of(part: nn.Module) -> list[DenseWeight]:
+def _weights_of(part: nn.Module) -> list[Weight]:
     held = (value for module in part.modules() for value in vars(module).values())
-    return [value for value in held if isinstance(value, DenseWeight)]
+    return [value for value in held if isinstance(value, Weight)]

@@ -7,18 +7,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_llama.dtypes import DTYPES, DTypeName, KVFormat
+from parallel_llama.dtypes import (
+    DTYPES,
+    DenseFormat,
+    DTypeName,
+    GroupFormat,
+    Kind,
+    KVFormat,
+    Precision,
+)
+from parallel_llama.ops.groups import Groups, PanelShape, joined
 from parallel_llama.ops.torch_ops import TorchOps
+
+HALVES = torch.bfloat16, torch.float16
 
 
 class DenseWeight:
     """A rank's part of a weight as plain values; on the meta device until it is filled.
+
+    `computed` is what products with it are computed in, and what it is looked up in; values of a
+    matrix may be kept in 16 bits where that is float32.
 
     Shapes: `values` as the plan cuts them, for a matrix in torch's order, [out, in].
     """
 
     def __init__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.empty(tuple(shape), dtype=dtype, device=device)
+        self.computed = dtype
 
     @property
     def is_filled(self) -> bool:
@@ -32,7 +47,8 @@ class DenseWeight:
         mine = self.values
         if self.is_filled:
             raise ValueError("is filled twice")
-        if mine.shape != values.shape or mine.dtype != values.dtype:
+        is_half = values.ndim == 2 and values.dtype in HALVES and self.computed == torch.float32
+        if mine.shape != values.shape or not (mine.dtype == values.dtype or is_half):
             raise ValueError(
                 f"is {list(mine.shape)} {mine.dtype} on this rank, "
                 f"got {list(values.shape)} {values.dtype}"
@@ -43,16 +59,9 @@ class DenseWeight:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
         return ops.linear(x, self.values, None if bias is None else bias.values)
 
-    @staticmethod
-    def apply_grouped(
-        x: Tensor, weights: Sequence["DenseWeight"], counts: Sequence[int], ops: TorchOps
-    ) -> Tensor:
-        """Consecutive rows of x by a weight each: the first `counts[0]` by the first, and so on."""
-        return ops.grouped_linear(x, [weight.values for weight in weights], counts)
-
     def lookup(self, rows: Tensor) -> Tensor:
         """Some rows of the weight. Shapes: int64 [T] -> [T, in]."""
-        return F.embedding(rows, self.values)
+        return F.embedding(rows, self.values).to(self.computed)
 
     @staticmethod
     def end_to_end(weights: Sequence["DenseWeight"]) -> "DenseWeight":
@@ -66,11 +75,96 @@ class DenseWeight:
         return whole
 
 
+class GroupWeight:
+    """A rank's part of a matrix in small integers, in the panels that `ops` multiplies fastest.
+
+    Shapes: `values` [n_panels, n_bytes] uint8, as `ops.groups` says.
+    """
+
+    computed = torch.float32
+    is_filled = True
+
+    def __init__(self, groups: Groups, panel_rows: int) -> None:
+        self.n_outputs, n_inputs = groups.shape
+        self.panels = PanelShape(groups.form, n_inputs, panel_rows)
+        self.values = self.panels.pack(groups)
+
+    @classmethod
+    def in_place_of(cls, empty: "Weight", groups: Groups, panel_rows: int) -> "GroupWeight":
+        """The weight that a model has where it left room for plain values.
+
+        Raises: ValueError for another shape, and where it is filled already.
+        """
+        if empty.is_filled:
+            raise ValueError("is filled twice")
+        if empty.values.shape != groups.shape:
+            raise ValueError(
+                f"is {list(empty.values.shape)} on this rank, got {list(groups.shape)}"
+            )
+        return cls(groups, panel_rows)
+
+    def fill(self, _: Tensor) -> None:
+        """Raises: ValueError, for it is filled from the start."""
+        raise ValueError("is filled twice")
+
+    def groups(self) -> Groups:
+        """The matrix as integers and scales."""
+        return self.panels.unpack(self.values, self.n_outputs)
+
+    def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
+        """Y = X A + b. Shapes: [T, in] -> [T, out]."""
+        y = ops.group_linear(x, self.values, self.panels, self.n_outputs)
+        return y if bias is None else y.add_(bias.values)
+
+    def lookup(self, rows: Tensor) -> Tensor:
+        """Some rows of the weight, in float32. Shapes: int64 [T] -> [T, in]."""
+        n_rows = self.panels.n_rows
+        held = self.panels.unpack(self.values[rows // n_rows], len(rows) * n_rows).values()
+        return held.view(-1, n_rows, held.shape[1])[torch.arange(len(rows)), rows % n_rows]
+
+    @staticmethod
+    def end_to_end(weights: Sequence["GroupWeight"]) -> "GroupWeight":
+        """One weight with the outputs of several side by side, which give up theirs."""
+        whole = joined([weight.groups() for weight in weights], dim=0)
+        for weight in weights:
+            weight.values = torch.empty(0, dtype=torch.uint8)
+        return GroupWeight(whole, weights[0].panels.n_rows)
+
+
+Weight = DenseWeight | GroupWeight
+
+
+def end_to_end(weights: Sequence[Weight]) -> Weight:
+    """One weight with the outputs of several of a format side by side, which hold nothing more."""
+    dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
+    groups = [weight for weight in weights if isinstance(weight, GroupWeight)]
+    assert not (dense and groups)
+    return DenseWeight.end_to_end(dense) if dense else GroupWeight.end_to_end(groups)
+
+
+def apply_grouped(
+    x: Tensor, weights: Sequence[Weight], counts: Sequence[int], ops: TorchOps
+) -> Tensor:
+    """Consecutive rows of x by a weight each: the first `counts[0]` by the first, and so on."""
+    dense = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
+    if len(dense) == len(weights):
+        return ops.grouped_linear(x, dense, counts)
+    parts = zip(weights, torch.split(x, list(counts)), strict=True)
+    return torch.cat([weight.apply(rows, ops) for weight, rows in parts])
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype of one of `dtypes.DTYPES`."""
     assert name in DTYPES
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def matrix_forms(precision: Precision) -> set[torch.dtype | GroupFormat]:
+    """What operators multiply with in a model of this precision."""
+    kinds: tuple[Kind, ...] = ("matrix", "outer")
+    forms = {precision.form_of(kind, "") for kind in kinds} | {*(precision.stored or {}).values()}
+    return {torch_dtype(form.dtype) if isinstance(form, DenseFormat) else form for form in forms}
 
 
 def kv_dtype(form: KVFormat) -> torch.dtype:

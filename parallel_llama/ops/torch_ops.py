@@ -8,6 +8,7 @@ from torch import Tensor
 
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.groups import PanelShape, group_linear
 from parallel_llama.ops.scores import PLAIN, Scores
 
 
@@ -17,6 +18,8 @@ class TorchOps:
     Other sets of operators are subclasses with faster ones in the place of some.
     """
 
+    panel_rows = 16  # of a matrix in small integers
+
     def __init__(self, scores: Scores = PLAIN) -> None:
         self._scores = scores
 
@@ -24,8 +27,18 @@ class TorchOps:
         """Make ready what takes a while, so that the first step does not wait for it."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Y = X A + b, the weight in torch's order. Shapes: [T, in], [out, in] -> [T, out]."""
-        return F.linear(x, weight, bias)
+        """Y = X A + b, the weight in torch's order, perhaps in 16 bits where x has more.
+
+        Shapes: [T, in], [out, in] -> [T, out].
+        """
+        return F.linear(x, weight.to(x.dtype), bias)
+
+    def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int) -> Tensor:
+        """Y = X A with inputs rounded to bytes; A in integers with scales, as `groups` says.
+
+        Shapes: x [T, in]; panels [n_panels, n_bytes] uint8 -> [T, n_outputs].
+        """
+        return group_linear(x, shape.unpack(panels, n_outputs))
 
     def grouped_linear(self, x: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
         """Y = X A for consecutive groups of rows, as many as `counts` says, by a weight each.

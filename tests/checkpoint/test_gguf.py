@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_samples import TINY, gguf_name, hf_name, interleaved, weights_of, write_gguf
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from reshard_samples import opened
 
 from parallel_llama.checkpoint import gguf_file, open_checkpoint
+from parallel_llama.checkpoint.gguf_groups import groups_of
 from parallel_llama.config import ModelArgs, load_generation_defaults, load_model_args
+from parallel_llama.dtypes import GGUF_GROUPS
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import parameters
 from parallel_llama.files import gguf_header
@@ -180,3 +184,17 @@ def test_a_real_model_is_read_as_by_transformers(smollm2):
     params = list(parameters(SMOLLM2))
     assert len(params) == 272
     assert_reads(smollm2, params, {p.name: wholes[hf_name(p.name)] for p in params})
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q5_0", "Q4_0", "Q4_1"])
+def test_blocks_that_are_kept_mean_what_the_gguf_package_decodes(type_name):
+    kind = GGMLQuantizationType[type_name]
+    size, n_bytes = GGML_QUANT_SIZES[kind]
+    blocks = torch.randint(0, 256, (5, 3, n_bytes), dtype=torch.uint8)
+    numbers = torch.rand(5, 3, 2).sub(0.5).to(torch.float16).view(torch.uint8)  # scale, minimum
+    n_numbers = 4 if GGUF_GROUPS[type_name].has_min else 2
+    blocks[..., :n_numbers] = numbers[..., :n_numbers]
+    expected = torch.from_numpy(dequantize(blocks.view(5, -1).numpy(), kind))
+    kept = groups_of(type_name, blocks)
+    assert kept.form == GGUF_GROUPS[type_name] and kept.shape == (5, 3 * size)
+    torch.testing.assert_close(kept.values(), expected, rtol=1e-6, atol=1e-6)

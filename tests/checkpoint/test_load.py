@@ -10,7 +10,7 @@ from checkpoint_samples import TINY, interleaved, weights_of, write_hf
 from parallel_llama.checkpoint import load, open_checkpoint, random_checkpoint
 from parallel_llama.checkpoint.reading import PIECE_VALUES, pieces_of
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import DenseFormat
+from parallel_llama.dtypes import Precision
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 
 def loaded(checkpoint, share, dtype=torch.float32, on_bytes=lambda _: None):
-    return list(load(checkpoint, TINY, share, dtype, CPU, on_bytes))
+    precision = Precision.plain(dtype_name(dtype))
+    return list(load(checkpoint, TINY, share, precision, CPU, on_bytes))
 
 
 @pytest.mark.parametrize("piece_values", [1, 1 << 25])
@@ -44,7 +45,7 @@ def test_a_rank_gets_its_share_in_order_and_counts_its_bytes(
             whole = whole.narrow(param.dim, rows.start, len(rows)).to(dtype)
             assert tensor.dtype == dtype and tensor.is_contiguous()
             assert torch.equal(tensor, whole)
-        assert sum(counts) == weight_bytes(TINY, share, DenseFormat(dtype_name(dtype)))
+        assert sum(counts) == weight_bytes(TINY, share, Precision.plain(dtype_name(dtype)))
 
 
 def test_a_share_without_rows_is_an_empty_tensor(tmp_path):
@@ -53,7 +54,7 @@ def test_a_share_without_rows_is_an_empty_tensor(tmp_path):
     shapes = {
         tuple(tensor.shape)
         for share in make_plan(args, 9).shares
-        for name, tensor in load(checkpoint, args, share, torch.float32, CPU)
+        for name, tensor in load(checkpoint, args, share, Precision.plain("float32"), CPU)
         if name == "layers.0.feed_forward.w2.weight"
     }
     assert shapes == {(36, 0), (36, 1)}
@@ -94,7 +95,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_weight_is_read(tmp_pa
     checkpoint = open_checkpoint(write_hf(tmp_path, weights_of(TINY)), TINY)
     other = replace(TINY, ffn_dim=51)
     with pytest.raises(CheckpointError, match="misshapen"):
-        next(load(checkpoint, other, make_plan(other, 1).shares[0], torch.float32, CPU))
+        next(
+            load(checkpoint, other, make_plan(other, 1).shares[0], Precision.plain("float32"), CPU)
+        )
 
 
 def test_a_configuration_alone_is_no_checkpoint(tmp_path):
@@ -128,7 +131,7 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks():
     }
     for tp_size in range(2, 10):
         for share in make_plan(args, tp_size).shares:
-            for name, tensor in load(checkpoint, args, share, torch.bfloat16, CPU):
+            for name, tensor in load(checkpoint, args, share, Precision.plain("bfloat16"), CPU):
                 param = next(p for p in parameters(args) if p.name == name)
                 rows = share.rows_of(param)
                 assert torch.equal(tensor, wholes[name].narrow(param.dim, rows.start, len(rows)))

@@ -16,6 +16,7 @@ from parallel_llama.checkpoint import load
 from parallel_llama.checkpoint.manifest import read_manifest
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.dtypes import Precision
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import FAMILIES, parameters
 from parallel_llama.families.llama import LLAMA
@@ -125,7 +126,7 @@ def test_every_rank_gets_its_rows_of_every_weight(family, heads, tmp_path):
                 rows = share.rows_of(param)
                 expected = weights[param.name].narrow(param.dim, rows.start, len(rows))
                 assert torch.equal(checkpoint.read(param, rows), expected)
-            loaded = load(checkpoint, args, share, torch.float64, torch.device("cpu"))
+            loaded = load(checkpoint, args, share, Precision.plain("float64"), torch.device("cpu"))
             assert [name for name, _ in loaded] == [param.name for param in parameters(args)]
 
 

@@ -18,6 +18,7 @@ from tokenizer_data import MISTRAL_V1, SMOLLM2, real_tokenizer
 from parallel_llama import LLM
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import Precision
 from parallel_llama.engine import engine as engine_module
 from parallel_llama.engine import rank_calls
 from parallel_llama.engine.engine import Engine
@@ -62,7 +63,7 @@ def make_runner(comm: Communicator) -> ModelRunner:
         random_checkpoint(ARGS, seed=1),
         make_plan(ARGS, comm.size),
         comm,
-        dtype=torch.float64,
+        precision=Precision.plain("float64"),
         device=torch.device("cpu"),
     )
 

@@ -13,7 +13,7 @@ from tiny_models import TINY_MODELS, write_hf
 
 from parallel_llama.checkpoint import load, open_checkpoint
 from parallel_llama.config import ModelArgs, load_model_args
-from parallel_llama.dtypes import DenseFormat
+from parallel_llama.dtypes import Precision
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import make_plan, weight_bytes
@@ -100,9 +100,9 @@ def test_the_plan_counts_every_byte_that_a_rank_loads(folder: Path, ranks_per_ex
     for tp_size in (1, 3, 8):
         plan = make_plan(args, tp_size, ranks_per_expert=ranks_per_expert)
         for share in plan.shares:
-            loaded = load(checkpoint, args, share, torch.float32, torch.device("cpu"))
+            loaded = load(checkpoint, args, share, Precision.plain("float32"), torch.device("cpu"))
             values = dict(loaded)
-            expected = weight_bytes(args, share, DenseFormat("float32"))
+            expected = weight_bytes(args, share, Precision.plain("float32"))
             assert sum(value.nbytes for value in values.values()) == expected
             numbers = {int(n) for name in values for n in re.findall(r"experts\.(\d+)", name)}
             assert numbers == set(share.experts)

@@ -20,7 +20,11 @@ CLOSE = {
 
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
-linear_for = cache(LinearKernel)
+
+
+@cache
+def linear_for(dtype, machine):
+    return LinearKernel(dtype, dtype, machine)
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} threads")

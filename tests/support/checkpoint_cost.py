@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from parallel_llama.checkpoint import load, open_checkpoint, reading
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import DenseFormat
+from parallel_llama.dtypes import Precision
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.plan import make_plan, weight_bytes
@@ -83,11 +83,12 @@ def _measure(folder: str, args: ModelArgs, tp_size: int, rank: int) -> Cost:
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     held, read, start = _status("VmRSS"), _read_so_far(), time.monotonic()
     checkpoint = open_checkpoint(files, args)
-    tensors = list(load(checkpoint, args, share, torch.bfloat16, torch.device("cpu")))
+    precision = Precision.plain("bfloat16")
+    tensors = list(load(checkpoint, args, share, precision, torch.device("cpu")))
     elapsed_s = time.monotonic() - start
     read, peak = _read_so_far() - read, _status("VmHWM") - held
     assert len(tensors) == len(list(parameters(args)))
-    return Cost(weight_bytes(args, share, DenseFormat("bfloat16")), read, peak, elapsed_s)
+    return Cost(weight_bytes(args, share, precision), read, peak, elapsed_s)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import KVFormat
+from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
@@ -136,7 +136,7 @@ def make_runner(
         random_checkpoint(args, seed=1),
         make_plan(args, comm.size, kv_split=kv_split),
         comm,
-        dtype=torch.float64,
+        precision=Precision.plain("float64"),
         device=torch.device("cpu"),
         kv_format=kv_format,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_llama.checkpoint import open_checkpoint
 from parallel_llama.config import load_model_args
+from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops import Scores, TorchOps
@@ -50,7 +51,7 @@ def load_runner(
         open_checkpoint(files, args),
         make_plan(args, comm.size, **(cut or {})),
         comm,
-        dtype=torch.float64,
+        precision=Precision.plain("float64"),
         device=torch.device("cpu"),
         ops=TorchOps(scores) if on_torch else None,
     )

@@ -9,9 +9,10 @@ result is the same to the last bit in any company, as long as that is few enough
 """
 
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
+from parallel_llama.ops.cpu.group_linear import make_group_linear
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear
 from parallel_llama.ops.cpu.norm import make_norm
-from parallel_llama.ops.cpu.program import computes
+from parallel_llama.ops.cpu.program import computes, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
 from parallel_llama.ops.cpu.unpack import make_unpack
@@ -22,9 +23,11 @@ __all__ = [
     "RotaryKernel",
     "computes",
     "make_attention",
+    "make_group_linear",
     "make_linear",
     "make_norm",
     "make_rotary",
     "make_silu_and_mul",
     "make_unpack",
+    "this_machine",
 ]

@@ -15,6 +15,7 @@ VOID = ir.VoidType()
 I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _TYPES = {torch.float32: F32, torch.float64: F64}
+_STORED = {**_TYPES, torch.float16: F16, torch.bfloat16: I16}  # which has no type of its own here
 _SIZES = {F16: 2, F32: 4, F64: 8}
 
 # A plain number is a constant of the other operand's type, in all lanes of a vector.
@@ -51,6 +52,7 @@ class Value:
     __mod__ = _operator(ir.IRBuilder.srem, ir.IRBuilder.srem)
     __and__ = _operator(ir.IRBuilder.and_, ir.IRBuilder.and_)
     __or__ = _operator(ir.IRBuilder.or_, ir.IRBuilder.or_)
+    __xor__ = _operator(ir.IRBuilder.xor, ir.IRBuilder.xor)
     __lshift__ = _operator(ir.IRBuilder.shl, ir.IRBuilder.shl)
     __rshift__ = _operator(ir.IRBuilder.lshr, ir.IRBuilder.lshr)
     __lt__ = _operator(
@@ -92,7 +94,7 @@ class Value:
         for the second alone.
         """
         read, soon, data = (Value(self.b, I32(number)) for number in (0, 4 - cache, 1))
-        _intrinsic("prefetch.p0", VOID, self, read, soon, data)
+        intrinsic("prefetch.p0", VOID, self, read, soon, data)
 
     def like(self, other: Operand) -> "Value":
         """An operand as it is, and a plain number as one of this value's type."""
@@ -113,6 +115,10 @@ class Value:
         is_wider = _element(type_).width > _element(self.raw.type).width
         resize = self.b.sext if is_wider else self.b.trunc
         return Value(self.b, resize(self.raw, type_))
+
+    def signed_shift(self, n: int) -> "Value":
+        """An integer, which may be negative, without its last n bits."""
+        return Value(self.b, self.b.ashr(self.raw, self.like(n).raw))
 
     def bits_as(self, type_: ir.Type) -> "Value":
         return Value(self.b, self.b.bitcast(self.raw, type_))
@@ -142,6 +148,8 @@ class Variable:
 class Lanes:
     """A vector of `width` numbers, stored in one type and computed with in one.
 
+    Those stored as bfloat16 can be loaded alone, to compute with in float32.
+
     Raises: KeyError for a dtype that kernels do not compute in.
     """
 
@@ -156,22 +164,25 @@ class Lanes:
     @property
     def pointer(self) -> ir.PointerType:
         """To one stored number."""
-        return _TYPES[self.stored].as_pointer()
+        return _STORED[self.stored].as_pointer()
 
     def load(self, address: Value, mask: Value | None = None) -> Value:
         """The numbers that begin at any address; 0 where a mask is false, and nothing is read."""
         stored, access = self._access(address, mask)
         name, zeros = f"masked.load.{_mangled(stored)}.p0", _constant(address.b, stored, 0)
-        return _intrinsic(name, stored, *access, zeros).to(self.vector)
+        numbers = intrinsic(name, stored, *access, zeros)
+        if self.stored == torch.bfloat16:  # the upper half of a float32
+            return (numbers.resized(ir.VectorType(I32, self.width)) << 16).bits_as(self.vector)
+        return numbers.to(self.vector)
 
     def store(self, address: Value, value: Value, mask: Value | None = None) -> None:
         """Write the numbers, or those where a mask is true."""
         stored, access = self._access(address, mask)
-        _intrinsic(f"masked.store.{_mangled(stored)}.p0", VOID, value.to(stored), *access)
+        intrinsic(f"masked.store.{_mangled(stored)}.p0", VOID, value.to(stored), *access)
 
     def _access(self, address: Value, mask: Value | None) -> tuple[ir.Type, list[Value]]:
         """The type in memory; what its address is, how it is aligned, and which lanes to touch."""
-        stored = ir.VectorType(_TYPES[self.stored], self.width)
+        stored = ir.VectorType(_STORED[self.stored], self.width)
         place, align = address.bits_as(stored.as_pointer()), I32(self.stored.itemsize)
         all_lanes = _constant(address.b, ir.VectorType(ir.IntType(1), self.width), 1)
         return stored, [place, Value(address.b, align), mask or all_lanes]
@@ -241,7 +252,7 @@ def shuffle(x: Value, lanes: Sequence[int], y: Value | None = None) -> Value:
 
 def copy(target: Value, source: Value, n_bytes: Value) -> None:
     is_volatile = Value(target.b, ir.IntType(1)(0))
-    _intrinsic("memcpy.p0.p0.i64", VOID, target, source, n_bytes, is_volatile)
+    intrinsic("memcpy.p0.p0.i64", VOID, target, source, n_bytes, is_volatile)
 
 
 def when(condition: Value, likely: bool | None = None) -> AbstractContextManager[None]:
@@ -271,7 +282,7 @@ def _constant(b: ir.IRBuilder, type_: ir.Type, number: float) -> Value:
     return Value(b, type_([type_.element(number)] * type_.count if is_vector else number))
 
 
-def _intrinsic(name: str, result: ir.Type, *arguments: Value) -> Value:
+def intrinsic(name: str, result: ir.Type, *arguments: Value) -> Value:
     """Call a function that LLVM has."""
     b, raw = arguments[0].b, [argument.raw for argument in arguments]
     type_ = ir.FunctionType(result, [each.type for each in raw])
@@ -282,7 +293,7 @@ def _intrinsic(name: str, result: ir.Type, *arguments: Value) -> Value:
 def _elementwise(name: str, x: Value, *others: Operand) -> Value:
     """A function that LLVM has for numbers, lane by lane."""
     type_ = x.raw.type
-    return _intrinsic(f"{name}.{_mangled(type_)}", type_, x, *map(x.like, others))
+    return intrinsic(f"{name}.{_mangled(type_)}", type_, x, *map(x.like, others))
 
 
 def _is_integer(type_: ir.Type) -> bool:

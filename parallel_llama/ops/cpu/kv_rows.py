@@ -60,7 +60,7 @@ class KVRows:
         """To one stored number."""
         if self.is_plain:
             return self.lanes.pointer
-        types = {torch.bfloat16: I16, torch.int8: I8, torch.float8_e4m3fn: I8}
+        types = {torch.float16: F16, torch.bfloat16: I16, torch.int8: I8, torch.float8_e4m3fn: I8}
         return types[self.stored].as_pointer()
 
     def read(self, row: Value, target: Value) -> None:
@@ -68,7 +68,7 @@ class KVRows:
         lanes = self.lanes
         scale = self._scale(row)
         with loop(row.b, 0, self.head_dim, lanes.width) as i:
-            numbers = self._wide(_load(row + i, lanes.width))
+            numbers = self._wide(_load(row + i, lanes.width, self.stored.itemsize))
             lanes.store(target + i, numbers if scale is None else numbers * scale)
 
     def write(self, source: Value, row: Value) -> None:
@@ -118,6 +118,8 @@ class KVRows:
         vector, n = self.lanes.vector, self.lanes.width
         if self.stored == torch.int8:
             return stored.resized(ir.VectorType(I32, n)).to(vector)
+        if self.stored == torch.float16:
+            return stored.to(vector)
         if self.stored == torch.bfloat16:
             bits = stored.resized(ir.VectorType(I32, n)) << 16
             return bits.bits_as(ir.VectorType(F32, n)).to(vector)
@@ -138,6 +140,8 @@ class KVRows:
         single = numbers.to(ir.VectorType(F32, n))
         if self.stored == torch.bfloat16:
             return _to_bfloat16(single).resized(ir.VectorType(I16, n))
+        if self.stored == torch.float16:
+            return single.to(ir.VectorType(F16, n))
         return _to_e4m3(single).resized(ir.VectorType(I8, n))
 
 
@@ -170,8 +174,8 @@ def _bits(numbers: Value) -> Value:
     return numbers.bits_as(ir.VectorType(I32, numbers.raw.type.count))
 
 
-def _load(address: Value, n: int) -> Value:
+def _load(address: Value, n: int, align: int) -> Value:
     """Stored numbers that begin at any address."""
     element = address.raw.type.pointee
     place = address.bits_as(ir.VectorType(element, n).as_pointer())
-    return Value(address.b, address.b.load(place.raw, align=element.width // 8))
+    return Value(address.b, address.b.load(place.raw, align=align))

@@ -8,6 +8,7 @@ which order, is the same for any number of rows and threads.
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from operator import add
@@ -39,19 +40,22 @@ _ROWS = 6
 class LinearKernel:
     """Y = X A for few rows of X, with A given as torch keeps it, transposed.
 
+    Weights may be kept in 16 bits where x has float32.
+
     Shapes: x [n, k], each row in one piece; weight [m, k] in one piece; the result [n, m].
     """
 
-    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
-        lanes = machine.lanes(dtype)
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
+        lanes, self._stored = machine.lanes(dtype), stored
+        of_weight = replace(lanes, stored=stored)
         # The sums, as many vectors of the weight and one of x fill the registers.
         n_tile = (machine.n_vectors - 1) // (_ROWS + 1)
-        types = [lanes.pointer, I64, lanes.pointer, lanes.pointer, I64, I64, I64]
-        self._program = Program("linear", types, partial(_linear, lanes, n_tile))
+        types = [lanes.pointer, I64, of_weight.pointer, lanes.pointer, I64, I64, I64]
+        self._program = Program("linear", types, partial(_linear, lanes, of_weight, n_tile))
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         (n, k), m = x.shape, len(weight)
-        assert x.stride(1) == 1 and x.dtype == weight.dtype
+        assert x.stride(1) == 1 and weight.dtype == self._stored
         assert weight.is_contiguous() and weight.shape[1] == k
         y = x.new_empty(n, m)
         if n:
@@ -61,13 +65,18 @@ class LinearKernel:
 
 
 @cache
-def make_linear(dtype: torch.dtype) -> LinearKernel:
-    """The kernel for this machine; `computes` says for which types."""
-    return LinearKernel(dtype, this_machine())
+def make_linear(dtype: torch.dtype, stored: torch.dtype) -> LinearKernel:
+    """The kernel for this machine; `computes` says for which types to compute in."""
+    return LinearKernel(dtype, stored, this_machine())
 
 
 def _linear(
-    lanes: Lanes, n_tile: int, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+    lanes: Lanes,
+    of_weight: Lanes,
+    n_tile: int,
+    b: ir.IRBuilder,
+    thread: Thread,
+    arguments: list[Value],
 ) -> None:
     """The kernel.
 
@@ -88,7 +97,7 @@ def _linear(
         def multiply_group(first_row: Value, n_rows: int) -> None:
             rows = [x + first_row * x_stride + x_stride * row for row in range(n_rows)]
             ahead = next_tile + share_size * (first_row // n_group)
-            products = iter(_products(lanes, rows, columns, k, ahead, share))
+            products = iter(_products(lanes, of_weight, rows, columns, k, ahead, share))
             for row in range(n_rows):
                 for column in range(n_columns):
                     (y + first_row * m + first)[m * row + column] = next(products)
@@ -112,7 +121,13 @@ def _linear(
 
 
 def _products(
-    lanes: Lanes, rows: list[Value], columns: list[Value], k: Value, ahead: Value, share: Value
+    lanes: Lanes,
+    of_weight: Lanes,
+    rows: list[Value],
+    columns: list[Value],
+    k: Value,
+    ahead: Value,
+    share: Value,
 ) -> list[Value]:
     """row @ column for each row with each column, of k numbers each, all at the same time.
 
@@ -123,7 +138,7 @@ def _products(
 
     def add_products(i: Value, mask: Value | None = None) -> None:
         of_rows = [lanes.load(row + i, mask) for row in rows]
-        of_columns = [lanes.load(column + i, mask) for column in columns]
+        of_columns = [of_weight.load(column + i, mask) for column in columns]
         for total, (one, other) in zip(sums, product(of_rows, of_columns), strict=True):
             total.value = fma(one, other, total.value)
 

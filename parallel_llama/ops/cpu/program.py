@@ -18,6 +18,7 @@ import torch
 from llvmlite import ir
 
 from parallel_llama.ops.cpu.builder import F64, I32, I64, VOID, Lanes, Thread, Value
+from parallel_llama.ops.cpu.byte_dots import ByteDots
 
 Body = Callable[[ir.IRBuilder, Thread, list[Value]], None]  # what builds a kernel
 
@@ -26,10 +27,14 @@ _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
 
 @dataclass(frozen=True)
 class Machine:
-    """What kernels are shaped by: bytes of a vector register, and how many of them there are."""
+    """What kernels are shaped by: bytes of a vector register, and how many of them there are.
+
+    `byte_dots` says how it multiplies bytes.
+    """
 
     vector_bytes: int
     n_vectors: int
+    byte_dots: ByteDots = "plain"
 
     def lanes(self, dtype: torch.dtype, size: int = 0) -> Lanes:
         """A register of numbers, or of so many of them that a row of this size has no rest."""
@@ -40,10 +45,10 @@ class Machine:
 def this_machine() -> Machine:
     """The vectors of the CPU at hand."""
     features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
-        return Machine(64, 32)
+    if features.get("avx512f") and features.get("avx512bw"):
+        return Machine(64, 32, "vnni" if features.get("avx512vnni") else "madd")
     if features.get("avx2"):
-        return Machine(32, 16)
+        return Machine(32, 16, "vnni" if features.get("avxvnni") else "madd")
     return Machine(16, 32 if features.get("neon") else 16)
 
 

@@ -1,0 +1,273 @@
+"""The product of rows, rounded to bytes, with a matrix of small integers in panels.
+
+Integers are summed exactly, a group at a time, for all rows of a panel at once; only the sum over
+groups, in their order, is of rounded numbers. So a row's result is the same to the last bit among
+any number of rows, on any number of threads, and there is no number of rows beyond which another
+product is taken.
+
+Source: `ops.groups` says how panels lie.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.ops.cpu.builder import (
+    F16,
+    F32,
+    I8,
+    I32,
+    I64,
+    Lanes,
+    Thread,
+    Value,
+    Variable,
+    fma,
+    larger,
+    loop,
+    smaller,
+    when,
+    where,
+)
+from parallel_llama.ops.cpu.byte_dots import ByteDots, add_byte_dots
+from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threads_for
+from parallel_llama.ops.groups import LEAST_INPUT, PanelShape
+
+# Panels that are multiplied with the same inputs, and rows that are multiplied with the same panel:
+# their sums, of integers and of numbers, fill the registers.
+_PANELS = 2
+_ROWS = 6
+
+# Rows that pass over all panels before the next ones do: so few that a cache holds their inputs.
+_BLOCK = 16 * _ROWS
+
+_WORD = I32.as_pointer()
+_SIGNS = 0x80808080 - (1 << 32)  # flipped, they make bytes that are signed count from -128 on
+_LOWER_HALVES = 0x0F0F0F0F
+_LINE_BYTES = 64
+
+_ROUNDING = 1.5 * 2.0**23  # added to a float32 and taken away again, it rounds to whole numbers
+
+
+class GroupLinearKernel:
+    """Y = X A with the inputs rounded in groups, A in panels.
+
+    Shapes: x [n, in] float32, each row in one piece; panels [n_panels, n_bytes] uint8; the result
+    [n, n_outputs].
+    """
+
+    def __init__(self, form: GroupFormat, machine: Machine) -> None:
+        lanes = machine.lanes(torch.float32)
+        bytes_, numbers, integers = (type_.as_pointer() for type_ in (I8, F32, I32))
+        self.n_rows = lanes.width
+        self._round = Program(
+            "round", [numbers, I64, bytes_, numbers, integers, I64, I64], partial(_round, lanes)
+        )
+        types = [bytes_, numbers, integers, bytes_, numbers, I64, I64, I64, I64, I64]
+        body = partial(_group_linear, _Products(lanes, form, machine.byte_dots))
+        self._program = Program("group_linear", types, body)
+
+    def __call__(self, x: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int) -> Tensor:
+        n, n_groups = len(x), shape.n_groups
+        assert x.shape[1] == shape.n_inputs and x.stride(1) == 1 and x.dtype == torch.float32
+        assert panels.is_contiguous() and panels.shape[1] == shape.n_bytes
+        integers = torch.empty(n, shape.n_inputs, dtype=torch.int8)
+        scales, sums = x.new_empty(n, n_groups), torch.empty(n, n_groups, dtype=torch.int32)
+        inputs = integers.data_ptr(), scales.data_ptr(), sums.data_ptr()
+        self._round(threads_for(x.numel()), x.data_ptr(), x.stride(0), *inputs, n, n_groups)
+        y = x.new_empty(n, n_outputs)
+        sizes = n, n_outputs, n_groups, shape.n_bytes, shape.integers_at
+        addresses = *inputs, panels.data_ptr(), y.data_ptr()
+        self._program(torch.get_num_threads(), *addresses, *sizes)
+        return y
+
+
+@cache
+def make_group_linear(form: GroupFormat) -> GroupLinearKernel:
+    """The kernel for this machine; `computes` says whether there can be one."""
+    return GroupLinearKernel(form, this_machine())
+
+
+def _round(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+    """Inputs in bytes, their scales, and minus the sum of each group.
+
+    for (row, group) in this thread's groups:
+        scales[row, group] = max(abs(x[row, group])) / 127
+        integers[row, group] = round(x[row, group] / scales[row, group])
+    """
+    x, x_stride, integers, scales, sums, n, n_groups = arguments
+    with loop(b, *thread.part_of(n * n_groups)) as number:
+        own = x + number // n_groups * x_stride + number % n_groups * GROUP_SIZE
+        vectors = [lanes.load(own + i) for i in range(0, GROUP_SIZE, lanes.width)]
+        largest = lanes.constant(b, 0)
+        for vector in vectors:
+            largest = larger(abs(vector), largest)
+        spoilt = sum((vector * 0 for vector in vectors[1:]), vectors[0] * 0)
+        top = lanes.reduce(larger, largest)
+        scales[number] = top / 127 + lanes.reduce(lambda one, other: one + other, spoilt)
+        inverse = lanes.splat(where(top < LEAST_INPUT, top.like(0), 127 / top))
+        total = Value(b, ir.VectorType(I32, lanes.width)([0] * lanes.width))
+        for place, vector in enumerate(vectors):
+            rounded = (vector * inverse + _ROUNDING).bits_as(total.raw.type)
+            rounded = (rounded << 24).signed_shift(24)
+            total -= rounded
+            narrow = rounded.resized(ir.VectorType(I8, lanes.width))
+            target = integers + number * GROUP_SIZE + place * lanes.width
+            b.store(narrow.raw, target.bits_as(narrow.raw.type.as_pointer()).raw, align=1)
+        sums[number] = lanes.reduce(lambda one, other: one + other, total)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Where a row of inputs has its integers, its scales, and minus its sums."""
+
+    integers: Value
+    scales: Value
+    sums: Value
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """Where a panel has its scales and its integers."""
+
+    scales: Value
+    integers: Value
+
+
+@dataclass(frozen=True)
+class _Products:
+    """How products with panels of a format are added up, for vectors of some width."""
+
+    lanes: Lanes
+    form: GroupFormat
+    byte_dots: ByteDots
+
+    @property
+    def vector_bytes(self) -> int:
+        return 4 * self.lanes.width
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group's integers, of all rows of a panel."""
+        return GROUP_SIZE * self.form.n_bits // 8 * self.lanes.width
+
+    def add_group(
+        self,
+        rows: Sequence[_Row],
+        panels: Sequence[_Panel],
+        group: Value,
+        n_groups: Value,
+        totals: Sequence[Sequence[Variable]],
+    ) -> None:
+        """Add one group's products of every row with every panel to its total."""
+        lanes = self.lanes
+        sums = [[lanes.splat(row.sums[group] * self.form.zero) for _ in panels] for row in rows]
+        for number, panel in enumerate(panels):
+            for column, unsigned in self._unsigned(panel.integers + group * self.group_bytes):
+                for row, of_row in zip(rows, sums, strict=True):
+                    inputs = (row.integers + group * GROUP_SIZE + 4 * column).bits_as(_WORD)
+                    signed = lanes.splat(inputs[0])
+                    of_row[number] = add_byte_dots(self.byte_dots, of_row[number], unsigned, signed)
+        for number, panel in enumerate(panels):
+            scale = self._halves(panel.scales, group)
+            least = self._halves(panel.scales, group + n_groups) if self.form.has_min else None
+            for row, of_row, of_totals in zip(rows, sums, totals, strict=True):
+                x_scale, total = lanes.splat(row.scales[group]), of_totals[number]
+                if least is not None:  # the sums are there with a minus
+                    of_least = lanes.splat(row.sums[group]).to(lanes.vector) * x_scale
+                    total.value = total.value - of_least * least
+                total.value = fma(of_row[number].to(lanes.vector), scale * x_scale, total.value)
+
+    def prefetch(self, panel: _Panel, group: Value) -> None:
+        """Ask for a group's integers and scales."""
+        for line in range(0, self.group_bytes, _LINE_BYTES):
+            (panel.integers + group * self.group_bytes + line).prefetch()
+        (panel.scales + group * 2 * self.lanes.width).prefetch()
+
+    def _unsigned(self, integers: Value) -> Iterator[tuple[int, Value]]:
+        """A group's integers from 0 on, in bytes, and which four inputs of it they are for."""
+        words = ir.VectorType(I32, self.lanes.width)
+        for slot in range(self.form.n_bits):
+            place = (integers + slot * self.vector_bytes).bits_as(words.as_pointer())
+            stored = Value(integers.b, integers.b.load(place.raw, align=4))
+            if self.form.n_bits == 8:
+                yield slot, stored ^ _SIGNS
+            else:
+                yield slot, stored & _LOWER_HALVES
+                yield slot + 4, (stored >> 4) & _LOWER_HALVES
+
+    def _halves(self, scales: Value, group: Value) -> Value:
+        """Numbers of float16, one for each row of a panel."""
+        halves = ir.VectorType(F16, self.lanes.width)
+        place = (scales + group * 2 * self.lanes.width).bits_as(halves.as_pointer())
+        return Value(group.b, group.b.load(place.raw, align=2)).to(self.lanes.vector)
+
+
+def _group_linear(
+    products: _Products, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+) -> None:
+    """The kernel.
+
+    for block in rows of x, _BLOCK at a time:
+        for panels in this thread's, _PANELS at a time:
+            for rows of the block, _ROWS at a time, then what is left:
+                y[rows, panels] = sum over groups of x[rows, group] . panels[group]
+    """
+    integers, scales, sums, panels, y, n, m, n_groups, panel_bytes, integers_at = arguments
+    lanes = products.lanes
+
+    def panel_at(number: Value) -> _Panel:
+        start = panels + number * panel_bytes
+        return _Panel(start, start + integers_at)
+
+    def row_at(number: Value) -> _Row:
+        first = number * n_groups
+        return _Row(integers + first * GROUP_SIZE, scales + first, sums + first)
+
+    def multiply(block: Value, first: Value, n_panels: int) -> None:
+        """The rows of a block by consecutive panels."""
+        own = [panel_at(first + number) for number in range(n_panels)]
+        ahead = [panel_at(first + (n_panels + number)) for number in range(n_panels)]
+
+        def multiply_rows(first_row: Value, n_rows: int) -> None:
+            rows = [row_at(first_row + row) for row in range(n_rows)]
+            totals = [[Variable(lanes.constant(b, 0)) for _ in own] for _ in rows]
+            is_first = first_row < block + 1
+            with loop(b, 0, n_groups) as group:
+                with when(is_first):
+                    for each in ahead:
+                        products.prefetch(each, group)
+                products.add_group(rows, own, group, n_groups, totals)
+            for row, of_row in enumerate(totals):
+                for panel, total in enumerate(of_row):
+                    column = (first + panel) * lanes.width
+                    place = y + (first_row + row) * m + column
+                    lanes.store(place, total.value, lanes.first(m - column))
+
+        _each_row_group(block, smaller(block + _BLOCK, n), multiply_rows)
+
+    n_panels = (m + (lanes.width - 1)) // lanes.width
+    start, stop = thread.part_of(n_panels)
+    pairs = start + (stop - start) // _PANELS * _PANELS
+    with loop(b, 0, n, _BLOCK) as block:
+        with loop(b, start, pairs, _PANELS) as panel:
+            multiply(block, panel, _PANELS)
+        with loop(b, pairs, stop) as panel:
+            multiply(block, panel, 1)
+
+
+def _each_row_group(start: Value, stop: Value, multiply: Callable[[Value, int], None]) -> None:
+    """All rows of a range: _ROWS at a time, and what is left as a sum of 4, 2 and 1."""
+    left = (stop - start) % _ROWS
+    done = stop - left
+    with loop(start.b, start, done, _ROWS) as row:
+        multiply(row, _ROWS)
+    for n_rows in (4, 2, 1):
+        with when((left & n_rows) > 0):
+            multiply(done, n_rows)
+        done = done + (left & n_rows)

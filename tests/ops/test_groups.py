@@ -1,0 +1,188 @@
+"""Matrices of small integers: what is kept, and that kernels give what torch gives."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
+from parallel_llama.ops.cpu.linear import LinearKernel
+from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
+from parallel_llama.ops.formats import GroupWeight
+from parallel_llama.ops.groups import Groups, PanelShape, group_linear, quantise, rounded_inputs
+from parallel_llama.ops.torch_ops import TorchOps
+
+INT8, INT4, INT4_MIN = GroupFormat(8), GroupFormat(4), GroupFormat(4, has_min=True)
+FORMS = pytest.mark.parametrize("form", [INT8, INT4, INT4_MIN], ids=lambda form: form.name)
+# Vectors of every width with every way to multiply bytes that such a CPU may have.
+MACHINES = [
+    machine
+    for machine in (
+        Machine(64, 32, "vnni"),
+        Machine(64, 32, "madd"),
+        Machine(32, 16, "vnni"),
+        Machine(32, 16, "madd"),
+        Machine(16, 16, "plain"),
+    )
+    if machine.vector_bytes <= this_machine().vector_bytes
+    and (machine.byte_dots != "vnni" or this_machine().byte_dots == "vnni")
+]
+needs_kernels = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+
+
+@cache
+def kernel_for(form, machine):
+    return GroupLinearKernel(form, machine)
+
+
+def integers(form, *shape):
+    least = -form.zero if form.n_bits == 4 else -127
+    return torch.randint(least, least + (1 << form.n_bits) - 1, shape, dtype=torch.int8)
+
+
+def a_matrix(form, n_outputs, n_inputs):
+    scales = torch.rand(n_outputs, n_inputs // GROUP_SIZE).add(0.1).div(100).to(torch.float16)
+    mins = scales * -7 if form.has_min else None
+    return Groups(form, integers(form, n_outputs, n_inputs), scales, mins)
+
+
+def multiplied(kernel, x, weight):
+    shape = PanelShape(weight.form, weight.shape[1], kernel.n_rows)
+    return kernel(x, shape.pack(weight), shape, weight.shape[0])
+
+
+def test_int8_is_off_by_half_a_step_at_the_most():
+    values = torch.randn(40, 96) * torch.rand(40, 1)
+    kept = quantise(values, INT8)
+    steps = kept.scales.float().repeat_interleave(GROUP_SIZE, 1)
+    assert ((kept.values() - values).abs() <= steps / 2 * 1.01).all()
+
+
+def test_int4_leaves_less_error_than_the_scale_of_the_largest_value():
+    values = torch.randn(200, 320, generator=torch.Generator().manual_seed(0))
+    groups = values.view(200, -1, GROUP_SIZE)
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    steps = extreme / -8
+    plain = ((groups / steps).round().clamp(-8, 7) * steps).view(200, 320)
+    error = (quantise(values, INT4).values() - values).square().mean()
+    assert error < 0.93 * (plain - values).square().mean()
+
+
+@pytest.mark.parametrize("form", [INT8, INT4], ids=lambda form: form.name)
+def test_a_group_of_zeros_stays_zero_and_others_do_not_know_it(form):
+    values = torch.randn(3, 64)
+    values[1, 32:] = 0
+    kept = quantise(values, form)
+    assert not kept.values()[1, 32:].any()
+    assert torch.equal(kept.values()[:, :32], quantise(values[:, :32], form).values())
+
+
+@FORMS
+@pytest.mark.parametrize("n_rows", [4, 8, 16])
+def test_panels_hold_the_matrix_in_the_bytes_that_are_promised(form, n_rows):
+    weight = a_matrix(form, 48, 1024)  # so many that no line is made up
+    shape = PanelShape(form, 1024, n_rows)
+    panels = shape.pack(weight)
+    for n_outputs in (48, 47, 33):
+        back = shape.unpack(panels, n_outputs)
+        assert torch.equal(back.integers, weight.integers[:n_outputs])
+        assert torch.equal(back.scales, weight.scales[:n_outputs])
+        assert (back.mins is None) == (weight.mins is None)
+        assert back.mins is None or torch.equal(back.mins, weight.mins[:n_outputs])
+    assert panels.nbytes == form.n_bytes(48 * 1024)
+
+
+@needs_kernels
+@FORMS
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
+    """Inputs whose largest is 127 in every group are integers themselves."""
+    ones = torch.ones(37, 3, dtype=torch.float16)
+    mins = -5 * ones if form.has_min else None
+    weight = Groups(form, integers(form, 37, 96), ones, mins)
+    for n in (1, 2, 3, 6, 13, 40):
+        x = integers(INT8, n, 96)
+        x[:, ::32] = 127
+        exact = x.long() @ weight.values().long().T
+        assert torch.equal(multiplied(kernel_for(form, machine), x.float(), weight).long(), exact)
+
+
+@needs_kernels
+@FORMS
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_product_is_that_of_torch_for_any_shape(form, machine):
+    for n, k, m in [(1, 32, 1), (2, 64, 48), (7, 96, 33), (9, 32, 100), (33, 320, 17), (5, 64, 0)]:
+        x, weight = torch.randn(n, k), a_matrix(form, m, k)
+        expected = group_linear(x, weight)
+        result = multiplied(kernel_for(form, machine), x, weight)
+        largest = expected.abs().max().item() if m else 0
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-5 * largest)
+
+
+@needs_kernels
+@FORMS
+def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(form):
+    kernel, weight, x = (
+        kernel_for(form, this_machine()),
+        a_matrix(form, 70, 128),
+        torch.randn(29, 128),
+    )
+    alone = torch.cat([multiplied(kernel, row[None], weight) for row in x])
+    before = torch.get_num_threads()
+    try:
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            for n in (2, 5, 12, 29):
+                assert torch.equal(multiplied(kernel, x[:n], weight), alone[:n])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+@FORMS
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_none_spoils_its_own_row_alone(form, wrong):
+    x, weight = torch.randn(3, 64), a_matrix(form, 20, 64)
+    x[1, 40] = wrong
+    for result in (
+        multiplied(kernel_for(form, this_machine()), x, weight),
+        group_linear(x, weight),
+    ):
+        assert result[1].isnan().all() and result[[0, 2]].isfinite().all()
+
+
+@needs_kernels
+def test_inputs_are_rounded_alike_by_kernels_and_torch():
+    x = torch.randn(5, 64) * torch.tensor([1e-38, 1e-31, 1e-20, 1.0, 1e30])[:, None]
+    weight = Groups(INT8, torch.eye(64).to(torch.int8), torch.ones(64, 2, dtype=torch.float16))
+    rounded, scales = rounded_inputs(x)
+    expected = (rounded.float() * scales[..., None]).flatten(1)
+    assert torch.equal(multiplied(kernel_for(INT8, this_machine()), x, weight), expected)
+
+
+@FORMS
+def test_a_token_is_looked_up_in_any_order(form):
+    weight = a_matrix(form, 37, 64)
+    rows = torch.tensor([36, 0, 17, 0, 5])
+    assert torch.equal(GroupWeight(weight, 16).lookup(rows), weight.values()[rows])
+
+
+@FORMS
+def test_matrices_end_to_end_give_each_its_outputs(form):
+    parts = [a_matrix(form, n, 64) for n in (24, 8, 3)]
+    whole = GroupWeight.end_to_end([GroupWeight(part, 16) for part in parts])
+    x = torch.randn(3, 64)
+    expected = torch.cat([group_linear(x, part) for part in parts], 1)
+    assert torch.equal(whole.apply(x, TorchOps()), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_matrix_in_16_bits_is_multiplied_as_if_it_had_32(stored, machine):
+    narrow = LinearKernel(torch.float32, stored, machine)
+    wide = LinearKernel(torch.float32, torch.float32, machine)
+    for n, k, m in [(1, 64, 48), (2, 5, 7), (7, 33, 1), (13, 100, 29)]:
+        x, weight = torch.randn(n, k), torch.randn(m, k).to(stored)
+        assert torch.equal(narrow(x, weight), wide(x, weight.float()))
