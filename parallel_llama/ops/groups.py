@@ -136,7 +136,8 @@ def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = _in_groups(x.to(_COMPUTED))
     largest = groups.abs().amax(-1)
     scales = largest / 127 + largest * 0
-    inverse = torch.where(largest < LEAST_INPUT, 0, 127 / largest)
+    # A quotient of tensors, for torch makes 127 times a rounded inverse of a number's.
+    inverse = torch.where(largest < LEAST_INPUT, 0, torch.full_like(largest, 127) / largest)
     return (groups * inverse[..., None]).round_().nan_to_num_(0).to(torch.int8), scales
 
 
