@@ -1,10 +1,11 @@
 """Whether the engines gave the same tokens, and where they did not, whether it was a near tie.
 
 Greedy tokens of float32 engines may part where two logits are closer than rounding. From there on
-the texts differ, so that only the tokens up to there can be compared.
+the texts differ, so that only the tokens up to there can be compared. Of weights in fewer bits the
+tokens may part anywhere; how many are the same tells of them, and no difference is wrong.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,14 +31,23 @@ class Difference:
 
 
 def agreements(
-    model: str, runs: Mapping[str, Sequence[Run]], prompts: Prompts
+    model: str, runs: Mapping[str, Sequence[Run]], prompts: Prompts, exact: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """How far each engine's tokens are those of the first engine."""
-    reference = next(iter(runs.values()), ())
+    """How far each engine's tokens are those of the first one, of the exact ones if there are any.
+
+    Differences of those alone are weighed.
+    """
+    first = next((name for name in runs if name in exact), next(iter(runs), None))
+    reference = () if first is None else runs[first]
     found = {name: list(differences(own, reference)) for name, own in runs.items()}
-    every = [each for own in found.values() for each in own]
-    gap = gaps(model, every, prompts, reference)
-    return {name: summary(own, found[name], gap) for name, own in runs.items()}
+    weighed = [each for name, own in found.items() if name in exact for each in own]
+    gap = gaps(model, weighed, prompts, reference)
+    return {
+        name: counts(own, found[name])
+        | {"with": first}
+        | (verdict(found[name], gap) if name in exact else {})
+        for name, own in runs.items()
+    }
 
 
 def differences(runs: Sequence[Run], reference: Sequence[Run]) -> Iterator[Difference]:
@@ -66,22 +76,26 @@ def gaps(
     return result
 
 
-def summary(
-    runs: Sequence[Run], found: Sequence[Difference], gap: Mapping[Difference, float]
-) -> dict[str, Any]:
-    """Counts of what agrees and of both kinds of difference; the first one in full."""
+def counts(runs: Sequence[Run], found: Sequence[Difference]) -> dict[str, int]:
+    """Of tokens and of prompts, how many agree."""
     answers = [tokens for run in runs for tokens in run.tokens]
     n_new = len(answers[0])
+    return {
+        "tokens": len(answers) * n_new - sum(n_new - each.token for each in found),
+        "of_tokens": len(answers) * n_new,
+        "prompts": len(answers) - len(found),
+        "of_prompts": len(answers),
+    }
+
+
+def verdict(found: Sequence[Difference], gap: Mapping[Difference, float]) -> dict[str, Any]:
+    """Counts of both kinds of difference; the first one in full."""
     n_near_ties = sum(abs(gap[each]) < NEAR_TIE for each in found)
     first: dict[str, Any] | None = None
     if found:
         at, nats = found[0], float(f"{gap[found[0]]:.2g}")
         first = {"turn": at.turn, "prompt": at.prompt, "token": at.token, "gap_nats": nats}
     return {
-        "tokens": len(answers) * n_new - sum(n_new - each.token for each in found),
-        "of_tokens": len(answers) * n_new,
-        "prompts": len(answers) - len(found),
-        "of_prompts": len(answers),
         "near_ties": n_near_ties,
         "wrong": len(found) - n_near_ties,
         "first_difference": first,

@@ -1,39 +1,49 @@
 """Speed beside other runtimes: the same weights, token ids and cores, turn by turn in one run.
 
     python -m launch.bench.compare [--task stream|ragged] [--streams 1] [--model smollm2]
-                                   [--engines ours:1,transformers,llama-models,vllm]
-                                   [--vllm-python PATH] [--repeat 5] [--json]
+                                   [--engines ours:1,transformers,llama-models,..]
+                                   [--vllm-python PATH] [--peers-python PATH]
+                                   [--repeat 5] [--starts 1] [--plot FILE.svg] [--json]
 
 `stream` is one prompt of 512 tokens and 64 new ones, or as many of them at once as --streams says;
-`ragged` is one batch of 16 prompts, of 16 to 512 tokens, and 64 new ones for each. `ours:N` is this
-runtime on N ranks, the cores shared out among them. Weights and arithmetic are float32. Each engine
-has one turn to warm up. One that is not installed, or fails, is left out with the reason. Greedy
-tokens are compared with those of the first engine: the exit code is 1 where they part at more than
-a near tie, or an engine failed.
+`ragged` is one batch of 16 prompts, of 16 to 512 tokens, and 64 new ones for each. An engine's name
+may go on with a number of ranks, among which the cores are shared out, and with what its weights
+are kept in, else float32: `ours:2`, `llama.cpp@Q8_0`. One that is not installed, or fails, is left
+out with the reason. Greedy tokens of float32 weights are compared with those of the first such
+engine: the exit code is 1 where they part at more than a near tie, or an engine failed. Of others
+the perplexity of README.md's beginning tells how much they change.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launch.bench.agreement import agreements
-from launch.bench.engines import Engine, engines
+from launch.bench.engines import Engine, Run, engines
+from launch.bench.machine import Rates, best_of, prefill_flops
+from launch.bench.player import ROOT
+from launch.bench.plot import svg
 from launch.bench.report import report
-from launch.bench.task import Kind, Task, make_task
+from launch.bench.roofline import charts
+from launch.bench.task import Kind, Task, make_task, spread
 from launch.bench.turns import Turns, play
+from launch.bench.weights import Weights
 from parallel_llama.checkpoint import meta_vocab_size
 from parallel_llama.config import ModelArgs, load_model_args
-from parallel_llama.dtypes import Precision
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.files.model_files import find_model
-from parallel_llama.plan import bytes_passed_over, make_plan, weight_bytes
+from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.tokenizer import load_tokenizer
+
+TEXT = ROOT / "README.md"
 
 
 def compare(
@@ -44,6 +54,7 @@ def compare(
     chosen: Sequence[Engine],
     n_turns: int,
     n_streams: int = 1,
+    n_starts: int = 1,
 ) -> dict[str, Any]:
     """Run the whole comparison and return what it found, ready for JSON.
 
@@ -58,23 +69,32 @@ def compare(
             f"prompt and new tokens are up to {task.max_seq_len} and the context of {model} is "
             f"{args.max_seq_len}; lower --prompt-tokens or --new-tokens"
         )
+    text = text_of(files)[: task.max_seq_len]
     cores = tuple(sorted(os.sched_getaffinity(0)))  # `taskset` narrows them
-    turns = play(files, task, chosen, n_turns, cores)
-    read_rate = max(turns.read_rates)  # others on the machine can only lower it
-    floor_s = step_bytes(args, len(task.lengths)) / read_rate
-    figures = engine_figures(task, chosen, turns, len(cores), floor_s)
-    for name, agreement in agreements(model, turns.runs, task.prompts).items():
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Weights(files, args, Path(folder))
+        turns = play(weights, task, chosen, n_turns, n_starts, text, cores)
+    best = best_of(turns.rates)
+    figures = {
+        each.name: engine_figures(each, task, turns, len(cores))
+        | shares(args, task, turns.runs[each.name], turns.step_bytes[each.name], best)
+        for each in chosen
+        if each.name in turns.runs
+    }
+    exact = [each.name for each in chosen if each.is_exact]
+    for name, agreement in agreements(model, turns.runs, task.prompts, exact).items():
         figures[name]["agreement"] = agreement
     return {
         "model": model,
-        "dtype": "float32",
         "task": kind,
         "prompt_tokens": task.lengths,
         "new_tokens": n_new,
         "turns": n_turns,
+        "text_tokens": len(text),
         "processor": processor(),
         "cores": cores,
-        "read_bytes_per_s": round(read_rate),
+        "read_bytes_per_s": round(best.read_bytes_per_s),
+        "product_flops_per_s": round(best.product_flops_per_s),
         "system": platform.platform(),
         "python": platform.python_version(),
         "engines": figures,
@@ -84,24 +104,46 @@ def compare(
     }
 
 
-def engine_figures(
-    task: Task, chosen: Sequence[Engine], turns: Turns, n_cores: int, floor_s: float
-) -> dict[str, dict[str, Any]]:
-    """Each engine's figures; `floor_s` is how long reading the weights once takes at the least."""
-    figures = {}
-    for each in [each for each in chosen if each.name in turns.runs]:
-        player, speeds = turns.players[each.name], task.spreads(turns.runs[each.name])
-        own = figures[each.name] = {
-            "ranks": each.n_ranks,
-            "threads": each.n_threads(n_cores),
-            "versions": player.versions,
-            "start_s": round(player.start_s, 1),
-            **speeds,
-        }
-        if decode := speeds.get("decode_tokens_per_s"):
-            steps_per_s = decode["median"] / len(task.lengths)
-            own["read_bandwidth_share"] = round(steps_per_s * floor_s, 3)
-    return figures
+def text_of(files: ModelFiles) -> list[int]:
+    """What every engine weighs; nothing where the model has no tokenizer."""
+    try:
+        return load_tokenizer(files.path).encode(TEXT.read_text())
+    except UsageError:
+        return []
+
+
+def engine_figures(engine: Engine, task: Task, turns: Turns, n_cores: int) -> dict[str, Any]:
+    """What was measured of one engine."""
+    name = engine.name
+    return {
+        "form": engine.form,
+        "ranks": engine.n_ranks,
+        "threads": engine.n_threads(n_cores),
+        "versions": turns.players[name].versions,
+        **task.spreads(turns.runs[name]),
+        "start_to_first_token_s": spread(turns.first_token_s[name]),
+        "weight_bytes_per_step": turns.step_bytes[name],
+        "peak_rss_bytes": turns.peak_bytes[name],
+    } | ({"perplexity": float(f"{math.exp(turns.nats[name]):.5g}")} if turns.nats else {})
+
+
+def shares(
+    args: ModelArgs, task: Task, runs: Sequence[Run], step_bytes: int, best: Rates
+) -> dict[str, float]:
+    """Which part of its time an engine would take at the machine's own rates of these runs.
+
+    Of a decode step, to read its weights; of prefill, for its products in float32.
+    """
+    found = {}
+    speeds = task.spreads(runs)
+    if decode := speeds.get("decode_tokens_per_s"):
+        steps_per_s = decode["median"] / len(task.lengths)
+        found["read_bandwidth_share"] = steps_per_s * step_bytes / best.read_bytes_per_s
+    if prefill := speeds.get("prefill_tokens_per_s"):
+        prompts_per_s = prefill["median"] / sum(task.lengths)
+        n_flops = prefill_flops(args, task.lengths)
+        found["product_rate_share"] = prompts_per_s * n_flops / best.product_flops_per_s
+    return {key: round(value, 3) for key, value in found.items()}
 
 
 def all_ratios(task: Task, turns: Turns) -> dict[str, dict[str, Any]]:
@@ -114,13 +156,6 @@ def all_ratios(task: Task, turns: Turns) -> dict[str, dict[str, Any]]:
     }
 
 
-def step_bytes(args: ModelArgs, batch: int) -> int:
-    """Bytes of float32 weights that one decode step of so many sequences must read."""
-    precision = Precision.plain("float32")
-    whole = weight_bytes(args, make_plan(args, 1).shares[0], precision)
-    return whole - bytes_passed_over(args, batch, precision)
-
-
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -131,14 +166,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, compare, print; the exit code."""
     parser = _parser()
     flags = parser.parse_args(arguments)
-    chosen = [replace(each, python=each.python or flags.vllm_python) for each in flags.engines]
+    chosen = [
+        replace(each, python=getattr(flags, each.python_flag)) if each.python_flag else each
+        for each in flags.engines
+    ]
     sizes = flags.task, flags.prompt_tokens, flags.new_tokens
+    counts = flags.repeat, flags.streams, flags.starts
     try:
-        result = compare(flags.model, *sizes, chosen, flags.repeat, flags.streams)
+        result = compare(flags.model, *sizes, chosen, *counts)
     except (UsageError, CheckpointError) as error:
         parser.error(str(error))
     print(json.dumps(result) if flags.json else report(result))
-    wrong = any(own["agreement"]["wrong"] for own in result["engines"].values())
+    if flags.plot is not None:
+        flags.plot.write_text(svg(charts(result)))
+    wrong = any(own["agreement"].get("wrong") for own in result["engines"].values())
     return int(wrong or bool(result["failed"]))
 
 
@@ -150,15 +191,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engines",
         type=engines,
-        default="ours:1,transformers,llama-models,vllm",
-        help="ours:N, transformers, llama-models, vllm; the first gives the tokens to agree with",
+        default="ours:1,transformers,llama-models,vllm,llama.cpp,ctranslate2",
+        help="NAME[:RANKS][@FORM], as ours:2 or llama.cpp@Q8_0; the first of float32 gives the "
+        "tokens to agree with",
     )
     parser.add_argument("--streams", type=_whole, default=1, help="prompts at once of a stream")
     length = "length of the prompt, or the longest"
     parser.add_argument("--prompt-tokens", type=_whole, default=512, help=length)
     parser.add_argument("--new-tokens", type=_whole, default=64, help="for each prompt")
     parser.add_argument("--repeat", type=_whole, default=5, help="turns after the one to warm up")
+    parser.add_argument("--starts", type=_whole, default=1, help="fresh processes of each engine")
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python of vLLM's environment")
+    parser.add_argument(
+        "--peers-python", metavar="PATH", help="the Python that has llama.cpp and CTranslate2"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw speed over weights")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -4,8 +4,8 @@ It stays loaded and waits between its turns, so that a start of minutes is paid 
 
     python -m launch.bench.player ENGINE_MODULE SETUP
 
-The first line that this writes has the engine's versions; then each line that it reads has prompts,
-and each that it writes a run. It ends when its input does.
+The first line that this writes has the engine's versions; then each line that it reads has a method
+of `Loaded` and its arguments, and each that it writes what that gives. It ends when its input does.
 """
 
 import json
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -69,17 +69,26 @@ class Player:
 
         Raises: EngineError if the engine fails or gives another number of tokens than asked for.
         """
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"prompts": prompts, "n_new": n_new}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._failure("ended") from None
-        run = Run(**self._hear(TURN_LIMIT_S))
+        run = Run(**self._ask("answer", prompts=prompts, n_new=n_new))
         lengths = [len(tokens) for tokens in run.tokens]
         if lengths != [n_new] * len(prompts):
             raise EngineError(f"was asked for {n_new} tokens a prompt and gave {lengths}")
         return run
+
+    def nats(self, tokens: list[int]) -> float:
+        """As `Loaded.nats`.
+
+        Raises: EngineError if the engine fails.
+        """
+        nats: float = self._ask("nats", tokens=tokens)
+        return nats
+
+    def peak_bytes(self) -> int:
+        """The most memory that the engine's processes have held, each by itself, summed.
+
+        What several of them share counts for each.
+        """
+        return sum(map(_peak_bytes, _family(self._process.pid)))
 
     def close(self) -> None:
         """End the engine: by the end of its input, and by force if that is not enough."""
@@ -97,7 +106,16 @@ class Player:
         self._process.stdout.close()
         self._log.close()
 
-    def _hear(self, limit_s: float) -> dict[str, Any]:
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps([method, arguments]) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure("ended") from None
+        return self._hear(TURN_LIMIT_S)
+
+    def _hear(self, limit_s: float) -> Any:
         """The next line. It is short and written at once, so that it is whole when it begins."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -107,8 +125,7 @@ class Player:
         line = self._process.stdout.readline()
         if not line:
             raise self._failure("ended")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return json.loads(line)
 
     def _failure(self, what: str) -> EngineError:
         self._log.seek(0)
@@ -121,20 +138,36 @@ class Player:
             os.killpg(self._process.pid, number)
 
 
+def _family(pid: int) -> Iterator[int]:
+    """A process, and all that it and they have started and that still run."""
+    yield pid
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            yield from _family(int(child))
+
+
+def _peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    peak = status.partition("VmHWM:")[2].split()[:1]  # none of a process that is over
+    return int(peak[0]) << 10 if peak else 0
+
+
 def main() -> None:
     """Load the engine that the command line names, and answer until the input ends."""
     name, setup = sys.argv[1:]
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print to stdout goes to stderr from here on
 
-    def say(message: dict[str, Any]) -> None:
+    def say(message: Any) -> None:
         print(json.dumps(message), file=channel, flush=True)
 
     engine = import_module(f"launch.bench.engines.{name}")
-    answer = engine.load(Setup(**json.loads(setup)))
+    loaded = engine.load(Setup(**json.loads(setup)))
     say({"versions": engine.VERSIONS})
     for line in sys.stdin:
-        say(asdict(answer(**json.loads(line))))
+        method, arguments = json.loads(line)
+        said = getattr(loaded, method)(**arguments)
+        say(asdict(said) if isinstance(said, Run) else said)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 460, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 56, 48
-_COLORS = "#0969da", "#cf222e", "#8250df", "#9a6700", "#1a7f37"
+_LEFT, _RIGHT, _BOTTOM = 64, 16, 48
+_COLORS = (
+    "#0969da", "#cf222e", "#8250df", "#9a6700", "#1a7f37", "#bf3989", "#57606a", "#bc4c00",
+)  # fmt: skip
+_TICK_WIDTH = 40
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines through points (x, y), each above 0; a line may be shorter than the others."""
+    """Lines through points (x, y), each above 0; one of a single point is a dot."""
 
     title: str
     x_label: str
@@ -36,10 +39,11 @@ def svg(charts: Sequence[Chart]) -> str:
 def _drawn(chart: Chart) -> Iterator[str]:
     points = [point for line in chart.lines.values() for point in line]
     (x_low, x_high), (y_low, y_high) = (_decades(values) for values in zip(*points, strict=True))
+    top = 26 + (len(chart.lines) + 1) // 2 * 15  # below the names, which stand in two columns
 
     def place(x: float, y: float) -> tuple[float, float]:
         right = (math.log10(x) - x_low) / (x_high - x_low) * (WIDTH - _LEFT - _RIGHT)
-        up = (math.log10(y) - y_low) / (y_high - y_low) * (HEIGHT - _TOP - _BOTTOM)
+        up = (math.log10(y) - y_low) / (y_high - y_low) * (HEIGHT - top - _BOTTOM)
         return round(_LEFT + right, 1), round(HEIGHT - _BOTTOM - up, 1)
 
     yield _text(_LEFT, 18, chart.title, weight="bold")
@@ -48,13 +52,20 @@ def _drawn(chart: Chart) -> Iterator[str]:
         x, y = place(10**x_low, 10**decade)
         yield f'<path d="M{x} {y}H{WIDTH - _RIGHT}" stroke="#d1d9e0"/>'
         yield _text(x - 6, y + 4, f"{10.0**decade:g}", anchor="end")
+    free = 0.0  # from here on there is room for the number of another tick
     for at in sorted({x for x, _ in points}):
         x, y = place(at, 10**y_low)
-        yield f'<path d="M{x} {y}v4" stroke="#1f2328"/>' + _text(x, y + 18, f"{at:g}", "middle")
+        yield f'<path d="M{x} {y}v4" stroke="#1f2328"/>'
+        if x >= free:
+            yield _text(x, y + 18, f"{at:g}", "middle")
+            free = x + _TICK_WIDTH
     for number, (name, line) in enumerate(chart.lines.items()):
         color = _COLORS[number % len(_COLORS)]
         path = " ".join(f"{x},{y}" for x, y in (place(*point) for point in line))
         yield f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>'
+        if len(line) == 1:
+            x, y = place(*line[0])
+            yield f'<circle cx="{x}" cy="{y}" r="4" fill="{color}"/>'
         yield _text(_LEFT + number % 2 * 190, 34 + number // 2 * 15, name, color=color)
 
 

@@ -1,26 +1,41 @@
 """The result of a comparison as text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_LABELS = {
-    "prefill_tokens_per_s": "prefill, tokens/s",
-    "decode_tokens_per_s": "decode, tokens/s",
-    "new_tokens_per_s": "new tokens/s",
-    "total_s": "seconds",
-    "read_bandwidth_share": "of memory's rate",
+# A column: its heading, and how it shows what an engine has under its key.
+Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
+
+
+def _spread(values: Mapping[str, float]) -> str:
+    return f"{values['median']:g} ({values['min']:g} to {values['max']:g})"
+
+
+_SPEEDS: Columns = {
+    "prefill_tokens_per_s": ("prefill, tokens/s", _spread),
+    "product_rate_share": ("of float32's products", "{:.0%}".format),
+    "decode_tokens_per_s": ("decode, tokens/s", _spread),
+    "read_bandwidth_share": ("of memory's rate", "{:.0%}".format),
+    "new_tokens_per_s": ("new tokens/s", _spread),
+    "total_s": ("seconds", _spread),
+}
+_COSTS: Columns = {
+    "weight_bytes_per_step": ("weights of a step, MB", lambda n: f"{n / 1e6:.1f}"),
+    "start_to_first_token_s": ("start to first token, s", _spread),
+    "peak_rss_bytes": ("memory at most, MB", lambda n: f"{n / 1e6:.0f}"),
+    "perplexity": ("perplexity", "{:.4g}".format),
 }
 
 
 def report(result: dict[str, Any]) -> str:
-    """Tables of speeds, ratios, agreement and versions, and who is not in them."""
+    """Tables of speeds, costs, ratios, agreement and versions, and who is not in them."""
     blocks = [_heading(result)]
     if engines := result["engines"]:
-        blocks.append(_table("", engines))
+        blocks += [_table("", engines, _SPEEDS), _table("", engines, _COSTS)]
         for name, peers in result["ratios"].items():
             if peers:
                 rows = {f"... x {peer}": own for peer, own in peers.items()}
-                blocks.append(_table(f"{name} is", rows))
+                blocks.append(_table(f"{name} is", rows, _SPEEDS))
         blocks += [_agreement(engines), _versions(engines)]
     blocks += [f"{name} was left out: {why}" for name, why in result["absent"].items()]
     blocks += [f"{name} FAILED: {why}" for name, why in result["failed"].items()]
@@ -35,29 +50,36 @@ def _heading(result: dict[str, Any]) -> str:
         each = f"{lengths[0]}" if lengths[0] == lengths[-1] else f"{lengths[0]} to {lengths[-1]}"
         prompts = f"{len(lengths)} prompts of {each} tokens, {total} in all"
     return (
-        f"{result['model']}, {result['dtype']}; {prompts}; {result['new_tokens']} new for each\n"
+        f"{result['model']}; {prompts}; {result['new_tokens']} new for each\n"
         f"{result['processor']}, {len(result['cores'])} cores, which read memory at "
-        f"{result['read_bytes_per_s'] / 1e9:.1f} GB/s\n"
-        f"turns: {result['turns']}; median (least to most)"
+        f"{result['read_bytes_per_s'] / 1e9:.1f} GB/s and multiply float32 matrices at "
+        f"{result['product_flops_per_s'] / 1e9:.0f} GFLOP/s\n"
+        f"turns: {result['turns']}; median (least to most); "
+        f"perplexity of {result['text_tokens']} tokens"
     )
 
 
-def _table(corner: str, rows: dict[str, dict[str, Any]]) -> str:
-    keys = [key for key in _LABELS if key in next(iter(rows.values()))]
-    cells = [[name, *(_cell(own[key]) for key in keys)] for name, own in rows.items()]
-    return _columns([[corner, *(_LABELS[key] for key in keys)], *cells])
+def _table(corner: str, rows: dict[str, dict[str, Any]], columns: Columns) -> str:
+    shown = {key: how for key, how in columns.items() if any(key in own for own in rows.values())}
+    cells = [
+        [name, *(show(own[key]) if key in own else "-" for key, (_, show) in shown.items())]
+        for name, own in rows.items()
+    ]
+    return _columns([[corner, *(heading for heading, _ in shown.values())], *cells])
 
 
 def _agreement(engines: dict[str, Any]) -> str:
-    (reference, _), *others = engines.items()
-    rows = [[reference, "gives the tokens that the others are compared with"]]
-    for name, own in others:
+    rows = []
+    for name, own in engines.items():
         agreement = own["agreement"]
+        if agreement["with"] == name:
+            rows.append([name, "gives the tokens that the others are compared with"])
+            continue
         text = (
             f"{agreement['tokens']} of {agreement['of_tokens']} tokens the same, all of them for "
             f"{agreement['prompts']} of {agreement['of_prompts']} prompts"
         )
-        if first := agreement["first_difference"]:
+        if first := agreement.get("first_difference"):
             text += (
                 f"; {agreement['near_ties']} near ties, {agreement['wrong']} wrong; the first: "
                 f"turn {first['turn']}, prompt {first['prompt']}, token {first['token']}, "
@@ -72,14 +94,8 @@ def _versions(engines: dict[str, Any]) -> str:
     for name, own in engines.items():
         versions = ", ".join(f"{package} {version}" for package, version in own["versions"].items())
         threads = f"ranks: {own['ranks']}, threads of each: {own['threads']}"
-        rows.append([name, threads, f"started in {own['start_s']:.0f} s", versions])
+        rows.append([name, own["form"], threads, versions])
     return _columns(rows)
-
-
-def _cell(values: dict[str, float] | float) -> str:
-    if isinstance(values, float):
-        return f"{values:.0%}"
-    return f"{values['median']:g} ({values['min']:g} to {values['max']:g})"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:

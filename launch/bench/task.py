@@ -43,11 +43,11 @@ class Task:
         if self.kind == "ragged":
             n_tokens = len(self.lengths) * self.n_new
             return {"new_tokens_per_s": n_tokens / run.total_s, "total_s": run.total_s}
-        figures = {"prefill_tokens_per_s": sum(self.lengths) / run.first_token_s}
+        prefill_s = run.first_token_s if run.prefill_s is None else run.prefill_s
+        figures = {"prefill_tokens_per_s": sum(self.lengths) / prefill_s}
         if self.n_new > 1:
-            decode_s = run.total_s - run.first_token_s
-            n_tokens = len(self.lengths) * (self.n_new - 1)
-            figures["decode_tokens_per_s"] = n_tokens / decode_s
+            n_tokens = len(self.lengths) * (self.n_new - 1) - run.n_early
+            figures["decode_tokens_per_s"] = n_tokens / (run.total_s - prefill_s)
         return figures
 
     def spreads(self, runs: Sequence[Run]) -> dict[str, Spread]:

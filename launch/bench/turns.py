@@ -2,35 +2,35 @@
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
-import torch
-
-from launch.bench.engines import Engine, Layout, Run, Setup
+from launch.bench.engines import Engine, Run, Setup
+from launch.bench.machine import Rates, rates
 from launch.bench.player import EngineError, Player
 from launch.bench.task import Task
-from parallel_llama.engine.machine import measure
-from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.parallel.collectives import Solo
-from parallel_llama.reshard.reshard import reshard
+from launch.bench.weights import Weights
 
 
 @dataclass
 class Turns:
     """The engines that were started, the runs of those that got through, and why others did not.
 
-    `read_rates` is how many bytes of memory could be read in a second as each turn began.
+    `rates` is what the machine could do as each turn began. By engine, `step_bytes` is what a
+    decode step reads of its weights, `first_token_s` how long after its start each fresh process
+    gave its first token, `peak_bytes` the memory that it took, and `nats` what the text has.
     """
 
     players: dict[str, Player] = field(default_factory=dict)
     runs: dict[str, list[Run]] = field(default_factory=dict)
-    read_rates: list[float] = field(default_factory=list)
+    rates: list[Rates] = field(default_factory=list)
+    step_bytes: dict[str, int] = field(default_factory=dict)
+    first_token_s: dict[str, list[float]] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    nats: dict[str, float] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -41,64 +41,102 @@ class Turns:
 
 
 def play(
-    files: ModelFiles, task: Task, chosen: Sequence[Engine], n_turns: int, cores: tuple[int, ...]
+    weights: Weights,
+    task: Task,
+    chosen: Sequence[Engine],
+    n_turns: int,
+    n_starts: int,
+    text: list[int],
+    cores: tuple[int, ...],
 ) -> Turns:
-    """Start every engine that is there, one after the other, and let them take their turns."""
+    """Start every engine that is there, let them take their turns, and let each weigh the text."""
     turns = Turns(absent={each.name: why for each in chosen if (why := each.absence())})
     present = [each for each in chosen if each.name not in turns.absent]
+    rest_s = max((each.restless_s for each in present), default=0.0)
+    starts: dict[str, Callable[[], Player]] = {}
+    for each in present:
+        try:
+            starts[each.name] = _start(each, str(weights.path(each)), task, cores)
+            turns.step_bytes[each.name] = weights.step_bytes(each, len(task.lengths))
+        except EngineError as error:
+            turns.leave_out(each.name, error)
     with ExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folders: dict[Layout, Path] = {"source": files.path}
-        for layout in {each.layout for each in present} - {"source"}:
-            folders[layout] = home / layout
-            reshard(files, folders[layout], layout=layout, n_parts=1, dtype="float32")
-        for each in present:
-            n_threads, model = each.n_threads(len(cores)), str(folders[each.layout])
-            setup = Setup(model, n_threads, cores, len(task.lengths), task.max_seq_len)
-            _note(f"{each.name}: starting")
-            try:
-                player = turns.players[each.name] = Player(_command(each, setup), n_threads)
-                stack.callback(player.close)
-            except EngineError as error:
-                turns.leave_out(each.name, error)
-        rest_s = max((each.restless_s for each in present), default=0.0)
-        take_turns(turns, task, n_turns, partial(read_bytes_per_s, len(cores)), rest_s)
+        for _ in range(n_starts - 1):
+            with ExitStack() as these:
+                start_all(turns, starts, task, rest_s, these)
+        start_all(turns, starts, task, rest_s, stack)
+        take_turns(turns, task, n_turns, partial(rates, len(cores)), rest_s)
+        weigh(turns, text)
     return turns
 
 
-def take_turns(
-    turns: Turns, task: Task, n_turns: int, read_rate: Callable[[], float], rest_s: float
+def start_all(
+    turns: Turns,
+    starts: dict[str, Callable[[], Player]],
+    task: Task,
+    rest_s: float,
+    stack: ExitStack,
 ) -> None:
-    """Add every engine's runs after one turn, the 0th, to warm up.
+    """Start every engine and ask it once, as turn 0, which warms it up too; `stack` ends it.
+
+    One that fails is out, and is not started again.
+    """
+    for name, start in list(starts.items()):
+        _note(f"{name}: starting")
+        time.sleep(rest_s)
+        try:
+            player = turns.players[name] = stack.enter_context(closing(start()))
+            run = player.answer(task.prompts(0), task.n_new)
+            turns.first_token_s.setdefault(name, []).append(player.start_s + run.first_token_s)
+        except EngineError as error:
+            turns.leave_out(name, error)
+            del starts[name]
+
+
+def take_turns(
+    turns: Turns, task: Task, n_turns: int, look: Callable[[], Rates], rest_s: float
+) -> None:
+    """Add every engine's runs; turns count from 1.
 
     All get the same prompts in a turn, and each begins `rest_s` after the one before. An engine
     that fails is out, with all its runs.
     """
-    turns.runs |= {name: [] for name in turns.players}
-    for turn in range(n_turns + 1):
+    turns.runs |= {name: [] for name in turns.players if name not in turns.failed}
+    for turn in range(1, n_turns + 1):
         time.sleep(rest_s)
-        turns.read_rates.append(read_rate())
+        turns.rates.append(look())
         for name in list(turns.runs):
-            _note(f"{name}: turn {turn} of {n_turns}" if turn else f"{name}: warming up")
+            _note(f"{name}: turn {turn} of {n_turns}")
             time.sleep(rest_s)
             try:
-                run = turns.players[name].answer(task.prompts(turn), task.n_new)
-                if turn > 0:
-                    turns.runs[name].append(run)
+                turns.runs[name].append(turns.players[name].answer(task.prompts(turn), task.n_new))
             except EngineError as error:
                 turns.leave_out(name, error)
 
 
-def read_bytes_per_s(n_threads: int) -> float:
-    """How fast that many threads together read memory."""
-    torch.set_num_threads(n_threads)
-    return measure(Solo(), torch.device("cpu")).read_bytes_per_s
+def weigh(turns: Turns, text: list[int]) -> None:
+    """Ask every engine for its memory, and then for the text's nats, which take more of that."""
+    for name in list(turns.runs):
+        turns.peak_bytes[name] = turns.players[name].peak_bytes()
+        try:
+            if len(text) > 1:
+                turns.nats[name] = turns.players[name].nats(text)
+        except EngineError as error:
+            turns.leave_out(name, error)
+
+
+def _start(engine: Engine, model: str, task: Task, cores: tuple[int, ...]) -> Callable[[], Player]:
+    """What starts an engine with its part of the cores."""
+    n_threads = engine.n_threads(len(cores))
+    sizes = len(task.lengths), task.max_seq_len
+    setup = Setup(model, engine.form, engine.n_ranks, n_threads, cores, *sizes)
+    return partial(Player, _command(engine, setup), n_threads)
 
 
 def _command(engine: Engine, setup: Setup) -> list[str]:
     assert engine.python is not None
     player = ["-m", "launch.bench.player", engine.module, json.dumps(asdict(setup))]
-    if engine.n_ranks == 1:
+    if engine.n_ranks == 1 or not engine.under_torchrun:
         return [engine.python, *player]
     ranks = ["--standalone", f"--nproc-per-node={engine.n_ranks}"]
     return [engine.python, "-m", "torch.distributed.run", *ranks, *player]

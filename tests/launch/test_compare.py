@@ -4,19 +4,31 @@ import json
 import math
 import sys
 from argparse import ArgumentTypeError
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_folder import write_chat_folder
 
-from launch.bench.agreement import NEAR_TIE, Difference, differences, gaps, summary
+from launch.bench.agreement import (
+    NEAR_TIE,
+    Difference,
+    agreements,
+    counts,
+    differences,
+    gaps,
+    verdict,
+)
 from launch.bench.compare import all_ratios, main
 from launch.bench.engines import Run, engines
+from launch.bench.machine import Rates, prefill_flops
 from launch.bench.player import EngineError, Player
 from launch.bench.report import report
+from launch.bench.roofline import charts
 from launch.bench.task import make_task, spread
-from launch.bench.turns import Turns, take_turns
+from launch.bench.turns import Turns, start_all, take_turns
+from parallel_llama.config import ModelArgs
 
 STREAM = make_task("stream", 8, 5, vocab_size=100)
 RAGGED = make_task("ragged", 512, 64, vocab_size=100)
@@ -38,6 +50,16 @@ def test_every_turn_has_prompts_of_its_own_that_all_engines_share():
     assert not any(a == b for a, b in zip(first, RAGGED.prompts(turn=2), strict=True))
 
 
+def test_a_name_says_the_ranks_and_what_the_weights_are_kept_in():
+    names = "ours:2@bfloat16", "llama.cpp@Q8_0", "llama.cpp", "transformers:2"
+    chosen = engines(",".join(names))
+    assert [each.name for each in chosen] == list(names)
+    assert [each.module for each in chosen] == ["ours", "llama_cpp", "llama_cpp", "transformers"]
+    assert [each.form for each in chosen] == ["bfloat16", "Q8_0", "F32", "float32"]
+    assert [each.n_ranks for each in chosen] == [2, 1, 1, 2]
+    assert [each.is_exact for each in chosen] == [False, False, True, True]
+
+
 def test_ranks_of_ours_share_the_cores():
     one, three, peer = engines("ours:1,ours:3,transformers")
     assert [each.name for each in (one, three, peer)] == ["ours:1", "ours:3", "transformers"]
@@ -48,9 +70,11 @@ def test_ranks_of_ours_share_the_cores():
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("ours:1,llama.cpp", "'llama.cpp' is no engine; use ours, transformers"),
+        ("ours:1,mlc", "'mlc' is no engine; use ours, transformers"),
+        ("llama.cpp@Q9", "llama.cpp keeps weights as F32, F16, BF16, Q8_0"),
+        ("ours:1@", "ours keeps weights as float32"),
         ("", "'' is no engine"),
-        ("vllm:2", "only ours takes a number of ranks"),
+        ("vllm:2", "a number of ranks, as in ours:2, is for ours and transformers"),
         ("ours:0", "'0' is no number of ranks"),
         ("ours:", "'' is no number of ranks"),
         ("ours:1,ours:1", "names an engine twice"),
@@ -90,6 +114,14 @@ def test_the_tokens_of_all_streams_at_once_are_counted():
     assert figures["decode_tokens_per_s"]["median"] == 6.0
 
 
+def test_prefill_lasts_until_every_prompt_has_a_token():
+    """Where prompts are read one after the other, the first one's time is not that of all."""
+    task = make_task("stream", 8, 5, vocab_size=100, n_streams=3)
+    figures = task.spreads([Run([[1] * 5] * 3, 0.5, 3.0, prefill_s=2.0, n_early=2)])
+    assert figures["prefill_tokens_per_s"]["median"] == 12.0
+    assert figures["decode_tokens_per_s"]["median"] == 10.0
+
+
 def test_a_ragged_batch_is_timed_as_a_whole():
     figures = RAGGED.spreads([Run([], 1.0, 8.0)])
     assert {key: own["median"] for key, own in figures.items()} == {
@@ -121,16 +153,14 @@ def test_tokens_agree_up_to_the_first_difference_of_each_prompt():
     found = list(differences(runs, reference))
     assert found == [Difference(1, 1, 1, 5, 0), Difference(2, 1, 0, 8, 9)]
     gap = {found[0]: -NEAR_TIE / 2, found[1]: 2.0}
-    assert summary(runs, found, gap) == {
-        "tokens": 7,
-        "of_tokens": 12,
-        "prompts": 2,
-        "of_prompts": 4,
+    agree = {"tokens": 7, "of_tokens": 12, "prompts": 2, "of_prompts": 4}
+    assert counts(runs, found) == agree
+    assert verdict(found, gap) == {
         "near_ties": 1,
         "wrong": 1,
         "first_difference": {"turn": 1, "prompt": 1, "token": 1, "gap_nats": -NEAR_TIE / 2},
     }
-    assert summary(reference, [], {})["first_difference"] is None
+    assert verdict([], {})["first_difference"] is None
 
 
 @pytest.fixture(scope="module")
@@ -155,12 +185,40 @@ def test_a_gap_is_how_much_likelier_the_expected_token_is(folder):
     assert gaps(str(folder), [], prompts.__getitem__, reference) == {}
 
 
+def test_only_float32_weights_can_give_wrong_tokens(folder):
+    """The first engine has others here, and must not be what the tokens are compared with."""
+    runs = {
+        "llama.cpp@Q4_0": [Run([[9, 9]], 1, 1)],
+        "ours:1": [Run([[5, 6]], 1, 1)],
+        "transformers": [Run([[5, 7]], 1, 1)],
+    }
+    found = agreements(str(folder), runs, lambda _: [[3, 4]], exact=["ours:1", "transformers"])
+    assert found["llama.cpp@Q4_0"] == {
+        "tokens": 0, "of_tokens": 2, "prompts": 0, "of_prompts": 1, "with": "ours:1",
+    }  # fmt: skip
+    assert found["ours:1"]["tokens"] == 2 and found["ours:1"]["wrong"] == 0
+    weighed = found["transformers"]
+    assert weighed["tokens"] == 1 and weighed["wrong"] + weighed["near_ties"] == 1
+    alone = agreements(str(folder), {"vllm": runs["ours:1"]}, lambda _: [[3, 4]], exact=[])
+    assert alone["vllm"]["with"] == "vllm" and "wrong" not in alone["vllm"]
+
+
+def test_prefill_counts_every_product_with_a_weight_and_the_keys_that_are_seen():
+    args = ModelArgs(
+        dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=12, vocab_size=100
+    )
+    of_a_layer = 8 * 8 * 2 + 8 * 4 * 2 + 8 * 12 * 3
+    pairs = (5 * 6 + 3 * 4) // 2
+    attention = 2 * 2 * pairs * 8  # q k and p v, in two layers
+    assert prefill_flops(args, [5, 3]) == 2 * (8 * 2 * of_a_layer + attention + 2 * 800)
+
+
 # Answers each line; the first prompt's first token is how often it has been asked.
 FAKE = """
 import json, sys
 print(json.dumps({"versions": {"fake": "1"}}), flush=True)
 for number, line in enumerate(sys.stdin):
-    asked = json.loads(line)
+    _, asked = json.loads(line)
     tokens = [[number] * (asked["n_new"] - (number > 1)) for _ in asked["prompts"]]
     if number > 2:
         sys.exit("out of memory")
@@ -182,6 +240,30 @@ def test_an_engine_stays_loaded_and_says_why_it_ended():
         player.close()
 
 
+# An engine whose child's child is in a session of its own, as ranks and workers may be.
+HOLDS_MEMORY = """
+import json, subprocess, sys
+hold = "x = bytearray(64 << 20); print(1, flush=True); input()"
+start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+child = subprocess.Popen(
+    [sys.executable, "-c", start],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+)
+child.stdout.readline()
+x = bytearray(32 << 20)
+print(json.dumps({"versions": {}}), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_engine_has_the_memory_of_the_processes_that_it_started():
+    player = Player([sys.executable, "-c", HOLDS_MEMORY], n_threads=1)
+    try:
+        assert 96 << 20 < player.peak_bytes() < 192 << 20
+    finally:
+        player.close()
+
+
 def test_an_engine_that_does_not_start_is_an_error_with_its_last_words():
     with pytest.raises(EngineError, match="ended: no such weights"):
         Player([sys.executable, "-c", "import sys; sys.exit('no such weights')"], n_threads=1)
@@ -199,6 +281,8 @@ class NumberedTurns:
 class FakePlayer:
     """Notes its turns in a list that all share, and fails at the turn that it is told."""
 
+    start_s = 3.0
+
     def __init__(self, name, log, fails_at=None):
         self.name, self.log, self.fails_at = name, log, fails_at
 
@@ -209,15 +293,33 @@ class FakePlayer:
         self.log.append((self.name, prompt[0]))
         return Run([[prompt[0]] * n_new], 1.0, 2.0)
 
+    def close(self):
+        self.log.append((self.name, "closed"))
+
 
 def test_engines_take_turns_and_one_that_fails_is_out():
     log = []
     players = {"a": FakePlayer("a", log), "b": FakePlayer("b", log, fails_at=2)}
     turns = Turns(players)
-    take_turns(turns, NumberedTurns(), 3, lambda: 1e9, rest_s=0.0)
-    assert log == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3)]
-    assert [run.tokens for run in turns.runs["a"]] == [[[1]], [[2]], [[3]]]  # no warm-up
+    take_turns(turns, NumberedTurns(), 3, lambda: Rates(1e9, 1e9), rest_s=0.0)
+    assert log == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
+    assert [run.tokens for run in turns.runs["a"]] == [[[1]], [[2]], [[3]]]
     assert turns.failed == {"b": "tired"} and list(turns.runs) == ["a"]
+
+
+def test_a_start_is_timed_to_the_first_token_and_one_that_fails_is_not_tried_again():
+    log = []
+    turns = Turns()
+    starts = {
+        "a": lambda: FakePlayer("a", log),
+        "b": lambda: FakePlayer("b", log, fails_at=0),
+    }
+    for _ in range(2):
+        with ExitStack() as stack:
+            start_all(turns, starts, NumberedTurns(), 0.0, stack)
+    assert log == [("a", 0), ("b", "closed"), ("a", "closed"), ("a", 0), ("a", "closed")]
+    assert turns.first_token_s == {"a": [4.0, 4.0]}
+    assert turns.failed == {"b": "tired"}
 
 
 @pytest.mark.parametrize(
@@ -237,26 +339,55 @@ def test_wrong_use_ends_before_any_engine_starts(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+RESULT = {
+    "model": "tiny",
+    "prompt_tokens": [8, 8],
+    "read_bytes_per_s": 2e9,
+    "engines": {
+        name: {"weight_bytes_per_step": n_bytes, "decode_tokens_per_s": {"median": speed}}
+        for name, n_bytes, speed in (("ours:1", 4e8, 7), ("peer@F16", 2e8, 9), ("peer", 4e8, 5))
+    },
+}
+
+
+def test_a_chart_has_a_line_through_all_forms_of_an_engine_below_the_memory():
+    (chart,) = charts(RESULT)
+    assert chart.lines == {
+        "memory's rate": [(200, 20), (400, 10)],
+        "ours:1": [(400, 7)],
+        "peer": [(200, 9), (400, 5)],
+    }
+
+
 def test_one_command_measures_checks_and_reports(folder, capfd):
     """Every engine that is installed here, on a model whose heads divide by no number of ranks."""
-    engines = "ours:2,transformers,llama-models,vllm"
+    engines = "ours:1@bfloat16,ours:2,transformers,llama-models,vllm"
     arguments = ["--task=ragged", f"--model={folder}", f"--engines={engines}"]
     arguments += ["--prompt-tokens=31", "--new-tokens=4", "--repeat=1"]
     code = main([*arguments, "--json"])
     captured = capfd.readouterr()
     result = json.loads(captured.out)
     assert code == 0, captured.err
-    assert list(result["engines"]) == ["ours:2", "transformers", "llama-models"]
+    exact = ["ours:2", "transformers", "llama-models"]
+    assert list(result["engines"]) == ["ours:1@bfloat16", *exact]
     assert list(result["absent"]) == ["vllm"] and result["failed"] == {}
-    for own in result["engines"].values():
+    perplexity = result["engines"]["ours:2"]["perplexity"]
+    for own in (result["engines"][name] for name in exact):
         agreement = own["agreement"]
         assert agreement["of_prompts"] == 16 and agreement["of_tokens"] == 64
-        assert agreement["wrong"] == 0
+        assert agreement["wrong"] == 0 and agreement["with"] == "ours:2"
+        assert math.isclose(own["perplexity"], perplexity, rel_tol=1e-4)
+        assert own["start_to_first_token_s"]["median"] > 0 and own["peak_rss_bytes"] > 1e8
         assert agreement["tokens"] == 64 or agreement["near_ties"]
         assert math.isclose(
             own["new_tokens_per_s"]["median"] * own["total_s"]["median"], 64, rel_tol=1e-2
         )
     assert result["prompt_tokens"] == [16 + number for number in range(16)]
+    others = result["engines"]["ours:1@bfloat16"]
+    assert "wrong" not in others["agreement"] and others["perplexity"] != perplexity
+    assert math.isclose(others["perplexity"], perplexity, rel_tol=0.05)
+    whole = result["engines"]["ours:2"]["weight_bytes_per_step"]
+    assert whole / 2 < others["weight_bytes_per_step"] < whole * 0.6  # norms are float32
     assert result["ratios"]["ours:2"].keys() == {"transformers", "llama-models"}
     text = report(result)
     for part in ("16 prompts of 16 to 31 tokens", "ours:2 is", "vllm was left out: no Python"):

@@ -23,4 +23,6 @@ def test_a_chart_has_a_line_for_each_way() -> None:
     root = ElementTree.fromstring(svg([chart, chart]))
     lines = [node for node in root.iter() if node.tag.endswith("polyline")]
     assert len(lines) == 4
+    dots = [node for node in root.iter() if node.tag.endswith("circle")]
+    assert len(dots) == 2  # of the line that is one point, which nobody would see
     assert any(node.text == "a < b" for node in root.iter())

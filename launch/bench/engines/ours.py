@@ -1,29 +1,45 @@
-"""This runtime: the class that users hold, on one rank or on torchrun's."""
+"""This runtime: the class that users hold, which starts its other ranks itself."""
 
+import statistics
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 import parallel_llama
-from launch.bench.engines import Answer, Run, Setup
+from launch.bench.engines import Run, Setup
 from parallel_llama import LLM, SamplingParams
+from parallel_llama.dtypes import QUANTS
 
 VERSIONS = {"parallel_llama": parallel_llama.__version__, "torch": torch.__version__}
 
 
-def load(setup: Setup) -> Answer:
-    """The model on rank 0; the other ranks serve it from here on, and end with it."""
-    torch.set_num_threads(setup.n_threads)
-    # Without guesses: random prompts end in loops, and guessing them would flatter us.
-    return partial(answer, LLM(setup.model, dtype="float32", device="cpu", max_drafts=0))
+class Ours:
+    def __init__(self, setup: Setup) -> None:
+        torch.set_num_threads(setup.n_threads)
+        # Without guesses: random prompts end in loops, and guessing them would flatter us.
+        form = setup.form
+        kept = {"quant": form} if form in QUANTS else {"dtype": form}
+        self.llm = LLM(setup.model, tp_size=setup.n_ranks, device="cpu", max_drafts=0, **kept)
+
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+        params = SamplingParams(max_tokens=n_new, ignore_eos=True)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        first_token_s = prefill_s = 0.0
+        n_early = 0
+        started = time.perf_counter()
+        for output in self.llm.run(self.llm.input_processor.requests(prompts, params)):
+            tokens[output.index] += output.tokens
+            if not prefill_s:
+                so_far_s = time.perf_counter() - started
+                first_token_s = first_token_s or so_far_s
+                if all(tokens):
+                    prefill_s, n_early = so_far_s, sum(map(len, tokens)) - len(prompts)
+        total_s = time.perf_counter() - started
+        return Run(tokens, first_token_s, total_s, prefill_s, n_early)
+
+    def nats(self, tokens: Sequence[int]) -> float:
+        return -statistics.fmean(self.llm.score([tokens])[0])
 
 
-def answer(llm: LLM, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
-    params = SamplingParams(max_tokens=n_new, ignore_eos=True)
-    started = time.perf_counter()
-    completions = llm.generate(prompts, params)
-    total_s = time.perf_counter() - started
-    tokens = [list(completion.tokens) for completion in completions]
-    return Run(tokens, llm.statistics.first_token_s, total_s)
+load = Ours

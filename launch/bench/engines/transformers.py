@@ -1,11 +1,17 @@
-"""transformers: `generate` on one batch, padded on the left, with its own cache."""
+"""transformers: `generate` on one batch, padded on the left, with its own cache.
 
+On several ranks, those of torchrun, it has its own tensor parallelism. Rank 0 is asked and tells
+the others.
+"""
+
+import atexit
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 from transformers import (
     AutoModelForCausalLM,
@@ -14,7 +20,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from launch.bench.engines import Answer, Run, Setup
+from launch.bench.engines import Loaded, Run, Setup
 
 VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__}
 PAD_ID = 0  # any id: the attention mask hides it
@@ -31,32 +37,68 @@ class Clock(LogitsProcessor):
         return scores
 
 
-def load(setup: Setup) -> Answer:
+def load(setup: Setup) -> Loaded:
+    """The model; on a rank that is not asked, it serves rank 0 from here on, and ends with it."""
     torch.set_num_threads(setup.n_threads)
-    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32)
-    # What a call leaves unsaid is taken from here.
-    model.generation_config = greedy(1)
-    return partial(answer, model)
+    how = {"tp_plan": "auto"} if setup.n_ranks > 1 else {}
+    dtype = getattr(torch, setup.form)
+    whole = Whole(AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype, **how))
+    return whole if setup.n_ranks == 1 else Ranks(whole)
 
 
-@torch.inference_mode()
-def answer(model: Any, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.full((len(prompts), longest), PAD_ID)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    clock = Clock()
-    started = time.perf_counter()
-    output = model.generate(
-        ids,
-        attention_mask=mask,
-        generation_config=greedy(n_new),
-        logits_processor=LogitsProcessorList([clock]),
-    )
-    total_s = time.perf_counter() - started
-    return Run(output[:, longest:].tolist(), clock.first_s - started, total_s)
+class Whole:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        # What a call leaves unsaid is taken from here.
+        model.generation_config = greedy(1)
+
+    @torch.inference_mode()
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.full((len(prompts), longest), PAD_ID)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        clock = Clock()
+        started = time.perf_counter()
+        output = self.model.generate(
+            ids,
+            attention_mask=mask,
+            generation_config=greedy(n_new),
+            logits_processor=LogitsProcessorList([clock]),
+        )
+        total_s = time.perf_counter() - started
+        return Run(output[:, longest:].tolist(), clock.first_s - started, total_s)
+
+    @torch.inference_mode()
+    def nats(self, tokens: Sequence[int]) -> float:
+        ids = torch.tensor(tokens)
+        logits = self.model(ids[None, :-1]).logits[0]
+        return F.cross_entropy(logits.float(), ids[1:]).item()
+
+
+class Ranks:
+    """Rank 0 of some: what it is asked, all of them do."""
+
+    def __init__(self, whole: Whole) -> None:
+        self.whole = whole
+        while dist.get_rank() > 0:
+            call: list[Any] = [None]
+            dist.broadcast_object_list(call)
+            if call[0] is None:
+                raise SystemExit(0)
+            name, arguments = call[0]
+            getattr(whole, name)(*arguments)
+        atexit.register(dist.broadcast_object_list, [None])
+
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+        dist.broadcast_object_list([("answer", (prompts, n_new))])
+        return self.whole.answer(prompts, n_new)
+
+    def nats(self, tokens: Sequence[int]) -> float:
+        dist.broadcast_object_list([("nats", (tokens,))])
+        return self.whole.nats(tokens)
 
 
 def greedy(n_new: int) -> Any:

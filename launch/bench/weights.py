@@ -1,0 +1,81 @@
+"""The same weights for every engine, each in the files that it loads."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.bench.engines import Engine, Layout
+from launch.bench.gguf_weights import write_gguf
+from launch.bench.player import ROOT, EngineError
+from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import QUANTS, Precision
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.plan import bytes_passed_over, make_plan, weight_bytes
+from parallel_llama.reshard.reshard import reshard
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's files, and below `folder` what is made of them."""
+
+    files: ModelFiles
+    args: ModelArgs
+    folder: Path
+
+    def path(self, engine: Engine) -> Path:
+        """What an engine loads, made now if it is not there yet.
+
+        Raises: EngineError where it cannot be made.
+        """
+        base = self._base(engine.layout)
+        if not engine.converts:
+            return base
+        target = self.folder / f"{engine.module}-{engine.form}"
+        if not target.exists():
+            assert engine.python is not None
+            arguments = [engine.module, str(base), str(target), engine.form]
+            command = [engine.python, "-m", "launch.bench.convert", *arguments]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            if done.returncode:
+                said = (done.stderr.strip() or "nothing").splitlines()
+                raise EngineError(f"its weights could not be made: {said[-1]}")
+        return target
+
+    def step_bytes(self, engine: Engine, batch: int) -> int:
+        """Bytes of weights that one decode step of so many sequences must read.
+
+        Of files that an engine has made for itself, the part that the values read are of all.
+        """
+        precision = _precision(engine)
+        whole = weight_bytes(self.args, make_plan(self.args, 1).shares[0], precision)
+        read = whole - bytes_passed_over(self.args, batch, precision)
+        return round(_size(self.path(engine)) * read / whole) if engine.converts else read
+
+    def _base(self, layout: Layout) -> Path:
+        """The model in a layout, in float32."""
+        target = self.folder / layout
+        if target.exists():
+            return target
+        if layout != "gguf":
+            reshard(self.files, target, layout=layout, n_parts=1, dtype="float32")
+            return target
+        try:
+            write_gguf(self.files, self.args, target)
+        except UsageError as error:
+            raise EngineError(str(error)) from error
+        return target
+
+
+def _precision(engine: Engine) -> Precision:
+    """What an engine makes of the numbers of its files as it loads them."""
+    if engine.converts:
+        return Precision.plain("float32")
+    if engine.form in QUANTS:
+        return Precision.on("cpu", "float32", engine.form)
+    return Precision.on("cpu", engine.form)
+
+
+def _size(path: Path) -> int:
+    """Bytes of the file that holds the weights, which CTranslate2 has in a folder."""
+    return (path / "model.bin" if path.is_dir() else path).stat().st_size

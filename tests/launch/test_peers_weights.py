@@ -1,0 +1,120 @@
+"""What engines load is the same weights: a GGUF file, and what runtimes make of it."""
+
+import importlib.util
+import json
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_folder import write_chat_folder
+from tiny_models import TINY_MODELS, write_hf
+
+from launch.bench.compare import main
+from launch.bench.engines import engines
+from launch.bench.gguf_weights import write_gguf
+from launch.bench.player import EngineError
+from launch.bench.weights import Weights
+from parallel_llama import LLM
+from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
+from parallel_llama.config import load_model_args
+from parallel_llama.errors import UsageError
+from parallel_llama.families import parameters
+from parallel_llama.files.model_files import find_model
+
+
+def weights_of(name: str, folder: Path) -> Weights:
+    write_hf(TINY_MODELS[name], folder / "hf")
+    files = find_model(str(folder / "hf"))
+    (folder / "made").mkdir()
+    return Weights(files, load_model_args(files, meta_vocab_size), folder / "made")
+
+
+@pytest.mark.parametrize(
+    "name", ["9/3", "10/2 all biases, tied", "8/2 qwen2", "8/4 qwen3, bias, tied"]
+)
+def test_a_gguf_file_has_the_folders_weights(name, tmp_path):
+    made = weights_of(name, tmp_path)
+    write_gguf(made.files, made.args, tmp_path / "model.gguf")
+    files = find_model(str(tmp_path / "model.gguf"))
+    args = load_model_args(files, meta_vocab_size)
+    for key in ("dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "norm_eps"):
+        assert getattr(args, key) == pytest.approx(getattr(made.args, key), rel=1e-7), key
+    with (
+        closing(open_checkpoint(files, args)) as read,
+        closing(open_checkpoint(made.files, made.args)) as source,
+    ):
+        read.check(args)
+        for param in parameters(made.args):
+            rows = range(param.shape[param.dim])
+            expected = source.read(param, rows).float()
+            torch.testing.assert_close(read.read(param, rows), expected, rtol=0, atol=0)
+
+
+def test_a_gguf_file_gives_the_folders_tokens(tmp_path):
+    made = weights_of("9/3", tmp_path)
+    write_gguf(made.files, made.args, tmp_path / "model.gguf")
+    tokens = list(range(3, 20))
+    scores = []
+    for path in (made.files.path, tmp_path / "model.gguf"):
+        with LLM(str(path), dtype="float32", device="cpu") as llm:
+            scores.append(llm.score([tokens]))
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("name", ["8/1 gemma", "8/2 qwen2, window", "9/3 llama3, wide heads"])
+def test_a_model_that_its_sizes_do_not_tell_is_refused(name, tmp_path):
+    made = weights_of(name, tmp_path)
+    with pytest.raises(UsageError, match="only written of plain models"):
+        write_gguf(made.files, made.args, tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.parametrize(("name", "share"), [("9/3 tied", 1.0), ("9/3", None)])
+def test_a_step_reads_an_engines_own_file_but_for_what_is_looked_up(name, share, tmp_path):
+    made = weights_of(name, tmp_path)
+    ours, half, eight, peer = engines("ours:1,ours:1@float16,ours:1@int8,llama.cpp@Q8_0")
+    (made.folder / "llama_cpp-Q8_0").write_bytes(bytes(10_000))
+    values = made.step_bytes(ours, batch=1) // 4
+    n_norms = (2 * made.args.n_layers + 1) * made.args.dim
+    assert made.step_bytes(half, batch=1) == 2 * (values + n_norms)
+    n_matrices = values - n_norms
+    assert (
+        34 / 32 * n_matrices * 0.99
+        < made.step_bytes(eight, batch=1) - 4 * n_norms
+        <= 34 / 32 * n_matrices
+    )
+    looked_up = made.args.vocab_size * made.args.dim
+    expected = share or values / (values + looked_up)
+    assert made.step_bytes(peer, batch=1) == round(10_000 * expected)
+
+
+def test_weights_that_an_engine_cannot_make_are_told_with_its_last_words(tmp_path):
+    made = weights_of("9/3", tmp_path)
+    (llama_models,) = engines("llama-models")
+    with pytest.raises(EngineError, match=r"could not be made: AttributeError.*'convert'"):
+        made.path(replace(llama_models, converts=True))
+
+
+PEERS = {"llama_cpp": "llama.cpp,llama.cpp@Q8_0", "ctranslate2": "ctranslate2,ctranslate2@int8"}
+
+
+@pytest.mark.parametrize("package", PEERS)
+def test_a_peer_has_the_same_tokens_in_float32_and_nearly_the_same_perplexity_in_8_bits(
+    package, tmp_path, capfd
+):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    folder = write_chat_folder(tmp_path / "tiny")
+    arguments = [f"--model={folder}", f"--engines=ours:1,{PEERS[package]}", "--streams=3"]
+    arguments += ["--prompt-tokens=19", "--new-tokens=5", "--repeat=1", "--json"]
+    code = main([*arguments, f"--peers-python={sys.executable}"])
+    captured = capfd.readouterr()
+    assert code == 0, captured.err
+    ours, exact, eight = json.loads(captured.out)["engines"].values()
+    assert exact["agreement"]["wrong"] == 0
+    assert exact["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-3)
+    assert eight["perplexity"] == pytest.approx(ours["perplexity"], rel=0.05)
+    assert eight["weight_bytes_per_step"] < exact["weight_bytes_per_step"] * 0.6
