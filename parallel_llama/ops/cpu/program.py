@@ -19,6 +19,7 @@ from llvmlite import ir
 
 from parallel_llama.ops.cpu.builder import F64, I32, I64, VOID, Lanes, Thread, Value
 from parallel_llama.ops.cpu.byte_dots import ByteDots
+from parallel_llama.ops.cpu.code_cache import machine_code
 
 Body = Callable[[ir.IRBuilder, Thread, list[Value]], None]  # what builds a kernel
 
@@ -116,14 +117,24 @@ def _linked(module: ir.Module, library: ctypes.CDLL) -> llvm.ResourceTracker:
     """The machine code, which lives as long as this object; it has the address of `entry`."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        cpu=cpu, features=features, opt=3
     )
-    code = llvm.parse_assembly(str(module))
-    code.verify()
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
-    passes.getModulePassManager().run(code, passes)
-    linker = llvm.JITLibraryBuilder().add_object_img(machine.emit_object(code))
+    text = str(module)
+    made_by = f"{llvm.llvm_version_info} {machine.triple} {cpu} {features}"
+    code = machine_code(f"{made_by}\n{text}", lambda: _optimised(text, machine))
+    linker = llvm.JITLibraryBuilder().add_object_img(code)
     for name in _FROM_OPENMP:
         linker.import_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     return linker.export_symbol("entry").link(llvm.create_lljit_compiler(machine), module.name)
+
+
+def _optimised(text: str, machine: llvm.TargetMachine) -> bytes:
+    """The machine code of a module in LLVM's intermediate representation."""
+    module = llvm.parse_assembly(text)
+    module.verify()
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+    passes.getModulePassManager().run(module, passes)
+    code: bytes = machine.emit_object(module)
+    return code
