@@ -18,6 +18,7 @@ from parallel_llama.engine.kv_capacity import memory_for
 from parallel_llama.engine.spread_cache import CachePart, mask_of
 from parallel_llama.families.model_args import layer_groups
 from parallel_llama.model.batch import Batch, GroupBatch, QueryTile, SinkTile
+from parallel_llama.model.decode_program import DecodePrograms
 from parallel_llama.model.kv_cache import Blocks, KVCache, part_of, slices_of, slots_of
 from parallel_llama.model.rope import RotaryTables, rotary_of_windows, turns_back
 from parallel_llama.model.transformer import Transformer
@@ -127,6 +128,7 @@ class ModelRunner:
             )
             for group, n in zip(self.groups, n_blocks, strict=True)
         )
+        self._steps = DecodePrograms(self.model, self.caches)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
@@ -137,7 +139,7 @@ class ModelRunner:
         Collective: those of `Transformer.forward`.
         """
         with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
-            return self.model(self.batch(chunks, rows), self.caches)  # type: ignore[no-any-return]
+            return self._steps(self.batch(chunks, rows))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -157,13 +159,15 @@ class ModelRunner:
         """What the model is told of some chunks: their tokens, places, and what each sees."""
         assert all(chunk.tokens for chunk in chunks)
         rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        is_all = rows is None or list(rows) == list(range(len(tokens)))
         return Batch(
-            tokens=self._int64([token for chunk in chunks for token in chunk.tokens]),
+            tokens=self._int64(tokens),
             groups=tuple(
                 self._group_batch(number, chunks, rotations[rotary])
                 for number, rotary in enumerate(self._rotary_of)
             ),
-            rows=None if rows is None else self._int64(rows),
+            rows=None if rows is None or is_all else self._int64(rows),
         )
 
     def _group_batch(self, number: int, chunks: Sequence[Chunk], rotations: Tensor) -> GroupBatch:

@@ -79,9 +79,8 @@ class Attention(nn.Module):
         qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
         if self.qk_norm:
             n_rotated = self.n_local_heads + self.n_local_kv_heads
-            q, k = qkv[:, : self.n_local_heads], qkv[:, self.n_local_heads : n_rotated]
-            q.copy_(self.q_norm(q.contiguous()))
-            k.copy_(self.k_norm(k.contiguous()))
+            self.q_norm.in_place(qkv[:, : self.n_local_heads])
+            self.k_norm.in_place(qkv[:, self.n_local_heads : n_rotated])
         self.ops.rotate_and_store(qkv, own.rotations, own.slots, *cache.layer(self.layer))
         q = qkv[:, : self.n_local_heads]
         if self.share.peers:

@@ -93,11 +93,11 @@ def summed(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
     first = terms[0][0]
     y = first.weight.apply(terms[0][1], first.ops)  # [T, out_features] partial
     for layer, x in terms[1:]:
-        y += layer.weight.apply(x, layer.ops)
-    y = first.comm.all_reduce(y)  # [T, out_features] replicated
+        y = first.ops.add_(y, layer.weight.apply(x, layer.ops))
+    y = first.ops.all_reduce(y, first.comm)  # [T, out_features] replicated
     for layer, _ in terms:
         if layer.bias is not None:  # after the sum: it counts once
-            y = y + layer.bias.values
+            y = first.ops.add_(y, layer.bias.values)
     return y
 
 
@@ -138,6 +138,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight.values, self.eps, self.offset)
+
+    def in_place(self, x: Tensor) -> None:
+        """The same of heads where they lie. Shapes: x [T, H, dim]."""
+        self.ops.rms_norm_(x, self.weight.values, self.eps, self.offset)
 
 
 class LayerNorm(nn.Module):

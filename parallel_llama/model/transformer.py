@@ -84,6 +84,7 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
+        self.ops = ops
         self.attention = Attention(args, share, layer, comm, ops, dtype)
         feed_forward: type[FeedForward | MixtureOfExperts]
         feed_forward = MixtureOfExperts if args.n_experts else FeedForward
@@ -107,9 +108,9 @@ class TransformerBlock(nn.Module):
         o = self.attention(self.attention_norm(x), batch, caches, rows)
         if self.post_norms:
             o = self.post_attention_norm(o)
-        x = o.add_(x if rows is None else x[rows])
+        x = self.ops.add_(o, x if rows is None else x[rows])
         y = self.feed_forward(self.ffn_norm(x))
-        return x.add_(self.post_ffn_norm(y) if self.post_norms else y)
+        return self.ops.add_(x, self.post_ffn_norm(y) if self.post_norms else y)
 
 
 class ParallelBlock(TransformerBlock):
@@ -129,7 +130,8 @@ class ParallelBlock(TransformerBlock):
         if self.ffn_norm is not None:
             normed = self.ffn_norm(x)
         h = self.feed_forward.channels(normed)  # [T, channels] local
-        return x.add_(summed((self.attention.wo, o), (self.feed_forward.w2, h)))
+        y = summed((self.attention.wo, o), (self.feed_forward.w2, h))
+        return self.ops.add_(x, y)
 
 
 class Transformer(nn.Module):
@@ -171,9 +173,20 @@ class Transformer(nn.Module):
         Collective: 2 n_layers + 1 all_reduces; n_layers + 1 with parallel blocks; two all_gathers
         more for each layer where the cache's tokens are spread.
         """
-        x = self.tok_embeddings(batch.tokens)  # [T, dim] replicated
+        return self.blocks(self.embedded(batch.tokens), batch, caches)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """The residual stream before the first block. Shapes: [T] -> [T, dim] replicated.
+
+        Collective: one all_reduce.
+        """
+        x: Tensor = self.tok_embeddings(tokens)
         if self._embedding_scale != 1:
             x.mul_(self._embedding_scale)
+        return x
+
+    def blocks(self, x: Tensor, batch: Batch, caches: Sequence[KVCache]) -> Tensor:
+        """What `forward` does after the embedding; it changes x."""
         *others, last = self.layers
         for block in others:
             x = block(x, batch, caches)

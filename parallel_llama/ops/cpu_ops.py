@@ -1,6 +1,7 @@
 """The operators on a CPU: kernels of our own where rows are few, torch where they are many."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -9,8 +10,14 @@ from parallel_llama.dtypes import GroupFormat
 from parallel_llama.ops.cpu import (
     MAX_ROWS,
     AttentionKernel,
+    KernelsOnly,
+    Pieces,
+    Recording,
     RotaryKernel,
+    Run,
+    at_once,
     computes,
+    make_add,
     make_attention,
     make_group_linear,
     make_linear,
@@ -18,12 +25,14 @@ from parallel_llama.ops.cpu import (
     make_rotary,
     make_silu_and_mul,
     make_unpack,
+    make_walk,
     this_machine,
 )
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps, best_experts
+from parallel_llama.parallel.collectives import Communicator
 
 
 class CPUOps(TorchOps):
@@ -43,6 +52,9 @@ class CPUOps(TorchOps):
         self._cache_dtype = cache_dtype or dtype
         self._matrices = {dtype, *matrices}
         self.panel_rows = this_machine().lanes(torch.float32).width
+        self._run: Run = at_once
+        self._recording: Recording | None = None
+        self._pieces = Pieces()
 
     def compile(self) -> None:
         """Make the kernels, which are kept for all models; a second time it costs nothing."""
@@ -51,51 +63,81 @@ class CPUOps(TorchOps):
                 make_group_linear(form)
             else:
                 make_linear(self._dtype, form)
-        for kernel in (make_norm, make_silu_and_mul):
+        for kernel in (make_norm, make_silu_and_mul, make_add):
             kernel(self._dtype)
+        make_walk()
         self._rotary(self._cache_dtype)
         if self._cache_dtype != self._dtype:
             make_unpack(self._dtype, self._cache_dtype, self._head_dim)
         for n_group in self._groups:
             self._attention(self._cache_dtype, n_group)
 
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Record what the operators are asked for inside, in place of doing it.
+
+        Raises: NotRecorded where an operator, or what is between them, is torch's.
+        """
+        recording = Recording(self._pieces)
+        self._recording, self._run = recording, recording.run
+        try:
+            with KernelsOnly(self._pieces):
+                yield recording
+        finally:
+            self._recording, self._run = None, at_once
+        recording.complete()
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > MAX_ROWS:
             return super().linear(x, weight, bias)
-        y = make_linear(self._dtype, weight.dtype)(x, weight)
-        return y if bias is None else y.add_(bias)
+        y = make_linear(self._dtype, weight.dtype)(x, weight, self._run)
+        return y if bias is None else self.add_(y, bias)
 
     def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int) -> Tensor:
-        return make_group_linear(shape.form)(x, panels, shape, n_outputs)
+        return make_group_linear(shape.form)(x, panels, shape, n_outputs, self._run)
 
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
         # For any number of rows: a token's experts must not hang on how many others there are, nor
         # on the threads of the rank.
-        return best_experts(make_linear(self._dtype, self._dtype)(x, gate), n_active, normed=normed)
+        scores = make_linear(self._dtype, self._dtype)(x, gate, self._run)
+        return best_experts(scores, n_active, normed=normed)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         rows = x.view(-1, x.shape[-1])
-        return make_norm(self._dtype)(rows, weight, eps, offset).view(x.shape)
+        return make_norm(self._dtype)(rows, weight, eps, offset, run=self._run).view(x.shape)
+
+    def rms_norm_(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+        make_norm(self._dtype)(x, weight, eps, offset, x, self._run)
+
+    def add_(self, x: Tensor, y: Tensor) -> Tensor:
+        make_add(self._dtype)(x, y, self._run)
+        return x
+
+    def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
+        if self._recording is None or comm.size == 1:
+            return super().all_reduce(x, comm)
+        self._recording.leave(self._recording.later(x, comm.all_reduce))
+        return x
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        return make_silu_and_mul(self._dtype)(x)
+        return make_silu_and_mul(self._dtype)(x, self._run)
 
     def rotate_and_store(
         self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        self._rotary(k.dtype)(qkv, rotations, slots, k, v)
+        self._rotary(k.dtype)(qkv, rotations, slots, k, v, self._run)
 
     def decode_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
     ) -> None:
-        self._attention(k.dtype, q.shape[1] // len(k))(q, k, v, batch, out)
+        self._attention(k.dtype, q.shape[1] // len(k))(q, k, v, batch, out, self._run)
 
     def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if rows.dtype == dtype:
             return rows
-        return make_unpack(dtype, rows.dtype, self._head_dim)(rows)
+        return make_unpack(dtype, rows.dtype, self._head_dim)(rows, self._run)
 
     def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
         return make_rotary(self._dtype, cache_dtype, self._head_dim)

@@ -13,12 +13,14 @@ class DecodeBatch:
 
     Shapes: int64 `rows` [n, 4], those with the most keys first: a row's number, how many keys it
     sees, and from where to where in `slot_ranges` [m, 2] they are, each range being its first slot
-    and the one after its last.
+    and the one after its last. `taken` [1] is 0 whenever no kernel is at work on the batch; there
+    its threads count what they have taken of it.
     """
 
     rows: Tensor
     slot_ranges: Tensor
     max_len: int
+    taken: Tensor
 
     @classmethod
     def of(cls, slots: Mapping[int, Sequence[slice]]) -> "DecodeBatch":
@@ -35,4 +37,23 @@ class DecodeBatch:
             torch.tensor(rows, dtype=torch.int64),
             torch.tensor(slot_ranges, dtype=torch.int64),
             max_len=rows[0][1],
+            taken=torch.zeros(1, dtype=torch.int64),
         )
+
+    @classmethod
+    def with_room(cls, n_rows: int, n_ranges: int, max_len: int) -> "DecodeBatch":
+        """A batch to be filled, over and over, by others of so many rows that are no larger."""
+        return cls(
+            torch.zeros((n_rows, 4), dtype=torch.int64),
+            torch.zeros((n_ranges, 2), dtype=torch.int64),
+            max_len,
+            torch.zeros(1, dtype=torch.int64),
+        )
+
+    def has_room_for(self, other: "DecodeBatch") -> bool:
+        return other.max_len <= self.max_len and len(other.slot_ranges) <= len(self.slot_ranges)
+
+    def fill(self, other: "DecodeBatch") -> None:
+        """Take over the rows of another batch, and where their keys are."""
+        self.rows.copy_(other.rows)
+        self.slot_ranges[: len(other.slot_ranges)].copy_(other.slot_ranges)

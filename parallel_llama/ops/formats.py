@@ -114,7 +114,7 @@ class GroupWeight:
     def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
         y = ops.group_linear(x, self.values, self.panels, self.n_outputs)
-        return y if bias is None else y.add_(bias.values)
+        return y if bias is None else ops.add_(y, bias.values)
 
     def lookup(self, rows: Tensor) -> Tensor:
         """Some rows of the weight, in float32. Shapes: int64 [T] -> [T, in]."""

@@ -10,6 +10,7 @@ from parallel_llama.ops import kv_rows
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape, group_linear
 from parallel_llama.ops.scores import PLAIN, Scores
+from parallel_llama.parallel.collectives import Communicator
 
 
 class TorchOps:
@@ -84,6 +85,18 @@ class TorchOps:
         if offset:  # a weight near 0 has digits that weight + offset loses in 16 bits
             return normed.mul_(weight.to(normed.dtype) + offset).to(x.dtype)
         return normed.to(x.dtype).mul_(weight)
+
+    def rms_norm_(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+        """The same of some heads, in place. Shapes: x [T, H, D], heads in one piece."""
+        x.copy_(self.rms_norm(x.contiguous(), weight, eps, offset))
+
+    def add_(self, x: Tensor, y: Tensor) -> Tensor:
+        """x += y. Returns: x. Shapes: x [T, n], y [T, n], or [n] for every row."""
+        return x.add_(y)
+
+    def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
+        """`comm.all_reduce`, where an operator comes before and after it."""
+        return comm.all_reduce(x)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean(x)) / std(x) * weight + bias.

@@ -6,22 +6,34 @@ a function of LLVM's intermediate representation, compiled when a model is loade
 
 A kernel sums in an order that does not depend on how many rows or threads there are, so a row's
 result is the same to the last bit in any company, as long as that is few enough for kernels.
+
+Kernels take a `run`: a call is made at once, or recorded, for `walk` to make those of a whole step.
 """
 
+from parallel_llama.ops.cpu.add import make_add
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
 from parallel_llama.ops.cpu.group_linear import make_group_linear
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear
 from parallel_llama.ops.cpu.norm import make_norm
-from parallel_llama.ops.cpu.program import computes, this_machine
+from parallel_llama.ops.cpu.program import Run, at_once, computes, this_machine
+from parallel_llama.ops.cpu.recording import KernelsOnly, NotRecorded, Pieces, Recording
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
 from parallel_llama.ops.cpu.unpack import make_unpack
+from parallel_llama.ops.cpu.walk import make_walk
 
 __all__ = [
     "MAX_ROWS",
     "AttentionKernel",
+    "KernelsOnly",
+    "NotRecorded",
+    "Pieces",
+    "Recording",
     "RotaryKernel",
+    "Run",
+    "at_once",
     "computes",
+    "make_add",
     "make_attention",
     "make_group_linear",
     "make_linear",
@@ -29,5 +41,6 @@ __all__ = [
     "make_rotary",
     "make_silu_and_mul",
     "make_unpack",
+    "make_walk",
     "this_machine",
 ]

@@ -10,7 +10,6 @@ thread, and not on how the slots are cut into ranges.
 Source: grouped queries, arXiv 2305.13245.
 """
 
-import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from parallel_llama.ops.cpu.builder import (
     fma,
     larger,
     loop,
+    repeat,
     shuffle,
     smaller,
     when,
@@ -40,7 +40,7 @@ from parallel_llama.ops.cpu.builder import (
 )
 from parallel_llama.ops.cpu.exponential import exp, tanh
 from parallel_llama.ops.cpu.kv_rows import KVRows
-from parallel_llama.ops.cpu.program import Machine, Program, this_machine
+from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.scores import Scores
 
@@ -114,7 +114,15 @@ class AttentionKernel:
         types = [integers, I64, I64, integers, integers, *arrays]
         self._program = Program("attention", types, partial(_attention, shape))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor) -> None:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: DecodeBatch,
+        out: Tensor,
+        run: Run = at_once,
+    ) -> None:
         n_kv_heads = len(k)
         assert q.shape == out.shape == (len(q), n_kv_heads * self.n_group, self.head_dim)
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
@@ -125,10 +133,9 @@ class AttentionKernel:
         n_items = len(batch.rows) * n_kv_heads
         n_threads = min(torch.get_num_threads(), n_items)
         scores = torch.empty(n_threads * self.n_group * stride, dtype=self.dtype)
-        taken = ctypes.c_int64(0)
-        self._program(
-            n_threads,
-            ctypes.addressof(taken), n_items, n_kv_heads,
+        run(
+            self._program, n_threads,
+            batch.taken.data_ptr(), n_items, n_kv_heads,
             batch.rows.data_ptr(), batch.slot_ranges.data_ptr(),
             q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
             out.data_ptr(), out.stride(0), scores.data_ptr(), stride,
@@ -161,7 +168,7 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[V
     with loop(b, 0, shape.n_spare * head_dim, lanes.width) as i:
         # Numbers that nobody wrote may be so small that products with them are slow.
         lanes.store(spare + i, lanes.constant(b, 0))
-    with _items(taken, n_items) as item:
+    with _items(taken, n_items, thread) as item:
         row, n_keys, first, end = (rows[item // n_kv_heads * 4 + i] for i in range(4))
         head = item % n_kv_heads
         group, seen = head * (shape.n_group * head_dim), (slot_ranges, first, end)
@@ -179,18 +186,17 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[V
 
 
 @contextmanager
-def _items(taken: Value, n_items: Value) -> Iterator[Value]:
-    """Emit what is built inside for every item that no other thread has taken."""
-    b = taken.b
-    head, inside, end = (b.append_basic_block(name) for name in ("take", "item", "done"))
-    b.branch(head)
-    b.position_at_end(head)
-    item = Value(b, b.atomic_rmw("add", taken.raw, I64(1), "monotonic"))
-    b.cbranch((item < n_items).raw, inside, end)
-    b.position_at_end(inside)
-    yield item
-    b.branch(head)
-    b.position_at_end(end)
+def _items(taken: Value, n_items: Value, thread: Thread) -> Iterator[Value]:
+    """Emit what is built inside for every item that no other thread has taken.
+
+    The last thread to find none leaves `taken` at 0, as it was.
+    """
+    with repeat(taken.b) as leave_if:
+        item = taken.add_atomically(1)
+        leave_if(item > n_items - 1)
+        yield item
+    with when(item > n_items + thread.count - 2):
+        taken[0] = n_items.like(0)
 
 
 @dataclass(frozen=True)

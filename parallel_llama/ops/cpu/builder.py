@@ -3,6 +3,7 @@
 Source: the LLVM language reference.
 """
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -88,6 +89,18 @@ class Value:
 
     def __setitem__(self, n: Operand, value: "Value") -> None:
         self.b.store(value.raw, (self + n).raw)
+
+    def acquired(self) -> "Value":
+        """The integer at this address; whoever sees it sees what was written before it was."""
+        return Value(self.b, self.b.load_atomic(self.raw, "acquire", 8))
+
+    def release(self, value: Operand) -> None:
+        """Store an integer at this address, after all that this thread has read and written."""
+        self.b.store_atomic(self[0].like(value).raw, self.raw, "release", 8)
+
+    def add_atomically(self, n: int) -> "Value":
+        """Add to the integer at this address, in one step for all threads; what it was before."""
+        return Value(self.b, self.b.atomic_rmw("add", self.raw, I64(n), "acq_rel"))
 
     def prefetch(self, cache: int = 1) -> None:
         """Ask memory for what is at this address, which need not exist: for the first cache, or
@@ -255,6 +268,14 @@ def copy(target: Value, source: Value, n_bytes: Value) -> None:
     intrinsic("memcpy.p0.p0.i64", VOID, target, source, n_bytes, is_volatile)
 
 
+def pause(b: ir.IRBuilder) -> None:
+    """Let a core that looks for something over and over rest for a moment, where it knows how."""
+    if platform.machine() == "x86_64":
+        name = "llvm.x86.sse2.pause"
+        known = b.module.globals.get(name)
+        b.call(known or ir.Function(b.module, ir.FunctionType(VOID, []), name), [])
+
+
 def when(condition: Value, likely: bool | None = None) -> AbstractContextManager[None]:
     """Emit what is built inside for when the condition is true."""
     inside: AbstractContextManager[None] = condition.b.if_then(condition.raw, likely)
@@ -274,6 +295,23 @@ def loop(b: ir.IRBuilder, start: Operand, stop: Operand, step: int = 1) -> Itera
     index.raw.add_incoming(first.raw, before)
     index.raw.add_incoming(following.raw, b.block)
     b.cbranch((following < last).raw, inside, after)
+    b.position_at_end(after)
+
+
+@contextmanager
+def repeat(b: ir.IRBuilder) -> Iterator[Callable[[Value], None]]:
+    """Emit what is built inside over and over, until a condition is true that it leaves on."""
+    inside, after = b.append_basic_block("repeat"), b.append_basic_block("left")
+
+    def leave_if(condition: Value) -> None:
+        going_on = b.append_basic_block("going_on")
+        b.cbranch(condition.raw, after, going_on)
+        b.position_at_end(going_on)
+
+    b.branch(inside)
+    b.position_at_end(inside)
+    yield leave_if
+    b.branch(inside)
     b.position_at_end(after)
 
 

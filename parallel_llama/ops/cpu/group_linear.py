@@ -35,7 +35,14 @@ from parallel_llama.ops.cpu.builder import (
     where,
 )
 from parallel_llama.ops.cpu.byte_dots import ByteDots, add_byte_dots
-from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threads_for
+from parallel_llama.ops.cpu.program import (
+    Machine,
+    Program,
+    Run,
+    at_once,
+    this_machine,
+    threads_for,
+)
 from parallel_llama.ops.groups import LEAST_INPUT, PanelShape
 
 # Panels that are multiplied with the same inputs, and rows that are multiplied with the same panel:
@@ -72,18 +79,26 @@ class GroupLinearKernel:
         body = partial(_group_linear, _Products(lanes, form, machine.byte_dots))
         self._program = Program("group_linear", types, body)
 
-    def __call__(self, x: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        panels: Tensor,
+        shape: PanelShape,
+        n_outputs: int,
+        run: Run = at_once,
+    ) -> Tensor:
         n, n_groups = len(x), shape.n_groups
         assert x.shape[1] == shape.n_inputs and x.stride(1) == 1 and x.dtype == torch.float32
         assert panels.is_contiguous() and panels.shape[1] == shape.n_bytes
         integers = torch.empty(n, shape.n_inputs, dtype=torch.int8)
         scales, sums = x.new_empty(n, n_groups), torch.empty(n, n_groups, dtype=torch.int32)
         inputs = integers.data_ptr(), scales.data_ptr(), sums.data_ptr()
-        self._round(threads_for(x.numel()), x.data_ptr(), x.stride(0), *inputs, n, n_groups)
+        of_x = x.data_ptr(), x.stride(0)
+        run(self._round, threads_for(x.numel()), *of_x, *inputs, n, n_groups)
         y = x.new_empty(n, n_outputs)
         sizes = n, n_outputs, n_groups, shape.n_bytes, shape.integers_at
         addresses = *inputs, panels.data_ptr(), y.data_ptr()
-        self._program(torch.get_num_threads(), *addresses, *sizes)
+        run(self._program, torch.get_num_threads(), *addresses, *sizes)
         return y
 
 

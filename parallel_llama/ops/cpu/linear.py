@@ -28,7 +28,7 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.program import Machine, Program, this_machine
+from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
 
 # Beyond so many rows arithmetic and not memory sets the pace, and torch's product is faster.
 MAX_ROWS = 32
@@ -53,14 +53,14 @@ class LinearKernel:
         types = [lanes.pointer, I64, of_weight.pointer, lanes.pointer, I64, I64, I64]
         self._program = Program("linear", types, partial(_linear, lanes, of_weight, n_tile))
 
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
         (n, k), m = x.shape, len(weight)
         assert x.stride(1) == 1 and weight.dtype == self._stored
         assert weight.is_contiguous() and weight.shape[1] == k
         y = x.new_empty(n, m)
         if n:
             addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr())
-            self._program(torch.get_num_threads(), *addresses, n, k, m)
+            run(self._program, torch.get_num_threads(), *addresses, n, k, m)
         return y
 
 

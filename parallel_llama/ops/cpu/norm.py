@@ -8,28 +8,47 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.builder import F64, I64, Lanes, Thread, Value, Variable, fma, loop
-from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threads_for
+from parallel_llama.ops.cpu.program import (
+    Machine,
+    Program,
+    Run,
+    at_once,
+    this_machine,
+    threads_for,
+)
 
 
 class NormKernel:
     """x / rms(x) * (weight + offset), and nan for a row whose squares are too large to be summed.
 
-    Shapes: x [n, dim], each row in one piece; weight [dim]; the result [n, dim].
+    Shapes: x [n, dim], or [n, m, dim] with the m rows in one piece; weight [dim]; y as x, where the
+    result goes, and if it is not given a new tensor.
     Source: arXiv 1910.07467.
     """
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        types = [lanes.pointer, I64, lanes.pointer, lanes.pointer, I64, I64, F64, F64]
+        types = [*[lanes.pointer, I64] * 2, lanes.pointer, I64, I64, I64, F64, F64]
         self._program = Program("norm", types, partial(_norm, lanes))
 
-    def __call__(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        n, dim = x.shape
-        assert x.stride(1) == 1 and x.dtype == weight.dtype
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        y: Tensor | None = None,
+        run: Run = at_once,
+    ) -> Tensor:
+        y = x.new_empty(x.shape) if y is None else y
+        n, dim = len(x), x.shape[-1]
+        m = x.shape[1] if x.dim() == 3 else 1
+        for each in (x, y):
+            assert each.stride(-1) == 1 and (each.dim() == 2 or each.stride(1) == dim)
+        assert x.shape == y.shape and x.dtype == y.dtype == weight.dtype
         assert weight.is_contiguous() and weight.shape == (dim,)
-        y = x.new_empty(n, dim)
-        addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr())
-        self._program(threads_for(n * dim), *addresses, n, dim, eps, offset)
+        addresses = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), weight.data_ptr())
+        run(self._program, threads_for(n * m * dim), *addresses, n * m, m, dim, eps, offset)
         return y
 
 
@@ -42,13 +61,14 @@ def make_norm(dtype: torch.dtype) -> NormKernel:
 def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
     """The kernel.
 
-    for row in this thread's rows:
+    for row in this thread's rows, m of them behind one another:
         y[row] = x[row] * (1 / sqrt(mean(x[row] ** 2) + eps)) * (weight + offset)
     """
-    x, x_stride, weight, y, n, dim, eps, offset = arguments
+    x, x_stride, y, y_stride, weight, n, m, dim, eps, offset = arguments
     shift = lanes.splat(offset.to(lanes.vector.element))
     with loop(b, *thread.part_of(n)) as row:
-        own_x, own_y = x + row * x_stride, y + row * dim
+        group, within = row // m, row % m * dim
+        own_x, own_y = x + group * x_stride + within, y + group * y_stride + within
         squares = Variable(lanes.constant(b, 0))
         with loop(b, 0, dim, lanes.width) as i:
             value = lanes.load(own_x + i, lanes.first(dim - i))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import llvmlite.binding as llvm
 import torch
@@ -24,6 +25,7 @@ from parallel_llama.ops.cpu.code_cache import machine_code
 Body = Callable[[ir.IRBuilder, Thread, list[Value]], None]  # what builds a kernel
 
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
+_FROM_SYSTEM = ("sched_yield",)
 
 
 @dataclass(frozen=True)
@@ -81,40 +83,63 @@ def threads_for(n_numbers: int) -> int:
 class Program:
     """A kernel, compiled; calling it runs it on some of torch's threads and waits for them.
 
-    Arguments are integers, addresses and float64 numbers, as their types say.
+    Arguments are integers, addresses and float64 numbers, as their types say. `part` is the address
+    of what one thread does: a function of the address of `packed` arguments, the thread's number,
+    and how many threads there are.
     """
 
     def __init__(self, name: str, types: Sequence[ir.Type], body: Body) -> None:
         library = openmp()
         assert library is not None, "kernels need torch's own OpenMP"
         module = ir.Module(name)
-        _entry(module, types, body)
+        _entry(module, _part(module, types, body))
         self._code = _linked(module, library)
         self._entry = ctypes.c_void_p(self._code["entry"])
+        self.part: int = self._code["part"]
         in_c = {I64: ctypes.c_int64, F64: ctypes.c_double}
         fields = [(f"_{i}", in_c.get(type_, ctypes.c_void_p)) for i, type_ in enumerate(types)]
-        self._arguments = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        self.packed = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
         self._start = library.GOMP_parallel
 
     def __call__(self, n_threads: int, *arguments: float) -> None:
-        self._start(self._entry, ctypes.byref(self._arguments(*arguments)), n_threads, 0)
+        self._start(self._entry, ctypes.byref(self.packed(*arguments)), n_threads, 0)
 
 
-def _entry(module: ir.Module, types: Sequence[ir.Type], body: Body) -> None:
-    """What each thread starts with: it looks its number up and unpacks the arguments."""
+class Run(Protocol):
+    """What becomes of a program that is to run: it does at once, or it is kept for later."""
+
+    def __call__(self, program: Program, n_threads: int, /, *arguments: float) -> None: ...
+
+
+at_once: Run = Program.__call__
+
+
+def _part(module: ir.Module, types: Sequence[ir.Type], body: Body) -> ir.Function:
+    """What one thread does with the packed arguments."""
     packed = ir.LiteralStructType(types).as_pointer()
+    function = ir.Function(module, ir.FunctionType(VOID, [packed, I64, I64]), "part")
+    function.attributes.add("noinline")  # a second copy of it would take as long to compile
+    b = ir.IRBuilder(function.append_basic_block())
+    address, number, count = function.args
+    fields = (b.gep(address, [I32(0), I32(i)]) for i in range(len(types)))
+    arguments = [Value(b, b.load(field)) for field in fields]
+    body(b, Thread(Value(b, number), Value(b, count)), arguments)
+    b.ret_void()
+    return function
+
+
+def _entry(module: ir.Module, part: ir.Function) -> None:
+    """What OpenMP starts each thread with: it looks its number up."""
+    packed = part.args[0].type
     function = ir.Function(module, ir.FunctionType(VOID, [packed]), "entry")
     b = ir.IRBuilder(function.append_basic_block())
-    fields = (b.gep(function.args[0], [I32(0), I32(i)]) for i in range(len(types)))
-    arguments = [Value(b, b.load(field)) for field in fields]
     asked = (ir.Function(module, ir.FunctionType(I32, []), name) for name in _FROM_OPENMP)
-    thread = Thread(*(Value(b, b.sext(b.call(function, []), I64)) for function in asked))
-    body(b, thread, arguments)
+    b.call(part, [function.args[0], *(b.sext(b.call(each, []), I64) for each in asked)])
     b.ret_void()
 
 
 def _linked(module: ir.Module, library: ctypes.CDLL) -> llvm.ResourceTracker:
-    """The machine code, which lives as long as this object; it has the address of `entry`."""
+    """The machine code, which lives as long as this object; it has the address of each function."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
@@ -125,9 +150,11 @@ def _linked(module: ir.Module, library: ctypes.CDLL) -> llvm.ResourceTracker:
     made_by = f"{llvm.llvm_version_info} {machine.triple} {cpu} {features}"
     code = machine_code(f"{made_by}\n{text}", lambda: _optimised(text, machine))
     linker = llvm.JITLibraryBuilder().add_object_img(code)
-    for name in _FROM_OPENMP:
-        linker.import_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    return linker.export_symbol("entry").link(llvm.create_lljit_compiler(machine), module.name)
+    for names, source in ((_FROM_OPENMP, library), (_FROM_SYSTEM, ctypes.CDLL(None))):
+        for name in names:
+            linker.import_symbol(name, ctypes.cast(getattr(source, name), ctypes.c_void_p).value)
+    linker.export_symbol("entry").export_symbol("part")
+    return linker.link(llvm.create_lljit_compiler(machine), module.name)
 
 
 def _optimised(text: str, machine: llvm.TargetMachine) -> bytes:

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.builder import I64, Lanes, Thread, Value, fma, loop, shuffle
 from parallel_llama.ops.cpu.kv_rows import KVRows
-from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threads_for
+from parallel_llama.ops.cpu.program import (
+    Machine,
+    Program,
+    Run,
+    at_once,
+    this_machine,
+    threads_for,
+)
 
 
 class RotaryKernel:
@@ -34,15 +41,23 @@ class RotaryKernel:
         types = [numbers, numbers, integers, rows, rows, I64, I64, I64, I64]
         self._program = Program("rotary", types, partial(_rotary, self._rows))
 
-    def __call__(self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    def __call__(
+        self,
+        qkv: Tensor,
+        rotations: Tensor,
+        slots: Tensor,
+        k: Tensor,
+        v: Tensor,
+        run: Run = at_once,
+    ) -> None:
         n, n_kv_heads = len(qkv), len(k)
         assert qkv.is_contiguous() and qkv.shape[2] == self.head_dim
         assert rotations.is_contiguous() and rotations.dtype == self.dtype.to_complex()
         assert len(rotations) == len(slots) == n
         assert k.stride() == v.stride() and k.stride()[1:] == (self._rows.width, 1)
         assert k.dtype == v.dtype == self._rows.stored
-        self._program(
-            threads_for(qkv.numel()),
+        run(
+            self._program, threads_for(qkv.numel()),
             qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), k.data_ptr(), v.data_ptr(),
             k.stride(0), n, qkv.shape[1] - 2 * n_kv_heads, n_kv_heads,
         )  # fmt: skip

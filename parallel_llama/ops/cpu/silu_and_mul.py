@@ -8,7 +8,14 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.builder import I64, Lanes, Thread, Value, loop, where
 from parallel_llama.ops.cpu.exponential import exp
-from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threads_for
+from parallel_llama.ops.cpu.program import (
+    Machine,
+    Program,
+    Run,
+    at_once,
+    this_machine,
+    threads_for,
+)
 
 
 class SiluAndMulKernel:
@@ -24,12 +31,12 @@ class SiluAndMulKernel:
         types = [lanes.pointer, lanes.pointer, I64, I64]
         self._program = Program("silu_and_mul", types, partial(_silu_and_mul, lanes))
 
-    def __call__(self, both: Tensor) -> Tensor:
+    def __call__(self, both: Tensor, run: Run = at_once) -> Tensor:
         n, channels = len(both), both.shape[1] // 2
         assert both.is_contiguous() and both.shape[1] % 2 == 0
         y = both.new_empty(n, channels)
         n_threads = threads_for(n * channels)
-        self._program(n_threads, both.data_ptr(), y.data_ptr(), n, channels)
+        run(self._program, n_threads, both.data_ptr(), y.data_ptr(), n, channels)
         return y
 
 

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.builder import I64, Thread, Value, loop
 from parallel_llama.ops.cpu.kv_rows import KVRows
-from parallel_llama.ops.cpu.program import Machine, Program, this_machine, threads_for
+from parallel_llama.ops.cpu.program import (
+    Machine,
+    Program,
+    Run,
+    at_once,
+    this_machine,
+    threads_for,
+)
 
 
 class UnpackKernel:
@@ -25,13 +32,13 @@ class UnpackKernel:
         types = [self._rows.pointer, I64, lanes.pointer, I64, I64]
         self._program = Program("unpack", types, partial(_unpack, self._rows))
 
-    def __call__(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, run: Run = at_once) -> Tensor:
         _, n_heads, n_slots, width = rows.shape
         assert rows.stride()[2:] == (width, 1) and width == self._rows.width
         assert rows.dtype == self._rows.stored
         y = torch.empty(1, n_heads, n_slots, self._rows.head_dim, dtype=self.dtype)
         addresses = (rows.data_ptr(), rows.stride(1), y.data_ptr())
-        self._program(threads_for(y.numel()), *addresses, n_slots, n_heads * n_slots)
+        run(self._program, threads_for(y.numel()), *addresses, n_slots, n_heads * n_slots)
         return y
 
 

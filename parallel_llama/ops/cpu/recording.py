@@ -1,0 +1,178 @@
+"""What kernels do in a step, written down once and done again and again as one program.
+
+While it is recorded nothing is computed: each call of a kernel is kept, with the addresses that it
+was given. A replay makes the same calls in the same order, so it gives to the last bit what they
+would give one by one. What changes from step to step lies in tensors that are filled anew before
+each replay.
+
+Source: stream capture, as in CUDA graphs.
+"""
+
+import ctypes
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from parallel_llama.ops.cpu.program import Program
+from parallel_llama.ops.cpu.walk import AT, STATE_CELLS, make_leave, make_walk
+
+# What torch does without reading or writing a number, if its result lies where its argument does.
+_VIEWS = {"__getitem__", "view", "flatten", "contiguous", "chunk", "unbind"}
+_QUESTIONS = {"__get__", "__len__", "size", "stride", "dim", "numel", "data_ptr", "is_contiguous"}
+_EMPTY = {"empty", "empty_like", "new_empty"}
+
+
+class NotRecorded(Exception):
+    """Something in a step computes that is no kernel."""
+
+
+class Pieces:
+    """Memory for what kernels of a recording hand on to each other.
+
+    A piece is taken again once nobody has the tensor in it, while it is recorded. Recordings may
+    share pieces if they are not replayed at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """A tensor of the same shape and dtype, in one piece."""
+        # Powers of two: recordings of almost as many rows find each other's.
+        size = 1 << max(6, (like.nbytes - 1).bit_length())
+        free = self._free[size]
+        piece = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        memory = piece.numpy().data
+        # The tensor's storage has the only reference to it, and views share the storage.
+        weakref.finalize(memory, free.append, piece).atexit = False
+        numbers = torch.frombuffer(memory, dtype=like.dtype, count=size // like.itemsize)
+        return numbers[: like.numel()].view(like.shape)
+
+
+class Recording:
+    """Calls of kernels, to be made by `replay` as often as wanted, one replay at a time.
+
+    Every tensor that they were given must live as long as the recording; those that were made
+    while it was recorded do.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces  # kept: the calls know addresses in them
+        self._calls: list[tuple[Program, int, ctypes.Structure]] = []
+        self._rests: dict[int, Callable[[], None]] = {}
+        self._state = (ctypes.c_int64 * STATE_CELLS)()
+        self._table = (ctypes.c_int64 * 0)()
+        self._n_threads = 1
+
+    def run(self, program: Program, n_threads: int, /, *arguments: float) -> None:
+        """Record a call, as `Run` says."""
+        self._calls.append((program, n_threads, program.packed(*arguments)))
+
+    def run_or_leave(self, program: Program, rest: Callable[[], None], *arguments: float) -> None:
+        """Record a call of one thread that may leave something to Python: its `rest`.
+
+        Behind these arguments it gets an address and a number, which it writes there if it does.
+        """
+        number = len(self._calls)
+        self._rests[number] = rest
+        self.run(program, 1, *arguments, ctypes.addressof(self._state) + 8 * AT, number)
+
+    def leave(self, rest: Callable[[], None]) -> None:
+        """Record something that Python does."""
+        self.run_or_leave(make_leave(), rest)
+
+    def later(self, x: Tensor, function: Callable[[Tensor], object]) -> Callable[[], None]:
+        """A call of a function with the tensor that lies where x lies now.
+
+        It does not keep x, whose memory may be another tensor's when the call is over.
+        """
+        return partial(_call_at, function, _Place(x.data_ptr(), x.shape, x.dtype))
+
+    def replay(self) -> None:
+        """Make all calls."""
+        start, stop = 0, len(self._calls)
+        while start < stop:
+            self._state[AT] = stop
+            make_walk()(
+                self._n_threads,
+                ctypes.addressof(self._table),
+                start,
+                stop,
+                ctypes.addressof(self._state),
+            )
+            start = self._state[AT]
+            if start < stop:
+                self._rests[start]()
+                start += 1
+
+    def complete(self) -> None:
+        """Nothing more is recorded."""
+        cells: list[int] = []
+        n_before = 0
+        for program, n_threads, arguments in self._calls:
+            meets = max(n_before, n_threads) > 1
+            cells += (program.part, ctypes.addressof(arguments), n_threads, meets)
+            n_before = n_threads
+        self._table = (ctypes.c_int64 * len(cells))(*cells)
+        self._n_threads = max((n_threads for _, n_threads, _ in self._calls), default=1)
+
+
+class KernelsOnly(TorchFunctionMode):
+    """Inside, new tensors take their memory from the pieces, and torch computes nothing.
+
+    Raises: NotRecorded where it is asked to.
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__
+        if name not in _QUESTIONS | _VIEWS | _EMPTY:
+            raise NotRecorded(name)
+        result = func(*args, **(kwargs or {}))
+        if name in _EMPTY:
+            return self._pieces.tensor(result)
+        if name in _VIEWS and not _lies_in(result, args[0]):
+            raise NotRecorded(f"{name} with a copy")
+        return result
+
+
+def _lies_in(result: Tensor | Sequence[Tensor], x: Tensor) -> bool:
+    """Whether tensors share their memory with x."""
+    views = (result,) if isinstance(result, Tensor) else result
+    own = x.untyped_storage().data_ptr()
+    return all(view.untyped_storage().data_ptr() == own for view in views)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies, and how it looks."""
+
+    address: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        memory = ctypes.c_char * (self.shape.numel() * self.dtype.itemsize)
+        return torch.frombuffer(memory.from_address(self.address), dtype=self.dtype).view(
+            self.shape
+        )
+
+
+def _call_at(function: Callable[[Tensor], object], place: _Place) -> None:
+    function(place.tensor())

@@ -1,0 +1,176 @@
+"""A decode step as one program gives what its operators give one by one, to the last bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mixes import (
+    ARGS,
+    HYBRID,
+    OF_FAMILIES,
+    WINDOWED,
+    make_engine,
+    make_runner,
+    random_mix,
+    run_mix,
+)
+from thread_ranks import run_on_threads
+from torch import Tensor
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import KVFormat
+from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.model.batch import Batch
+from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.parallel.collectives import Communicator, Solo
+
+pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+
+CARRIED = {
+    "llama": ARGS,
+    "mistral": WINDOWED,
+    "windows in some layers": HYBRID,
+    "qwen2": OF_FAMILIES["qwen2"],
+    "qwen3": OF_FAMILIES["qwen3"],
+    "glm": OF_FAMILIES["glm"],
+    "biases everywhere": replace(ARGS, attention_bias=True, mlp_bias=True),
+    "post norms": replace(ARGS, post_norms=True, norm_offset=1.0, attention_soft_cap=2.0),
+    "parallel blocks": replace(ARGS, parallel_block=True, shared_norm=True, mlp_bias=True),
+}
+NOT_CARRIED = ["mixtral", "gemma", "falcon 40b", "palm"]
+
+
+class Both:
+    """Every step by a program where it can be and once more by its operators, on the same cache."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.steps = runner, runner._steps
+        self.n_programs = 0
+
+    def __call__(self, batch: Batch) -> Tensor:
+        ours = self.steps(batch)
+        kept = [cache._kv.clone() for cache in self.runner.caches]
+        expected: Tensor = self.runner.model(batch, self.runner.caches)
+        assert torch.equal(ours, expected)
+        for cache, before in zip(self.runner.caches, kept, strict=True):
+            assert torch.equal(_bytes(cache._kv), _bytes(before))
+        self.n_programs += self.steps._programs.get(len(batch.tokens)) is not None
+        return ours
+
+
+def _bytes(kv: Tensor) -> Tensor:
+    return kv.view(torch.uint8)
+
+
+def run_both_ways(
+    comm: Communicator,
+    args: ModelArgs,
+    seeds: range,
+    kv_format: KVFormat | None = None,
+) -> int:
+    """Mixes of requests, each step both ways. Returns: how many steps were a program."""
+    runner = make_runner(comm, args, kv_format)
+    n_programs = 0
+    for seed in seeds:
+        mix = random_mix(seed)
+        engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
+        runner._steps = both = Both(runner)
+        run_mix(engine, mix)
+        n_programs += both.n_programs
+    return n_programs
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_step_gives_what_its_operators_give_in_any_mix(name):
+    """Batches grow and shrink; requests are preempted, find prefixes, and are given drafts."""
+    assert run_both_ways(Solo(), CARRIED[name], range(4)) > 50
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "fp8"])
+def test_a_step_gives_what_its_operators_give_where_keys_and_values_are_narrow(kind):
+    assert run_both_ways(Solo(), ARGS, range(2), KVFormat(kind)) > 20
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
+def test_ranks_leave_their_programs_to_sum_in_any_way(tp_size):
+    """Threads have no memory that is shared as processes share it, so Python sums."""
+    for n_programs in run_on_threads(tp_size, run_both_ways, ARGS, range(2)):
+        assert n_programs > 20
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "biases everywhere"])
+def test_ranks_sum_within_their_programs(ranks, name):
+    for tp_size in (2, 3):
+        for n_programs in ranks(tp_size).run(run_both_ways, CARRIED[name], range(2)):
+            assert n_programs > 20
+
+
+@pytest.mark.parametrize("name", NOT_CARRIED)
+def test_what_is_no_kernel_is_run_by_its_operators(name):
+    assert run_both_ways(Solo(), OF_FAMILIES[name], range(2)) == 0
+
+
+def decode_steps(comm: Communicator, n_sequences: int, n_tokens: int, block_size: int) -> int:
+    """Sequences side by side, a token each step, in scattered blocks, each step both ways."""
+    runner = make_runner(comm)
+    n_blocks = -(-n_tokens // block_size)
+    runner.reserve([n_sequences * n_blocks], block_size)
+    runner._steps = both = Both(runner)
+    for at in range(n_tokens):
+        chunks = [
+            Chunk(
+                [(7 * at + number) % 101],
+                at,
+                [range(number, n_sequences * n_blocks, n_sequences)],
+                1,
+            )
+            for number in range(n_sequences)
+        ]
+        runner.forward(chunks)
+    return both.n_programs
+
+
+@pytest.mark.parametrize("n_sequences", [1, 2, 7, 31, 32])
+def test_any_number_of_rows_is_a_program_of_its_own(n_sequences):
+    assert decode_steps(Solo(), n_sequences, 5, 2) == 5
+
+
+def test_more_rows_than_kernels_take_are_run_by_operators():
+    assert decode_steps(Solo(), 33, 2, 2) == 0
+
+
+def test_the_number_of_programs_is_bounded(monkeypatch):
+    monkeypatch.setattr("parallel_llama.model.decode_program._MAX_PROGRAMS", 3)
+    runner = make_runner(Solo())
+    runner.reserve([10], 1)
+    runner._steps = both = Both(runner)
+    for n, n_rows in enumerate((1, 2, 3, 4, 5, 2, 3, 4, 1)):
+        runner.forward([Chunk([5] * n_rows, 0, [range(10)], 1)])
+        assert both.n_programs == n + 1 and len(both.steps._programs) <= 3
+
+
+def test_a_context_may_outgrow_the_room_that_a_program_has(monkeypatch):
+    """Keys, and ranges of slots: each block is a range of its own here."""
+    monkeypatch.setattr("parallel_llama.model.decode_program._LEAST_KEYS", 2)
+    monkeypatch.setattr("parallel_llama.model.decode_program._LEAST_RANGES", 1)
+    assert decode_steps(Solo(), 3, 40, 1) == 40
+
+
+def test_a_new_cache_has_new_programs():
+    """A program of the cache before would write into memory that is another's by now."""
+    runner = make_runner(Solo())
+    for n_blocks in (4, 8, 2):
+        runner.reserve([n_blocks], 4)
+        runner._steps = both = Both(runner)
+        for at in range(8):
+            runner.forward([Chunk([at], at, [range(n_blocks)], 1)])
+        assert both.n_programs == 8
+
+
+def test_what_a_step_gave_stays_when_the_next_is_run():
+    runner = make_runner(Solo())
+    runner.reserve([1], 16)
+    first = runner.forward([Chunk([3], 0, [[0]], 1)])
+    before = first.clone()
+    runner.forward([Chunk([4], 1, [[0]], 1)])
+    assert torch.equal(first, before)
