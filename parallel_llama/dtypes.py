@@ -130,7 +130,7 @@ class Precision:
         computed: DTypeName = "float32" if is_half and device == "cpu" else dtype
         if quant in ("none", "stored"):
             return cls(computed, DenseFormat(dtype), stored)
-        return cls(computed, GroupFormat(8 if quant == "int8" else 4))
+        return cls(computed, GroupFormat(8) if quant == "int8" else GroupFormat(4, has_min=True))
 
     @property
     def dtype(self) -> str:

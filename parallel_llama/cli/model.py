@@ -89,9 +89,14 @@ def args_of(files: ModelFiles) -> ModelArgs:
     return load_model_args(files, _count_vocab)
 
 
+def in_dtype(dtype: str, quant: str) -> str:
+    """What the weights of a model are kept in."""
+    return {"none": dtype, "stored": "weights as stored"}.get(quant, quant)
+
+
 def in_dtypes(dtype: str, quant: str, kv_cache_dtype: str) -> str:
     """What the weights of a model are kept in, and its KV cache where that is something else."""
-    weights = {"none": dtype, "stored": "weights as stored"}.get(quant, quant)
+    weights = in_dtype(dtype, quant)
     return weights if kv_cache_dtype == weights else f"{weights}, KV cache in {kv_cache_dtype}"
 
 

@@ -25,6 +25,7 @@ from parallel_llama.cli.model import (
     MODEL,
     QUANT,
     args_of,
+    in_dtype,
     in_dtypes,
 )
 from parallel_llama.cli.parsers import count_or_range, memory_sizes, whole
@@ -280,7 +281,8 @@ def _shortfall(found: Estimate) -> str:
 
 def _answer(found: Estimate, fewer: Estimate | None) -> str:
     """How few ranks are enough, and how one fewer fails."""
-    tp_size, dtype = found.plan.tp_size, found.work.precision.matrices.name
+    precision = found.work.precision
+    tp_size, dtype = found.plan.tp_size, in_dtype(precision.dtype, precision.quant)
     if not found.fits:
         return f"fewest     no number of ranks is enough, and {tp_size} are the most there can be"
     if fewer is None:

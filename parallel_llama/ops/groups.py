@@ -29,9 +29,9 @@ _COMPUTED = torch.float32
 # A panel begins where a line of the cache does.
 _LINE_BYTES = 64
 
-# Scales that are tried for a group of int4, as parts of that which covers its largest value. What
-# many values gain by finer steps is often more than what few lose by being cut off.
-_TRIED = (1.0, 0.95, 0.9, 0.85, 0.8)
+# Parts of a group's range that its integers of 4 bits are tried over. What many values gain by
+# finer steps can be more than what few lose by being cut off.
+_TRIED = (1.0, 0.93, 0.86)
 
 # Inputs whose largest is below it count as zeros: its inverse would be infinite.
 LEAST_INPUT = 1e-30
@@ -74,16 +74,16 @@ class Groups:
 
 
 def quantise(values: Tensor, form: GroupFormat) -> Groups:
-    """The nearest matrix in a format; every group by itself.
+    """The nearest matrix in int8, or in int4 with minima; every group by itself.
 
     Shapes: [out, in], whole groups of inputs.
     """
     groups = _in_groups(values.to(_COMPUTED))
-    if form.n_bits == 8:
-        scales = _rounded_scales(groups.abs().amax(-1) / 127)
-        integers = _integers(groups, scales, -127, 127)
-    else:
-        scales, integers = _best_int4(groups)
+    if form.has_min:
+        return _with_minima(groups, form)
+    assert form.n_bits == 8
+    scales = _rounded(groups.abs().amax(-1) / 127)
+    integers = _integers(groups, scales, -127, 127)
     return Groups(form, integers.to(torch.int8).flatten(1), scales.to(torch.float16))
 
 
@@ -103,23 +103,46 @@ def _in_groups(rows: Tensor) -> Tensor:
     return rows.view(len(rows), rows.shape[1] // GROUP_SIZE, GROUP_SIZE)
 
 
-def _best_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """For each group the scale, of those tried, that leaves the least squared error."""
-    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-    best, least = torch.zeros_like(extreme), torch.full_like(extreme, torch.inf)
-    for part in _TRIED:
-        # The largest value becomes -8, which has no counterpart: the scale may be negative.
-        scales = _rounded_scales(extreme * (-part / 8))
-        error = _integers(groups, scales, -8, 7)
-        error = error.mul_(scales[..., None]).sub_(groups).square_().sum(-1)
+def _with_minima(groups: Tensor, form: GroupFormat) -> Groups:
+    """For each group the line, of those tried, that leaves the least squared error."""
+    scales, mins = _line(groups, _TRIED[0])
+    least = _error(groups, scales, mins)
+    for part in _TRIED[1:]:
+        others = _line(groups, part)
+        error = _error(groups, *others)
         better = error < least
-        best, least = torch.where(better, scales, best), torch.where(better, error, least)
-    return best, _integers(groups, best, -8, 7)
+        scales, mins = (
+            torch.where(better, new, old) for new, old in zip(others, (scales, mins), strict=True)
+        )
+        least = torch.where(better, error, least)
+    integers = _integers(groups - mins[..., None], scales, 0, 15)
+    halves = scales.to(torch.float16), mins.to(torch.float16)
+    return Groups(form, integers.to(torch.int8).flatten(1), *halves)
 
 
-def _rounded_scales(scales: Tensor) -> Tensor:
-    """As float16 keeps them, so that integers are chosen for the scale that they will have."""
-    return scales.clamp(-_SCALE_LIMIT, _SCALE_LIMIT).to(torch.float16).to(_COMPUTED)
+def _line(groups: Tensor, part: float) -> tuple[Tensor, Tensor]:
+    """Scales and minima that fit best to integers over the middle part of each group's range."""
+    low, high = groups.aminmax(dim=-1)
+    cut = (high - low) * (1 - part) / 2
+    integers = _integers(groups - (low + cut)[..., None], (high - low - 2 * cut) / 15, 0, 15)
+    # Least squares: the values' slope over the integers, through the mean of both.
+    mean = integers.mean(-1, keepdim=True)
+    apart = integers.sub_(mean)
+    scales = (apart * groups).sum(-1) / apart.square().sum(-1).clamp(min=1)
+    scales = _rounded(scales)
+    return scales, _rounded(groups.mean(-1) - scales * mean[..., 0])
+
+
+def _error(groups: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
+    """What is left of each group's squares."""
+    lifted = groups - mins[..., None]
+    kept = _integers(lifted, scales, 0, 15).mul_(scales[..., None])
+    return kept.sub_(lifted).square_().sum(-1)
+
+
+def _rounded(numbers: Tensor) -> Tensor:
+    """As float16 keeps them, so that integers are chosen for what they will be multiplied by."""
+    return numbers.clamp(-_SCALE_LIMIT, _SCALE_LIMIT).to(torch.float16).to(_COMPUTED)
 
 
 def _integers(groups: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
