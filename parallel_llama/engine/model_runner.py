@@ -105,7 +105,8 @@ class ModelRunner:
             ops = choose_ops(dtype, device, args.head_dim, groups, scores, cache_dtype, forms)
         model = Transformer(args, share, comm, ops, dtype)
         with ThreadPoolExecutor(1) as thread:
-            compiled = thread.submit(ops.compile)  # beside the reading
+            # Beside the reading.
+            compiled = thread.submit(ops.compile, has_experts=args.n_experts > 0)
             for name, value in load(checkpoint, args, share, precision, device, on_bytes):
                 model.assign(name, value)
             model.complete()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from parallel_llama.config import ModelArgs
 from parallel_llama.model.layers import activation_of, unfilled
 from parallel_llama.ops import TorchOps
-from parallel_llama.ops.formats import apply_grouped, end_to_end
+from parallel_llama.ops.formats import apply_routed, end_to_end
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Share
 
@@ -74,29 +74,8 @@ class MixtureOfExperts(nn.Module):
         shares, experts = self.ops.route(  # [T, n_active] replicated
             x, self.gate.weight.values, self.n_active, normed=self.normed
         )
-        pairs, counts = self._own_pairs(experts)  # [P]: rows of [T * n_active], by expert
-        h = apply_grouped(x[pairs // self.n_active], self.w13, counts, self.ops)
-        h = self.activation(h)  # [P, channels] local
-        parts = x.new_zeros(experts.numel(), x.shape[1])
-        parts[pairs] = apply_grouped(h, self.w2, counts, self.ops)
-        return self.comm.all_reduce(weighted_sum(parts.view(*experts.shape, -1), shares))
-
-    def _own_pairs(self, experts: Tensor) -> tuple[Tensor, list[int]]:
-        """Which pairs of a token and an expert are this rank's, and how many each expert has."""
-        chosen = experts.flatten()
-        n_experts = len(self.gate.weight.values)
-        counts = torch.bincount(chosen, minlength=n_experts).tolist()
-        before = sum(counts[: self.numbers.start])
-        own: list[int] = counts[self.numbers.start : self.numbers.stop]
-        return chosen.argsort(stable=True)[before : before + sum(own)], own
-
-
-def weighted_sum(parts: Tensor, shares: Tensor) -> Tensor:
-    """What each token gets from its experts, summed in the dtype of the shares.
-
-    Shapes: parts [T, n, dim], shares [T, n] -> [T, dim] partial, in the dtype of the parts.
-    """
-    total = parts[:, 0] * shares[:, :1]  # one by one: torch's sums may hang on the number of rows
-    for number in range(1, shares.shape[1]):
-        total += parts[:, number] * shares[:, number : number + 1]
-    return total.to(parts.dtype)
+        to_experts, back = self.ops.routes_of(experts, self.numbers)
+        h = apply_routed(x, self.w13, to_experts, self.ops)
+        h = self.activation(h)  # [T * n_active, channels] local, by expert
+        parts = apply_routed(h, self.w2, back, self.ops)  # [T * n_active, dim] partial, by token
+        return self.ops.all_reduce(self.ops.weighted_sum(parts, shares), self.comm)

@@ -7,6 +7,7 @@ never asks which device it is on. torch's are always there, and what all others 
 from parallel_llama.ops.cpu import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps, choose_ops
 from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import Scores
 from parallel_llama.ops.torch_ops import TorchOps
 
@@ -15,6 +16,7 @@ __all__ = [
     "DecodeBatch",
     "NotRecorded",
     "Recording",
+    "Routes",
     "Scores",
     "TorchOps",
     "choose_ops",

@@ -1,6 +1,7 @@
 """The operators on a CPU: kernels of our own where rows are few, torch where they are many."""
 
-from collections.abc import Collection, Iterator
+from array import array
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,15 +24,20 @@ from parallel_llama.ops.cpu import (
     make_linear,
     make_norm,
     make_rotary,
+    make_route,
+    make_routed_linear,
+    make_routes,
     make_silu_and_mul,
     make_unpack,
     make_walk,
+    make_weighted_sum,
     this_machine,
 )
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape
+from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import PLAIN, Scores
-from parallel_llama.ops.torch_ops import TorchOps, best_experts
+from parallel_llama.ops.torch_ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
 
 
@@ -51,21 +57,28 @@ class CPUOps(TorchOps):
         self._dtype, self._head_dim, self._groups = dtype, head_dim, groups
         self._cache_dtype = cache_dtype or dtype
         self._matrices = {dtype, *matrices}
+        self._tables: dict[tuple[int, ...], array[int]] = {}
         self.panel_rows = this_machine().lanes(torch.float32).width
         self._run: Run = at_once
         self._recording: Recording | None = None
         self._pieces = Pieces()
 
-    def compile(self) -> None:
+    def compile(self, *, has_experts: bool = False) -> None:
         """Make the kernels, which are kept for all models; a second time it costs nothing."""
         for form in self._matrices:
             if isinstance(form, GroupFormat):
                 make_group_linear(form)
-            else:
-                make_linear(self._dtype, form)
+                continue
+            make_linear(self._dtype, form)
+            if has_experts:
+                make_routed_linear(self._dtype, form)
         for kernel in (make_norm, make_silu_and_mul, make_add):
             kernel(self._dtype)
         make_walk()
+        if has_experts:
+            make_route(self._dtype)
+            make_routes()
+            make_weighted_sum(self._dtype)
         self._rotary(self._cache_dtype)
         if self._cache_dtype != self._dtype:
             make_unpack(self._dtype, self._cache_dtype, self._head_dim)
@@ -102,7 +115,21 @@ class CPUOps(TorchOps):
         # For any number of rows: a token's experts must not hang on how many others there are, nor
         # on the threads of the rank.
         scores = make_linear(self._dtype, self._dtype)(x, gate, self._run)
-        return best_experts(scores, n_active, normed=normed)
+        return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
+
+    def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
+        return make_routes()(experts, own, self._run)
+
+    def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
+        stored = weights[0].dtype
+        if not _has_few_rows(routes) or any(weight.dtype != stored for weight in weights):
+            return super().routed_linear(x, weights, routes)
+        table = self._table([weight.data_ptr() for weight in weights])
+        kernel = make_routed_linear(self._dtype, stored)
+        return kernel(x, table, len(weights[0]), routes, self._run)
+
+    def weighted_sum(self, parts: Tensor, shares: Tensor) -> Tensor:
+        return make_weighted_sum(self._dtype)(parts, shares, self._run)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         rows = x.view(-1, x.shape[-1])
@@ -134,6 +161,10 @@ class CPUOps(TorchOps):
     ) -> None:
         self._attention(k.dtype, q.shape[1] // len(k))(q, k, v, batch, out, self._run)
 
+    def _table(self, addresses: Sequence[int]) -> "array[int]":
+        """Addresses where a kernel finds them, now and later."""
+        return self._tables.setdefault(tuple(addresses), array("q", addresses))
+
     def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         if rows.dtype == dtype:
             return rows
@@ -144,6 +175,13 @@ class CPUOps(TorchOps):
 
     def _attention(self, cache_dtype: torch.dtype, n_group: int) -> AttentionKernel:
         return make_attention(self._dtype, cache_dtype, self._head_dim, n_group, self._scores)
+
+
+def _has_few_rows(routes: Routes) -> bool:
+    """Whether no weight has more rows than kernels take."""
+    if routes.max_rows <= MAX_ROWS:
+        return True
+    return max(stop - start for start, stop in zip(*routes.bounds(), strict=True)) <= MAX_ROWS
 
 
 def choose_ops(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from parallel_llama.dtypes import (
     Precision,
 )
 from parallel_llama.ops.groups import Groups, PanelShape, joined
+from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.torch_ops import TorchOps
 
 HALVES = torch.bfloat16, torch.float16
@@ -38,6 +40,10 @@ class DenseWeight:
     @property
     def is_filled(self) -> bool:
         return not self.values.is_meta
+
+    @property
+    def n_outputs(self) -> int:
+        return len(self.values)
 
     def fill(self, values: Tensor) -> None:
         """Take in the values as they were read.
@@ -142,15 +148,13 @@ def end_to_end(weights: Sequence[Weight]) -> Weight:
     return DenseWeight.end_to_end(dense) if dense else GroupWeight.end_to_end(groups)
 
 
-def apply_grouped(
-    x: Tensor, weights: Sequence[Weight], counts: Sequence[int], ops: TorchOps
-) -> Tensor:
-    """Consecutive rows of x by a weight each: the first `counts[0]` by the first, and so on."""
+def apply_routed(x: Tensor, weights: Sequence[Weight], routes: Routes, ops: TorchOps) -> Tensor:
+    """Rows of x by the weights that their routes lead through; zeros where none leads."""
     dense = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
     if len(dense) == len(weights):
-        return ops.grouped_linear(x, dense, counts)
-    parts = zip(weights, torch.split(x, list(counts)), strict=True)
-    return torch.cat([weight.apply(rows, ops) for weight, rows in parts])
+        return ops.routed_linear(x, dense, routes)
+    products = [partial(weight.apply, ops=ops) for weight in weights]
+    return routes.through(x, products, weights[0].n_outputs)
 
 
 def torch_dtype(name: str) -> torch.dtype:

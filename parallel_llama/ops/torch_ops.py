@@ -1,6 +1,7 @@
 """The operators in torch: they run on any device, in any dtype, and say what each computes."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape, group_linear
+from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.parallel.collectives import Communicator
 
@@ -24,7 +26,7 @@ class TorchOps:
     def __init__(self, scores: Scores = PLAIN) -> None:
         self._scores = scores
 
-    def compile(self) -> None:
+    def compile(self, *, has_experts: bool = False) -> None:
         """Make ready what takes a while, so that the first step does not wait for it."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,18 +43,13 @@ class TorchOps:
         """
         return group_linear(x, shape.unpack(panels, n_outputs))
 
-    def grouped_linear(self, x: Tensor, weights: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
-        """Y = X A for consecutive groups of rows, as many as `counts` says, by a weight each.
+    def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
+        """Y = X A for some rows each by one of several A; zeros where no weight gives a row.
 
-        Shapes: [T, in], each weight [out, in] -> [T, out].
+        Shapes: x [n, in], each weight [out, in] -> [P, out].
         """
-        y = x.new_empty(len(x), len(weights[0]))
-        start = 0
-        for weight, count in zip(weights, counts, strict=True):
-            if count:
-                y[start : start + count] = self.linear(x[start : start + count], weight)
-            start += count
-        return y
+        products = [partial(self.linear, weight=weight) for weight in weights]
+        return routes.through(x, products, len(weights[0]))
 
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
@@ -65,7 +62,41 @@ class TorchOps:
         Shapes: x [T, dim], gate [n_experts, dim] -> shares [T, n_active], experts [T, n_active].
         Source: Mixtral, arXiv 2401.04088.
         """
-        return best_experts(F.linear(x, gate), n_active, normed=normed)
+        scores = F.linear(x, gate)
+        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        # Not topk, which promises nothing about equal ones.
+        ordered, experts = wide.softmax(-1).sort(descending=True, stable=True)
+        shares = ordered[:, :n_active]
+        if normed:
+            shares = shares / shares.sum(-1, keepdim=True)
+        return shares, experts[:, :n_active]
+
+    def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
+        """From tokens' rows to those of pairs by a rank's own experts, and on to those by token.
+
+        A pair is a token and one of its experts: those of a token lie side by side. Between the two
+        products they lie expert by expert, and those of other ranks last.
+
+        Shapes: experts [T, n_active]; the results' sources and targets [T * n_active].
+        """
+        chosen = experts.flatten() - own.start
+        chosen = chosen.where((chosen >= 0) & (chosen < len(own)), len(own))
+        pairs, order = chosen.argsort(stable=True), torch.arange(len(chosen), device=chosen.device)
+        counts = torch.bincount(chosen, minlength=len(own) + 1)
+        starts = F.pad(counts[:-1].cumsum(0), (1, 0))
+        to_experts = Routes(pairs // experts.shape[1], order, starts, len(experts))
+        return to_experts, Routes(order, pairs, starts, len(experts))
+
+    def weighted_sum(self, parts: Tensor, shares: Tensor) -> Tensor:
+        """What each token gets from its experts, summed in the dtype of the shares.
+
+        Shapes: parts [T * n, dim], shares [T, n] -> [T, dim] partial, in the dtype of the parts.
+        """
+        each = parts.view(*shares.shape, -1)
+        total = each[:, 0] * shares[:, :1]  # one by one: torch's sums may hang on how many rows
+        for number in range(1, shares.shape[1]):
+            total += each[:, number] * shares[:, number : number + 1]
+        return total.to(parts.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x / rms(x) * (weight + offset), with the mean of squares in at least float32.
@@ -225,17 +256,6 @@ class TorchOps:
             own = [slice(*each) for each in ranges[first:end]]
             keys, values = (torch.cat([each[:, s] for s in own], 1)[None] for each in (k, v))
             out[row : row + 1] = self.prefill_attention(q[row : row + 1], keys, values, None)
-
-
-def best_experts(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tensor]:
-    """`TorchOps.route` from the scores of all experts. Shapes: scores [T, n_experts]."""
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    # Not topk, which promises nothing about equal ones.
-    ordered, experts = wide.softmax(-1).sort(descending=True, stable=True)
-    shares = ordered[:, :n_active]
-    if normed:
-        shares = shares / shares.sum(-1, keepdim=True)
-    return shares, experts[:, :n_active]
 
 
 def rotate_(x: Tensor, rotations: Tensor) -> None:

@@ -33,11 +33,12 @@ CARRIED = {
     "qwen2": OF_FAMILIES["qwen2"],
     "qwen3": OF_FAMILIES["qwen3"],
     "glm": OF_FAMILIES["glm"],
+    "mixtral": OF_FAMILIES["mixtral"],
     "biases everywhere": replace(ARGS, attention_bias=True, mlp_bias=True),
     "post norms": replace(ARGS, post_norms=True, norm_offset=1.0, attention_soft_cap=2.0),
     "parallel blocks": replace(ARGS, parallel_block=True, shared_norm=True, mlp_bias=True),
 }
-NOT_CARRIED = ["mixtral", "gemma", "falcon 40b", "palm"]
+NOT_CARRIED = ["gemma", "falcon 40b", "palm"]
 
 
 class Both:
@@ -98,7 +99,7 @@ def test_ranks_leave_their_programs_to_sum_in_any_way(tp_size):
         assert n_programs > 20
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "biases everywhere"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "biases everywhere", "mixtral"])
 def test_ranks_sum_within_their_programs(ranks, name):
     for tp_size in (2, 3):
         for n_programs in ranks(tp_size).run(run_both_ways, CARRIED[name], range(2)):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mixes import ARGS, differences, make_engine, make_runner, random_mix, run_mix
 from parity_steps import load_runner, logits_in_pieces
 from ranks import Pools
@@ -18,10 +17,12 @@ from torch import Tensor
 from transformers_oracle import reference_logits
 
 from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import GroupFormat
 from parallel_llama.errors import UsageError
-from parallel_llama.model.moe import MixtureOfExperts, weighted_sum
+from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.ops import CPUOps, TorchOps
-from parallel_llama.ops.torch_ops import best_experts
+from parallel_llama.ops.formats import DenseWeight, GroupWeight, apply_routed
+from parallel_llama.ops.groups import quantise
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 
@@ -115,17 +116,34 @@ def test_experts_cost_no_collective_beyond_those_of_a_dense_model(
 # Routing
 
 
-def test_equally_good_experts_are_taken_by_their_number() -> None:
+def all_ops() -> list[TorchOps]:
+    return [TorchOps(), CPUOps(FLOAT64, 4, {1})]
+
+
+every_ops = pytest.mark.parametrize("ops", all_ops(), ids=lambda ops: type(ops).__name__)
+
+
+def routed(ops: TorchOps, scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tensor]:
+    """By a router whose scores are these."""
+    return ops.route(scores, torch.eye(scores.shape[1], dtype=FLOAT64), n_active, normed=normed)
+
+
+@every_ops
+def test_equally_good_experts_are_taken_by_their_number(ops: TorchOps) -> None:
     scores = torch.tensor([[1.0, 3, 2, 3, 3], [0, 0, 0, 0, 0], [2, 1, 2, 9, 2]], dtype=FLOAT64)
-    shares, experts = best_experts(scores, 2, normed=True)
+    shares, experts = routed(ops, scores, 2, normed=True)
     assert experts.tolist() == [[1, 3], [0, 1], [3, 0]]
     assert_same(shares[:2], torch.full((2, 2), 0.5, dtype=FLOAT64))
 
 
+@every_ops
 @pytest.mark.parametrize("normed", [True, False])
-def test_shares_are_the_softmax_over_all_experts(normed: bool) -> None:
-    scores = torch.randn(50, 7, dtype=FLOAT64)
-    shares, experts = best_experts(scores, 3, normed=normed)
+@pytest.mark.parametrize("n_experts", [3, 7, 40])
+def test_shares_are_the_softmax_over_all_experts(
+    ops: TorchOps, normed: bool, n_experts: int
+) -> None:
+    scores = 9 * torch.randn(50, n_experts, dtype=FLOAT64) - 20
+    shares, experts = routed(ops, scores, 3, normed=normed)
     expected, indices = scores.softmax(-1).topk(3)
     if normed:
         assert_same(shares.sum(-1), torch.ones(50, dtype=FLOAT64))
@@ -134,12 +152,27 @@ def test_shares_are_the_softmax_over_all_experts(normed: bool) -> None:
     assert_same(shares, expected)
 
 
+@every_ops
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(
+    ops: TorchOps, normed: bool, bad: float
+) -> None:
+    """So that the step ends with an error; and its experts are such as there are."""
+    scores = torch.randn(3, 5, dtype=FLOAT64)
+    scores[0, 2] = scores[2] = bad
+    shares, experts = routed(ops, scores, 3, normed=normed)
+    assert shares[[0, 2]].isnan().all() and not shares[1].isnan().any()
+    assert ((experts >= 0) & (experts < 5)).all()
+
+
 def test_what_experts_give_is_summed_in_float32_at_least() -> None:
     """In bfloat16, 256 + 1 would be 256."""
-    shares, _ = best_experts(torch.zeros(1, 4, dtype=torch.bfloat16), 3, normed=True)
+    zeros = torch.zeros(4, 4, dtype=torch.bfloat16)
+    shares, _ = TorchOps().route(zeros[:1], zeros, 3, normed=True)
     assert shares.dtype == torch.float32
-    parts = torch.tensor([[[768.0], [3.0], [3.0]]], dtype=torch.bfloat16)
-    assert weighted_sum(parts, shares).tolist() == [[258.0]]
+    parts = torch.tensor([[768.0], [3.0], [3.0]], dtype=torch.bfloat16)
+    assert TorchOps().weighted_sum(parts, shares).tolist() == [[258.0]]
 
 
 @pytest.fixture(scope="module")
@@ -185,18 +218,45 @@ def test_ties_at_the_border_are_broken_alike_on_all_ranks(
 # One token among others
 
 
-def all_ops() -> list[TorchOps]:
-    return [TorchOps(), CPUOps(FLOAT64, 4, {1})]
+@every_ops
+@pytest.mark.parametrize("n_tokens", [0, 3, 50])
+def test_each_pair_gets_the_products_of_its_token_with_its_experts_weights(
+    ops: TorchOps, n_tokens: int
+) -> None:
+    """Some of the experts are another rank's, and one of them nobody has chosen."""
+    own, n_active = range(1, 5), 3
+    experts = torch.randn(n_tokens, 6).topk(n_active).indices
+    experts = experts.where(experts != 2, 5)
+    x = torch.randn(n_tokens, 13, dtype=FLOAT64)
+    first, second = (
+        [torch.randn(shape, dtype=FLOAT64) for _ in own] for shape in ((17, 13), (11, 17))
+    )
+    to_experts, back = ops.routes_of(experts, own)
+    h = ops.routed_linear(x, first, to_experts)
+    actual = ops.routed_linear(h, second, back)
+    expected = torch.zeros(n_tokens * n_active, 11, dtype=FLOAT64)
+    for pair, expert in enumerate(experts.flatten().tolist()):
+        if expert in own:
+            place = expert - own.start
+            expected[pair] = second[place] @ (first[place] @ x[pair // n_active])
+    assert_same(actual, expected)
 
 
-@pytest.mark.parametrize("ops", all_ops(), ids=lambda ops: type(ops).__name__)
-def test_a_grouped_product_is_that_of_each_row_with_its_weight(ops: TorchOps) -> None:
-    counts = [3, 0, 1, 40]
-    x = torch.randn(sum(counts), 13, dtype=FLOAT64)
-    weights = [torch.randn(17, 13, dtype=FLOAT64) for _ in counts]
-    groups = x.split(counts)
-    expected = torch.cat([F.linear(rows, w) for rows, w in zip(groups, weights, strict=True)])
-    assert_same(ops.grouped_linear(x, weights, counts), expected)
+@pytest.mark.parametrize("rows", [3, 40])
+def test_experts_may_be_kept_each_in_a_format_of_its_own(rows: int) -> None:
+    ops = CPUOps(torch.float32, 4, {1}, matrices=[torch.bfloat16, GroupFormat(8)])
+    dense = [DenseWeight((8, 64), dtype=torch.float32, device=torch.device("cpu")) for _ in "ab"]
+    dense[0].values, dense[1].values = torch.randn(8, 64), torch.randn(8, 64).to(torch.bfloat16)
+    small = GroupWeight(quantise(torch.randn(8, 64), GroupFormat(8)), ops.panel_rows)
+    x = torch.randn(rows, 64)
+    for weights in (dense, [*dense, small]):
+        experts = torch.arange(rows)[:, None] % len(weights)
+        to_experts, back = ops.routes_of(experts, range(len(weights)))
+        routes = replace(back, sources=to_experts.sources)
+        y = apply_routed(x, weights, routes, ops)
+        for number, weight in enumerate(weights):
+            own = slice(number, None, len(weights))
+            assert torch.equal(y[own], weight.apply(x[own], ops))
 
 
 def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:

@@ -1,16 +1,18 @@
 """Kernels give what torch gives, and a row's result does not depend on its company."""
 
+from array import array
 from functools import cache
 
 import pytest
 import torch
 
 from parallel_llama.ops.cpu import MAX_ROWS
-from parallel_llama.ops.cpu.linear import LinearKernel
+from parallel_llama.ops.cpu.linear import LinearKernel, RoutedLinearKernel
 from parallel_llama.ops.cpu.norm import NormKernel
 from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
 from parallel_llama.ops.cpu.silu_and_mul import SiluAndMulKernel
+from parallel_llama.ops.routes import Routes
 
 MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 32), Machine(16, 16)]
 CLOSE = {
@@ -25,6 +27,11 @@ pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's o
 @cache
 def linear_for(dtype, machine):
     return LinearKernel(dtype, dtype, machine)
+
+
+@cache
+def routed_linear_for(dtype, machine):
+    return RoutedLinearKernel(dtype, dtype, machine)
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} threads")
@@ -88,6 +95,24 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype):
         results.append(linear(x, weight))
     torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.usefixtures("n_threads")
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_routed_rows_get_to_the_last_bit_what_one_product_gives(machine, dtype):
+    """To weights with any number of rows that lie apart; rows that none gives become zeros."""
+    x, counts = torch.full((40, 60), torch.nan, dtype=dtype)[:, 2:35], [2, 0, 32, 1, 7]
+    x.normal_()
+    weights = [torch.randn(29, 33, dtype=dtype) for _ in counts]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    sources, targets = torch.randint(0, 40, (45,)), torch.randperm(45)
+    routes = Routes(sources, targets, starts, 32)
+    addresses = array("q", (weight.data_ptr() for weight in weights))
+    actual = routed_linear_for(dtype, machine)(x, addresses, 29, routes)[targets]
+    linear = linear_for(dtype, machine)
+    for weight, start, stop in zip(weights, *routes.bounds(), strict=True):
+        assert torch.equal(actual[start:stop], linear(x[sources[start:stop]], weight))
+    assert not actual[starts[-1] :].any()
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)

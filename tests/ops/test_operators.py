@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import CPUOps, DecodeBatch, Scores, TorchOps, choose_ops, kv_rows
+from parallel_llama.ops import CPUOps, DecodeBatch, Routes, Scores, TorchOps, choose_ops, kv_rows
 
 HEAD_DIM, N_GROUP, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -58,6 +58,51 @@ def test_linear(backend: Backend, n_rows: int, has_bias: bool) -> None:
     )
     expected = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
     check(ops.linear(x, weight, bias if has_bias else None), expected)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 1], [0, 0, 0], [40, 2, 7]])
+def test_routed_linear(backend: Backend, counts: list[int]) -> None:
+    """Rows of x go to several places, and to some places none."""
+    ops, dtype, device = backend
+    x = torch.randn(9, 37, dtype=dtype, device=device)
+    weights = [torch.randn(21, 37, dtype=dtype, device=device) for _ in counts]
+    n_given, n_rows = sum(counts), sum(counts) + 2
+    sources = torch.randint(0, 9, (n_rows,), device=device)
+    targets = torch.randperm(n_rows, device=device)
+    starts = torch.tensor([0, *counts], device=device).cumsum(0)
+    expected = torch.zeros(n_rows, 21, dtype=torch.float64, device=device)
+    chosen = [weight for weight, count in zip(weights, counts, strict=True) for _ in range(count)]
+    for i, weight in enumerate(chosen):
+        expected[targets[i]] = weight.double() @ x[sources[i]].double()
+    routes = Routes(sources, targets, starts, max_rows=n_given)
+    check(ops.routed_linear(x, weights, routes), expected)
+
+
+@pytest.mark.parametrize("own", [range(6), range(2, 5), range(3, 3)])
+def test_routes_of(backend: Backend, own: range) -> None:
+    """Each expert's tokens in order, and a place for each pair; those of other ranks behind."""
+    ops, _, device = backend
+    experts = torch.tensor([[3, 1], [0, 3], [4, 0]], device=device)
+    to_experts, back = ops.routes_of(experts, own)
+    pairs = [
+        [pair for pair, expert in enumerate(experts.flatten().tolist()) if expert == each]
+        for each in own
+    ]
+    for number, (start, stop) in enumerate(zip(*back.bounds(), strict=True)):
+        assert back.targets[start:stop].tolist() == pairs[number]
+        assert to_experts.sources[start:stop].tolist() == [pair // 2 for pair in pairs[number]]
+        assert torch.equal(to_experts.targets[start:stop], back.sources[start:stop])
+    for routes in (to_experts, back):
+        assert routes.starts.tolist() == [sum(map(len, pairs[:n])) for n in range(len(own) + 1)]
+        assert sorted(routes.targets.tolist()) == list(range(6))
+
+
+def test_weighted_sum(backend: Backend) -> None:
+    ops, dtype, device = backend
+    parts = torch.randn(5 * 3, 37, dtype=dtype, device=device)
+    shares = torch.rand(5, 3, device=device).to(torch.promote_types(dtype, torch.float32))
+    expected = (parts.double().view(5, 3, 37) * shares.double()[..., None]).sum(1)
+    check(ops.weighted_sum(parts, shares), expected)
 
 
 def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(backend: Backend) -> None:

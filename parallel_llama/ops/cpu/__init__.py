@@ -13,14 +13,16 @@ Kernels take a `run`: a call is made at once, or recorded, for `walk` to make th
 from parallel_llama.ops.cpu.add import make_add
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
 from parallel_llama.ops.cpu.group_linear import make_group_linear
-from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear
+from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
 from parallel_llama.ops.cpu.norm import make_norm
 from parallel_llama.ops.cpu.program import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.recording import KernelsOnly, NotRecorded, Pieces, Recording
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
+from parallel_llama.ops.cpu.route import make_route, make_routes
 from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
 from parallel_llama.ops.cpu.unpack import make_unpack
 from parallel_llama.ops.cpu.walk import make_walk
+from parallel_llama.ops.cpu.weighted_sum import make_weighted_sum
 
 __all__ = [
     "MAX_ROWS",
@@ -39,8 +41,12 @@ __all__ = [
     "make_linear",
     "make_norm",
     "make_rotary",
+    "make_route",
+    "make_routed_linear",
+    "make_routes",
     "make_silu_and_mul",
     "make_unpack",
     "make_walk",
+    "make_weighted_sum",
     "this_machine",
 ]

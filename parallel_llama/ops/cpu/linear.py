@@ -8,6 +8,8 @@ which order, is the same for any number of rows and threads.
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
 
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
@@ -29,12 +31,15 @@ from parallel_llama.ops.cpu.builder import (
     where,
 )
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.routes import Routes
 
 # Beyond so many rows arithmetic and not memory sets the pace, and torch's product is faster.
 MAX_ROWS = 32
 
 # Rows of x in a group. What is left of the rows is made up of groups of 4, 2 and 1: 7 at most.
 _ROWS = 6
+
+Row = Callable[[Value], tuple[Value, Value]]  # where a row of x is, and that of the result
 
 
 class LinearKernel:
@@ -48,10 +53,8 @@ class LinearKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes, self._stored = machine.lanes(dtype), stored
         of_weight = replace(lanes, stored=stored)
-        # The sums, as many vectors of the weight and one of x fill the registers.
-        n_tile = (machine.n_vectors - 1) // (_ROWS + 1)
         types = [lanes.pointer, I64, of_weight.pointer, lanes.pointer, I64, I64, I64]
-        self._program = Program("linear", types, partial(_linear, lanes, of_weight, n_tile))
+        self._program = Program("linear", types, partial(_linear, lanes, of_weight, _tile(machine)))
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
         (n, k), m = x.shape, len(weight)
@@ -64,13 +67,72 @@ class LinearKernel:
         return y
 
 
+class RoutedLinearKernel:
+    """Y = X A for some rows each by one of several A, to the last bit what `LinearKernel` gives.
+
+    Shapes: x [n, k], each row in one piece; weights [m, k], each in one piece, at these addresses;
+    the result [len(routes.targets), m], zeros where no weight gives a row.
+    """
+
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
+        lanes, integers = machine.lanes(dtype), I64.as_pointer()
+        of_weight = replace(lanes, stored=stored)
+        routes = [integers, integers, integers, I64, I64]
+        weights = of_weight.pointer.as_pointer()
+        types = [lanes.pointer, I64, *routes, weights, lanes.pointer, I64, I64]
+        body = partial(_routed_linear, lanes, of_weight, _tile(machine))
+        self._program = Program("routed_linear", types, body)
+
+    def __call__(
+        self, x: Tensor, weights: "array[int]", m: int, routes: Routes, run: Run = at_once
+    ) -> Tensor:
+        assert x.stride(1) == 1 and len(weights) == len(routes.starts) - 1
+        n_rows, k = len(routes.targets), x.shape[1]
+        y = x.new_empty(n_rows, m)
+        run(
+            self._program, torch.get_num_threads(),
+            x.data_ptr(), x.stride(0),
+            routes.sources.data_ptr(), routes.targets.data_ptr(), routes.starts.data_ptr(),
+            len(weights), n_rows, weights.buffer_info()[0], y.data_ptr(), k, m,
+        )  # fmt: skip
+        return y
+
+
 @cache
 def make_linear(dtype: torch.dtype, stored: torch.dtype) -> LinearKernel:
     """The kernel for this machine; `computes` says for which types to compute in."""
     return LinearKernel(dtype, stored, this_machine())
 
 
+@cache
+def make_routed_linear(dtype: torch.dtype, stored: torch.dtype) -> RoutedLinearKernel:
+    """The kernel for this machine; `computes` says for which types to compute in."""
+    return RoutedLinearKernel(dtype, stored, this_machine())
+
+
+def _tile(machine: Machine) -> int:
+    """Rows of the weight in a tile: with the sums, and one of x, they fill the registers."""
+    return (machine.n_vectors - 1) // (_ROWS + 1)
+
+
 def _linear(
+    lanes: Lanes,
+    of_weight: Lanes,
+    n_tile: int,
+    _: ir.IRBuilder,
+    thread: Thread,
+    arguments: list[Value],
+) -> None:
+    """The kernel."""
+    x, x_stride, weight, y, n, k, m = arguments
+
+    def row(i: Value) -> tuple[Value, Value]:
+        return x + i * x_stride, y + i * m
+
+    _multiply(lanes, of_weight, n_tile, thread, row, weight, n, k, m)
+
+
+def _routed_linear(
     lanes: Lanes,
     of_weight: Lanes,
     n_tile: int,
@@ -78,13 +140,43 @@ def _linear(
     thread: Thread,
     arguments: list[Value],
 ) -> None:
-    """The kernel.
+    """The kernel: one product after the other; no thread waits for another between them."""
+    x, x_stride, sources, targets, starts, n_weights, n_rows, weights, y, k, m = arguments
+    with loop(b, 0, n_weights) as number:
+        start = starts[number]
+        n = starts[number + 1] - start
+
+        def row(i: Value) -> tuple[Value, Value]:
+            return x + sources[start + i] * x_stride, y + targets[start + i] * m
+
+        with when(n > 0):
+            _multiply(lanes, of_weight, n_tile, thread, row, weights[number], n, k, m)
+    n_given = starts[n_weights]
+    first, last = thread.part_of(n_rows - n_given)
+    with loop(b, n_given + first, n_given + last) as i:
+        zeros = y + targets[i] * m
+        with loop(b, 0, m, lanes.width) as column:
+            lanes.store(zeros + column, lanes.constant(b, 0), lanes.first(m - column))
+
+
+def _multiply(
+    lanes: Lanes,
+    of_weight: Lanes,
+    n_tile: int,
+    thread: Thread,
+    row: Row,
+    weight: Value,
+    n: Value,
+    k: Value,
+    m: Value,
+) -> None:
+    """This thread's part of a product.
 
     for tile in this thread's tiles, n_tile rows of weight each:
         for group in x, _ROWS rows each, then what is left:
             y[group, tile] = x[group] @ weight[tile].T
     """
-    x, x_stride, weight, y, n, k, m = arguments
+    b = n.b
 
     def multiply(first: Value, n_columns: int, n_group: int) -> None:
         """All rows of x by the rows of the weight from the first on."""
@@ -95,16 +187,16 @@ def _linear(
         next_tile, share_size = columns[0] + k * n_columns, k * share // lanes.width * n_columns
 
         def multiply_group(first_row: Value, n_rows: int) -> None:
-            rows = [x + first_row * x_stride + x_stride * row for row in range(n_rows)]
+            rows, results = zip(*(row(first_row + i) for i in range(n_rows)), strict=True)
             ahead = next_tile + share_size * (first_row // n_group)
             products = iter(_products(lanes, of_weight, rows, columns, k, ahead, share))
-            for row in range(n_rows):
+            for result in results:
                 for column in range(n_columns):
-                    (y + first_row * m + first)[m * row + column] = next(products)
+                    (result + first)[column] = next(products)
 
         done = n // n_group * n_group
-        with loop(b, 0, done, n_group) as row:
-            multiply_group(row, n_group)
+        with loop(b, 0, done, n_group) as first_row:
+            multiply_group(first_row, n_group)
         # The rows that are left, fewer than a group, are a sum of powers of two.
         left = n - done
         for n_rows in (n_rows for n_rows in (4, 2, 1) if n_rows < n_group):
@@ -116,15 +208,15 @@ def _linear(
     with loop(b, *thread.part_of(n_tiles)) as tile:
         multiply(tile * n_tile, n_tile, _ROWS)
     # What is left of the weight, less than a tile, is the last thread's, row by row.
-    with loop(b, where(thread.number + 1 < thread.count, m, n_tiles * n_tile), m) as row:
-        multiply(row, 1, 1)
+    with loop(b, where(thread.number + 1 < thread.count, m, n_tiles * n_tile), m) as last:
+        multiply(last, 1, 1)
 
 
 def _products(
     lanes: Lanes,
     of_weight: Lanes,
-    rows: list[Value],
-    columns: list[Value],
+    rows: Sequence[Value],
+    columns: Sequence[Value],
     k: Value,
     ahead: Value,
     share: Value,

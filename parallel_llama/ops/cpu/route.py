@@ -1,0 +1,162 @@
+"""Which experts each token goes to, and the rows of each expert: torch needs a dozen operations."""
+
+from functools import cache, partial
+from math import inf, nan
+from operator import add
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.builder import I64, Lanes, Thread, Value, Variable, larger, loop, where
+from parallel_llama.ops.cpu.exponential import exp
+from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.routes import Routes
+
+
+class RouteKernel:
+    """The best of each row's scores, in order, and their shares, as `TorchOps.route` says.
+
+    It overwrites the scores. All shares of a row with a NaN are NaN.
+
+    Shapes: scores [T, n_experts], each row in one piece -> shares [T, n_active], and experts.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        types = [lanes.pointer, lanes.pointer, I64.as_pointer(), I64, I64, I64, I64]
+        self._program = Program("route", types, partial(_route, lanes))
+
+    def __call__(
+        self, scores: Tensor, n_active: int, *, normed: bool, run: Run = at_once
+    ) -> tuple[Tensor, Tensor]:
+        n, n_experts = scores.shape
+        assert scores.is_contiguous() and n_active <= n_experts
+        shares = scores.new_empty(n, n_active)
+        experts = scores.new_empty(n, n_active, dtype=torch.int64)
+        addresses = (scores.data_ptr(), shares.data_ptr(), experts.data_ptr())
+        n_threads = threads_for(n * n_experts * n_active)
+        run(self._program, n_threads, *addresses, n, n_experts, n_active, normed)
+        return shares, experts
+
+
+class RoutesKernel:
+    """The rows of each expert, as `TorchOps.routes_of` says."""
+
+    def __init__(self) -> None:
+        integers = I64.as_pointer()
+        types = [integers, integers, integers, integers, integers, integers, I64, I64, I64, I64]
+        self._program = Program("routes", types, _routes)
+
+    def __call__(self, experts: Tensor, own: range, run: Run = at_once) -> tuple[Routes, Routes]:
+        n_active = experts.shape[1]
+        assert experts.is_contiguous() and experts.dtype == torch.int64
+        tokens, order, pairs = experts.new_empty(3, experts.numel())
+        starts, following = experts.new_empty(2, len(own) + 1)
+        arrays = (experts, tokens, order, pairs, starts, following)
+        addresses = (each.data_ptr() for each in arrays)
+        run(self._program, 1, *addresses, experts.numel(), n_active, own.start, len(own))
+        max_rows = len(experts)
+        return Routes(tokens, order, starts, max_rows), Routes(order, pairs, starts, max_rows)
+
+
+@cache
+def make_route(dtype: torch.dtype) -> RouteKernel:
+    """The kernel for this machine; `computes` says for which types."""
+    return RouteKernel(dtype, this_machine())
+
+
+@cache
+def make_routes() -> RoutesKernel:
+    """The kernel for this machine."""
+    return RoutesKernel()
+
+
+def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+    """The kernel.
+
+    for row in this thread's rows:
+        total = sum(exp(scores[row] - max(scores[row])))
+        for place in n_active:
+            experts[row, place] = argmax(scores[row]), which is taken out
+            shares[row, place] = exp(that score - max(scores[row])) / total
+        shares[row] /= sum(shares[row]) if normed
+    """
+    scores, shares, experts, n, n_experts, n_active, normed = arguments
+    with loop(b, *thread.part_of(n)) as row:
+        own, own_shares = scores + row * n_experts, shares + row * n_active
+        best, total = _softmax(lanes, own, n_experts)
+        kept = Variable(own[0].like(0))
+        with loop(b, 0, n_active) as place:
+            number, score = _argmax(own, n_experts)
+            (experts + row * n_active)[place] = number
+            own[number] = score.like(nan)  # which is no maximum
+            share = _first(exp(lanes, lanes.splat(score - best))) / total
+            own_shares[place] = share
+            kept.value += share
+        divisor = where(normed > 0, kept.value, kept.value.like(1))
+        with loop(b, 0, n_active) as place:
+            own_shares[place] = own_shares[place] / divisor
+
+
+def _softmax(lanes: Lanes, scores: Value, n: Value) -> tuple[Value, Value]:
+    """The largest score, and the sum of exp(score - the largest)."""
+    b = n.b
+    lowest = lanes.constant(b, -inf)
+    best, total = Variable(lowest), Variable(lanes.constant(b, 0))
+    with loop(b, 0, n, lanes.width) as i:
+        mask = lanes.first(n - i)
+        best.value = larger(best.value, where(mask, lanes.load(scores + i, mask), lowest))
+    largest = lanes.reduce(larger, best.value)
+    with loop(b, 0, n, lanes.width) as i:
+        mask = lanes.first(n - i)
+        e = exp(lanes, lanes.load(scores + i, mask) - lanes.splat(largest))
+        total.value += where(mask, e, 0)
+    return largest, lanes.reduce(add, total.value)
+
+
+def _argmax(scores: Value, n: Value) -> tuple[Value, Value]:
+    """The first of the largest scores: its number, and itself; 0 and -inf where there is none."""
+    number, score = Variable(n.like(0)), Variable(scores[0].like(-inf))
+    with loop(n.b, 0, n) as i:
+        is_better = score.value < scores[i]
+        number.value = where(is_better, i, number.value)
+        score.value = where(is_better, scores[i], score.value)
+    return number.value, score.value
+
+
+def _first(x: Value) -> Value:
+    """A vector's first lane."""
+    return Value(x.b, x.b.extract_element(x.raw, ir.IntType(32)(0)))
+
+
+def _routes(b: ir.IRBuilder, _: Thread, arguments: list[Value]) -> None:
+    """The kernel: pairs sorted by counting, those of other ranks' experts last.
+
+    starts[e], following[e] = how many pairs have an expert before e, for all of this rank's
+    for pair in experts:
+        i = following[its expert]++
+        tokens[i], order[i], pairs[i] = pair // n_active, i, pair
+    """
+    experts, tokens, order, pairs, starts, following, n_pairs, n_active, first, n = arguments
+
+    def place(pair: Value) -> Value:
+        """Of a pair's expert among this rank's; the place after them for all others."""
+        number = experts[pair] - first
+        return where(number < 0, n, where(number < n, number, n))
+
+    with loop(b, 0, n + 1) as i:
+        following[i] = n.like(0)
+    with loop(b, 0, n_pairs) as pair:
+        at = place(pair)
+        following[at] = following[at] + 1
+    n_before = Variable(n.like(0))
+    with loop(b, 0, n + 1) as i:
+        count, starts[i] = following[i], n_before.value
+        following[i] = n_before.value
+        n_before.value += count
+    with loop(b, 0, n_pairs) as pair:
+        at = place(pair)
+        i = following[at]
+        tokens[i], order[i], pairs[i] = pair // n_active, i, pair
+        following[at] = i + 1

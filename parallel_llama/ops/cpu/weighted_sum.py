@@ -1,0 +1,56 @@
+"""What each token gets from its experts, in one pass over memory."""
+
+from functools import cache, partial
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.builder import I64, Lanes, Thread, Value, Variable, fma, loop
+from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
+
+
+class WeightedSumKernel:
+    """y[t] = sum of parts[t * n + i] * shares[t, i].
+
+    Shapes: parts [T * n, dim] and shares [T, n], each in one piece; the result [T, dim].
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        types = [lanes.pointer, lanes.pointer, lanes.pointer, I64, I64, I64]
+        self._program = Program("weighted_sum", types, partial(_weighted_sum, lanes))
+
+    def __call__(self, parts: Tensor, shares: Tensor, run: Run = at_once) -> Tensor:
+        n_tokens, n = shares.shape
+        assert parts.is_contiguous() and shares.is_contiguous() and parts.dtype == shares.dtype
+        assert len(parts) == n_tokens * n
+        dim = parts.shape[1]
+        y = parts.new_empty(n_tokens, dim)
+        addresses = (parts.data_ptr(), shares.data_ptr(), y.data_ptr())
+        run(self._program, threads_for(parts.numel()), *addresses, n_tokens, n, dim)
+        return y
+
+
+@cache
+def make_weighted_sum(dtype: torch.dtype) -> WeightedSumKernel:
+    """The kernel for this machine; `computes` says for which types."""
+    return WeightedSumKernel(dtype, this_machine())
+
+
+def _weighted_sum(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+    """The kernel.
+
+    for token in this thread's tokens:
+        y[token] = sum of parts[token * n + i] * shares[token, i]
+    """
+    parts, shares, y, n_tokens, n, dim = arguments
+    with loop(b, *thread.part_of(n_tokens)) as token:
+        own, own_shares = parts + token * n * dim, shares + token * n
+        with loop(b, 0, dim, lanes.width) as i:
+            mask = lanes.first(dim - i)
+            total = Variable(lanes.constant(b, 0))
+            with loop(b, 0, n) as part:
+                value = lanes.load(own + part * dim + i, mask)
+                total.value = fma(value, lanes.splat(own_shares[part]), total.value)
+            lanes.store(y + token * dim + i, total.value, mask)
