@@ -63,8 +63,8 @@ def play(
     with ExitStack() as stack:
         for _ in range(n_starts - 1):
             with ExitStack() as these:
-                start_all(turns, starts, task, rest_s, these)
-        start_all(turns, starts, task, rest_s, stack)
+                start_all(turns, starts, task.prompts(0), 1, rest_s, these)
+        start_all(turns, starts, task.prompts(0), task.n_new, rest_s, stack)
         take_turns(turns, task, n_turns, partial(rates, len(cores)), rest_s)
         weigh(turns, text)
     return turns
@@ -73,11 +73,12 @@ def play(
 def start_all(
     turns: Turns,
     starts: dict[str, Callable[[], Player]],
-    task: Task,
+    prompts: list[list[int]],
+    n_new: int,
     rest_s: float,
     stack: ExitStack,
 ) -> None:
-    """Start every engine and ask it once, as turn 0, which warms it up too; `stack` ends it.
+    """Start every engine and ask it once, which warms it up too; `stack` ends it.
 
     One that fails is out, and is not started again.
     """
@@ -86,7 +87,7 @@ def start_all(
         time.sleep(rest_s)
         try:
             player = turns.players[name] = stack.enter_context(closing(start()))
-            run = player.answer(task.prompts(0), task.n_new)
+            run = player.answer(prompts, n_new)
             turns.first_token_s.setdefault(name, []).append(player.start_s + run.first_token_s)
         except EngineError as error:
             turns.leave_out(name, error)

@@ -316,7 +316,7 @@ def test_a_start_is_timed_to_the_first_token_and_one_that_fails_is_not_tried_aga
     }
     for _ in range(2):
         with ExitStack() as stack:
-            start_all(turns, starts, NumberedTurns(), 0.0, stack)
+            start_all(turns, starts, [[0]], 1, 0.0, stack)
     assert log == [("a", 0), ("b", "closed"), ("a", "closed"), ("a", 0), ("a", "closed")]
     assert turns.first_token_s == {"a": [4.0, 4.0]}
     assert turns.failed == {"b": "tired"}
