@@ -158,7 +158,7 @@ ENGINES = {
             "gguf",
             ("llama_cpp",),
             _PEERS.format("llama-cpp-python==0.3.36"),
-            forms=("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K"),
+            forms=("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"),
             converts=True,
             python=None,
             python_flag="peers_python",
