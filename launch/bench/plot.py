@@ -48,10 +48,10 @@ def _drawn(chart: Chart) -> Iterator[str]:
 
     yield _text(_LEFT, 18, chart.title, weight="bold")
     yield _text(WIDTH - _RIGHT, HEIGHT - 10, chart.x_label, anchor="end")
-    for decade in range(math.ceil(y_low), math.floor(y_high) + 1):
-        x, y = place(10**x_low, 10**decade)
+    for value in _marks(y_low, y_high):
+        x, y = place(10**x_low, value)
         yield f'<path d="M{x} {y}H{WIDTH - _RIGHT}" stroke="#d1d9e0"/>'
-        yield _text(x - 6, y + 4, f"{10.0**decade:g}", anchor="end")
+        yield _text(x - 6, y + 4, f"{value:g}", anchor="end")
     free = 0.0  # from here on there is room for the number of another tick
     for at in sorted({x for x, _ in points}):
         x, y = place(at, 10**y_low)
@@ -73,6 +73,14 @@ def _decades(values: Sequence[float]) -> tuple[float, float]:
     """The axis: logarithms of its ends, some room around the values."""
     low, high = math.log10(min(values)), math.log10(max(values))
     return low - 0.1, max(high, low + 0.1) + 0.1
+
+
+def _marks(low: float, high: float) -> list[float]:
+    """Round values between two logarithms: more than the powers of 10 where there are few."""
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    steps = (1, 2, 5) if high - low < 2 else (1,)
+    values = [step * 10.0**decade for decade in decades for step in steps]
+    return [value for value in values if low <= math.log10(value) <= high]
 
 
 def _text(

@@ -20,14 +20,14 @@ def charts(result: dict[str, Any]) -> list[Chart]:
     found = []
     for key, label in _SPEEDS.items():
         lines: dict[str, list[tuple[float, float]]] = {}
-        if key == "decode_tokens_per_s":
-            for n_bytes in sorted({own["weight_bytes_per_step"] for own in engines.values()}):
-                limit = n_prompts * result["read_bytes_per_s"] / n_bytes
-                lines.setdefault("memory's rate", []).append((_megabytes(n_bytes), limit))
         for name, own in engines.items():
             if key in own:
                 point = _megabytes(own["weight_bytes_per_step"]), own[key]["median"]
                 lines.setdefault(name.partition("@")[0], []).append(point)
+        if key == "decode_tokens_per_s":
+            for n_bytes in sorted({own["weight_bytes_per_step"] for own in engines.values()}):
+                limit = n_prompts * result["read_bytes_per_s"] / n_bytes
+                lines.setdefault("memory's rate", []).append((_megabytes(n_bytes), limit))
         if any(key in own for own in engines.values()):
             lines = {name: sorted(points) for name, points in lines.items()}
             found.append(Chart(f"{label}, {result['model']}", "MB of weights a step", lines))

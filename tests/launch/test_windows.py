@@ -26,3 +26,12 @@ def test_a_chart_has_a_line_for_each_way() -> None:
     dots = [node for node in root.iter() if node.tag.endswith("circle")]
     assert len(dots) == 2  # of the line that is one point, which nobody would see
     assert any(node.text == "a < b" for node in root.iter())
+
+
+def test_an_axis_of_less_than_two_decades_has_more_than_the_powers_of_ten() -> None:
+    def numbers(*values: float) -> set[str | None]:
+        chart = Chart("", "", {"a": [(1, value) for value in values]})
+        return {node.text for node in ElementTree.fromstring(svg([chart])).iter() if node.text}
+
+    assert {"20", "50", "100", "200"} <= numbers(15, 300)
+    assert not numbers(1, 1000) & {"2", "5", "20", "50", "200", "500"}
