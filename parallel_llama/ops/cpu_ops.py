@@ -16,6 +16,7 @@ from parallel_llama.ops.cpu import (
     Recording,
     RotaryKernel,
     Run,
+    TileLinearKernel,
     at_once,
     computes,
     make_add,
@@ -28,6 +29,7 @@ from parallel_llama.ops.cpu import (
     make_routed_linear,
     make_routes,
     make_silu_and_mul,
+    make_tile_linear,
     make_unpack,
     make_walk,
     make_weighted_sum,
@@ -72,6 +74,8 @@ class CPUOps(TorchOps):
             make_linear(self._dtype, form)
             if has_experts:
                 make_routed_linear(self._dtype, form)
+        if torch.bfloat16 in self._matrices:
+            make_tile_linear()
         for kernel in (make_norm, make_silu_and_mul, make_add):
             kernel(self._dtype)
         make_walk()
@@ -102,8 +106,15 @@ class CPUOps(TorchOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > MAX_ROWS:
-            return super().linear(x, weight, bias)
+            return self._linear_of_many(x, weight, bias)
         y = make_linear(self._dtype, weight.dtype)(x, weight, self._run)
+        return y if bias is None else self.add_(y, bias)
+
+    def _linear_of_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        tiles = make_tile_linear() if TileLinearKernel.takes(weight) else None
+        if tiles is None or x.dtype != torch.float32:
+            return super().linear(x, weight, bias)
+        y = tiles(x, weight, self._run)
         return y if bias is None else self.add_(y, bias)
 
     def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int) -> Tensor:

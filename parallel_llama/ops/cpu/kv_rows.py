@@ -139,13 +139,13 @@ class KVRows:
             return rounded.bits_as(ir.VectorType(integers, n)).resized(ir.VectorType(I8, n))
         single = numbers.to(ir.VectorType(F32, n))
         if self.stored == torch.bfloat16:
-            return _to_bfloat16(single).resized(ir.VectorType(I16, n))
+            return to_bfloat16(single).resized(ir.VectorType(I16, n))
         if self.stored == torch.float16:
             return single.to(ir.VectorType(F16, n))
         return _to_e4m3(single).resized(ir.VectorType(I8, n))
 
 
-def _to_bfloat16(numbers: Value) -> Value:
+def to_bfloat16(numbers: Value) -> Value:
     """The bits of float32 numbers as bfloat16, in integers of 32 bits."""
     bits = _bits(numbers)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000

@@ -1,0 +1,272 @@
+"""The product of many rows with a matrix in bfloat16, on the CPU's matrix tiles (AMX).
+
+A row of float32 is split into two of bfloat16, x = high + low, which loses 2^-17 of it at the most.
+Both are multiplied with the matrix, exactly, and summed in float32 in an order that depends on the
+number of inputs alone. So a row's result is the same among any rows.
+
+    tile of the matrix [16 outputs, 32 inputs]
+    tile of rows       [16 pairs of inputs, 16 rows, 2]
+    tile of the result [16 outputs, 16 rows]
+
+Tiles of either lie in one piece while they are used, for rows of a tile that are a power of two
+apart would drive each other out of the cache.
+
+Source: Intel 64 and IA-32 architectures, optimization reference manual, chapter on Intel AMX.
+"""
+
+import ctypes
+import platform
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+
+import llvmlite.binding as llvm
+import torch
+import torch.nn.functional as F
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.builder import (
+    F32,
+    I8,
+    I32,
+    I64,
+    VOID,
+    Lanes,
+    Thread,
+    Value,
+    intrinsic,
+    loop,
+    shuffle,
+    smaller,
+    when,
+)
+from parallel_llama.ops.cpu.kv_rows import to_bfloat16
+from parallel_llama.ops.cpu.program import Program, Run, at_once
+
+_SIDE = 16  # outputs, rows, and pairs of inputs of a tile
+_INPUTS = 2 * _SIDE
+_LANES = range(_SIDE)
+_WORDS, _NUMBERS = ir.VectorType(I32, _SIDE), ir.VectorType(F32, _SIDE)
+_ROW_BYTES, _TILE_BYTES = 4 * _SIDE, 4 * _SIDE * _SIDE
+_BLOCK = 2 * _SIDE  # outputs, and rows, that are multiplied together: four tiles of results
+
+# Rows that pass over the whole matrix before the next ones do: so few that a cache holds them.
+_CHUNK = 6 * _BLOCK
+
+# Linux's arch_prctl on x86-64, which allows a process the registers of tiles.
+_ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
+
+# Tiles pay where they are so many times as fast: a choice that does not change from run to run.
+_PAYS = 1.5
+
+
+class TileLinearKernel:
+    """Y = X A for many rows of X, with A in bfloat16 as torch keeps it, transposed.
+
+    Shapes: x [n, k] float32, each row in one piece; weight [m, k] bfloat16 in one piece, k whole
+    tiles and m at least a block; the result [n, m].
+    """
+
+    def __init__(self) -> None:
+        assert tiles_are_allowed()  # else its first instruction ends the process
+        bytes_, numbers = I8.as_pointer(), F32.as_pointer()
+        self._split = Program("split", [numbers, I64, bytes_, I64, I64, I64], _split)
+        types = [bytes_, bytes_, bytes_, bytes_, numbers, I64, I64, I64, I64]
+        self._program = Program("tile_linear", types, _tile_linear)
+        self._shape = _tile_shape()
+
+    def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
+        (n, k), m = x.shape, len(weight)
+        assert self.takes(weight) and weight.is_contiguous() and weight.shape[1] == k
+        assert x.dtype == torch.float32 and x.stride(1) == 1
+        n_rows = -(-n // _BLOCK) * _BLOCK
+        n_threads = torch.get_num_threads()
+        pairs = torch.empty(2, n_rows, k, dtype=torch.bfloat16)
+        held = torch.empty(n_threads, _BLOCK, k, dtype=torch.bfloat16)
+        run(self._split, n_threads, x.data_ptr(), x.stride(0), pairs.data_ptr(), n, n_rows, k)
+        y = x.new_empty(n, m)
+        addresses = (each.data_ptr() for each in (self._shape, weight, pairs, held, y))
+        run(self._program, n_threads, *addresses, n, n_rows, m, k)
+        return y
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether a matrix fills tiles."""
+        m, k = weight.shape
+        return weight.dtype == torch.bfloat16 and m >= _BLOCK and k > 0 and k % _INPUTS == 0
+
+
+@cache
+def make_tile_linear() -> TileLinearKernel | None:
+    """The kernel, where this machine has tiles, allows them, and is faster with them."""
+    if not tiles_are_allowed():
+        return None
+    kernel = TileLinearKernel()
+    x, weight = torch.randn(8 * _BLOCK, 512), torch.randn(512, 512).to(torch.bfloat16)
+    pays = _seconds(lambda: kernel(x, weight)) * _PAYS < _seconds(
+        lambda: F.linear(x, weight.to(x.dtype))
+    )
+    return kernel if pays else None
+
+
+@cache
+def tiles_are_allowed() -> bool:
+    """Whether this process may use tiles; asking for them is what allows them."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    features = llvm.get_host_cpu_features()
+    if not (features.get("amx-tile") and features.get("amx-bf16")):
+        return False
+    answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA)
+    return answer == 0
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The least time of a few: others on the machine can only add to it."""
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _tile_shape() -> Tensor:
+    """What the CPU is told of its eight tiles: all have 16 rows of 64 bytes."""
+    shape = torch.zeros(64, dtype=torch.uint8)
+    shape[0] = 1  # the palette
+    shape[16:32].view(torch.int16)[:] = 64
+    shape[48:56] = _SIDE
+    return shape
+
+
+def _split(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+    """Rows in two parts, pairs of inputs side by side, made up to whole blocks with zeros.
+
+    Shapes: x [n, k] -> pairs [2, n_rows / 16, k / 2, 16, 2].
+    """
+    x, x_stride, pairs, n, n_rows, k = arguments
+    with (
+        loop(b, *thread.part_of(n_rows // _SIDE)) as tile,
+        loop(b, 0, k, _INPUTS) as column,
+    ):
+        rows = [_parts(x, x_stride, n, tile * _SIDE + row, column) for row in _LANES]
+        for part in (0, 1):
+            first = pairs + ((n_rows * part + tile * _SIDE) * k + column * _SIDE) * 2
+            for number, of_pair in enumerate(_transposed([row[part] for row in rows])):
+                place = (first + number * _ROW_BYTES).bits_as(_WORDS.as_pointer())
+                b.store(of_pair.raw, place.raw, align=4)
+
+
+def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> list[Value]:
+    """Two parts of 32 inputs of a row, a pair in each lane; zeros for a row that is not there."""
+    lanes = Lanes(torch.float32, torch.float32, _SIDE)
+    mask = lanes.splat(row < n)
+    own = x + row * x_stride + column
+    one, other = lanes.load(own, mask), lanes.load(own + _SIDE, mask)
+    even, odd = (shuffle(one, range(start, _INPUTS, 2), other) for start in (0, 1))
+    highs = [to_bfloat16(each) for each in (even, odd)]
+    rests = [
+        each - (high << 16).bits_as(lanes.vector)
+        for each, high in zip((even, odd), highs, strict=True)
+    ]
+    lows = [to_bfloat16(rest) for rest in rests]
+    return [first | (second << 16) for first, second in (highs, lows)]
+
+
+def _tile_linear(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+    """The kernel.
+
+    for outputs in this thread's blocks:
+        for rows in blocks:
+            y[rows, outputs] = sum over tiles of inputs of weight[outputs] @ (high + low)[rows]
+    """
+    shape, weight, pairs, held, y, n, n_rows, m, k = arguments
+    with b.goto_entry_block():
+        room = b.alloca(ir.ArrayType(F32, _BLOCK * _BLOCK))
+    results = Value(b, room).bits_as(F32.as_pointer())  # [outputs, rows] of a block
+    held += thread.number * _BLOCK * k * 2
+    intrinsic("x86.ldtilecfg", VOID, shape)
+    with (
+        loop(b, 0, n_rows, _CHUNK) as start,
+        loop(b, *thread.part_of((m + (_BLOCK - 1)) // _BLOCK)) as block,
+    ):
+        # The last block begins so early that it is whole: some outputs are computed twice.
+        first = smaller(block * _BLOCK, m - _BLOCK)
+        _hold(weight + first * k * 2, held, k)
+        with loop(b, start, smaller(start + _CHUNK, n_rows), _BLOCK) as row:
+            _multiply(held, pairs + row * k * 2, results, n_rows, k)
+            for i, j in product(range(2), range(2)):
+                outputs = [_row_of(results, i * _SIDE + each, j * _SIDE) for each in _LANES]
+                for number, values in enumerate(_transposed(outputs)):
+                    own = row + (j * _SIDE + number)
+                    place = y + own * m + first + i * _SIDE
+                    with when(own < n):
+                        b.store(values.raw, place.bits_as(_NUMBERS.as_pointer()).raw, align=4)
+    b.call(_declared(b, "tilerelease"), [])
+
+
+def _hold(weight: Value, held: Value, k: Value) -> None:
+    """Copy a block of outputs tile by tile."""
+    with loop(k.b, 0, k * 2, _ROW_BYTES) as column:
+        for output in range(_BLOCK):
+            tile = held + k * (output // _SIDE * _SIDE * 2) + column * _SIDE
+            words = (weight + k * (output * 2) + column).bits_as(_WORDS.as_pointer())
+            values = k.b.load(words.raw, align=2)
+            place = (tile + output % _SIDE * _ROW_BYTES).bits_as(_WORDS.as_pointer())
+            k.b.store(values, place.raw, align=2)
+
+
+def _multiply(held: Value, pairs: Value, results: Value, n_rows: Value, k: Value) -> None:
+    """A block of outputs by a block of rows, and by all inputs."""
+    b = k.b
+    sums, of_weight, of_rows = [0, 1, 2, 3], [4, 5], [6, 7]
+    in_a_row, in_results = (Value(b, I64(each)) for each in (_ROW_BYTES, _BLOCK * 4))
+    for tile in sums:
+        _tile(b, "tilezero", tile)
+    with loop(b, 0, k * 2 * _SIDE, _TILE_BYTES) as at:
+        for number, tile in enumerate(of_weight):
+            _tile(b, "tileloadd64", tile, held + k * (number * _SIDE * 2) + at, in_a_row)
+        for part in (0, 1):
+            own = pairs + n_rows * part * k * 2 + at
+            for number, tile in enumerate(of_rows):
+                _tile(b, "tileloadd64", tile, own + k * (number * _SIDE * 2), in_a_row)
+            for total, (one, other) in zip(sums, product(of_weight, of_rows), strict=True):
+                _tile(b, "tdpbf16ps", total, one, other)
+    for total, (i, j) in zip(sums, product(range(2), range(2)), strict=True):
+        place = (results + i * _SIDE * _BLOCK + j * _SIDE).bits_as(I8.as_pointer())
+        _tile(b, "tilestored64", total, place, in_results)
+
+
+def _row_of(results: Value, output: int, row: int) -> Value:
+    """The results of an output, for 16 rows."""
+    place = (results + output * _BLOCK + row).bits_as(_NUMBERS.as_pointer())
+    return Value(results.b, results.b.load(place.raw, align=4))
+
+
+def _transposed(rows: list[Value]) -> list[Value]:
+    """The columns of 16 vectors: halves change places, then halves of halves.
+
+    Source: Eklundh, A fast computer method for matrix transposing, 1972.
+    """
+    for half in (8, 4, 2, 1):
+        before, rows = rows, list(rows)
+        for i in (i for i in _LANES if not i & half):
+            one, other = before[i], before[i + half]
+            firsts = [_SIDE + lane - half if lane & half else lane for lane in _LANES]
+            seconds = [_SIDE + lane if lane & half else lane + half for lane in _LANES]
+            rows[i], rows[i + half] = (shuffle(one, each, other) for each in (firsts, seconds))
+    return rows
+
+
+def _tile(b: ir.IRBuilder, name: str, *operands: int | Value) -> None:
+    """An instruction on tiles, which are named by their numbers."""
+    values = [Value(b, I8(each)) if isinstance(each, int) else each for each in operands]
+    intrinsic(f"x86.{name}", VOID, *values)
+
+
+def _declared(b: ir.IRBuilder, name: str) -> ir.Function:
+    return ir.Function(b.module, ir.FunctionType(VOID, []), f"llvm.x86.{name}")

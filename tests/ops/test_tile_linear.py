@@ -1,0 +1,105 @@
+"""Products on the CPU's matrix tiles, on machines that have them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from parallel_llama.ops import cpu_ops
+from parallel_llama.ops.cpu import tile_linear
+from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, tiles_are_allowed
+from parallel_llama.ops.cpu_ops import CPUOps
+
+has_tiles = pytest.mark.skipif(
+    openmp() is None or not tiles_are_allowed(), reason="this CPU has no tiles (AMX)"
+)
+SHAPES = [(1, 32, 32), (31, 64, 33), (33, 96, 100), (200, 576, 64), (70, 160, 47)]
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return TileLinearKernel()
+
+
+@has_tiles
+def test_a_product_is_that_of_float32_but_for_the_split(kernel):
+    for n, k, m in SHAPES:
+        x, weight = torch.randn(n, k), torch.randn(m, k).to(torch.bfloat16)
+        exact = x.double() @ weight.double().T
+        error = (kernel(x, weight) - exact).abs().max()
+        assert error < 1e-5 * exact.abs().max()
+
+
+@has_tiles
+def test_two_parts_of_a_row_are_both_multiplied(kernel):
+    """1 + 2^-10 has more digits than one bfloat16."""
+    x, weight = torch.full((33, 32), 1 + 2.0**-10), torch.ones(32, 32, dtype=torch.bfloat16)
+    assert torch.equal(kernel(x, weight), torch.full((33, 32), 32 + 2.0**-5))
+
+
+@has_tiles
+def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(kernel):
+    x, weight = torch.randn(450, 96), torch.randn(100, 96).to(torch.bfloat16)
+    alone = torch.cat([kernel(row[None], weight) for row in x[:5]])
+    before = torch.get_num_threads()
+    try:
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            for n in (5, 37, 450):
+                assert torch.equal(kernel(x[:n], weight)[:5], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@has_tiles
+def test_rows_may_lie_apart_and_neighbours_are_not_read(kernel):
+    around = torch.full((40, 80), torch.nan)
+    x = around[1:38, 4:68].normal_()
+    weight = torch.randn(35, 64).to(torch.bfloat16)
+    assert torch.equal(kernel(x, weight), kernel(x.contiguous(), weight))
+
+
+@has_tiles
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0x7F800000])
+def test_a_number_that_is_none_spoils_its_own_row_alone(kernel, bits):
+    x, weight = torch.randn(35, 64), torch.randn(40, 64).to(torch.bfloat16)
+    x.view(torch.int32)[7, 3] = bits
+    y = kernel(x, weight)
+    assert not y[7].isfinite().any()
+    assert y[:7].isfinite().all() and y[8:].isfinite().all()
+
+
+@has_tiles
+def test_what_does_not_fill_tiles_is_left_to_others(monkeypatch):
+    monkeypatch.setattr(cpu_ops, "make_tile_linear", TileLinearKernel)
+    ops = CPUOps(torch.float32, 32, {1})
+    for k, m in [(33, 64), (64, 31), (64, 64)]:
+        x, weight = torch.randn(40, k), torch.randn(m, k).to(torch.bfloat16)
+        bias = torch.randn(m)
+        expected = x @ weight.float().T + bias
+        torch.testing.assert_close(ops.linear(x, weight, bias), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("answer", [1, -1])
+def test_where_the_system_allows_no_tiles_none_are_used(monkeypatch, answer):
+    class System:
+        @staticmethod
+        def syscall(*_):
+            return answer
+
+    monkeypatch.setattr(tile_linear.ctypes, "CDLL", lambda _: System)
+    assert not tiles_are_allowed.__wrapped__()
+
+
+@has_tiles
+def test_asking_for_tiles_is_what_allows_them():
+    """In a process that has not asked, the first instruction would be its end."""
+    program = (
+        "import torch\n"
+        "from parallel_llama.ops.cpu.tile_linear import TileLinearKernel\n"
+        "y = TileLinearKernel()(torch.ones(33, 32), torch.ones(32, 32, dtype=torch.bfloat16))\n"
+        "assert (y == 32).all()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
