@@ -30,6 +30,7 @@ from parallel_llama.ops.cpu import (
     make_routes,
     make_silu_and_mul,
     make_tile_linear,
+    make_turn,
     make_unpack,
     make_walk,
     make_weighted_sum,
@@ -41,6 +42,7 @@ from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.shared_memory import SharedMemory
 
 
 class CPUOps(TorchOps):
@@ -156,7 +158,11 @@ class CPUOps(TorchOps):
     def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
         if self._recording is None or comm.size == 1:
             return super().all_reduce(x, comm)
-        self._recording.leave(self._recording.later(x, comm.all_reduce))
+        turn = comm.turn_of(x) if isinstance(comm, SharedMemory) else None
+        if turn is None:
+            self._recording.leave(self._recording.later(x, comm.all_reduce))
+        else:
+            make_turn(self._dtype)(x, turn, self._recording)
         return x
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ slower communicator sets it up.
 The memory never has a name: rank 0 creates it as an anonymous file, the others open it through
 /proc while they set up, and it ends with the last rank, however that one ends.
 
-    header   one line per rank: phases published, signatures of its last two collectives, pulses
+    header   one line per rank: phases published, signatures of its last two collectives, pulses,
+             turns finished
     slots    two per rank, used in turn
 
 A collective is a turn: copy in, publish, wait for all, copy or sum out.
@@ -19,6 +20,8 @@ everything it wants from turn t. So nobody reads the slot of turn t any more.
 Why plain loads and stores are enough. x86-64 keeps stores in order, loads in order, and a load
 before a later store (total store order), so who sees the count sees the data. Other processors
 promise less, and there the slower communicator is used.
+
+A turn of `all_reduce` may be taken by a kernel as well: `Turn` is what it has to know.
 """
 
 import functools
@@ -51,9 +54,10 @@ SLOT_BYTES = 1 << 20
 SHARED_SUM_BYTES = 1 << 16
 
 # Cells of 8 bytes in a rank's line of the header: two cache lines, fetched as a pair.
-_LINE = 16
-# Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots' turns.
-_SIGNATURE, _PULSE = 1, 3
+LINE = 16
+# Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots' turns. TURN
+# counts finished turns, and only the rank itself looks there.
+SIGNATURE, _PULSE, TURN = 1, 3, 5
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read while the ranks set up
 
 # Looks at a count before the core is offered to others: some 0.2 ms.
@@ -135,10 +139,9 @@ class SharedMemory(Communicator):
         self._spins, self._timeouts = spins, timeouts
         self._memory = memory
         self._cells = memoryview(memory).cast("q")
-        self._own = self.rank * _LINE
-        self._others = [rank * _LINE for rank in range(self.size) if rank != self.rank]
-        self._phase = 0
-        self._parity = 0
+        self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self._own = self.rank * LINE
+        self._others = [rank * LINE for rank in range(self.size) if rank != self.rank]
         self._busy = False
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
 
@@ -182,10 +185,10 @@ class SharedMemory(Communicator):
         return x
 
     def barrier(self) -> None:
-        pulses = [self._cells[rank * _LINE + _PULSE] for rank in range(self.size)]
+        pulses = [self._cells[rank * LINE + _PULSE] for rank in range(self.size)]
 
         def pulses_since(rank: int) -> bool:
-            before, pulses[rank] = pulses[rank], self._cells[rank * _LINE + _PULSE]
+            before, pulses[rank] = pulses[rank], self._cells[rank * LINE + _PULSE]
             return pulses[rank] != before
 
         for piece, _ in self._turns(_NOTHING):
@@ -201,6 +204,23 @@ class SharedMemory(Communicator):
         self._busy = True
         self._group.close()
 
+    def turn_of(self, x: Tensor) -> "Turn | None":
+        """What a kernel needs to reduce tensors like x; None where they are not for one thread."""
+        if x.nbytes >= SHARED_SUM_BYTES or not x.numel():
+            return None
+        slots = self._address + _header_bytes(self.size)
+        own = self.rank, self.size, _signature(_ALL_REDUCE, x), self._spins
+        return Turn(self._address, slots, *own, self._finish)
+
+    def _finish(self, x: Tensor) -> None:
+        """The rest of a turn of all_reduce that a kernel has published."""
+        self._busy = True
+        signature = _signature(_ALL_REDUCE, x)
+        self._await_all(signature, 0, _no_excuse, self._timeouts.step_s)
+        _sum(self._slots(x), x.view(-1))
+        self._cells[self._own + TURN] += 1
+        self._busy = False
+
     def _turns(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """A turn for each piece of a tensor, with every rank's slot of it as a tensor like it.
 
@@ -214,7 +234,7 @@ class SharedMemory(Communicator):
         self._busy = True
         for piece in torch.split(flat, SLOT_BYTES // flat.itemsize) if flat.numel() else ():
             yield piece, self._slots(piece)
-            self._parity ^= 1
+            self._cells[self._own + TURN] += 1
         self._busy = False
 
     def _sum_shares(self, slots: list[Tensor], piece: Tensor) -> None:
@@ -233,7 +253,8 @@ class SharedMemory(Communicator):
                 piece[start:stop].copy_(slots[rank][start:stop])
 
     def _slots(self, piece: Tensor) -> list[Tensor]:
-        key = (self._parity, piece.dtype, piece.numel())
+        parity = self._cells[self._own + TURN] & 1
+        key = (parity, piece.dtype, piece.numel())
         slots = self._views.get(key)
         if slots is None:
             if len(self._views) >= _MAX_VIEWS:
@@ -245,7 +266,7 @@ class SharedMemory(Communicator):
                         self._memory,
                         dtype=piece.dtype,
                         count=piece.numel(),
-                        offset=_header_bytes(self.size) + (2 * rank + self._parity) * SLOT_BYTES,
+                        offset=_header_bytes(self.size) + (2 * rank + parity) * SLOT_BYTES,
                     )
                     for rank in range(self.size)
                 ]
@@ -260,24 +281,27 @@ class SharedMemory(Communicator):
         limit_s: float | None = None,
     ) -> None:
         """Publish this rank's part of a phase and wait for everybody's."""
-        signature = (kind << 60) | (_DTYPES.index(piece.dtype) << 52) | piece.numel()
-        cells, signed = self._cells, _SIGNATURE + self._parity
-        self._phase += 1
-        cells[self._own + signed] = signature
-        cells[self._own] = self._phase
-        phase, spins = self._phase, self._spins
+        signature, cells, own = _signature(kind, piece), self._cells, self._own
+        cells[own + SIGNATURE + (cells[own + TURN] & 1)] = signature
+        cells[own] += 1
+        self._await_all(signature, self._spins, excuse, limit_s or self._timeouts.step_s)
+
+    def _await_all(self, signature: int, spins: int, excuse: _Excuse, limit_s: float) -> None:
+        """Wait until all ranks have published the phase that this one has."""
+        cells, phase = self._cells, self._cells[self._own]
+        signed = SIGNATURE + (cells[self._own + TURN] & 1)
         for line in self._others:
             while cells[line] < phase:
                 spins -= 1
                 if spins < 0:
-                    self._wait(excuse, limit_s or self._timeouts.step_s)
+                    self._wait(phase, excuse, limit_s)
             if cells[line + signed] != signature:
                 raise RankError(
-                    f"rank {line // _LINE} is in {_described(cells[line + signed])} and rank "
+                    f"rank {line // LINE} is in {_described(cells[line + signed])} and rank "
                     f"{self.rank} in {_described(signature)}: the ranks have gone different ways"
                 )
 
-    def _wait(self, excuse: _Excuse, limit_s: float) -> None:
+    def _wait(self, phase: int, excuse: _Excuse, limit_s: float) -> None:
         """Wait for all ranks to publish this phase, giving the core to whoever wants it.
 
         A rank is late once it has gone without an excuse for `limit_s`.
@@ -286,31 +310,31 @@ class SharedMemory(Communicator):
         waited_s = 0.0
         unexcused_s = dict.fromkeys(self._others, 0.0)
         pause = _SHORTEST_SLEEP_S
-        while behind := [line for line in self._others if self._cells[line] < self._phase]:
+        while behind := [line for line in self._others if self._cells[line] < phase]:
             gap_s = min(time.monotonic() - seen_s, _LONGEST_GAP_S)
             seen_s = time.monotonic()
             waited_s += gap_s
             if waited_s < _YIELD_S:
                 os.sched_yield()
                 continue
-            self._require_alive(behind)
+            self._require_alive(behind, phase)
             for line in behind:
                 unexcused_s[line] += gap_s
                 # An excuse is not asked for at every look: it may cost a read of a file.
-                if unexcused_s[line] > min(limit_s, 1.0) and excuse(line // _LINE):
+                if unexcused_s[line] > min(limit_s, 1.0) and excuse(line // LINE):
                     unexcused_s[line] = 0.0
             if overdue := [line for line in behind if unexcused_s[line] > limit_s]:
-                raise self._late([line // _LINE for line in overdue], limit_s)
+                raise self._late([line // LINE for line in overdue], limit_s)
             time.sleep(pause)
             pause = min(2 * pause, _IDLE_SLEEP_S if waited_s > _IDLE_S else _LONGEST_SLEEP_S)
 
-    def _require_alive(self, lines: Sequence[int]) -> None:
+    def _require_alive(self, lines: Sequence[int], phase: int) -> None:
         self._peers.look()
         for line in lines:
             # What a dead rank has published is final, so it is looked at once more.
-            if line // _LINE in self._peers.gone and self._cells[line] < self._phase:
+            if line // LINE in self._peers.gone and self._cells[line] < phase:
                 raise RankError(
-                    f"rank {line // _LINE} of {self.size} has died or left early; "
+                    f"rank {line // LINE} of {self.size} has died or left early; "
                     f"rank {self.rank} was waiting for it"
                 )
 
@@ -323,6 +347,27 @@ class SharedMemory(Communicator):
         else:
             why = "alive, and swapping, starved of its core, or in another collective"
         return RankError(f"{late(ranks, self.size, limit_s)}; it is {why}")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of all_reduce, for a kernel in this rank's process.
+
+    `header` and `slots` are addresses: of rank 0's line, and of its first slot. A kernel that has
+    looked `n_looks` times in vain, or found another signature, leaves the rest to `finish`.
+    """
+
+    header: int
+    slots: int
+    rank: int
+    size: int
+    signature: int
+    n_looks: int
+    finish: Callable[[Tensor], None]
+
+
+def _signature(kind: int, piece: Tensor) -> int:
+    return (kind << 60) | (_DTYPES.index(piece.dtype) << 52) | piece.numel()
 
 
 def _sum(slots: Sequence[Tensor], out: Tensor) -> None:
@@ -349,7 +394,7 @@ def _described(signature: int) -> str:
 
 
 def _header_bytes(size: int) -> int:
-    return -(-size * _LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-size * LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _total_bytes(size: int) -> int:

@@ -21,6 +21,7 @@ from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
 from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
 from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, make_tile_linear
+from parallel_llama.ops.cpu.turn import make_turn
 from parallel_llama.ops.cpu.unpack import make_unpack
 from parallel_llama.ops.cpu.walk import make_walk
 from parallel_llama.ops.cpu.weighted_sum import make_weighted_sum
@@ -48,6 +49,7 @@ __all__ = [
     "make_routes",
     "make_silu_and_mul",
     "make_tile_linear",
+    "make_turn",
     "make_unpack",
     "make_walk",
     "make_weighted_sum",
