@@ -25,7 +25,7 @@ from parallel_llama.checkpoint import (
     random_checkpoint,
     require_whole,
 )
-from parallel_llama.config import ModelArgs, load_model_args, stored_formats
+from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
 from parallel_llama.engine import rank_calls
 from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
 from parallel_llama.engine.input_processor import InputProcessor
@@ -91,7 +91,8 @@ class LLM:
     `dtype` is one of float32, bfloat16, float16, float64; None takes the device's default. A CPU
     keeps weights in 16 bits and computes in float32. With `quant` int8 or int4 the matrices become
     small integers with a scale for every 32 of them, when they are read; with `quant` stored they
-    stay as a GGUF file has them.
+    stay as the files have them, and with none they are decoded. A native folder that is quantised
+    stays so by default.
     `max_seq_len` lowers the model's context. Requests without a seed of their own get one from
     `seed`, and without that a new one in every call. `random_weights` fills a named shape with
     random numbers from that seed. `verify` compares every file with the folder's manifest before
@@ -121,7 +122,7 @@ class LLM:
         *,
         tp_size: int | None = None,
         dtype: str | None = None,
-        quant: str = "none",
+        quant: str | None = None,
         device: str = "auto",
         max_seq_len: int | None = None,
         seed: int | None = None,
@@ -171,9 +172,10 @@ class LLM:
         self.input_processor, self.args = input_processor, input_processor.args
         kind = resolve_device(device)
         self.dtype = dtype or default_dtype(self.args, kind)
-        self.quant = quant
-        stored = stored_formats(input_processor.files, self.args) if quant == "stored" else None
-        self.precision = make_precision(self.args, self.dtype, kind, quant, stored)
+        files = input_processor.files
+        self.quant = quant or default_quant(files, self.args)
+        stored = stored_formats(files, self.args) if self.quant == "stored" else None
+        self.precision = make_precision(self.args, self.dtype, kind, self.quant, stored)
         plan = make_plan(self.args, size, quant_group=self.precision.group_size, kv_split=kv_split)
         self.kv_format = kv_format(kv_cache_dtype, self.dtype)
         longest = input_processor.max_seq_len

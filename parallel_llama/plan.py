@@ -450,7 +450,10 @@ def make_precision(
 
 def _require_groups(args: ModelArgs, device: str, quant: str) -> None:
     if device != "cpu":
-        raise UsageError(f"quant={quant!r} on {device}: quantised weights run on the CPU alone")
+        raise UsageError(
+            f"quant={quant!r} on {device}: quantised weights run on the CPU alone; use "
+            "device='cpu', or quant='none' for plain values"
+        )
     for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
         if size % GROUP_SIZE:
             raise UsageError(

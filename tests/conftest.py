@@ -41,6 +41,8 @@ SLOW = (
     "tests/parallel/",
     "tests/reshard/test_crash.py",
     "tests/reshard/test_meta_layout.py::test_any_number_of_files_",
+    "tests/reshard/test_quantised_folders.py::test_a_run_goes_on_",
+    "tests/reshard/test_quantised_folders.py::test_greedy_tokens_",
     "tests/reshard/test_reshard.py::test_by_way_of_metas_files_",
     "tests/reshard/test_reshard.py::test_hf_to_native_to_hf_",
     "tests/reshard/test_reshard.py::test_transformers_computes_",

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
-from parallel_llama.checkpoint.reading import pieces_of
+from parallel_llama.checkpoint.reading import pieces_of, quantised
+from parallel_llama.dtypes import GroupFormat
 from parallel_llama.errors import DamagedWeights
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
+from parallel_llama.ops.groups import Groups
 
 # So few that their memory is used again for the next, and that they are hashed in the cache.
 ROW_PIECE_VALUES = 1 << 22
@@ -55,17 +57,55 @@ class CanonicalTensor:
         return value
 
 
+class CanonicalGroups(CanonicalTensor):
+    """A quantised weight, whose canonical form are the values that are meant, in float32."""
+
+    def __init__(self, param: Param, form: GroupFormat) -> None:
+        super().__init__(param, torch.float32)
+        self.form = form
+
+    def take_from(self, checkpoint: Checkpoint, rows: range) -> Groups:
+        """The next rows of a checkpoint: as it has them, if in this format, else quantised.
+
+        Raises: DamagedWeights if they cannot be read, or are NaN or Inf.
+        """
+        groups = checkpoint.groups(self.param, rows, self.form)
+        if groups is None:
+            values = checkpoint.read(self.param, rows)
+            self._is_converted = True
+            self._source.update(tensor_bytes(values))
+            groups = quantised(self.param, values, self.form)
+        step = max(1, ROW_PIECE_VALUES // groups.shape[1])
+        for start in range(0, groups.shape[0], step):
+            some = groups.some(slice(start, start + step))
+            self._hasher.update(tensor_bytes(some.values()))
+        return groups
+
+
+# Some rows of a tensor: their values, or the integers, scales and perhaps minima that they lie in.
+Piece = tuple[Tensor, ...]
+
+
 def canonical_pieces(
-    checkpoint: Checkpoint, params: Sequence[Param], dtypes: Mapping[str, torch.dtype]
-) -> Generator[tuple[CanonicalTensor, Tensor], None, None]:
-    """The rows of each tensor in turn, some at a time.
+    checkpoint: Checkpoint,
+    params: Sequence[Param],
+    dtypes: Mapping[str, torch.dtype],
+    formats: Mapping[str, GroupFormat],
+) -> Generator[tuple[CanonicalTensor, Piece], None, None]:
+    """The rows of each tensor in turn, some at a time; `formats` are of those to be quantised.
 
     Raises: DamagedWeights if one cannot be read, or does not fit into its dtype.
     """
     for param in params:
-        tensor = CanonicalTensor(param, dtypes[param.name])
-        for rows in _row_pieces(param):
-            yield tensor, tensor.take(checkpoint.read(param, rows))
+        form = formats.get(param.name)
+        if form is None:
+            tensor = CanonicalTensor(param, dtypes[param.name])
+            for rows in _row_pieces(param):
+                yield tensor, (tensor.take(checkpoint.read(param, rows)),)
+        else:
+            quantised_tensor = CanonicalGroups(param, form)
+            for rows in _row_pieces(param):
+                yield quantised_tensor, quantised_tensor.take_from(checkpoint, rows).tensors
 
 
 def canonical_entry(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_llama.checkpoint.manifest import Manifest, TensorEntry, hash_file
-from parallel_llama.checkpoint.native_folder import axis_units, unit_spans
+from parallel_llama.checkpoint.native_folder import axis_units, unit_spans, weight_of
 from parallel_llama.checkpoint.rotary import is_rotary
 from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.checkpoint.whole_files import WEIGHT_SUFFIXES
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import ITEM_BYTES
+from parallel_llama.dtypes import GROUP_SIZE, ITEM_BYTES
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import FAMILIES, family_of, parameters, stored_places
 from parallel_llama.families.names import Layout, hf_full_name, renamed
@@ -100,20 +100,26 @@ class Damage:
         params = {param.name: param for param in parameters(self.args)} if self.args else {}
         spots = []
         for tensor, held in locations(path, "hf" if layout == "hf" else None, self.args):
-            entry, param = self.manifest.tensors.get(tensor), params.get(tensor)
+            weight = weight_of(tensor) if layout == "native" else tensor
+            entry, param = self.manifest.tensors.get(weight), params.get(weight)
             if entry is None:
                 continue  # no model reads it, so nothing says what it should be
             units = self.manifest.units.get(tensor)
             if self.args and param and units:
-                spans = unit_spans(held, param, axis_units(self.args))
+                spans = unit_spans(held, param, axis_units(self.args, self._quant_group))
                 spots += [
                     f"{tensor}, bytes {span.start} to {span.stop} (unit {number})"
                     for number, (span, unit) in enumerate(zip(spans, units, strict=False))
                     if hash_file(path, span=span) != unit
                 ]
-            elif self._is_damaged(path, tensor, held, entry):
+            elif self._is_damaged(path, weight, held, entry):
                 spots.append(f"{tensor}, bytes {held.start} to {held.stop}")
         return spots
+
+    @property
+    def _quant_group(self) -> int:
+        is_quantised = any(weight_of(tensor) != tensor for tensor in self.manifest.units)
+        return GROUP_SIZE if is_quantised else 1
 
     def _is_damaged(self, path: Path, tensor: str, held: range, entry: TensorEntry) -> bool:
         n_bytes = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]

@@ -6,9 +6,15 @@ may be short. So any range of units is one range of bytes, whoever owns it:
 
     row-major   a0 a1 | b0 b1 | c0        unit-major   a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1
                 a2 a3 | b2 b3 | c1
+
+A matrix that is quantised lies in two or three tensors, each in that order: `NAME.integers`
+[out, in] int8, `NAME.scales` [out, in / 32] float16 and, where the format has them, `NAME.mins`
+alike. Integers of 4 bits lie two in a byte, [out, in / 2] uint8: the first of two neighbours is the
+lower half. Where there are no minima 8 is added to them, so that the least, -8, is stored as 0.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,18 +22,60 @@ from torch import Tensor
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory
 from parallel_llama.checkpoint.tensor_files import TensorFiles, merged
 from parallel_llama.config import ModelArgs
-from parallel_llama.config.native import native_units
-from parallel_llama.dtypes import STORED
+from parallel_llama.config.native import native_formats, native_units
+from parallel_llama.dtypes import GROUP_SIZE, STORED, GroupFormat
 from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.families import parameters
+from parallel_llama.families.places import Place, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.ops.formats import torch_dtype
+from parallel_llama.ops.groups import Groups
 from parallel_llama.plan import unit_size
 
 # Bytes of one block of units on the way out: large writes, and memory that is used again.
 BLOCK_BYTES = 8 << 20
+
+# Of the tensors in which a quantised weight lies; the dtypes by their names in the files.
+_SUFFIXES = ".integers", ".scales", ".mins"
+_INTEGERS = {8: "I8", 4: "U8"}
+_HALF = "F16"
+INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a native folder: a weight, or a part of one that is quantised.
+
+    `param` has the tensor's own name and shape, `unit` is in its own rows or columns, and `per` is
+    how many inputs of the weight one of its values is for. `dtype` is that in the files, None for
+    plain values, which have one of their own.
+    """
+
+    param: Param
+    unit: int
+    per: int = 1
+    dtype: str | None = None
+
+    @classmethod
+    def of(cls, weight: Param, unit: int, suffix: str, per: int, dtype: str) -> "Part":
+        """One with a value for every so many inputs of a matrix."""
+        n_rows, n_columns = weight.shape
+        param = replace(weight, name=weight.name + suffix, shape=(n_rows, n_columns // per))
+        return cls(param, unit // per if weight.dim == 1 else unit, per, dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That in the file."""
+        return stored_shape(self.param, self.unit)
+
+    def rows(self, of_weight: range) -> range:
+        """Its own rows or columns, for those of the weight; whole groups of columns."""
+        if self.param.dim == 0:
+            return of_weight
+        return range(of_weight.start // self.per, of_weight.stop // self.per)
 
 
 class NativeFolder(TensorFiles):
@@ -36,27 +84,71 @@ class NativeFolder(TensorFiles):
     Raises: CheckpointError if a file is damaged or native.json does not say how it was written.
     """
 
-    readable = f"a native folder has {', '.join(STORED)}"
+    readable = f"a native folder has {', '.join(STORED)}, and integers as native.json says"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         try:
-            self._units = native_units(read_json_object(files.config))
+            values = read_json_object(files.config)
+            self._units, self._formats = native_units(values), native_formats(values, args)
+            if self._formats:
+                _require_whole_groups(self._units)
         except UsageError as error:
             raise CheckpointError(f"{files.config}: {error}") from error
         headers = {path: read_safetensors_header(path) for path in files.weights}
         super().__init__(files, args, merged(files.path, headers), empty)
 
-    def _stored_shape(self, param: Param) -> tuple[int, ...]:
-        return stored_shape(param, unit_of(param, self._units))
+    def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
+        parts = [part for param in parameters(args) for part in self._parts(param)]
+        self._dtype_of = {part.param.name: part.dtype for part in parts}
+        return {part.param.name: whole(part.param.name, part.shape) for part in parts}
+
+    def _dtypes(self, name: str) -> Collection[str]:
+        dtype = self._dtype_of[name]
+        return STORED if dtype is None else (dtype,)
+
+    def _parts(self, param: Param) -> list[Part]:
+        return parts_of(param, self._units, self._group_format(param))
+
+    def _group_format(self, param: Param) -> GroupFormat | None:
+        form = self._formats.get(param.name)
+        return form if isinstance(form, GroupFormat) else None
 
     def _stored(self, param: Param, rows: range) -> Tensor:
-        return (self._columns if is_unit_major(param) else super()._stored)(param, rows)
+        form = self._group_format(param)
+        if form is None:
+            (part,) = self._parts(param)
+            return self._values(part, rows)
+        if param.dim == 0:
+            return self._groups(param, rows, form).values()
+        held = range(
+            rows.start // GROUP_SIZE * GROUP_SIZE, -(-rows.stop // GROUP_SIZE) * GROUP_SIZE
+        )
+        columns = self._groups(param, held, form).values()
+        return columns[:, rows.start - held.start :][:, : len(rows)].contiguous()
 
-    def _columns(self, param: Param, rows: range) -> Tensor:
-        """Some columns of a weight in unit-major order; the units that hold them are read."""
-        file, tensor = self._held(param)
-        n_rows, n_columns = param.shape
-        unit, dtype = unit_of(param, self._units), torch_dtype(STORED[tensor.dtype])
+    def _stored_groups(self, param: Param, rows: range, form: GroupFormat) -> Groups | None:
+        return self._groups(param, rows, form) if self._group_format(param) == form else None
+
+    def _groups(self, param: Param, rows: range, form: GroupFormat) -> Groups:
+        """Some of a quantised weight; of one that is cut by columns whole groups."""
+        integers, *halves = (self._values(part, part.rows(rows)) for part in self._parts(param))
+        if form.n_bits == 4:
+            integers = unpacked(integers, form)
+        return Groups(form, integers, *halves)
+
+    def _values(self, part: Part, rows: range) -> Tensor:
+        """Some rows or columns of a tensor."""
+        if is_unit_major(part.param):
+            return self._columns(part, rows)
+        file, tensor = self._held(part.param)
+        place = self._places[part.param.name]
+        return file.values(tensor.offset, dtype_of(tensor.dtype), part.param, place, rows)
+
+    def _columns(self, part: Part, rows: range) -> Tensor:
+        """Some columns of a tensor in unit-major order; the units that hold them are read."""
+        file, tensor = self._held(part.param)
+        n_rows, n_columns = part.param.shape
+        unit, dtype = part.unit, dtype_of(tensor.dtype)
         units = range(rows.start // unit, -(-rows.stop // unit) if rows else rows.start // unit)
         held = range(units.start * unit, min(units.stop * unit, n_columns))
         column_bytes = n_rows * dtype.itemsize
@@ -67,12 +159,15 @@ class NativeFolder(TensorFiles):
         return columns[:, rows.start - held.start : rows.stop - held.start].contiguous()
 
 
-def axis_units(args: ModelArgs) -> dict[str, int]:
-    """The rows or columns in one unit of each axis: a matter of the model alone."""
+def axis_units(args: ModelArgs, quant_group: int = 1) -> dict[str, int]:
+    """The rows or columns in one unit of each axis: a matter of the model alone.
+
+    Where weights are quantised, no group of `quant_group` inputs is cut.
+    """
     return {
         "heads": args.head_dim,
         "kv_heads": args.head_dim,
-        "ffn": unit_size(args.ffn_dim, args.n_heads),
+        "ffn": unit_size(args.ffn_dim, args.n_heads, quant_group),
         "vocab": unit_size(args.vocab_size, args.n_heads),
     }
 
@@ -82,12 +177,52 @@ def unit_of(param: Param, units: Mapping[str, int]) -> int:
     return param.shape[param.dim] if param.axis is None else units[param.axis]
 
 
-def unit_spans(held: range, param: Param, units: Mapping[str, int]) -> list[range]:
-    """The bytes of each unit of a weight whose bytes are `held`, in the order of the file."""
-    size, unit = param.shape[param.dim], unit_of(param, units)
-    per_row = len(held) // size
+def parts_of(param: Param, units: Mapping[str, int], form: GroupFormat | None = None) -> list[Part]:
+    """The tensors in which a weight lies: if it is quantised integers, scales, perhaps minima."""
+    unit = unit_of(param, units)
+    if form is None:
+        return [Part(param, unit)]
+    integers, scales, mins = _SUFFIXES
+    halves = [scales, mins] if form.has_min else [scales]
     return [
-        held[start * per_row : min(start + unit, size) * per_row] for start in range(0, size, unit)
+        Part.of(param, unit, integers, 8 // form.n_bits, _INTEGERS[form.n_bits]),
+        *(Part.of(param, unit, half, GROUP_SIZE, _HALF) for half in halves),
+    ]
+
+
+def dtype_of(in_file: str) -> torch.dtype:
+    """torch's dtype of one of the files."""
+    return INTEGER_DTYPES.get(in_file) or torch_dtype(STORED[in_file])
+
+
+def weight_of(tensor: str) -> str:
+    """The name of the weight that a tensor of a native folder is, or is a part of."""
+    for suffix in _SUFFIXES:
+        tensor = tensor.removesuffix(suffix)
+    return tensor
+
+
+def packed(integers: Tensor, form: GroupFormat) -> Tensor:
+    """Integers of 4 bits, two in a byte. Shapes: [out, in] int8 -> [out, in / 2] uint8."""
+    pairs = (integers + form.zero).view(torch.uint8)
+    pairs = pairs.view(len(pairs), pairs.shape[1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpacked(pairs: Tensor, form: GroupFormat) -> Tensor:
+    """The inverse of `packed`."""
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1).view(torch.int8) - form.zero
+
+
+def unit_spans(held: range, param: Param, units: Mapping[str, int]) -> list[range]:
+    """The bytes of each unit of a weight whose bytes are `held`, in the order of the file.
+
+    They may be those of a part of the weight.
+    """
+    size, unit, n_bytes = param.shape[param.dim], unit_of(param, units), len(held)
+    return [
+        held[start * n_bytes // size : min(start + unit, size) * n_bytes // size]
+        for start in range(0, size, unit)
     ]
 
 
@@ -133,3 +268,13 @@ def from_unit_major(data: Tensor, n_rows: int, unit: int) -> Tensor:
     out[:, :whole].view(n_rows, -1, unit).copy_(units.transpose(0, 1))
     out[:, whole:] = data[whole * n_rows :].view(n_rows, n_columns - whole)
     return out
+
+
+def _require_whole_groups(units: Mapping[str, int]) -> None:
+    """Raises: UsageError if a group of inputs would lie in two units."""
+    for axis in ("heads", "ffn"):
+        if units[axis] % GROUP_SIZE:
+            raise UsageError(
+                f"units of {axis} are of size {units[axis]}, no multiple of the {GROUP_SIZE} "
+                "inputs that share a scale"
+            )

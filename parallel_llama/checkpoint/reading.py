@@ -35,6 +35,8 @@ PIECE_VALUES = 1 << 25
 # decoded or read twice.
 PIECE_ALIGNMENT = 256
 
+# Values quantised at once, for which there are several copies in float32.
+QUANTISED_AT_ONCE = 1 << 22
 
 _READERS = {"hf": HFFolder, "meta": MistralFolder, "native": NativeFolder, "gguf": GGUFFile}
 
@@ -82,6 +84,19 @@ def load(
             yield param.name, _converted(checkpoint, param, share, dtype, device, on_bytes)
 
 
+def quantised(param: Param, values: Tensor, form: GroupFormat) -> Groups:
+    """A matrix, or some of it, quantised; in memory for a bounded piece at once.
+
+    Raises: DamagedWeights if a value is NaN or Inf.
+    """
+    n_rows = max(1, QUANTISED_AT_ONCE // max(1, values.shape[1]))
+    parts = [
+        quantise(_finite(param, values[start : start + n_rows], torch.float32), form)
+        for start in range(0, max(1, len(values)), n_rows)
+    ]
+    return parts[0] if len(parts) == 1 else joined(parts, dim=0)
+
+
 def _quantised(
     checkpoint: Checkpoint,
     param: Param,
@@ -93,8 +108,7 @@ def _quantised(
     for piece in pieces_of(param, share.rows_of(param), PIECE_VALUES):
         part = checkpoint.groups(param, piece, form, "interleaved")
         if part is None:
-            values = checkpoint.read(param, piece, "interleaved")
-            part = quantise(_finite(param, values, torch.float32), form)
+            part = quantised(param, checkpoint.read(param, piece, "interleaved"), form)
         else:
             for numbers in (part.scales, part.mins):
                 _finite(param, torch.zeros(()) if numbers is None else numbers, torch.float32)

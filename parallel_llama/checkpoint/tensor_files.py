@@ -1,6 +1,6 @@
 """Reading files whose headers say where each tensor lies, whole: HF's, GGUF's and native ones."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -10,9 +10,9 @@ from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError
-from parallel_llama.families import family_of, parameters, stored_places
+from parallel_llama.families import family_of, stored_places
 from parallel_llama.families.names import Layout
-from parallel_llama.families.places import Place, whole
+from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
@@ -59,7 +59,7 @@ class TensorFiles(Checkpoint):
         )
         for name in wanted if self.readable else ():
             path, tensor = self._tensors[name]
-            if tensor.dtype not in STORED:
+            if tensor.dtype not in self._dtypes(name):
                 raise CheckpointError(
                     f"{path}: tensor {name!r} has the dtype {tensor.dtype}; {self.readable}"
                 )
@@ -79,14 +79,12 @@ class TensorFiles(Checkpoint):
         return self._files[path], tensor
 
     def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
-        if self.layout is not None:
-            return stored_places(args, self.layout)
-        return {
-            param.name: whole(param.name, self._stored_shape(param)) for param in parameters(args)
-        }
+        assert self.layout is not None, "who has no such layout says where weights lie"
+        return stored_places(args, self.layout)
 
-    def _stored_shape(self, param: Param) -> tuple[int, ...]:
-        return param.shape
+    def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (most have the same for all)
+        """The dtypes that a tensor of the files may have."""
+        return STORED
 
 
 def merged(

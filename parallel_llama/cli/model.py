@@ -27,10 +27,10 @@ DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
     one_of(*DTYPES), "DTYPE", default_text="bfloat16 on CUDA, float32 on the CPU",
 )  # fmt: skip
-QUANT: Flag[str] = Flag(
-    "quant", "int8 or int4: matrices as integers with a scale for every 32; stored: as a GGUF "
-    "file has them",
-    one_of(*QUANTS), "FORMAT", default="none",
+QUANT: Flag[str | None] = Flag(
+    "quant", "int8 or int4: matrices as integers with a scale for every 32; stored: as the files "
+    "have them; none: decoded to --dtype",
+    one_of(*QUANTS), "FORMAT", default_text="stored for a quantised native folder, else none",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
     "device", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"), "DEVICE", default="auto"

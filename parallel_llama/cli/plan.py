@@ -31,7 +31,7 @@ from parallel_llama.cli.model import (
 from parallel_llama.cli.parsers import count_or_range, memory_sizes, whole
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, painted, size, table
-from parallel_llama.config import ModelArgs, context_length, stored_formats
+from parallel_llama.config import ModelArgs, context_length, default_quant, stored_formats
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
@@ -73,9 +73,10 @@ def prepare(flags: Flags) -> Job:
     args = args_of(files)
     device = _kind(flags[DEVICE])
     dtype = flags[DTYPE] or default_dtype(args, device)
+    quant = flags[QUANT] or default_quant(files, args)
     work = Workload(
         args,
-        make_precision(args, dtype, device, flags[QUANT], stored_formats(files, args)),
+        make_precision(args, dtype, device, quant, stored_formats(files, args)),
         kv_format(flags[KV_CACHE_DTYPE], dtype),
         context_length(args, flags[MAX_SEQ_LEN]),
         flags[BATCH],

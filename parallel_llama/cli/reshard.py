@@ -11,10 +11,15 @@ from parallel_llama.cli.model import args_of
 from parallel_llama.cli.parsers import filled_text, one_of, whole
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
-from parallel_llama.dtypes import DTYPES
+from parallel_llama.dtypes import DTYPES, QUANTS
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.reshard.target_folder import TargetKind, check_parts, check_target
+from parallel_llama.reshard.target_folder import (
+    TargetKind,
+    check_parts,
+    check_target,
+    target_formats,
+)
 
 MAX_FILES = 99_999
 
@@ -31,6 +36,11 @@ DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
     one_of(*DTYPES), "DTYPE", default_text="as the source has it",
 )  # fmt: skip
+QUANT: Flag[str | None] = Flag(
+    "quant", "for native, int8 or int4: matrices as integers with a scale for every 32; stored: "
+    "as the source has them; none: plain values",
+    one_of(*QUANTS), "FORMAT", default_text="stored for a quantised native folder, else none",
+)  # fmt: skip
 RESUME: Flag[bool] = Flag("resume", "continue an interrupted run")
 
 
@@ -44,7 +54,9 @@ def prepare(flags: Flags) -> Job:
     source, target = find_model(flags[SRC]), Path(flags[DST])
     source.require_weights()
     check_target(source, target)
-    check_parts(layout, args_of(find_model(flags[SRC])), n_parts)
+    args = args_of(source)
+    check_parts(layout, args, n_parts)
+    target_formats(source, args, layout, flags[QUANT], flags[DTYPE])
     return Job(lambda: _run(source, target, layout, n_parts, flags))
 
 
@@ -94,6 +106,7 @@ def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, fla
             layout=layout,
             n_parts=n_parts,
             dtype=flags[DTYPE],
+            quant=flags[QUANT],
             resume=flags[RESUME],
             on_start=progress.start,
             on_bytes=progress.add,
@@ -119,7 +132,7 @@ VERB = Verb(
     "reshard",
     "Rewrites a model's files in another layout, for any number of ranks.",
     "SRC DST --tp N --format meta|hf|native [flags]",
-    (TP, FORMAT, DTYPE, RESUME, JSON),
+    (TP, FORMAT, DTYPE, QUANT, RESUME, JSON),
     "parallel-llama reshard smollm2 smollm2-native --tp 1 --format native",
     prepare,
     (SRC, DST),

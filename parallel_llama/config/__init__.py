@@ -11,11 +11,12 @@ from collections.abc import Callable
 from functools import partial
 
 from parallel_llama.config.generation import GenerationDefaults, load_generation_defaults
-from parallel_llama.config.gguf import args_from_gguf, stored_formats
+from parallel_llama.config.gguf import args_from_gguf
 from parallel_llama.config.hf import args_from_hf
 from parallel_llama.config.meta import args_from_meta_config, args_from_params, is_meta_config
 from parallel_llama.config.mistral import args_from_mistral_params, is_mistral_params
 from parallel_llama.config.native import args_from_native
+from parallel_llama.config.stored import default_quant, stored_formats
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, context_length
 from parallel_llama.files.bounded_files import is_file
@@ -28,6 +29,7 @@ __all__ = [
     "ModelArgs",
     "RopeScaling",
     "context_length",
+    "default_quant",
     "load_generation_defaults",
     "load_model_args",
     "stored_formats",

@@ -34,13 +34,11 @@ _KEYS = {
 }  # fmt: skip
 
 
-def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
-    """The formats of the matrices that a model's GGUF file has quantised in groups; else none.
+def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
+    """The formats of the matrices that a GGUF file has quantised in groups.
 
     Raises: CheckpointError if the file is damaged.
     """
-    if files.kind != "gguf":
-        return {}
     types = {
         name: tensor.type_name
         for path in files.weights

@@ -60,10 +60,19 @@ class Groups:
     def device(self) -> torch.device:
         return self.integers.device
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Integers, scales, and minima where there are any."""
+        return tuple(each for each in (self.integers, self.scales, self.mins) if each is not None)
+
     def each(self, change: Callable[[Tensor], Tensor]) -> "Groups":
         """The same matrix with its rows changed, those of integers, scales and minima alike."""
         mins = None if self.mins is None else change(self.mins)
         return Groups(self.form, change(self.integers), change(self.scales), mins)
+
+    def some(self, rows: slice) -> "Groups":
+        """Some outputs of the same matrix."""
+        return self.each(lambda of_rows: of_rows[rows])
 
     def values(self) -> Tensor:
         """The matrix that is meant, in float32."""

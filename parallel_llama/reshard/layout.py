@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from parallel_llama.checkpoint.canonical import Piece
 from parallel_llama.families.weights import Param
 from parallel_llama.reshard.target_folder import TargetKind
 
@@ -42,7 +43,7 @@ class Layout(ABC):
                     os.pwrite(file.fileno(), piece, offset)
 
     @abstractmethod
-    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+    def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         """The parts of one tensor in canonical form: file name, byte offset, what lies there.
 
         `pieces` are all its rows in order, some whole heads at a time, or at once if ranks cut it
@@ -51,9 +52,15 @@ class Layout(ABC):
         Returns: contiguous tensors.
         """
 
-    def unit_bytes(self, param: Param) -> list[int]:  # noqa: ARG002 (most layouts have none)
-        """The bytes of each unit of a weight that has a hash of its own, in the file's order."""
-        return []
+    def unit_bytes(
+        self,
+        param: Param,  # noqa: ARG002 (most layouts have none)
+    ) -> dict[str, list[int]]:
+        """The bytes of each unit of a weight that has a hash of its own, in the order of `parts`.
+
+        By the name of the tensor in the files; a quantised weight has several.
+        """
+        return {}
 
     def finish(self, folder: Path) -> None:  # noqa: B027 (most layouts have nothing to do)
         """Put in what needs all data; only then are the files valid."""

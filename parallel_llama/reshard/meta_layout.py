@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import sliced_shape
+from parallel_llama.checkpoint.canonical import Piece
 from parallel_llama.checkpoint.manifest import tensor_bytes
 from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes
 from parallel_llama.checkpoint.rotary import is_rotary, reordered
@@ -101,7 +102,7 @@ class MetaLayout(Layout):
                 ", ".join(beyond),
             )
 
-    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+    def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         if param.name == EMBEDDINGS and self._args.tied_embeddings:
             pieces, again = tee(pieces)
             yield from self._parts(param, pieces)
@@ -133,7 +134,7 @@ class MetaLayout(Layout):
             files[NORM_VARIANTS] = as_bytes(self._variants)
         return files
 
-    def _parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+    def _parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         """The parts of one record of each file."""
         fillings = [
             Filling(file.name, records[param.name])
@@ -141,7 +142,7 @@ class MetaLayout(Layout):
         ]
         copies = self._variants.get(param.name, ())
         start = 0
-        for piece in pieces:
+        for (piece,) in pieces:
             rows = range(start, start + piece.shape[0])
             start = rows.stop
             for number, filling in enumerate(fillings):

@@ -1,8 +1,8 @@
 """A whole model from one layout to another, tensor by tensor.
 
-Values are moved and not computed: they change only where another dtype is asked for. Memory is
-bounded by the largest tensor. Whatever ends the process, under the target's name is nothing or the
-whole.
+Values are moved and not computed: they change only where another dtype is asked for, or matrices
+are to be quantised. Memory is bounded by the largest tensor. Whatever ends the process, under the
+target's name is nothing or the whole.
 """
 
 import errno
@@ -31,7 +31,13 @@ from parallel_llama.checkpoint.manifest import (
 from parallel_llama.checkpoint.meta_folder import MetaFolder
 from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes, norm_variants
 from parallel_llama.checkpoint.reused_memory import ReusedMemory
-from parallel_llama.config import ModelArgs, load_generation_defaults, load_model_args
+from parallel_llama.config import (
+    ModelArgs,
+    default_quant,
+    load_generation_defaults,
+    load_model_args,
+)
+from parallel_llama.dtypes import GroupFormat
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.files.bounded_files import is_file
@@ -42,7 +48,12 @@ from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.meta_layout import MetaLayout
 from parallel_llama.reshard.partial_folder import PartialFolder, partial_bytes
 from parallel_llama.reshard.safetensors_layout import HFLayout, NativeLayout
-from parallel_llama.reshard.target_folder import TargetKind, check_parts, check_target
+from parallel_llama.reshard.target_folder import (
+    TargetKind,
+    check_parts,
+    check_target,
+    target_formats,
+)
 from parallel_llama.reshard.tensor_writer import TensorWriter, Written
 
 # Beside the files: journal, manifest, and what a file system needs for itself.
@@ -68,13 +79,15 @@ def reshard(
     layout: TargetKind,
     n_parts: int,
     dtype: str | None = None,
+    quant: str | None = None,
     resume: bool = False,
     on_start: Callable[[int, int], None] = lambda _total, _done: None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Write a model's files anew in another layout, as `n_parts` files.
 
-    The values stay what they are unless a `dtype` is asked for. When everything is checked,
+    The values stay what they are unless a `dtype` is asked for, or a `quant`, one of `QUANTS`, for
+    the matrices; then `dtype` is that of the others. When everything is checked,
     `on_start` is told the bytes of all weights and how many of them an earlier run has written;
     `on_bytes` is told of every piece that this one writes.
 
@@ -85,12 +98,14 @@ def reshard(
     check_target(source, target)
     args = load_model_args(source, meta_vocab_size)
     check_parts(layout, args, n_parts)
+    formats = target_formats(source, args, layout, quant, dtype)
     with closing(open_checkpoint(source, args, ReusedMemory().empty)) as checkpoint:
         checkpoint.check(args)
         dtypes = {p.name: checkpoint.read(p, range(0)).dtype for p in parameters(args)}
         if dtype is not None:
             dtypes = dict.fromkeys(dtypes, torch_dtype(dtype))
-        args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
+        if dtype is not None or default_quant(source, args) == "none":
+            args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
         defaults = load_generation_defaults(source)
         variants = norm_variants(source)
         beside = companions(source, layout, defaults)
@@ -104,9 +119,9 @@ def reshard(
             if layout == "hf":
                 written = HFLayout(args, dtypes, n_parts, defaults)
             else:
-                written = NativeLayout(args, dtypes, n_parts)
+                written = NativeLayout(args, dtypes, n_parts, formats)
         small = {**beside, **written.metadata()}
-        run = Run(source, args, checkpoint, written, target, dtypes, small)
+        run = Run(source, args, checkpoint, written, target, dtypes, formats, small)
         run.require_space()
         return run.write(resume, on_start, on_bytes)
 
@@ -115,7 +130,8 @@ def reshard(
 class Run:
     """One run, checked and not started: a checkpoint that passed, and the layout to write it in.
 
-    `dtypes` are the target's by Meta's names; `small` the files beside the weights, by name.
+    `dtypes` are the target's by Meta's names, `formats` those of the weights that are quantised;
+    `small` the files beside the weights, by name.
     """
 
     source: ModelFiles
@@ -124,6 +140,7 @@ class Run:
     layout: Layout
     target: Path
     dtypes: Mapping[str, torch.dtype]
+    formats: Mapping[str, GroupFormat]
     small: Mapping[str, bytes]
 
     @property
@@ -164,8 +181,11 @@ class Run:
         """What an unfinished run must agree with to be continued."""
         return {
             "layout": self.layout.kind,
+            "dtypes": {
+                **{name: dtype_name(dtype) for name, dtype in self.dtypes.items()},
+                **{name: form.name for name, form in self.formats.items()},
+            },
             "files": {file.name: file.n_bytes for file in self.layout.files},
-            "dtypes": {name: dtype_name(dtype) for name, dtype in self.dtypes.items()},
             "source": {p.name: _identity(p) for p in (self.source.config, *self.source.weights)},
             "beside": {name: hash_bytes(data) for name, data in self.small.items()},
         }
@@ -178,7 +198,8 @@ class Run:
         names = {tensor.name for tensor in done}
         left = [param for param in parameters(self.args) if param.name not in names]
         with closing(TensorWriter(self.layout, partial, on_bytes)) as writer:
-            written = done + writer.write(canonical_pieces(self.checkpoint, left, self.dtypes))
+            pieces = canonical_pieces(self.checkpoint, left, self.dtypes, self.formats)
+            written = done + writer.write(pieces)
             self.layout.finish(partial.files)
             hashes = writer.file_hashes()
         for name, data in self.small.items():
@@ -202,7 +223,7 @@ class Run:
             layout=self.layout.kind,
             tensors={tensor.name: tensor.entry for tensor in tensors},
             files=files,
-            units={tensor.name: tensor.units for tensor in tensors if tensor.units},
+            units={name: hashes for tensor in tensors for name, hashes in tensor.units.items()},
             source=Source(
                 self.source.kind,
                 {path.name: path.stat().st_size for path in self.source.weights},

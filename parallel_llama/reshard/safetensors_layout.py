@@ -10,19 +10,23 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from parallel_llama.checkpoint.canonical import Piece
 from parallel_llama.checkpoint.native_folder import (
+    INTEGER_DTYPES,
+    Part,
     axis_units,
+    dtype_of,
     is_unit_major,
-    stored_shape,
+    packed,
+    parts_of,
     unit_major_blocks,
-    unit_of,
     unit_spans,
 )
 from parallel_llama.checkpoint.rotary import is_rotary, reordered
 from parallel_llama.config import GenerationDefaults, ModelArgs
 from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config
-from parallel_llama.dtypes import STORED_NAMES
+from parallel_llama.dtypes import GROUP_SIZE, STORED_NAMES, GroupFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.families import family_of, parameters, stored_places
 from parallel_llama.families.places import Place, whole
@@ -76,7 +80,8 @@ class SafetensorsLayout(Layout):
         self.locations: dict[str, tuple[str, int]] = {}
         for name, dealt in zip(names, _dealt([*self.stored.values()], len(names)), strict=True):
             # Wide dtypes first, so that none begins at a byte that its width does not divide.
-            ordered = sorted(dealt, key=lambda tensor: -tensor.dtype.itemsize)
+            # Integers come in whole groups, behind which 16 bits may begin anywhere.
+            ordered = sorted(dealt, key=lambda tensor: -max(2, tensor.dtype.itemsize))
             header = _header(ordered)
             offset = len(header)
             for tensor in ordered:
@@ -107,12 +112,12 @@ class HFLayout(SafetensorsLayout):
         names = names if n_parts > 1 else ["model.safetensors"]
         super().__init__(args, dtypes, names, stored_places(args, "hf"))
 
-    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+    def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         place = self.places[param.name]
         file, offset = self.locations[place.name]
         order = family_of(self.args).rotary_order["hf"]
         start = 0  # rows that are done
-        for piece in pieces:
+        for (piece,) in pieces:
             if order != "half" and is_rotary(param.name):
                 piece = reordered(piece, self.args.head_dim, order, self.args.rotary_dim)
             rows = range(start, start + piece.shape[0])
@@ -133,37 +138,69 @@ class HFLayout(SafetensorsLayout):
 
 
 class NativeLayout(SafetensorsLayout):
-    """A native folder (see `checkpoint.native_folder`).
+    """A native folder (see `checkpoint.native_folder`); `formats` are those of quantised weights.
 
     Raises: UsageError if there are more files than tensors.
     """
 
     kind: TargetKind = "native"
 
-    def __init__(self, args: ModelArgs, dtypes: Mapping[str, torch.dtype], n_parts: int) -> None:
-        self._units = axis_units(args)
+    def __init__(
+        self,
+        args: ModelArgs,
+        dtypes: Mapping[str, torch.dtype],
+        n_parts: int,
+        formats: Mapping[str, GroupFormat] | None = None,
+    ) -> None:
+        self._formats = formats or {}
+        self._units = axis_units(args, GROUP_SIZE if self._formats else 1)
         names = [f"weights-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
-        places = {
-            param.name: whole(param.name, stored_shape(param, unit_of(param, self._units)))
-            for param in parameters(args)
-        }
-        super().__init__(args, dtypes, names, places)
+        places: dict[str, Place] = {}
+        held: dict[str, torch.dtype] = {}
+        for weight in parameters(args):
+            for part in self._parts_of(weight):
+                name = part.param.name
+                places[name] = whole(name, part.shape)
+                held[name] = dtypes[name] if part.dtype is None else dtype_of(part.dtype)
+        super().__init__(args, held, names, places)
 
-    def parts(self, param: Param, pieces: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
-        if is_unit_major(param):
-            (tensor,) = pieces
-            pieces = unit_major_blocks(tensor, unit_of(param, self._units))
-        file, offset = self.locations[param.name]
-        for piece in pieces:
-            yield file, offset, piece
-            offset += piece.nbytes
+    def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
+        first, *others = self._parts_of(param)
+        form = self._formats.get(param.name)
+        left: list[Piece] = []  # scales and minima: few, and behind all integers in the file
+
+        def values() -> Iterator[Tensor]:
+            for value, *halves in pieces:
+                left.append(tuple(halves))
+                yield packed(value, form) if form is not None and form.n_bits == 4 else value
+
+        yield from self._placed(first, values())
+        for part, halves in zip(others, zip(*left, strict=True), strict=True):
+            yield from self._placed(part, halves)
 
     def metadata(self) -> dict[str, bytes]:
-        return {"native.json": json_text(native_config(self.args, self._units))}
+        return {"native.json": json_text(native_config(self.args, self._units, self._formats))}
 
-    def unit_bytes(self, param: Param) -> list[int]:
-        held = range(self.stored[param.name].n_bytes)
-        return [len(span) for span in unit_spans(held, param, self._units)]
+    def unit_bytes(self, param: Param) -> dict[str, list[int]]:
+        sizes = {}
+        for part in self._parts_of(param):
+            held = range(self.stored[part.param.name].n_bytes)
+            spans = unit_spans(held, param, self._units)
+            sizes[part.param.name] = [len(span) for span in spans]
+        return sizes
+
+    def _parts_of(self, param: Param) -> list[Part]:
+        return parts_of(param, self._units, self._formats.get(param.name))
+
+    def _placed(self, part: Part, values: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        """All values of one tensor of the files, and where they lie."""
+        if is_unit_major(part.param):
+            (matrix,) = values
+            values = unit_major_blocks(matrix, part.unit)
+        file, offset = self.locations[part.param.name]
+        for value in values:
+            yield file, offset, value
+            offset += value.nbytes
 
 
 def _stored(
@@ -199,7 +236,7 @@ def _header(tensors: Sequence[StoredTensor]) -> bytes:
     offset = 0
     for tensor in tensors:
         entries[tensor.name] = {
-            "dtype": STORED_NAMES[dtype_name(tensor.dtype)],
+            "dtype": _file_dtype(tensor.dtype),
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.n_bytes],
         }
@@ -207,3 +244,8 @@ def _header(tensors: Sequence[StoredTensor]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % HEADER_ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def _file_dtype(dtype: torch.dtype) -> str:
+    integers = (name for name, each in INTEGER_DTYPES.items() if each == dtype)
+    return next(integers, None) or STORED_NAMES[dtype_name(dtype)]

@@ -4,10 +4,14 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from parallel_llama.config import ModelArgs
+from parallel_llama.config import ModelArgs, default_quant, stored_formats
+from parallel_llama.config.native import NATIVE_GROUPS
+from parallel_llama.dtypes import GroupFormat
 from parallel_llama.errors import UsageError
+from parallel_llama.families import parameters
 from parallel_llama.files.bounded_files import has_short_name, is_folder, is_there, resolved
 from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.plan import make_precision
 
 TargetKind = Literal["meta", "hf", "native"]
 
@@ -51,3 +55,42 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
             f"n_heads={args.n_heads} and {n_parts} files for Meta's ranks: each needs at least one "
             f"query head; use --tp 1 to {args.n_heads}"
         )
+
+
+def target_formats(
+    source: ModelFiles, args: ModelArgs, kind: TargetKind, quant: str | None, dtype: str | None
+) -> dict[str, GroupFormat]:
+    """The formats of the weights that are written quantised, by Meta's names.
+
+    Where no `quant` is asked for, a native folder that is quantised stays so in another one.
+
+    Raises: UsageError for what this model or layout cannot have, or if quantised weights would
+    become plain values of no `dtype` that anyone chose.
+    """
+    found = default_quant(source, args)
+    if quant is None:
+        quant = found if kind == "native" else "none"
+    if quant == "none":
+        if found != "none" and dtype is None:
+            raise UsageError(
+                f"{source.path}: its weights are quantised; give the dtype that they are to have "
+                "as plain values with --dtype, or keep them with --format native"
+            )
+        return {}
+    if kind != "native":
+        raise UsageError(
+            f"--quant {quant} and --format {kind}: a native folder alone holds quantised weights; "
+            "use --format native"
+        )
+    precision = make_precision(args, "float32", "cpu", quant, stored_formats(source, args))
+    formats = {}
+    for param in parameters(args):
+        form = precision.form_of(param.kind, param.name)
+        if isinstance(form, GroupFormat):
+            if NATIVE_GROUPS.get(form.name) != form:
+                raise UsageError(
+                    f"{param.name}: is in {form.name}, and a native folder holds "
+                    f"{', '.join(NATIVE_GROUPS)}; use --quant int8 or int4"
+                )
+            formats[param.name] = form
+    return formats

@@ -4,14 +4,13 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, islice
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import msgspec
-from torch import Tensor
 
-from parallel_llama.checkpoint.canonical import CanonicalTensor
+from parallel_llama.checkpoint.canonical import CanonicalTensor, Piece
 from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
 from parallel_llama.errors import UsageError
 from parallel_llama.reshard.ahead import ahead, started_thread
@@ -28,7 +27,7 @@ MAX_OPEN_FILES = 256
 # Pieces, and parts of files, that wait for the next thread.
 N_AHEAD = 3
 
-Pieces = Generator[tuple[CanonicalTensor, Tensor], None, None]
+Pieces = Generator[tuple[CanonicalTensor, Piece], None, None]
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,14 @@ class Part:
 class Written:
     """What the manifest says of a tensor that is written; a line of the journal.
 
-    `n_bytes` are those in the files, where a part of a tensor may lie more than once.
+    `units` are by the names of the tensors in the files. `n_bytes` are those in the files, where a
+    part of a tensor may lie more than once.
     """
 
     name: str
     entry: TensorEntry
     source: str | None
-    units: list[str]
+    units: dict[str, list[str]]
     n_bytes: int
 
     @classmethod
@@ -122,13 +122,16 @@ class TensorWriter:
         """The same parts, and behind those of each tensor what is to be noted of it."""
         with closing(ahead(parts, N_AHEAD)) as laid_out:
             for tensor, group in groupby(laid_out, attrgetter("tensor")):
-                units, n_bytes = UnitHashes(self._layout.unit_bytes(tensor.param)), 0
+                sizes = self._layout.unit_bytes(tensor.param)
+                units, n_bytes = UnitHashes(chain.from_iterable(sizes.values())), 0
                 for part in group:
                     self._hashes[part.file].add(part.offset, part.data)
                     units.add(part.data)
                     n_bytes += len(part.data)
                     yield part
-                yield Written(tensor.param.name, tensor.entry, tensor.source, units.hashes, n_bytes)
+                hashes = iter(units.hashes)
+                by_name = {name: list(islice(hashes, len(own))) for name, own in sizes.items()}
+                yield Written(tensor.param.name, tensor.entry, tensor.source, by_name, n_bytes)
 
     def _write(self, part: Part) -> None:
         if part.file not in self._open:

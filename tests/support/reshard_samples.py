@@ -97,7 +97,7 @@ def write(layout: Layout, args: ModelArgs, tensors: Mapping[str, Tensor], folder
 def fill(layout: Layout, args: ModelArgs, tensors: Mapping[str, Tensor], folder: Path) -> None:
     for param in parameters(args):
         if param.name in tensors:
-            for name, offset, part in layout.parts(param, [tensors[param.name]]):
+            for name, offset, part in layout.parts(param, [(tensors[param.name],)]):
                 assert part.is_contiguous()
                 with (folder / name).open("r+b") as file:
                     file.seek(offset)
