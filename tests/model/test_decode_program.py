@@ -14,6 +14,8 @@ from mixes import (
     random_mix,
     run_mix,
 )
+from test_precisions import ARGS as KEPT_ARGS
+from test_precisions import PRECISIONS, runner_of
 from thread_ranks import run_on_threads
 from torch import Tensor
 
@@ -111,9 +113,8 @@ def test_what_is_no_kernel_is_run_by_its_operators(name):
     assert run_both_ways(Solo(), OF_FAMILIES[name], range(2)) == 0
 
 
-def decode_steps(comm: Communicator, n_sequences: int, n_tokens: int, block_size: int) -> int:
+def decode_steps(runner: ModelRunner, n_sequences: int, n_tokens: int, block_size: int) -> int:
     """Sequences side by side, a token each step, in scattered blocks, each step both ways."""
-    runner = make_runner(comm)
     n_blocks = -(-n_tokens // block_size)
     runner.reserve([n_sequences * n_blocks], block_size)
     runner._steps = both = Both(runner)
@@ -133,11 +134,18 @@ def decode_steps(comm: Communicator, n_sequences: int, n_tokens: int, block_size
 
 @pytest.mark.parametrize("n_sequences", [1, 2, 7, 31, 32])
 def test_any_number_of_rows_is_a_program_of_its_own(n_sequences):
-    assert decode_steps(Solo(), n_sequences, 5, 2) == 5
+    assert decode_steps(make_runner(Solo()), n_sequences, 5, 2) == 5
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_weights_of_any_format_are_read_within_a_program(name):
+    args = replace(KEPT_ARGS, attention_bias=True, qk_norm=True)
+    runner = runner_of(Solo(), PRECISIONS[name], args)
+    assert decode_steps(runner, 3, 4, 2) == 4
 
 
 def test_more_rows_than_kernels_take_are_run_by_operators():
-    assert decode_steps(Solo(), 33, 2, 2) == 0
+    assert decode_steps(make_runner(Solo()), 33, 2, 2) == 0
 
 
 def test_the_number_of_programs_is_bounded(monkeypatch):
@@ -154,7 +162,7 @@ def test_a_context_may_outgrow_the_room_that_a_program_has(monkeypatch):
     """Keys, and ranges of slots: each block is a range of its own here."""
     monkeypatch.setattr("parallel_llama.model.decode_program._LEAST_KEYS", 2)
     monkeypatch.setattr("parallel_llama.model.decode_program._LEAST_RANGES", 1)
-    assert decode_steps(Solo(), 3, 40, 1) == 40
+    assert decode_steps(make_runner(Solo()), 3, 40, 1) == 40
 
 
 def test_a_new_cache_has_new_programs():
