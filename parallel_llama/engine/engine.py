@@ -378,16 +378,17 @@ class Engine:
     ) -> list[StepOutput]:
         """Rank 0's ids and decisions go to all ranks; what is finished gives its blocks back."""
         shown = [""] * len(drawing)
-        width = 2 + max((len(own) for own in drawn), default=0)
-        message = torch.zeros((len(drawing), width), dtype=torch.int64)
+        width = max((len(own) for own in drawn), default=0)
+        rows = [[0] * (2 + width)] * len(drawing)
         if self.comm.rank == 0:
             for row, (item, own) in enumerate(zip(drawing, drawn, strict=True)):
                 ids, shown[row], end = self._read(item, [one.token for one in own])
-                message[row, : 2 + len(ids)] = torch.tensor([end, len(ids), *ids])
-        message = self.comm.broadcast(message.to(self.runner.device)).cpu()
+                rows[row] = [end, len(ids), *ids, *[0] * (width - len(ids))]
+        message = torch.tensor(rows, dtype=torch.int64, device=self.runner.device)
+        rows = self.comm.broadcast(message).tolist()
         outputs = []
         for row, (item, own) in enumerate(zip(drawing, drawn, strict=True)):
-            end, n_kept, *ids = message[row].tolist()
+            end, n_kept, *ids = rows[row]
             kept = own[:n_kept]
             if [one.token for one in kept] != ids[:n_kept]:
                 raise RuntimeError(
