@@ -46,6 +46,7 @@ from parallel_llama.plan import (
     kv_format,
     make_plan,
     make_precision,
+    values_by_form,
     weight_bytes,
 )
 from parallel_llama.request import Completion, Request, SamplingParams
@@ -195,8 +196,9 @@ class LLM:
             self._end()
             raise
         input_processor.n_cache_tokens = self.engine.capacity.longest(longest)
+        values = values_by_form(self.args, self.precision)
         self.statistics = Statistics(
-            tuple(weight_bytes(self.args, share, self.precision) for share in plan.shares),
+            tuple(weight_bytes(share, values) for share in plan.shares),
             load_s=time.monotonic() - started,
         )
         self._runs: dict[int, _Run] = {}

@@ -20,8 +20,8 @@ ranks hold some experts each, and the ranks of a group some channels of them.
 
 import math
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -32,16 +32,13 @@ from parallel_llama.dtypes import (
     DTYPES,
     GGUF_GROUPS,
     GROUP_SIZE,
-    KINDS,
     KV_DTYPES,
     QUANTS,
-    Kind,
     KVFormat,
     MatrixFormat,
     Precision,
 )
 from parallel_llama.errors import UsageError
-from parallel_llama.families import parameters
 from parallel_llama.families.model_args import ModelArgs, layer_groups
 from parallel_llama.families.weights import Axis, Param, layer_parameters, outer_parameters
 
@@ -304,20 +301,24 @@ def make_plan(
     return ShardPlan(shares, cut, balance, placement)
 
 
-def values_per_unit(args: ModelArgs, kinds: Sequence[Kind] = KINDS) -> Counter[Counted]:
-    """Values of all weights, or those of some kinds, in one of each thing that counts them."""
-    values: Counter[Counted] = Counter()
-    for param in outer_parameters(args):
-        if param.kind in kinds:
-            values[param.axis or "rank"] += param.values_per_unit
-    for param in layer_parameters(args, 0):  # layers are alike
-        if param.kind not in kinds:
-            continue
-        if param.expert is None:
-            values[param.axis or "rank"] += param.values_per_unit * args.n_layers
-        elif param.expert == 0:  # and so are experts
-            values["expert ffn"] += param.values_per_unit * args.n_layers
-    return values
+def values_by_form(args: ModelArgs, precision: Precision) -> dict[MatrixFormat, Counter[Counted]]:
+    """Values of the weights in each format, in one of each thing that they are counted by."""
+    values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
+
+    def count(params: Iterable[Param], times: int) -> None:
+        for param in params:
+            if not param.expert:  # experts are alike, and the first stands for all
+                counted = param.axis or "rank" if param.expert is None else "expert ffn"
+                form = precision.form_of(param.kind, param.name)
+                values[form][counted] += param.values_per_unit * times
+
+    count(outer_parameters(args), 1)
+    if precision.stored is None:  # layers are alike
+        count(layer_parameters(args, 0), args.n_layers)
+    else:
+        for layer in range(args.n_layers):
+            count(layer_parameters(args, layer), 1)
+    return dict(values)
 
 
 def bytes_passed_over(args: ModelArgs, batch: int, precision: Precision) -> int:
@@ -329,30 +330,16 @@ def bytes_passed_over(args: ModelArgs, batch: int, precision: Precision) -> int:
     embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
     n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
     if args.n_experts:
-        of_experts = values_per_unit(args)["expert ffn"] * args.ffn_dim * args.n_experts
-        unmet = round(of_experts * (1 - args.n_active_experts / args.n_experts) ** batch)
-        one_of_them = "layers.0.feed_forward.experts.0.w1.weight"
-        n_bytes += precision.form_of("matrix", one_of_them).n_bytes(unmet)
+        unmet = (1 - args.n_active_experts / args.n_experts) ** batch
+        for form, values in values_by_form(args, precision).items():
+            of_experts = values["expert ffn"] * args.ffn_dim * args.n_experts
+            n_bytes += form.n_bytes(round(of_experts * unmet))
     return n_bytes
 
 
-def weight_bytes(args: ModelArgs, share: Share, precision: Precision) -> int:
-    """Bytes of weights that a rank holds, kept in that precision."""
-    if precision.stored is not None:  # layers differ
-        return sum(
-            precision.form_of(param.kind, param.name).n_bytes(_n_values(param, share))
-            for param in parameters(args)
-        )
-    return sum(
-        precision.form_of(kind, "").n_bytes(share.n_values(values_per_unit(args, [kind])))
-        for kind in KINDS
-    )
-
-
-def _n_values(param: Param, share: Share) -> int:
-    """Values of a weight that a rank holds."""
-    rows = len(share.rows_of(param)) if share.holds(param) else 0
-    return math.prod(param.shape) // param.shape[param.dim] * rows
+def weight_bytes(share: Share, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
+    """Bytes of weights that a rank holds, of those that `values_by_form` has counted."""
+    return sum(form.n_bytes(share.n_values(per_unit)) for form, per_unit in values.items())
 
 
 def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:

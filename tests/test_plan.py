@@ -23,8 +23,11 @@ from parallel_llama.plan import (
     most_blocks,
     pool_sizes,
     unit_size,
+    values_by_form,
     weight_bytes,
 )
+
+HALF = Precision.plain("bfloat16")
 
 HEADS = [(9, 3), (10, 2), (12, 4), (40, 10), (7, 1), (6, 6), (32, 8), (64, 8), (71, 1), (52, 52)]
 
@@ -127,7 +130,7 @@ def test_memory_weights_share_out_in_proportion():
     assert [share.n_local_heads for share in plan.shares] == [26, 25, 13]
     assert plan.balance == pytest.approx(26 / 64 / 0.4)
     first, second, third = (
-        weight_bytes(shape(64, 8, 28672), s, Precision.plain("bfloat16")) for s in plan.shares
+        weight_bytes(s, values_by_form(shape(64, 8, 28672), HALF)) for s in plan.shares
     )
     assert third < 0.55 * first and abs(first - second) < 0.03 * first
 
@@ -193,15 +196,15 @@ def test_runs_split_at_group_borders_alone(group_size, start, length):
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), HEADS)
 def test_shares_add_up_to_the_model_and_its_doubled_kv_heads(n_heads, n_kv_heads):
     args = shape(n_heads, n_kv_heads)
-    whole = weight_bytes(args, make_plan(args, 1).shares[0], Precision.plain("bfloat16")) // 2
+    whole = weight_bytes(make_plan(args, 1).shares[0], values_by_form(args, HALF)) // 2
     for tp_size in {1, 2, 3, 5, n_heads} & set(range(1, n_heads + 1)):
         shares = make_plan(args, tp_size).shares
         doubled = sum(share.n_local_kv_heads for share in shares) - n_kv_heads
         replicated = (2 * args.n_layers + 1) * args.dim * (tp_size - 1)  # the norms
         extra = doubled * 2 * args.n_layers * args.head_dim * args.dim + replicated
-        assert sum(
-            weight_bytes(args, share, Precision.plain("bfloat16")) for share in shares
-        ) == 2 * (whole + extra)
+        assert sum(weight_bytes(share, values_by_form(args, HALF)) for share in shares) == 2 * (
+            whole + extra
+        )
 
 
 @given(plans(), st.booleans(), st.booleans(), st.booleans())
@@ -215,7 +218,7 @@ def test_weight_bytes_are_those_of_every_parameter(case, attention_bias, mlp_bia
         for param in parameters(args):
             cut = len(share.rows_of(param))
             values += math.prod(param.shape) // param.shape[param.dim] * cut
-        assert weight_bytes(args, share, Precision.plain("bfloat16")) == 2 * values
+        assert weight_bytes(share, values_by_form(args, HALF)) == 2 * values
 
 
 def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypatch):
@@ -229,7 +232,10 @@ def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypa
     counts = []
     for n_layers in (1, 4096):
         made.clear()
-        weight_bytes(replace(shape(9, 3), n_layers=n_layers), share, Precision.plain("bfloat16"))
+        weight_bytes(
+            share,
+            values_by_form(replace(shape(9, 3), n_layers=n_layers), HALF),
+        )
         counts.append(len(made))
     assert counts[0] == counts[1] > 0
 
@@ -272,7 +278,7 @@ def test_weight_bytes_are_those_of_every_parameter_of_every_expert(case):
         values = 0
         for param in parameters(args):
             values += math.prod(param.shape) // param.shape[param.dim] * len(share.rows_of(param))
-        assert weight_bytes(args, share, Precision.plain("bfloat16")) == 2 * values
+        assert weight_bytes(share, values_by_form(args, HALF)) == 2 * values
 
 
 @pytest.mark.parametrize("tp_size", range(1, 33))
@@ -318,7 +324,7 @@ def test_a_group_of_ranks_gets_experts_in_proportion_to_its_memory():
     plan = make_plan(QWEN3_30B, 4, [40, 20, 20, 20], ranks_per_expert=2)
     assert [len(share.experts) for share in plan.shares] == [77, 77, 51, 51]
     assert [len(share.ffn) for share in plan.shares] == [512, 256, 384, 384]
-    bytes_held = [weight_bytes(QWEN3_30B, s, Precision.plain("bfloat16")) for s in plan.shares]
+    bytes_held = [weight_bytes(s, values_by_form(QWEN3_30B, HALF)) for s in plan.shares]
     assert max(bytes_held[1:]) < 1.02 * min(bytes_held[1:])
     assert 1.95 < bytes_held[0] / bytes_held[1] < 2.05
 
@@ -326,11 +332,10 @@ def test_a_group_of_ranks_gets_experts_in_proportion_to_its_memory():
 def test_a_step_passes_over_the_experts_that_its_batch_does_not_meet():
     embeddings = 32000 * 4096
     expert = 3 * 4096 * 14336 * 32  # in all layers
-    half = Precision.plain("bfloat16")
-    assert bytes_passed_over(MIXTRAL, 1, half) == 2 * (embeddings + 6 * expert)
-    assert bytes_passed_over(MIXTRAL, 2, half) == 2 * (embeddings + 4.5 * expert)
-    assert bytes_passed_over(MIXTRAL, 1000, half) == 2 * embeddings
-    assert bytes_passed_over(replace(shape(9, 3), tied_embeddings=True), 1, half) == 0
+    assert bytes_passed_over(MIXTRAL, 1, HALF) == 2 * (embeddings + 6 * expert)
+    assert bytes_passed_over(MIXTRAL, 2, HALF) == 2 * (embeddings + 4.5 * expert)
+    assert bytes_passed_over(MIXTRAL, 1000, HALF) == 2 * embeddings
+    assert bytes_passed_over(replace(shape(9, 3), tied_embeddings=True), 1, HALF) == 0
 
 
 def test_a_dense_model_has_no_placement_of_experts():

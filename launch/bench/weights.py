@@ -11,7 +11,7 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QUANTS, Precision
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.plan import bytes_passed_over, make_plan, weight_bytes
+from parallel_llama.plan import bytes_passed_over, make_plan, values_by_form, weight_bytes
 from parallel_llama.reshard.reshard import reshard
 
 
@@ -48,7 +48,9 @@ class Weights:
         Of files that an engine has made for itself, the part that the values read are of all.
         """
         precision = _precision(engine)
-        whole = weight_bytes(self.args, make_plan(self.args, 1).shares[0], precision)
+        whole = weight_bytes(
+            make_plan(self.args, 1).shares[0], values_by_form(self.args, precision)
+        )
         read = whole - bytes_passed_over(self.args, batch, precision)
         return round(_size(self.path(engine)) * read / whole) if engine.converts else read
 

@@ -20,6 +20,7 @@ from parallel_llama.plan import (
     make_plan,
     most_blocks,
     pool_sizes,
+    values_by_form,
     weight_bytes,
 )
 
@@ -172,12 +173,13 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
     each = [memory] * tp_size if isinstance(memory, int) else memory
     group_size = work.precision.group_size
     plan = make_plan(work.args, tp_size, each, quant_group=group_size, kv_split=work.kv_split)
+    values = values_by_form(work.args, work.precision)
     kv: dict[int, KVEstimate] = {}  # by the number of KV heads
 
     def rank(share: Share) -> RankEstimate:
         if share.n_local_kv_heads not in kv:
             kv[share.n_local_kv_heads] = KVEstimate.of(work, share)
-        weights = weight_bytes(work.args, share, work.precision)
+        weights = weight_bytes(share, values)
         memory = each[share.rank] if each else None
         return RankEstimate(share, weights, kv[share.n_local_kv_heads], memory)
 

@@ -16,7 +16,7 @@ from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import dtype_name
-from parallel_llama.plan import make_plan, weight_bytes
+from parallel_llama.plan import make_plan, values_by_form, weight_bytes
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,9 @@ def test_a_rank_gets_its_share_in_order_and_counts_its_bytes(
             whole = whole.narrow(param.dim, rows.start, len(rows)).to(dtype)
             assert tensor.dtype == dtype and tensor.is_contiguous()
             assert torch.equal(tensor, whole)
-        assert sum(counts) == weight_bytes(TINY, share, Precision.plain(dtype_name(dtype)))
+        assert sum(counts) == weight_bytes(
+            share, values_by_form(TINY, Precision.plain(dtype_name(dtype)))
+        )
 
 
 def test_a_share_without_rows_is_an_empty_tensor(tmp_path):

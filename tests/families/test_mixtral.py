@@ -16,7 +16,7 @@ from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.dtypes import Precision
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import find_model
-from parallel_llama.plan import make_plan, weight_bytes
+from parallel_llama.plan import make_plan, values_by_form, weight_bytes
 from parallel_llama.reshard.reshard import reshard
 
 TINY = TINY_MODELS["8/2 mixtral"]
@@ -102,7 +102,7 @@ def test_the_plan_counts_every_byte_that_a_rank_loads(folder: Path, ranks_per_ex
         for share in plan.shares:
             loaded = load(checkpoint, args, share, Precision.plain("float32"), torch.device("cpu"))
             values = dict(loaded)
-            expected = weight_bytes(args, share, Precision.plain("float32"))
+            expected = weight_bytes(share, values_by_form(args, Precision.plain("float32")))
             assert sum(value.nbytes for value in values.values()) == expected
             numbers = {int(n) for name in values for n in re.findall(r"experts\.(\d+)", name)}
             assert numbers == set(share.experts)

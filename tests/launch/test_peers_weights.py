@@ -84,7 +84,7 @@ def test_a_step_reads_an_engines_own_file_but_for_what_is_looked_up(name, share,
     assert (
         34 / 32 * n_matrices * 0.99
         < made.step_bytes(eight, batch=1) - 4 * n_norms
-        <= 34 / 32 * n_matrices
+        <= 34 / 32 * n_matrices + 2  # a group that is not whole
     )
     looked_up = made.args.vocab_size * made.args.dim
     expected = share or values / (values + looked_up)

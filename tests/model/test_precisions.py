@@ -12,7 +12,7 @@ from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.errors import UsageError
 from parallel_llama.ops.groups import quantise
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.plan import make_plan, make_precision, weight_bytes
+from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
 from tests.support.thread_ranks import run_on_threads
 
 ARGS = ModelArgs(
@@ -112,7 +112,7 @@ def test_what_is_read_has_the_bytes_that_the_plan_promises(precision):
         for share in make_plan(ARGS, tp_size, quant_group=precision.group_size).shares:
             counts = []
             list(load(random_checkpoint(ARGS, 1), ARGS, share, precision, CPU, counts.append))
-            assert sum(counts) == weight_bytes(ARGS, share, precision)
+            assert sum(counts) == weight_bytes(share, values_by_form(ARGS, precision))
 
 
 def test_what_cannot_be_quantised_is_refused_with_the_remedy():

@@ -28,7 +28,7 @@ from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.ops.groups import Groups
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.plan import make_plan, make_precision, weight_bytes
+from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
 from parallel_llama.reshard import target_folder, tensor_writer
 from parallel_llama.reshard.direct_file import DirectFile
 from parallel_llama.reshard.target_folder import target_formats
@@ -223,7 +223,7 @@ def test_plan_shows_the_bytes_that_are_loaded(quant, made, capsys):
     assert answer["quant"] == "stored"
     precision = precision_of(made[quant])
     plan = make_plan(ARGS, 3, quant_group=32)
-    expected = [weight_bytes(ARGS, share, precision) for share in plan.shares]
+    expected = [weight_bytes(share, values_by_form(ARGS, precision)) for share in plan.shares]
     assert [rank["weight_bytes"] for rank in answer["ranks"]] == expected
     assert sum(expected) < sum(tensor.nbytes for tensor in loaded(made[quant], 3, "none"))
 

@@ -23,7 +23,7 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import Precision
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.plan import make_plan, weight_bytes
+from parallel_llama.plan import make_plan, values_by_form, weight_bytes
 
 ONE_B = ModelArgs(
     dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=8192, vocab_size=128256
@@ -88,7 +88,7 @@ def _measure(folder: str, args: ModelArgs, tp_size: int, rank: int) -> Cost:
     elapsed_s = time.monotonic() - start
     read, peak = _read_so_far() - read, _status("VmHWM") - held
     assert len(tensors) == len(list(parameters(args)))
-    return Cost(weight_bytes(args, share, precision), read, peak, elapsed_s)
+    return Cost(weight_bytes(share, values_by_form(args, precision)), read, peak, elapsed_s)
 
 
 def main() -> None:
