@@ -61,37 +61,68 @@ class DenseFormat:
 
 @dataclass(frozen=True)
 class GroupFormat:
-    """Weights as integers of `n_bits`, with a scale for every `GROUP_SIZE` inputs of an output.
+    """Weights as integers of `n_bits`, with a scale for every `block` inputs of an output.
 
-    With a minimum for each group as well, integers begin at 0, else they lie around it.
+    With a minimum for each block as well, integers begin at 0, else they lie around it. Each of a
+    group's `n_parts` may have small integers of its own, by which its scale and its minimum are
+    multiplied: factors.
 
-    Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md.
+    Source: the blocks of GGUF, ggml's docs/gguf.md.
     """
 
-    n_bits: Literal[4, 8]
+    n_bits: Literal[2, 3, 4, 5, 6, 8]
     has_min: bool = False
+    block: int = GROUP_SIZE
+    n_parts: int = 1
+    scale_factors: bool = False
+    min_factors: bool = False
 
     @property
     def name(self) -> str:
-        return f"int{self.n_bits}{' with minima' * self.has_min}"
+        minima = " with minima" if self.has_min else ""
+        return f"int{self.n_bits}{minima}" + (f" by {self.block}" if self.n_shared > 1 else "")
 
     @property
     def zero(self) -> int:
         """What is added to integers, so that the least of them is stored as 0."""
         return 0 if self.has_min else 1 << (self.n_bits - 1)
 
+    @property
+    def n_shared(self) -> int:
+        """Groups that have one scale."""
+        return self.block // GROUP_SIZE
+
+    @property
+    def n_factors(self) -> int:
+        """Factors of a group: those of its parts' scales, then those of their minima."""
+        return self.n_parts * (self.scale_factors + self.min_factors)
+
     def n_bytes(self, n_values: int) -> int:
-        """The bytes of so many values of a weight, whole groups of them."""
+        """The bytes of so many values of a weight, whole groups of them.
+
+        Of a block that ranks cut, each is counted with its part of the scale.
+        """
         n_groups = n_values // GROUP_SIZE
-        return n_values * self.n_bits // 8 + n_groups * _SCALE_BYTES * (1 + self.has_min)
+        halves = n_groups * _SCALE_BYTES * (1 + self.has_min) // self.n_shared
+        return n_values * self.n_bits // 8 + n_groups * self.n_factors + halves
 
 
-# The types of GGUF that are groups already. Five bits are kept in eight.
+def _in_256(n_bits: Literal[2, 3, 4, 5, 6], n_parts: int, *, has_min: bool) -> GroupFormat:
+    return GroupFormat(n_bits, has_min, 256, n_parts, scale_factors=True, min_factors=has_min)
+
+
+# The types of GGUF that are groups already.
 GGUF_GROUPS = {
     "Q8_0": GroupFormat(8),
-    "Q5_0": GroupFormat(8),
+    "Q5_0": GroupFormat(5),
+    "Q5_1": GroupFormat(5, has_min=True),
     "Q4_0": GroupFormat(4),
     "Q4_1": GroupFormat(4, has_min=True),
+    "Q6_K": _in_256(6, 2, has_min=False),
+    "Q5_K": _in_256(5, 1, has_min=True),
+    "Q4_K": _in_256(4, 1, has_min=True),
+    "Q3_K": _in_256(3, 2, has_min=False),
+    "Q2_K": _in_256(2, 2, has_min=True),
 }
 
 MatrixFormat = DenseFormat | GroupFormat

@@ -24,7 +24,7 @@ from parallel_llama.checkpoint.byte_ranges import (
 from parallel_llama.checkpoint.gguf_groups import groups_of
 from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, STORED, GroupFormat
+from parallel_llama.dtypes import GGUF_GROUPS, STORED, GroupFormat
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
@@ -69,14 +69,17 @@ class GGUFFile(TensorFiles):
         file, tensor = self._held(param)
         if GGUF_GROUPS.get(tensor.dtype) != form:
             return None
-        n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.dtype]][1]
+        size, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.dtype]]
         parts = []
         for block in as_blocks(param, self._places[param.name], rows):
-            first, last = block.columns.start // GROUP_SIZE, block.columns.stop // GROUP_SIZE
-            columns = range(first * n_bytes, last * n_bytes)
-            row_bytes = block.n_columns // GROUP_SIZE * n_bytes
-            data = file.matrix(tensor.offset, row_bytes, block.rows, columns)
-            parts.append(groups_of(tensor.dtype, data.view(len(data), last - first, n_bytes)))
+            columns = block.columns
+            held = range(columns.start // size, -(-columns.stop // size))
+            byte_columns = range(held.start * n_bytes, held.stop * n_bytes)
+            row_bytes = block.n_columns // size * n_bytes
+            data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
+            whole = groups_of(tensor.dtype, data.view(len(data), len(held), n_bytes))
+            first = held.start * size
+            parts.append(whole.columns(range(columns.start - first, columns.stop - first)))
         return joined(parts, dim=0)
 
 

@@ -40,7 +40,7 @@ BLOCK_BYTES = 8 << 20
 
 # Of the tensors in which a quantised weight lies; the dtypes by their names in the files.
 _SUFFIXES = ".integers", ".scales", ".mins"
-_INTEGERS = {8: "I8", 4: "U8"}
+_INTEGERS = {8: "I8", 5: "I8", 4: "U8"}  # 5 bits have a byte
 _HALF = "F16"
 INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8}
 
@@ -131,10 +131,11 @@ class NativeFolder(TensorFiles):
 
     def _groups(self, param: Param, rows: range, form: GroupFormat) -> Groups:
         """Some of a quantised weight; of one that is cut by columns whole groups."""
-        integers, *halves = (self._values(part, part.rows(rows)) for part in self._parts(param))
+        parts = (self._values(part, part.rows(rows)) for part in self._parts(param))
+        integers, scales, *mins = parts
         if form.n_bits == 4:
             integers = unpacked(integers, form)
-        return Groups(form, integers, *halves)
+        return Groups(form, integers, scales, mins[0] if mins else None)
 
     def _values(self, part: Part, rows: range) -> Tensor:
         """Some rows or columns of a tensor."""
@@ -183,9 +184,10 @@ def parts_of(param: Param, units: Mapping[str, int], form: GroupFormat | None = 
     if form is None:
         return [Part(param, unit)]
     integers, scales, mins = _SUFFIXES
+    per_byte = 2 if form.n_bits == 4 else 1
     halves = [scales, mins] if form.has_min else [scales]
     return [
-        Part.of(param, unit, integers, 8 // form.n_bits, _INTEGERS[form.n_bits]),
+        Part.of(param, unit, integers, per_byte, _INTEGERS[form.n_bits]),
         *(Part.of(param, unit, half, GROUP_SIZE, _HALF) for half in halves),
     ]
 

@@ -16,7 +16,7 @@ NATIVE_FORMAT = "parallel_llama native 1"
 
 # The formats in which a native folder may have matrices, under the names that it gives them.
 NATIVE_GROUPS = {
-    form.name: form for form in (GroupFormat(n, m) for n in (8, 4) for m in (False, True))
+    form.name: form for form in (GroupFormat(n, m) for n in (8, 5, 4) for m in (False, True))
 }
 
 _KEYS = {"format", "args", "units", "quantised"}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.ops import TorchOps, formats
-from parallel_llama.ops.formats import DenseWeight, Weight
+from parallel_llama.ops.formats import DenseWeight, MixedWeight, Weight
 from parallel_llama.parallel.collectives import Communicator
 
 
@@ -39,7 +39,7 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = ops
-        self.weight: Weight = unfilled(dtype, len(rows), in_features)
+        self.weight: Weight | MixedWeight = unfilled(dtype, len(rows), in_features)
         self.bias = unfilled(dtype, len(rows)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class ColumnParallelLinear(nn.Module):
 def end_to_end(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
     """One layer that gives the outputs of several, side by side, in one product.
 
-    The layers' weights become views of its weight, so nothing is held twice afterwards.
+    The layers' weights become views of its weight, or stay its parts, so nothing is held twice.
     """
     whole = copy(layers[0])
     whole.weight = formats.end_to_end([layer.weight for layer in layers])

@@ -119,8 +119,8 @@ class CPUOps(TorchOps):
         y = tiles(x, weight, self._run)
         return y if bias is None else self.add_(y, bias)
 
-    def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int) -> Tensor:
-        return make_group_linear(shape.form)(x, panels, shape, n_outputs, self._run)
+    def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
+        make_group_linear(shape.form)(x, panels, shape, out, self._run)
 
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool

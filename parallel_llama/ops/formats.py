@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,10 @@ class DenseWeight:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
         return ops.linear(x, self.values, None if bias is None else bias.values)
 
+    def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
+        """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
+        out.copy_(self.apply(x, ops))
+
     def lookup(self, rows: Tensor) -> Tensor:
         """Some rows of the weight. Shapes: int64 [T] -> [T, in]."""
         return F.embedding(rows, self.values).to(self.computed)
@@ -92,7 +97,7 @@ class GroupWeight:
 
     def __init__(self, groups: Groups, panel_rows: int) -> None:
         self.n_outputs, n_inputs = groups.shape
-        self.panels = PanelShape(groups.form, n_inputs, panel_rows)
+        self.panels = PanelShape(groups.form, n_inputs, panel_rows, groups.n_before)
         self.values = self.panels.pack(groups)
 
     @classmethod
@@ -119,8 +124,13 @@ class GroupWeight:
 
     def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
         """Y = X A + b. Shapes: [T, in] -> [T, out]."""
-        y = ops.group_linear(x, self.values, self.panels, self.n_outputs)
+        y = x.new_empty(len(x), self.n_outputs)
+        self.apply_to(x, ops, y)
         return y if bias is None else ops.add_(y, bias.values)
+
+    def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
+        """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
+        ops.group_linear(x, self.values, self.panels, out)
 
     def lookup(self, rows: Tensor) -> Tensor:
         """Some rows of the weight, in float32. Shapes: int64 [T] -> [T, in]."""
@@ -140,15 +150,43 @@ class GroupWeight:
 Weight = DenseWeight | GroupWeight
 
 
-def end_to_end(weights: Sequence[Weight]) -> Weight:
-    """One weight with the outputs of several of a format side by side, which hold nothing more."""
+class MixedWeight:
+    """The outputs of several weights side by side, in formats that differ."""
+
+    def __init__(self, parts: "Sequence[Weight | MixedWeight]") -> None:
+        self._parts = parts
+        ends = list(accumulate((part.n_outputs for part in parts), initial=0))
+        self.n_outputs: int = ends[-1]
+        self._places = [slice(*bounds) for bounds in pairwise(ends)]
+
+    def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
+        """Y = X A + b. Shapes: [T, in] -> [T, out]."""
+        y = x.new_empty(len(x), self.n_outputs)
+        self.apply_to(x, ops, y)
+        return y if bias is None else ops.add_(y, bias.values)
+
+    def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
+        """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
+        for part, place in zip(self._parts, self._places, strict=True):
+            part.apply_to(x, ops, out[:, place])
+
+
+def end_to_end(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWeight:
+    """One weight with the outputs of several side by side.
+
+    Of one format they are laid end to end, and hold nothing more of their own.
+    """
     dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
     groups = [weight for weight in weights if isinstance(weight, GroupWeight)]
-    assert not (dense and groups)
+    forms = {weight.panels for weight in groups} | {weight.values.dtype for weight in dense}
+    if len(forms) > 1:
+        return MixedWeight(weights)
     return DenseWeight.end_to_end(dense) if dense else GroupWeight.end_to_end(groups)
 
 
-def apply_routed(x: Tensor, weights: Sequence[Weight], routes: Routes, ops: TorchOps) -> Tensor:
+def apply_routed(
+    x: Tensor, weights: Sequence[Weight | MixedWeight], routes: Routes, ops: TorchOps
+) -> Tensor:
     """Rows of x by the weights that their routes lead through; zeros where none leads."""
     dense = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
     if len(dense) == len(weights):

@@ -4,13 +4,15 @@
                                                + min[o, g] * sum(x_q[g]))
 
 The inputs of a product are rounded to 8 bits group by group as well, so what a group adds up to is
-an integer, the same on every machine; only the sum over groups rounds.
+an integer, the same on every machine; only the sum over groups rounds. Some formats have a scale
+and a minimum for a block of several groups, and small integers, factors, that make those of a group
+of them, or of each half of a group.
 
 A kernel reads rows together, as many as a vector has lanes of 32 bits: a panel. In it lie, one
-behind the other, the scales of all groups, [n_groups, rows] float16, perhaps the minima alike, and
-the integers of all groups four inputs at a time, [n_groups, 8, rows, 4]; in int4 those of the
-second half of a group are the upper halves of the bytes of the first. The last panel is made up
-with zeros.
+behind the other, the scales of all blocks, [n_blocks, rows] float16, perhaps the minima alike, the
+factors of all groups, [n_groups, n_factors, rows] int8, and the integers of all groups four inputs
+at a time, [n_groups, n_bits, rows, 4]: `planes_of` says which bits are where. The last panel is
+made up with zeros.
 
 Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md.
 """
@@ -43,14 +45,18 @@ _SCALE_LIMIT = torch.finfo(torch.float16).max
 class Groups:
     """A matrix [out, in], quantised.
 
-    Shapes: integers [out, in] int8; scales, and minima where the format has them, [out, in /
-    GROUP_SIZE] float16.
+    The first block may have begun before it, by `n_before` groups.
+
+    Shapes: integers [out, in] int8; scales, and minima where the format has them, [out, n_blocks]
+    float16; factors, where it has them, [out, n_groups * n_factors] int8.
     """
 
     form: GroupFormat
     integers: Tensor
     scales: Tensor
     mins: Tensor | None = None
+    factors: Tensor | None = None
+    n_before: int = 0
 
     @property
     def shape(self) -> torch.Size:
@@ -62,13 +68,30 @@ class Groups:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Integers, scales, and minima where there are any."""
-        return tuple(each for each in (self.integers, self.scales, self.mins) if each is not None)
+        """Integers, scales, and minima and factors where there are any."""
+        held = self.integers, self.scales, *self._optional
+        return tuple(each for each in held if each is not None)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Groups":
-        """The same matrix with its rows changed, those of integers, scales and minima alike."""
-        mins = None if self.mins is None else change(self.mins)
-        return Groups(self.form, change(self.integers), change(self.scales), mins)
+        """The same matrix with its rows changed, in all that it consists of alike."""
+        mins, factors = (None if part is None else change(part) for part in self._optional)
+        integers, scales = change(self.integers), change(self.scales)
+        return Groups(self.form, integers, scales, mins, factors, self.n_before)
+
+    def columns(self, inputs: range) -> "Groups":
+        """Those of some inputs, whole groups of them."""
+        start, stop = (at // GROUP_SIZE for at in (inputs.start, inputs.stop))
+        first, n_shared = self.n_before + start, self.form.n_shared
+        blocks = slice(first // n_shared, -(-(self.n_before + stop) // n_shared))
+        n_factors, (mins, factors) = self.form.n_factors, self._optional
+        return Groups(
+            self.form,
+            self.integers[:, inputs.start : inputs.stop],
+            self.scales[:, blocks],
+            None if mins is None else mins[:, blocks],
+            None if factors is None else factors[:, start * n_factors : stop * n_factors],
+            first % n_shared,
+        )
 
     def some(self, rows: slice) -> "Groups":
         """Some outputs of the same matrix."""
@@ -76,10 +99,40 @@ class Groups:
 
     def values(self) -> Tensor:
         """The matrix that is meant, in float32."""
-        values = _in_groups(self.integers).to(_COMPUTED) * self.scales.to(_COMPUTED)[..., None]
-        if self.mins is not None:
-            values += self.mins.to(_COMPUTED)[..., None]
-        return values.flatten(1)
+        values = self.part_integers().to(_COMPUTED) * self.part_scales()[..., None]
+        mins = self.part_mins()
+        return (values if mins is None else values + mins[..., None]).flatten(1)
+
+    def part_integers(self) -> Tensor:
+        """Shapes: [out, n_parts of all groups, inputs of a part] int8."""
+        return _in_runs(self.integers, GROUP_SIZE // self.form.n_parts)
+
+    def part_scales(self) -> Tensor:
+        """The scale of every part of a group. Shapes: [out, n_parts of all groups] float32."""
+        return self._of_parts(self.scales, 0 if self.form.scale_factors else None)
+
+    def part_mins(self) -> Tensor | None:
+        """The same of minima, where there are some."""
+        if self.mins is None:
+            return None
+        first = self.form.n_factors - self.form.n_parts
+        return self._of_parts(self.mins, first if self.form.min_factors else None)
+
+    def _of_parts(self, of_blocks: Tensor, first_factor: int | None) -> Tensor:
+        """Exact: 11 bits of a float16 by 8 bits of a factor are no more than 24."""
+        n_groups, n_parts = self.shape[1] // GROUP_SIZE, self.form.n_parts
+        of_groups = of_blocks.to(_COMPUTED).repeat_interleave(self.form.n_shared, 1)
+        of_groups = of_groups[:, self.n_before :][:, :n_groups]
+        of_parts = of_groups[..., None].expand(-1, -1, n_parts)
+        if first_factor is not None:
+            assert self.factors is not None
+            factors = _in_runs(self.factors, self.form.n_factors)
+            of_parts = of_parts * factors[..., first_factor:][..., :n_parts]
+        return of_parts.flatten(1)
+
+    @property
+    def _optional(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.mins, self.factors
 
 
 def quantise(values: Tensor, form: GroupFormat) -> Groups:
@@ -87,7 +140,7 @@ def quantise(values: Tensor, form: GroupFormat) -> Groups:
 
     Shapes: [out, in], whole groups of inputs.
     """
-    groups = _in_groups(values.to(_COMPUTED))
+    groups = _in_runs(values.to(_COMPUTED))
     if form.has_min:
         return _with_minima(groups, form)
     assert form.n_bits == 8
@@ -97,19 +150,30 @@ def quantise(values: Tensor, form: GroupFormat) -> Groups:
 
 
 def joined(parts: Sequence[Groups], dim: int) -> Groups:
-    """Parts of a matrix in one: their outputs (dim 0) or their inputs (1) side by side."""
-    mins = [part.mins for part in parts if part.mins is not None]
+    """Parts of a matrix in one: their outputs (dim 0) or their inputs (1) side by side.
+
+    Where inputs are joined, each part but the first begins with a block.
+    """
+    first = parts[0]
+    assert all(part.n_before == (0 if dim else first.n_before) for part in parts[1:])
+
+    def cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
+        there = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(there, dim) if there else None
+
     return Groups(
-        parts[0].form,
+        first.form,
         torch.cat([part.integers for part in parts], dim),
         torch.cat([part.scales for part in parts], dim),
-        torch.cat(mins, dim) if mins else None,
+        cat([part.mins for part in parts]),
+        cat([part.factors for part in parts]),
+        first.n_before,
     )
 
 
-def _in_groups(rows: Tensor) -> Tensor:
-    """Shapes: [n, in] -> [n, n_groups, GROUP_SIZE]."""
-    return rows.view(len(rows), rows.shape[1] // GROUP_SIZE, GROUP_SIZE)
+def _in_runs(rows: Tensor, size: int = GROUP_SIZE) -> Tensor:
+    """Shapes: [n, in] -> [n, in / size, size]."""
+    return rows.reshape(len(rows), rows.shape[1] // size, size)
 
 
 def _with_minima(groups: Tensor, form: GroupFormat) -> Groups:
@@ -165,7 +229,7 @@ def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     Shapes: x [T, in] -> integers [T, in / GROUP_SIZE, GROUP_SIZE] int8, scales [T, in /
     GROUP_SIZE], in at least float32.
     """
-    groups = _in_groups(x.to(_COMPUTED))
+    groups = _in_runs(x.to(_COMPUTED))
     largest = groups.abs().amax(-1)
     scales = largest / 127 + largest * 0
     # A quotient of tensors, for torch makes 127 times a rounded inverse of a number's.
@@ -175,27 +239,74 @@ def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def group_linear(x: Tensor, weight: Groups) -> Tensor:
     """Y = X A with rounded inputs. Shapes: [T, in], [out, in] -> [T, out]."""
-    inputs, x_scales = rounded_inputs(x)
-    integers = _in_groups(weight.integers)
+    rounded, x_scales = rounded_inputs(x)
+    integers = weight.part_integers().to(_COMPUTED)
+    inputs = _in_runs(rounded.flatten(1), integers.shape[2]).to(_COMPUTED)
     # Exact: these integers have fewer than the 24 bits of a float32.
-    dots = torch.einsum("tgi,ogi->tog", inputs.to(_COMPUTED), integers.to(_COMPUTED))
-    parts = dots * weight.scales.to(_COMPUTED)  # [T, out, n_groups]
-    if weight.mins is not None:
-        parts += inputs.to(_COMPUTED).sum(-1)[:, None] * weight.mins.to(_COMPUTED)
-    return (parts * x_scales[:, None]).sum(-1).to(x.dtype)
+    dots = torch.einsum("tpi,opi->top", inputs, integers)
+    terms = dots * weight.part_scales()  # [T, out, n_parts of all groups]
+    mins = weight.part_mins()
+    if mins is not None:
+        terms += inputs.sum(-1)[:, None] * mins
+    part_scales = x_scales.repeat_interleave(weight.form.n_parts, 1)
+    return (terms * part_scales[:, None]).sum(-1).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Some bits of all integers of a group: `width` of them, from bit `first` on.
+
+    A group's integers lie four inputs at a time: in words of 32 bits, a byte for each input. The
+    plane has the `width` words from number `first` on, each with the bits of several such columns.
+    """
+
+    width: int
+    first: int
+
+    @property
+    def mask(self) -> int:
+        return (1 << self.width) - 1
+
+    def word_of(self, column: int) -> int:
+        return self.first + column % self.width
+
+    def shift_of(self, column: int) -> int:
+        """At which bit of a byte of its word the bits of a column are."""
+        return column // self.width * self.width
+
+
+def planes_of(n_bits: int) -> list[Plane]:
+    """How the bits of integers are kept apart, so that none of a word is left over.
+
+    >>> planes_of(6)
+    [Plane(width=4, first=0), Plane(width=2, first=4)]
+    """
+    planes: list[Plane] = []
+    for width in (8, 4, 2, 1):
+        if n_bits & width:
+            planes.append(Plane(width, sum(plane.width for plane in planes)))
+    return planes
 
 
 @dataclass(frozen=True)
 class PanelShape:
-    """Where things lie in the panels of a matrix of so many inputs, for vectors of so many rows."""
+    """Where things lie in the panels of a matrix of so many inputs, for vectors of so many rows.
+
+    The first block of inputs may have begun `n_before` groups before them.
+    """
 
     form: GroupFormat
     n_inputs: int
     n_rows: int
+    n_before: int = 0
 
     @property
     def n_groups(self) -> int:
         return self.n_inputs // GROUP_SIZE
+
+    @property
+    def n_blocks(self) -> int:
+        return -(-(self.n_before + self.n_groups) // self.form.n_shared)
 
     @property
     def group_bytes(self) -> int:
@@ -204,17 +315,25 @@ class PanelShape:
 
     @property
     def n_halves(self) -> int:
-        """Numbers in float16 that belong to a group: a scale, and perhaps a minimum."""
+        """Numbers in float16 that belong to a block: a scale, and perhaps a minimum."""
         return 1 + self.form.has_min
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of all groups, and of the minima."""
-        return 2 * self.n_groups * self.n_rows
+        """Bytes of the scales of all blocks, and of the minima."""
+        return 2 * self.n_blocks * self.n_rows
+
+    @property
+    def factors_at(self) -> int:
+        return self.scale_bytes * self.n_halves
+
+    @property
+    def factor_bytes(self) -> int:
+        return self.n_groups * self.form.n_factors * self.n_rows
 
     @property
     def integers_at(self) -> int:
-        return -(-self.scale_bytes * self.n_halves // _LINE_BYTES) * _LINE_BYTES
+        return -(-(self.factors_at + self.factor_bytes) // _LINE_BYTES) * _LINE_BYTES
 
     @property
     def n_bytes(self) -> int:
@@ -223,40 +342,55 @@ class PanelShape:
 
     def pack(self, weight: Groups) -> Tensor:
         """Shapes: [out, in] -> [n_panels, n_bytes] uint8."""
+        assert weight.n_before == self.n_before
         n_panels = -(-weight.shape[0] // self.n_rows)
         panels = torch.zeros(n_panels, self.n_bytes, dtype=torch.uint8)
-        for number, numbers in enumerate((weight.scales, weight.mins)):
+        at = 0
+        for numbers in (weight.scales, weight.mins, weight.factors):
             if numbers is not None:
                 whole = self._in_panels(numbers).transpose(1, 2).flatten(1)
-                own = slice(number * self.scale_bytes, (number + 1) * self.scale_bytes)
-                panels[:, own] = whole.contiguous().view(torch.uint8)
-        integers = self._in_panels(weight.integers).view(n_panels, self.n_rows, self.n_groups, 8, 4)
-        integers = integers.permute(0, 2, 3, 1, 4)  # [n_panels, n_groups, 8, rows, 4]
-        if self.form.n_bits == 4:
-            low, high = (integers + self.form.zero).to(torch.uint8).chunk(2, dim=2)
-            integers = low | (high << 4)
-        own = slice(self.integers_at, self.integers_at + self.n_groups * self.group_bytes)
-        panels[:, own] = integers.flatten(1).view(torch.uint8)
+                bytes_ = whole.contiguous().view(torch.uint8)
+                panels[:, at : at + bytes_.shape[1]] = bytes_
+                at += bytes_.shape[1]
+        unsigned = self._in_panels(weight.integers.view(torch.uint8) + self.form.zero)
+        unsigned = unsigned.view(n_panels, self.n_rows, self.n_groups, 8, 4)
+        unsigned = unsigned.permute(0, 2, 3, 1, 4)  # [n_panels, n_groups, 8, rows, 4]
+        words = unsigned.new_zeros(n_panels, self.n_groups, self.form.n_bits, self.n_rows, 4)
+        for plane in planes_of(self.form.n_bits):
+            for column in range(8):
+                bits = (unsigned[:, :, column] >> plane.first) & plane.mask
+                words[:, :, plane.word_of(column)] |= bits << plane.shift_of(column)
+        panels[:, self.integers_at :][:, : self.n_groups * self.group_bytes] = words.flatten(1)
         return panels
 
     def unpack(self, panels: Tensor, n_outputs: int) -> Groups:
         """The inverse of `pack`, for some panels and the outputs that they have."""
-        n_panels, n = len(panels), self.n_groups
-        own = panels[:, self.integers_at :][:, : n * self.group_bytes].contiguous()
-        if self.form.n_bits == 4:
-            own = own.view(n_panels, n, 4, self.n_rows, 4)
-            integers = torch.cat((own & 15, own >> 4), dim=2).to(torch.int8) - self.form.zero
-        else:
-            integers = own.view(torch.int8).view(n_panels, n, 8, self.n_rows, 4)
-        integers = integers.permute(0, 3, 1, 2, 4).reshape(-1, self.n_inputs)
-        halves = [self._halves(panels, number)[:n_outputs] for number in range(self.n_halves)]
-        return Groups(self.form, integers[:n_outputs], *halves)
+        form, n_panels, n = self.form, len(panels), self.n_groups
+        words = panels[:, self.integers_at :][:, : n * self.group_bytes]
+        words = words.reshape(n_panels, n, form.n_bits, self.n_rows, 4)
+        unsigned = words.new_zeros(n_panels, self.n_rows, n, 8, 4)
+        for plane in planes_of(form.n_bits):
+            for column in range(8):
+                bits = (words[:, :, plane.word_of(column)] >> plane.shift_of(column)) & plane.mask
+                unsigned[:, :, :, column] |= (bits << plane.first).transpose(1, 2)
+        integers = (unsigned - form.zero).view(torch.int8).view(-1, self.n_inputs)
+        halves = panels[:, : self.factors_at].contiguous().view(torch.float16)
+        scales, *mins = map(self._by_output, halves.chunk(self.n_halves, 1))
+        factors = panels[:, self.factors_at :][:, : self.factor_bytes].view(torch.int8)
+        whole = Groups(
+            form,
+            integers,
+            scales,
+            mins[0] if mins else None,
+            self._by_output(factors) if form.n_factors else None,
+            self.n_before,
+        )
+        return whole.some(slice(n_outputs))
 
-    def _halves(self, panels: Tensor, number: int) -> Tensor:
-        """The scales (0) or minima (1). Shapes: [n_panels, n_bytes] -> [out, n_groups]."""
-        own = slice(number * self.scale_bytes, (number + 1) * self.scale_bytes)
-        halves = panels[:, own].contiguous().view(torch.float16)
-        return halves.view(len(panels), self.n_groups, self.n_rows).transpose(1, 2).flatten(0, 1)
+    def _by_output(self, numbers: Tensor) -> Tensor:
+        """Shapes: [n_panels, n * rows] -> [out, n]."""
+        n = numbers.shape[1] // self.n_rows
+        return numbers.reshape(len(numbers), n, self.n_rows).transpose(1, 2).flatten(0, 1)
 
     def _in_panels(self, rows: Tensor) -> Tensor:
         """Shapes: [out, n] -> [n_panels, rows, n]."""

@@ -36,12 +36,13 @@ class TorchOps:
         """
         return F.linear(x, weight.to(x.dtype), bias)
 
-    def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int) -> Tensor:
-        """Y = X A with inputs rounded to bytes; A in integers with scales, as `groups` says.
+    def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
+        """out = X A with inputs rounded to bytes; A in integers with scales, as `groups` says.
 
-        Shapes: x [T, in]; panels [n_panels, n_bytes] uint8 -> [T, n_outputs].
+        Shapes: x [T, in]; panels [n_panels, n_bytes] uint8; out [T, n_outputs], perhaps some
+        columns of more.
         """
-        return group_linear(x, shape.unpack(panels, n_outputs))
+        out.copy_(group_linear(x, shape.unpack(panels, out.shape[1])))
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
         """Y = X A for some rows each by one of several A; zeros where no weight gives a row.

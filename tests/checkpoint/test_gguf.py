@@ -9,22 +9,36 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoint_samples import TINY, gguf_name, hf_name, interleaved, weights_of, write_gguf
+from checkpoint_samples import (
+    TINY,
+    gguf_name,
+    hf_name,
+    interleaved,
+    random_blocks,
+    weights_of,
+    write_gguf,
+)
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from reshard_samples import opened
 
-from parallel_llama.checkpoint import gguf_file, open_checkpoint
+from parallel_llama.checkpoint import gguf_file, load, open_checkpoint
 from parallel_llama.checkpoint.gguf_groups import groups_of
-from parallel_llama.config import ModelArgs, load_generation_defaults, load_model_args
+from parallel_llama.config import (
+    ModelArgs,
+    load_generation_defaults,
+    load_model_args,
+    stored_formats,
+)
 from parallel_llama.dtypes import GGUF_GROUPS
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import parameters
 from parallel_llama.files import gguf_header
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
 from parallel_llama.tokenizer import load_chat_template, load_tokenizer
 
+CPU = torch.device("cpu")
 TYPES = [
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
     "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
@@ -186,15 +200,40 @@ def test_a_real_model_is_read_as_by_transformers(smollm2):
     assert_reads(smollm2, params, {p.name: wholes[hf_name(p.name)] for p in params})
 
 
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q5_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("type_name", GGUF_GROUPS)
 def test_blocks_that_are_kept_mean_what_the_gguf_package_decodes(type_name):
     kind = GGMLQuantizationType[type_name]
     size, n_bytes = GGML_QUANT_SIZES[kind]
-    blocks = torch.randint(0, 256, (5, 3, n_bytes), dtype=torch.uint8)
-    numbers = torch.rand(5, 3, 2).sub(0.5).to(torch.float16).view(torch.uint8)  # scale, minimum
-    n_numbers = 4 if GGUF_GROUPS[type_name].has_min else 2
-    blocks[..., :n_numbers] = numbers[..., :n_numbers]
+    blocks = random_blocks(type_name, 15)
+    if type_name in ("Q4_1", "Q5_1"):
+        blocks[:, 3] = 0xAC  # the minimum, -0.0625 to -0.125
     expected = torch.from_numpy(dequantize(blocks.view(5, -1).numpy(), kind))
-    kept = groups_of(type_name, blocks)
+    kept = groups_of(type_name, blocks.view(5, 3, n_bytes))
     assert kept.form == GGUF_GROUPS[type_name] and kept.shape == (5, 3 * size)
-    torch.testing.assert_close(kept.values(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(kept.values(), expected)
+
+
+@pytest.mark.parametrize("type_name", GGUF_GROUPS)
+def test_a_share_of_blocks_that_are_kept_is_cut_inside_of_them(tmp_path, type_name):
+    """wo is cut between heads and w2 at groups of 32, inside of blocks of 256."""
+    types = dict.fromkeys(MATRICES, type_name)
+    files = write_gguf(tmp_path / "wide.gguf", WIDE, weights_of(WIDE), types)
+    checkpoint, stored = opened(files, WIDE), stored_formats(files, WIDE)
+    assert set(stored.values()) == {GGUF_GROUPS[type_name]} and len(stored) == 9
+    precision = make_precision(WIDE, "float32", "cpu", "stored", stored)
+    for tp_size in (1, 3, 5, 7):
+        for share in make_plan(WIDE, tp_size, quant_group=precision.group_size).shares:
+            counts = []
+            for name, part in load(checkpoint, WIDE, share, precision, CPU, counts.append):
+                if name in stored:
+                    param = next(param for param in parameters(WIDE) if param.name == name)
+                    values = checkpoint.read(param, share.rows_of(param), "interleaved")
+                    assert torch.equal(part.values(), values), name
+            assert sum(counts) == weight_bytes(share, values_by_form(WIDE, precision))
+
+
+def test_kept_blocks_take_about_as_many_bytes_as_in_the_file():
+    for type_name, form in GGUF_GROUPS.items():
+        size, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+        most = 1.2 if type_name == "Q2_K" else 1.04  # factors of 4 or 6 bits become bytes
+        assert n_bytes <= form.n_bytes(size) <= most * n_bytes

@@ -7,10 +7,11 @@ import torch
 
 from parallel_llama.checkpoint import load, random_checkpoint
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import Precision
+from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, Precision
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.errors import UsageError
-from parallel_llama.ops.groups import quantise
+from parallel_llama.families import parameters
+from parallel_llama.ops.groups import Groups, quantise
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
 from tests.support.thread_ranks import run_on_threads
@@ -113,6 +114,77 @@ def test_what_is_read_has_the_bytes_that_the_plan_promises(precision):
             counts = []
             list(load(random_checkpoint(ARGS, 1), ARGS, share, precision, CPU, counts.append))
             assert sum(counts) == weight_bytes(share, values_by_form(ARGS, precision))
+
+
+# Blocks of 256 that ranks cut inside, and queries, keys and values in two formats.
+WIDE = ModelArgs(
+    dim=256, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=32, ffn_dim=768, vocab_size=101
+)
+IN_Q6_K = ("wv.weight", "w2.weight", "embeddings.weight", "output.weight")
+STORED = {
+    param.name: GGUF_GROUPS["Q6_K" if param.name.endswith(IN_Q6_K) else "Q4_K"]
+    for param in parameters(WIDE)
+    if param.kind != "vector"
+}
+
+
+def in_blocks(values, form):
+    """A matrix in blocks of 256, each part of a group scaled to its extremes."""
+    parts = values.float().view(
+        len(values), -1, 256 // GROUP_SIZE * form.n_parts, GROUP_SIZE // form.n_parts
+    )
+    least = -parts.amin(-1).clamp(max=0) if form.has_min else torch.zeros(parts.shape[:-1])
+    steps = (parts.amax(-1) + least) / 15 if form.has_min else parts.abs().amax(-1) / 31
+    scales, mins = ((each.amax(-1) / 63).to(torch.float16) for each in (steps, least))
+    factors = [
+        (each / of_block.float()[..., None]).round().nan_to_num(0)
+        for each, of_block in ((steps, scales), (least, mins))
+    ]
+    whole = [
+        each * of_block.float()[..., None]
+        for each, of_block in zip(factors, (scales, mins), strict=True)
+    ]
+    rounded = ((parts + whole[1][..., None]) / whole[0][..., None]).round()
+    integers = rounded.clamp(-form.zero, (1 << form.n_bits) - 1 - form.zero)
+    own = torch.stack(factors, -1) if form.has_min else factors[0]
+    return Groups(
+        form,
+        integers.to(torch.int8).view(values.shape),
+        scales,
+        -mins if form.has_min else None,
+        own.to(torch.int8).flatten(1),
+    )
+
+
+class StoredInBlocks(Kept):
+    """The same weights as a file has them whose blocks are kept."""
+
+    def _whole(self, param, form):
+        return in_blocks(self._source.read(param, range(param.shape[param.dim])), form)
+
+    def groups(self, param, rows, form, _):
+        whole = self._whole(param, form)
+        if param.dim == 1:
+            return whole.columns(rows)
+        return whole.each(lambda of_rows: of_rows[rows.start : rows.stop])
+
+    def read(self, param, rows, order="half"):
+        form = STORED.get(param.name)
+        if form is None:
+            return self._source.read(param, rows, order)
+        return self._whole(param, form).values().narrow(param.dim, rows.start, len(rows))
+
+
+def test_stored_blocks_give_the_same_logits_on_every_number_of_ranks():
+    precision = make_precision(WIDE, "float32", "cpu", "stored", STORED)
+    stored = StoredInBlocks(precision, WIDE)
+    exact = logits_of(Solo(), Precision.plain("float64"), WIDE, stored)
+    whole = logits_of(Solo(), precision, WIDE, stored)
+    assert (whole - exact).norm() < 0.02 * exact.norm()
+    for tp_size in range(2, 9):
+        logits = torch.cat(run_on_threads(tp_size, logits_of, precision, WIDE, stored), 1)
+        assert (logits - whole).norm() < 0.01 * whole.norm()
+        assert torch.equal(logits.argmax(1), whole.argmax(1))
 
 
 def test_what_cannot_be_quantised_is_refused_with_the_remedy():

@@ -5,16 +5,27 @@ from functools import cache
 import pytest
 import torch
 
-from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat
 from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
 from parallel_llama.ops.cpu.linear import LinearKernel
 from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
-from parallel_llama.ops.formats import GroupWeight
-from parallel_llama.ops.groups import Groups, PanelShape, group_linear, quantise, rounded_inputs
+from parallel_llama.ops.formats import DenseWeight, GroupWeight, end_to_end
+from parallel_llama.ops.groups import (
+    Groups,
+    PanelShape,
+    group_linear,
+    joined,
+    quantise,
+    rounded_inputs,
+)
 from parallel_llama.ops.torch_ops import TorchOps
 
+CPU = torch.device("cpu")
 INT8, INT4, INT4_MIN = GroupFormat(8), GroupFormat(4), GroupFormat(4, has_min=True)
-FORMS = pytest.mark.parametrize("form", [INT8, INT4, INT4_MIN], ids=lambda form: form.name)
+# All numbers of bits, and all that a block of several groups may have.
+BLOCKS = {name: GGUF_GROUPS[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q6_K")}
+EVERY = [INT8, INT4, INT4_MIN, *BLOCKS.values()]
+FORMS = pytest.mark.parametrize("form", EVERY, ids=lambda form: form.name)
 # Vectors of every width with every way to multiply bytes that such a CPU may have.
 MACHINES = [
     machine
@@ -36,20 +47,49 @@ def kernel_for(form, machine):
     return GroupLinearKernel(form, machine)
 
 
+# Kernels take a second to compile, and what machines do differently is the same in most formats.
+PAIRS = [
+    (machine, form)
+    for machine in MACHINES
+    for form in EVERY
+    if machine == MACHINES[0] or form in (INT8, INT4_MIN, BLOCKS["Q6_K"])
+]
+ON_EVERY_MACHINE = pytest.mark.parametrize(
+    ("machine", "form"), PAIRS, ids=lambda each: each.name if each in EVERY else str(each)
+)
+
+
 def integers(form, *shape):
-    least = -form.zero if form.n_bits == 4 else -127
-    return torch.randint(least, least + (1 << form.n_bits) - 1, shape, dtype=torch.int8)
+    least = -127 if form.n_bits == 8 else -form.zero
+    return torch.randint(least, -form.zero + (1 << form.n_bits), shape, dtype=torch.int8)
 
 
-def a_matrix(form, n_outputs, n_inputs):
-    scales = torch.rand(n_outputs, n_inputs // GROUP_SIZE).add(0.1).div(100).to(torch.float16)
+def blocks_of(form, n_inputs, n_before):
+    return -(-(n_before + n_inputs // GROUP_SIZE) // form.n_shared)
+
+
+def factors_of(form, n_outputs, n_inputs):
+    if not form.n_factors:
+        return None
+    n_factors = n_inputs // GROUP_SIZE * form.n_factors
+    return torch.randint(-32, 64, (n_outputs, n_factors), dtype=torch.int8)
+
+
+def a_matrix(form, n_outputs, n_inputs, n_before=0):
+    n_before %= form.n_shared
+    scales = torch.rand(n_outputs, blocks_of(form, n_inputs, n_before)).add(0.1).div(100)
+    scales = scales.to(torch.float16)
     mins = scales * -7 if form.has_min else None
-    return Groups(form, integers(form, n_outputs, n_inputs), scales, mins)
+    factors = factors_of(form, n_outputs, n_inputs)
+    return Groups(form, integers(form, n_outputs, n_inputs), scales, mins, factors, n_before)
 
 
 def multiplied(kernel, x, weight):
-    shape = PanelShape(weight.form, weight.shape[1], kernel.n_rows)
-    return kernel(x, shape.pack(weight), shape, weight.shape[0])
+    shape = PanelShape(weight.form, weight.shape[1], kernel.n_rows, weight.n_before)
+    whole = torch.full((len(x), weight.shape[0] + 7), 5.0)
+    kernel(x, shape.pack(weight), shape, whole[:, 3:-4])
+    assert (whole[:, :3] == 5).all() and (whole[:, -4:] == 5).all()
+    return whole[:, 3:-4]
 
 
 def test_int8_is_off_by_half_a_step_at_the_most():
@@ -88,26 +128,40 @@ def test_a_group_of_zeros_stays_zero_and_others_do_not_know_it(form):
 @FORMS
 @pytest.mark.parametrize("n_rows", [4, 8, 16])
 def test_panels_hold_the_matrix_in_the_bytes_that_are_promised(form, n_rows):
-    weight = a_matrix(form, 48, 1024)  # so many that no line is made up
-    shape = PanelShape(form, 1024, n_rows)
+    weight = a_matrix(form, 48, 4096)  # so many that no line is made up
+    shape = PanelShape(form, 4096, n_rows)
     panels = shape.pack(weight)
     for n_outputs in (48, 47, 33):
         back = shape.unpack(panels, n_outputs)
         assert torch.equal(back.integers, weight.integers[:n_outputs])
         assert torch.equal(back.scales, weight.scales[:n_outputs])
-        assert (back.mins is None) == (weight.mins is None)
-        assert back.mins is None or torch.equal(back.mins, weight.mins[:n_outputs])
-    assert panels.nbytes == form.n_bytes(48 * 1024)
+        for part, whole in ((back.mins, weight.mins), (back.factors, weight.factors)):
+            assert (part is None) == (whole is None)
+            assert part is None or torch.equal(part, whole[:n_outputs])
+    assert panels.nbytes == form.n_bytes(48 * 4096)
+
+
+@FORMS
+@pytest.mark.parametrize("n_before", [0, 3, 7])
+def test_some_inputs_of_a_matrix_keep_what_they_mean(form, n_before):
+    weight = a_matrix(form, 9, 640, n_before)
+    for inputs in (range(640), range(32, 64), range(160, 544), range(224, 640), range(96, 96)):
+        part = weight.columns(inputs)
+        assert torch.equal(part.values(), weight.values()[:, inputs.start : inputs.stop])
+        assert part.scales.shape[1] == blocks_of(form, len(inputs), part.n_before)
+    parts = [
+        weight.columns(range(32 * a, 32 * b)) for a, b in ((0, 8 - n_before), (8 - n_before, 20))
+    ]
+    assert torch.equal(joined(parts, 1).values(), weight.values())
 
 
 @needs_kernels
-@FORMS
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@ON_EVERY_MACHINE
 def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
     """Inputs whose largest is 127 in every group are integers themselves."""
-    ones = torch.ones(37, 3, dtype=torch.float16)
+    ones = torch.ones(37, blocks_of(form, 96, 0), dtype=torch.float16)
     mins = -5 * ones if form.has_min else None
-    weight = Groups(form, integers(form, 37, 96), ones, mins)
+    weight = Groups(form, integers(form, 37, 96), ones, mins, factors_of(form, 37, 96))
     for n in (1, 2, 3, 6, 13, 40):
         x = integers(INT8, n, 96)
         x[:, ::32] = 127
@@ -116,15 +170,16 @@ def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
 
 
 @needs_kernels
-@FORMS
-@pytest.mark.parametrize("machine", MACHINES, ids=str)
+@ON_EVERY_MACHINE
 def test_a_product_is_that_of_torch_for_any_shape(form, machine):
     for n, k, m in [(1, 32, 1), (2, 64, 48), (7, 96, 33), (9, 32, 100), (33, 320, 17), (5, 64, 0)]:
-        x, weight = torch.randn(n, k), a_matrix(form, m, k)
+        x, weight = torch.randn(n, k), a_matrix(form, m, k, n_before=n + k // 32)
         expected = group_linear(x, weight)
         result = multiplied(kernel_for(form, machine), x, weight)
-        largest = expected.abs().max().item() if m else 0
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-5 * largest)
+        # A sum may come out near 0, so what is summed is the measure.
+        longest = weight.values().norm(dim=1).max().item() if m else 0
+        atol = 1e-5 * x.norm(dim=1).max().item() * longest
+        torch.testing.assert_close(result, expected, rtol=0, atol=atol)
 
 
 @needs_kernels
@@ -182,6 +237,17 @@ def test_matrices_end_to_end_give_each_its_outputs(form):
     x = torch.randn(3, 64)
     expected = torch.cat([group_linear(x, part) for part in parts], 1)
     assert torch.equal(whole.apply(x, TorchOps()), expected)
+
+
+def test_matrices_of_several_formats_give_their_outputs_side_by_side():
+    groups = [a_matrix(form, n, 256) for form, n in ((INT8, 24), (BLOCKS["Q6_K"], 8))]
+    dense = DenseWeight((5, 256), dtype=torch.float32, device=torch.device("meta"))
+    dense.fill(torch.randn(5, 256))
+    whole = end_to_end([*(GroupWeight(part, 16) for part in groups), dense])
+    x, bias = torch.randn(3, 256), DenseWeight((37,), dtype=torch.float32, device=CPU)
+    bias.values.copy_(torch.randn(37))
+    parts = [*(group_linear(x, part) for part in groups), x @ dense.values.T]
+    assert torch.equal(whole.apply(x, TorchOps(), bias), torch.cat(parts, 1) + bias.values)
 
 
 @needs_kernels

@@ -54,7 +54,7 @@ STORED = {
     "wo.weight": "Q4_1",
     "w1.weight": "Q4_1",
     "w2.weight": "Q4_0",
-    "w3.weight": "Q4_1",
+    "w3.weight": "Q5_1",
     "output.weight": "F16",
 }
 QUANTS = ("int8", "int4", "stored")

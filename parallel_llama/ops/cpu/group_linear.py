@@ -43,7 +43,7 @@ from parallel_llama.ops.cpu.program import (
     this_machine,
     threads_for,
 )
-from parallel_llama.ops.groups import LEAST_INPUT, PanelShape
+from parallel_llama.ops.groups import LEAST_INPUT, PanelShape, Plane, planes_of
 
 # Panels that are multiplied with the same inputs, and rows that are multiplied with the same panel:
 # their sums, of integers and of numbers, fill the registers.
@@ -54,8 +54,7 @@ _ROWS = 6
 _BLOCK = 16 * _ROWS
 
 _WORD = I32.as_pointer()
-_SIGNS = 0x80808080 - (1 << 32)  # flipped, they make bytes that are signed count from -128 on
-_LOWER_HALVES = 0x0F0F0F0F
+_ALL_FOUR = 0x01010101  # times a byte, that byte in all places of a word
 _LINE_BYTES = 64
 
 _ROUNDING = 1.5 * 2.0**23  # added to a float32 and taken away again, it rounds to whole numbers
@@ -64,8 +63,8 @@ _ROUNDING = 1.5 * 2.0**23  # added to a float32 and taken away again, it rounds 
 class GroupLinearKernel:
     """Y = X A with the inputs rounded in groups, A in panels.
 
-    Shapes: x [n, in] float32, each row in one piece; panels [n_panels, n_bytes] uint8; the result
-    [n, n_outputs].
+    Shapes: x [n, in] and out [n, n_outputs] float32, each row in one piece; panels [n_panels,
+    n_bytes] uint8.
     """
 
     def __init__(self, form: GroupFormat, machine: Machine) -> None:
@@ -73,9 +72,11 @@ class GroupLinearKernel:
         bytes_, numbers, integers = (type_.as_pointer() for type_ in (I8, F32, I32))
         self.n_rows = lanes.width
         self._round = Program(
-            "round", [numbers, I64, bytes_, numbers, integers, I64, I64], partial(_round, lanes)
+            "round",
+            [numbers, I64, bytes_, numbers, integers, I64, I64],
+            partial(_round, lanes, form.n_parts),
         )
-        types = [bytes_, numbers, integers, bytes_, numbers, I64, I64, I64, I64, I64]
+        types = [bytes_, numbers, integers, bytes_, numbers, *[I64] * 9]
         body = partial(_group_linear, _Products(lanes, form, machine.byte_dots))
         self._program = Program("group_linear", types, body)
 
@@ -84,22 +85,23 @@ class GroupLinearKernel:
         x: Tensor,
         panels: Tensor,
         shape: PanelShape,
-        n_outputs: int,
+        out: Tensor,
         run: Run = at_once,
-    ) -> Tensor:
+    ) -> None:
         n, n_groups = len(x), shape.n_groups
         assert x.shape[1] == shape.n_inputs and x.stride(1) == 1 and x.dtype == torch.float32
         assert panels.is_contiguous() and panels.shape[1] == shape.n_bytes
+        assert len(out) == n and out.stride(1) == 1 and out.dtype == torch.float32
         integers = torch.empty(n, shape.n_inputs, dtype=torch.int8)
-        scales, sums = x.new_empty(n, n_groups), torch.empty(n, n_groups, dtype=torch.int32)
+        scales = x.new_empty(n, n_groups)
+        sums = torch.empty(n, n_groups * shape.form.n_parts, dtype=torch.int32)
         inputs = integers.data_ptr(), scales.data_ptr(), sums.data_ptr()
         of_x = x.data_ptr(), x.stride(0)
         run(self._round, threads_for(x.numel()), *of_x, *inputs, n, n_groups)
-        y = x.new_empty(n, n_outputs)
-        sizes = n, n_outputs, n_groups, shape.n_bytes, shape.integers_at
-        addresses = *inputs, panels.data_ptr(), y.data_ptr()
-        run(self._program, torch.get_num_threads(), *addresses, *sizes)
-        return y
+        sizes = n, out.shape[1], out.stride(0), n_groups, shape.n_before
+        places = shape.scale_bytes, shape.factors_at, shape.integers_at, shape.n_bytes
+        addresses = *inputs, panels.data_ptr(), out.data_ptr()
+        run(self._program, torch.get_num_threads(), *addresses, *sizes, *places)
 
 
 @cache
@@ -108,8 +110,10 @@ def make_group_linear(form: GroupFormat) -> GroupLinearKernel:
     return GroupLinearKernel(form, this_machine())
 
 
-def _round(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
-    """Inputs in bytes, their scales, and minus the sum of each group.
+def _round(
+    lanes: Lanes, n_parts: int, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+) -> None:
+    """Inputs in bytes, their scales, and minus the sum of each part of a group.
 
     for (row, group) in this thread's groups:
         scales[row, group] = max(abs(x[row, group])) / 127
@@ -126,20 +130,22 @@ def _round(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
         top = lanes.reduce(larger, largest)
         scales[number] = top / 127 + lanes.reduce(lambda one, other: one + other, spoilt)
         inverse = lanes.splat(where(top < LEAST_INPUT, top.like(0), 127 / top))
-        total = Value(b, ir.VectorType(I32, lanes.width)([0] * lanes.width))
+        zeros = Value(b, ir.VectorType(I32, lanes.width)([0] * lanes.width))
+        totals = [zeros] * n_parts
         for place, vector in enumerate(vectors):
-            rounded = (vector * inverse + _ROUNDING).bits_as(total.raw.type)
+            rounded = (vector * inverse + _ROUNDING).bits_as(zeros.raw.type)
             rounded = (rounded << 24).signed_shift(24)
-            total -= rounded
+            totals[place * n_parts // len(vectors)] -= rounded
             narrow = rounded.resized(ir.VectorType(I8, lanes.width))
             target = integers + number * GROUP_SIZE + place * lanes.width
             b.store(narrow.raw, target.bits_as(narrow.raw.type.as_pointer()).raw, align=1)
-        sums[number] = lanes.reduce(lambda one, other: one + other, total)
+        for part, total in enumerate(totals):
+            sums[number * n_parts + part] = lanes.reduce(lambda one, other: one + other, total)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Where a row of inputs has its integers, its scales, and minus its sums."""
+    """Where a row of inputs has its integers, its scales, and minus the sums of its parts."""
 
     integers: Value
     scales: Value
@@ -148,10 +154,20 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Panel:
-    """Where a panel has its scales and its integers."""
+    """Where a panel has its scales, its minima, its factors and its integers."""
 
     scales: Value
+    mins: Value
+    factors: Value
     integers: Value
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The number of a group of inputs, and that of its block."""
+
+    number: Value
+    block: Value
 
 
 @dataclass(frozen=True)
@@ -171,56 +187,116 @@ class _Products:
         """Bytes of a group's integers, of all rows of a panel."""
         return GROUP_SIZE * self.form.n_bits // 8 * self.lanes.width
 
+    def group_at(self, number: Value, n_before: Value) -> _Group:
+        """A group of a matrix whose first block began so many groups before."""
+        is_shared = self.form.n_shared > 1
+        return _Group(number, (number + n_before) // self.form.n_shared if is_shared else number)
+
     def add_group(
         self,
         rows: Sequence[_Row],
         panels: Sequence[_Panel],
-        group: Value,
-        n_groups: Value,
+        group: _Group,
         totals: Sequence[Sequence[Variable]],
     ) -> None:
         """Add one group's products of every row with every panel to its total."""
-        lanes = self.lanes
-        sums = [[lanes.splat(row.sums[group] * self.form.zero) for _ in panels] for row in rows]
+        for part in range(self.form.n_parts):
+            self._add_part(part, rows, panels, group, totals)
+
+    def _add_part(
+        self,
+        part: int,
+        rows: Sequence[_Row],
+        panels: Sequence[_Panel],
+        group: _Group,
+        totals: Sequence[Sequence[Variable]],
+    ) -> None:
+        lanes, n_parts = self.lanes, self.form.n_parts
+        inputs_sums = [row.sums[group.number * n_parts + part] for row in rows]
+        sums = [[lanes.splat(of_row * self.form.zero) for _ in panels] for of_row in inputs_sums]
         for number, panel in enumerate(panels):
-            for column, unsigned in self._unsigned(panel.integers + group * self.group_bytes):
+            for column, unsigned in self._unsigned(panel, group, part):
                 for row, of_row in zip(rows, sums, strict=True):
-                    inputs = (row.integers + group * GROUP_SIZE + 4 * column).bits_as(_WORD)
-                    signed = lanes.splat(inputs[0])
+                    place = row.integers + group.number * GROUP_SIZE + 4 * column
+                    signed = lanes.splat(place.bits_as(_WORD)[0])
                     of_row[number] = add_byte_dots(self.byte_dots, of_row[number], unsigned, signed)
         for number, panel in enumerate(panels):
             scale = self._halves(panel.scales, group)
-            least = self._halves(panel.scales, group + n_groups) if self.form.has_min else None
-            for row, of_row, of_totals in zip(rows, sums, totals, strict=True):
-                x_scale, total = lanes.splat(row.scales[group]), of_totals[number]
+            if self.form.scale_factors:
+                scale = scale * self._factors(panel, group, part)
+            least = self._least(panel, group, part) if self.form.has_min else None
+            for row, of_row, of_totals, inputs_sum in zip(
+                rows, sums, totals, inputs_sums, strict=True
+            ):
+                x_scale, total = lanes.splat(row.scales[group.number]), of_totals[number]
                 if least is not None:  # the sums are there with a minus
-                    of_least = lanes.splat(row.sums[group]).to(lanes.vector) * x_scale
+                    of_least = lanes.splat(inputs_sum).to(lanes.vector) * x_scale
                     total.value = total.value - of_least * least
                 total.value = fma(of_row[number].to(lanes.vector), scale * x_scale, total.value)
 
-    def prefetch(self, panel: _Panel, group: Value) -> None:
+    def prefetch(self, panel: _Panel, group: _Group) -> None:
         """Ask for a group's integers and scales."""
         for line in range(0, self.group_bytes, _LINE_BYTES):
-            (panel.integers + group * self.group_bytes + line).prefetch()
-        (panel.scales + group * 2 * self.lanes.width).prefetch()
+            (panel.integers + group.number * self.group_bytes + line).prefetch()
+        (panel.scales + group.block * 2 * self.lanes.width).prefetch()
+        if self.form.n_factors:
+            self._factors_at(panel, group, 0).prefetch()
 
-    def _unsigned(self, integers: Value) -> Iterator[tuple[int, Value]]:
-        """A group's integers from 0 on, in bytes, and which four inputs of it they are for."""
+    def _unsigned(self, panel: _Panel, group: _Group, part: int) -> Iterator[tuple[int, Value]]:
+        """A part's integers from 0 on, in bytes, and which four inputs of the group they are for.
+
+        Columns that share a word of the first plane come one after the other.
+        """
+        planes = planes_of(self.form.n_bits)
+        n_columns = 8 // self.form.n_parts
+        for column in sorted(
+            range(part * n_columns, (part + 1) * n_columns), key=planes[0].word_of
+        ):
+            bits = [self._bits(panel, group, plane, column) for plane in planes]
+            unsigned = bits[0]
+            for others in bits[1:]:
+                unsigned = unsigned | others
+            yield column, unsigned
+
+    def _bits(self, panel: _Panel, group: _Group, plane: Plane, column: int) -> Value:
+        """What a plane has of a column, each byte's bits where they belong in it."""
         words = ir.VectorType(I32, self.lanes.width)
-        for slot in range(self.form.n_bits):
-            place = (integers + slot * self.vector_bytes).bits_as(words.as_pointer())
-            stored = Value(integers.b, integers.b.load(place.raw, align=4))
-            if self.form.n_bits == 8:
-                yield slot, stored ^ _SIGNS
-            else:
-                yield slot, stored & _LOWER_HALVES
-                yield slot + 4, (stored >> 4) & _LOWER_HALVES
+        at = group.number * self.group_bytes + plane.word_of(column) * self.vector_bytes
+        place = (panel.integers + at).bits_as(words.as_pointer())
+        stored = Value(place.b, place.b.load(place.raw, align=4))
+        if plane.width == 8:
+            return stored
+        shift = plane.shift_of(column) - plane.first
+        mask = _signed((plane.mask << plane.first) * _ALL_FOUR)
+        return (stored >> shift if shift > 0 else stored << -shift) & mask
 
-    def _halves(self, scales: Value, group: Value) -> Value:
-        """Numbers of float16, one for each row of a panel."""
+    def _least(self, panel: _Panel, group: _Group, part: int) -> Value:
+        """The minimum of a part."""
+        least = self._halves(panel.mins, group)
+        if not self.form.min_factors:
+            return least
+        first = self.form.n_factors - self.form.n_parts
+        return least * self._factors(panel, group, first + part)
+
+    def _halves(self, numbers: Value, group: _Group) -> Value:
+        """Numbers of float16 of a block, one for each row of a panel."""
         halves = ir.VectorType(F16, self.lanes.width)
-        place = (scales + group * 2 * self.lanes.width).bits_as(halves.as_pointer())
-        return Value(group.b, group.b.load(place.raw, align=2)).to(self.lanes.vector)
+        place = (numbers + group.block * 2 * self.lanes.width).bits_as(halves.as_pointer())
+        return Value(place.b, place.b.load(place.raw, align=2)).to(self.lanes.vector)
+
+    def _factors(self, panel: _Panel, group: _Group, number: int) -> Value:
+        """One of a group's factors for each row of a panel."""
+        factors = ir.VectorType(I8, self.lanes.width)
+        place = self._factors_at(panel, group, number).bits_as(factors.as_pointer())
+        return Value(place.b, place.b.load(place.raw, align=1)).to(self.lanes.vector)
+
+    def _factors_at(self, panel: _Panel, group: _Group, number: int) -> Value:
+        return panel.factors + (group.number * self.form.n_factors + number) * self.lanes.width
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits, as LLVM's constants have them."""
+    return word - (1 << 32) if word >> 31 else word
 
 
 def _group_linear(
@@ -233,16 +309,17 @@ def _group_linear(
             for rows of the block, _ROWS at a time, then what is left:
                 y[rows, panels] = sum over groups of x[rows, group] . panels[group]
     """
-    integers, scales, sums, panels, y, n, m, n_groups, panel_bytes, integers_at = arguments
+    integers, scales, sums, panels, y, n, m, y_stride, *sizes, panel_bytes = arguments
+    n_groups, n_before, *places = sizes
     lanes = products.lanes
 
     def panel_at(number: Value) -> _Panel:
         start = panels + number * panel_bytes
-        return _Panel(start, start + integers_at)
+        return _Panel(start, *(start + place for place in places))
 
     def row_at(number: Value) -> _Row:
-        first = number * n_groups
-        return _Row(integers + first * GROUP_SIZE, scales + first, sums + first)
+        first, n_parts = number * n_groups, products.form.n_parts
+        return _Row(integers + first * GROUP_SIZE, scales + first, sums + first * n_parts)
 
     def multiply(block: Value, first: Value, n_panels: int) -> None:
         """The rows of a block by consecutive panels."""
@@ -253,15 +330,16 @@ def _group_linear(
             rows = [row_at(first_row + row) for row in range(n_rows)]
             totals = [[Variable(lanes.constant(b, 0)) for _ in own] for _ in rows]
             is_first = first_row < block + 1
-            with loop(b, 0, n_groups) as group:
+            with loop(b, 0, n_groups) as index:
+                group = products.group_at(index, n_before)
                 with when(is_first):
                     for each in ahead:
                         products.prefetch(each, group)
-                products.add_group(rows, own, group, n_groups, totals)
+                products.add_group(rows, own, group, totals)
             for row, of_row in enumerate(totals):
                 for panel, total in enumerate(of_row):
                     column = (first + panel) * lanes.width
-                    place = y + (first_row + row) * m + column
+                    place = y + (first_row + row) * y_stride + column
                     lanes.store(place, total.value, lanes.first(m - column))
 
         _each_row_group(block, smaller(block + _BLOCK, n), multiply_rows)
