@@ -17,11 +17,16 @@ types=
 if [ $# -eq 0 ] || [ "$1" = --fast ]; then
     "$python" -m ruff check .
     "$python" -m ruff format --check .
-    "$python" -m mypy >.venv-test/mypy.log 2>&1 & # beside the tests, which leave it a core
+    "$python" -m mypy >.venv-test/mypy.log 2>&1 & # beside the tests
     types=$!
 fi
 if [ "${1:-}" = --fast ]; then
     set -- -m 'not slow' "${@:2}"
+fi
+if [ -n "$types" ]; then
+    # Two files at a time, on a thread each: threads that share a core wait for each other.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    set -- --numprocesses 2 --dist loadfile "$@"
 fi
 code=0
 "$python" -m pytest --durations=10 "$@" || code=$?
