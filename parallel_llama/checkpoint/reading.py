@@ -35,8 +35,8 @@ PIECE_VALUES = 1 << 25
 # decoded or read twice.
 PIECE_ALIGNMENT = 256
 
-# Values quantised at once, for which there are several copies in float32.
-QUANTISED_AT_ONCE = 1 << 22
+# Values quantised at once: in float32 their many copies fit into the cache of a core.
+QUANTISED_AT_ONCE = 1 << 17
 
 _READERS = {"hf": HFFolder, "meta": MistralFolder, "native": NativeFolder, "gguf": GGUFFile}
 
