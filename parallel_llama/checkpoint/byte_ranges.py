@@ -6,6 +6,7 @@ it is read is an error and not a dead process, and only the result takes memory.
 
 import math
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,16 +60,19 @@ def new_memory(n_bytes: int) -> Tensor:
 
 
 class ByteRanges:
-    """One open file, read at any offset, into the memory that `empty` gives."""
+    """One open file, read at any offset, into the memory that `empty` gives.
+
+    Who drops it without closing it gives the file back too.
+    """
 
     def __init__(self, path: Path, empty: Empty = new_memory) -> None:
         self.path, self._empty = path, empty
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close()
+        self._fd = -1
 
     def values(
         self, offset: int, dtype: torch.dtype, param: Param, place: Place, rows: range

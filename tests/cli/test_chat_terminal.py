@@ -39,6 +39,8 @@ class Terminal:
             start_new_session=True,
         )
         self.shown = ""
+        self._poll = select.poll()
+        self._poll.register(self._ours, select.POLLIN)
 
     def type(self, text: str) -> None:
         time.sleep(PAUSE_S)
@@ -48,7 +50,8 @@ class Terminal:
         """What was shown since the last call, up to the text's n-th occurrence."""
         deadline = time.monotonic() + LIMIT_S
         while self.shown.count(text) < n_times:
-            ready, _, _ = select.select([self._ours], [], [], deadline - time.monotonic())
+            left_ms = max(0, deadline - time.monotonic()) * 1e3
+            ready = self._poll.poll(left_ms)
             assert ready, f"no {text!r} in {self.shown!r}"
             self.shown += os.read(self._ours, 4096).decode("utf-8", "replace")
         parts = self.shown.split(text, n_times)
