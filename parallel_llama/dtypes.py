@@ -17,7 +17,6 @@ ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat1
 # What a weight is to arithmetic: a matrix of a layer, of the embedding or the head, or one that is
 # kept as it is computed with.
 Kind = Literal["matrix", "outer", "vector"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # The names of safetensors files; GGUF has the last three of them.
 STORED: dict[str, DTypeName] = {
@@ -36,12 +35,12 @@ KV_DTYPES = "auto", "bfloat16", "int8", "fp8"
 KV_SCALE_BYTES = 4
 
 
-# How weights may be quantised when a model is loaded; stored: as its GGUF file has them.
+# How weights may be quantised when a model is loaded; stored: as its files have them.
 QUANTS = "none", "int8", "int4", "stored"
 
-# Consecutive inputs of a matrix that share a scale, a float16.
+# Consecutive inputs of a matrix that are rounded together in products; ranks never part them.
 GROUP_SIZE = 32
-_SCALE_BYTES = 2
+_SCALE_BYTES = 2  # a float16
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class Precision:
 
     @property
     def group_size(self) -> int:
-        """How many values share a scale; 1 where they have none."""
+        """How many inputs of a matrix ranks must not part; 1 where it is not quantised."""
         return 1 if self.quant == "none" else GROUP_SIZE
 
     def form_of(self, kind: Kind, name: str) -> MatrixFormat:

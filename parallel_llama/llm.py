@@ -174,8 +174,10 @@ class LLM:
         kind = resolve_device(device)
         self.dtype = dtype or default_dtype(self.args, kind)
         files = input_processor.files
-        self.quant = quant or default_quant(files, self.args)
-        stored = stored_formats(files, self.args) if self.quant == "stored" else None
+        has_own = random_weights is None  # weights in its files
+        self.quant = quant or (default_quant(files, self.args) if has_own else "none")
+        is_stored = has_own and self.quant == "stored"
+        stored = stored_formats(files, self.args) if is_stored else None
         self.precision = make_precision(self.args, self.dtype, kind, self.quant, stored)
         plan = make_plan(self.args, size, quant_group=self.precision.group_size, kv_split=kv_split)
         self.kv_format = kv_format(kv_cache_dtype, self.dtype)

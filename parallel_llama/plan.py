@@ -427,10 +427,16 @@ def make_precision(
         raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
     if quant != "none":
         _require_groups(args, device, quant)
+        if dtype == "float64":
+            raise UsageError(
+                f"quant={quant!r} and dtype='float64': what is quantised is computed with in "
+                "float32; use dtype='float32'"
+            )
     if quant == "stored" and not stored:
         known = ", ".join(GGUF_GROUPS)
         raise UsageError(
-            f"quant='stored': the model has no weights in {known} of a GGUF file; use int8 or int4"
+            f"quant='stored': the model has no weights in {known} of a GGUF file, nor a quantised "
+            "native folder's; use int8 or int4"
         )
     return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
 

@@ -12,7 +12,9 @@ import torch
 from smollm2 import CAPITAL, parallel_llama
 from transformers import AutoModelForCausalLM
 
+from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
+from parallel_llama.llm import LLM
 
 ROOT = Path(__file__).parents[1]
 N_SCORED = 1000
@@ -29,6 +31,11 @@ def answer() -> dict:
 @pytest.mark.parametrize("nproc", [2, 3, 4, 5, 7, 9])
 def test_the_answer_is_the_same_on_any_number_of_ranks(answer, nproc):
     assert parallel_llama(*CAPITAL, f"--nproc={nproc}") == [answer]
+
+
+def test_random_weights_are_nowhere_stored():
+    with pytest.raises(UsageError, match="quant='stored': the model has no weights in Q8_0"):
+        LLM("smollm2", random_weights=1, quant="stored")
 
 
 def test_the_answer_is_the_same_under_torchrun(answer):

@@ -31,7 +31,9 @@ def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
             f"a GGUF file is only written of plain models; this has {more or 'no form'}"
         )
     writer = gguf.GGUFWriter(path, form.architecture)
-    _add_sizes(writer, args)
+    add_sizes(writer, args)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_tokenizer_model("no_vocab")
     order = family_of(args).rotary_order["gguf"]
     places = stored_places(args, "gguf")
     with closing(open_checkpoint(files, args)) as checkpoint:
@@ -45,8 +47,8 @@ def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
     writer.close()
 
 
-def _add_sizes(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+def add_sizes(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
+    """State the sizes of a plain model."""
     writer.add_context_length(args.max_seq_len)
     writer.add_embedding_length(args.dim)
     writer.add_block_count(args.n_layers)
@@ -59,4 +61,3 @@ def _add_sizes(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
     writer.add_rope_freq_base(args.rope_theta)
     writer.add_layer_norm_rms_eps(args.norm_eps)
     writer.add_vocab_size(args.vocab_size)
-    writer.add_tokenizer_model("no_vocab")

@@ -110,8 +110,8 @@ def _quantised(
         if part is None:
             part = quantised(param, checkpoint.read(param, piece, "interleaved"), form)
         else:
-            for numbers in (part.scales, part.mins):
-                _finite(param, torch.zeros(()) if numbers is None else numbers, torch.float32)
+            for numbers in part.tensors[1:]:  # integers are finite
+                _finite(param, numbers, torch.float32)
         parts.append(part)
         on_bytes(form.n_bytes(part.shape.numel()))
     return parts[0] if len(parts) == 1 else joined(parts, param.dim)

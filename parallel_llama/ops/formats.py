@@ -134,9 +134,7 @@ class GroupWeight:
 
     def lookup(self, rows: Tensor) -> Tensor:
         """Some rows of the weight, in float32. Shapes: int64 [T] -> [T, in]."""
-        n_rows = self.panels.n_rows
-        held = self.panels.unpack(self.values[rows // n_rows], len(rows) * n_rows).values()
-        return held.view(-1, n_rows, held.shape[1])[torch.arange(len(rows)), rows % n_rows]
+        return self.panels.unpack_rows(self.values, rows).values()
 
     @staticmethod
     def end_to_end(weights: Sequence["GroupWeight"]) -> "GroupWeight":

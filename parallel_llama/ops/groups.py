@@ -19,6 +19,7 @@ Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -274,6 +275,24 @@ class Plane:
         """At which bit of a byte of its word the bits of a column are."""
         return column // self.width * self.width
 
+    def of_columns(self, unsigned: Tensor) -> Tensor:
+        """Its words. Shapes: [panels, groups, 8, rows, 4] -> [panels, groups, width, rows, 4]."""
+        bits = (unsigned >> self.first) & self.mask
+        bits = bits.view(*bits.shape[:2], 8 // self.width, self.width, *bits.shape[3:])
+        return (bits << self._shifts).sum(2, dtype=torch.uint8)  # no bit is in two of them
+
+    def in_columns(self, words: Tensor) -> Tensor:
+        """The inverse, from the words of all planes: its bits, where they belong in each byte."""
+        own = words[:, :, self.first : self.first + self.width, None].transpose(2, 3)
+        bits = ((own >> self._shifts) & self.mask) << self.first
+        return bits.flatten(2, 3)
+
+    @property
+    def _shifts(self) -> Tensor:
+        """Those of the columns of each word. Shapes: [8 / width, 1, 1, 1]."""
+        shifts = torch.arange(0, 8, self.width, dtype=torch.uint8)
+        return shifts.view(-1, 1, 1, 1)
+
 
 def planes_of(n_bits: int) -> list[Plane]:
     """How the bits of integers are kept apart, so that none of a word is left over.
@@ -355,11 +374,7 @@ class PanelShape:
         unsigned = self._in_panels(weight.integers.view(torch.uint8) + self.form.zero)
         unsigned = unsigned.view(n_panels, self.n_rows, self.n_groups, 8, 4)
         unsigned = unsigned.permute(0, 2, 3, 1, 4)  # [n_panels, n_groups, 8, rows, 4]
-        words = unsigned.new_zeros(n_panels, self.n_groups, self.form.n_bits, self.n_rows, 4)
-        for plane in planes_of(self.form.n_bits):
-            for column in range(8):
-                bits = (unsigned[:, :, column] >> plane.first) & plane.mask
-                words[:, :, plane.word_of(column)] |= bits << plane.shift_of(column)
+        words = torch.cat([plane.of_columns(unsigned) for plane in planes_of(self.form.n_bits)], 2)
         panels[:, self.integers_at :][:, : self.n_groups * self.group_bytes] = words.flatten(1)
         return panels
 
@@ -368,12 +383,9 @@ class PanelShape:
         form, n_panels, n = self.form, len(panels), self.n_groups
         words = panels[:, self.integers_at :][:, : n * self.group_bytes]
         words = words.reshape(n_panels, n, form.n_bits, self.n_rows, 4)
-        unsigned = words.new_zeros(n_panels, self.n_rows, n, 8, 4)
-        for plane in planes_of(form.n_bits):
-            for column in range(8):
-                bits = (words[:, :, plane.word_of(column)] >> plane.shift_of(column)) & plane.mask
-                unsigned[:, :, :, column] |= (bits << plane.first).transpose(1, 2)
-        integers = (unsigned - form.zero).view(torch.int8).view(-1, self.n_inputs)
+        first, *others = (plane.in_columns(words) for plane in planes_of(form.n_bits))
+        unsigned = reduce(torch.bitwise_or, others, first).permute(0, 3, 1, 2, 4)
+        integers = (unsigned - form.zero).view(torch.int8).reshape(-1, self.n_inputs)
         halves = panels[:, : self.factors_at].contiguous().view(torch.float16)
         scales, *mins = map(self._by_output, halves.chunk(self.n_halves, 1))
         factors = panels[:, self.factors_at :][:, : self.factor_bytes].view(torch.int8)
@@ -386,6 +398,25 @@ class PanelShape:
             self.n_before,
         )
         return whole.some(slice(n_outputs))
+
+    def unpack_rows(self, panels: Tensor, outputs: Tensor) -> Groups:
+        """Some outputs of a matrix, in any order; no others are looked at.
+
+        Shapes: panels [n_panels, n_bytes], outputs [n] int64 -> a matrix [n, in].
+        """
+        alone = PanelShape(self.form, self.n_inputs, 1, self.n_before)
+        rows = panels.new_zeros(len(outputs), alone.n_bytes)
+        panel, number = outputs // self.n_rows, outputs % self.n_rows
+        halves, factors = self.n_halves * self.n_blocks, self.n_groups * self.form.n_factors
+        for start, to, n, n_bytes in (
+            (0, 0, halves, 2),
+            (self.factors_at, alone.factors_at, factors, 1),
+            (self.integers_at, alone.integers_at, self.n_groups * self.form.n_bits, 4),
+        ):
+            held = panels[:, start : start + n * self.n_rows * n_bytes]
+            own = held.view(len(panels), n, self.n_rows, n_bytes)[panel, :, number]
+            rows[:, to : to + n * n_bytes] = own.flatten(1)
+        return alone.unpack(rows, len(outputs))
 
     def _by_output(self, numbers: Tensor) -> Tensor:
         """Shapes: [n_panels, n * rows] -> [out, n]."""

@@ -84,6 +84,7 @@ def test_without_a_folder_code_is_made_every_time(monkeypatch, tmp_path, home):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", home)
     assert made() and made()
+    assert not list(tmp_path.iterdir())
 
 
 def test_old_code_makes_room_for_new(folder, monkeypatch):

@@ -71,6 +71,12 @@ def test_a_number_that_is_none_spoils_its_own_row_alone(kernel, bits):
     assert y[:7].isfinite().all() and y[8:].isfinite().all()
 
 
+def test_the_measurement_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    tile_linear.make_tile_linear.__wrapped__()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @has_tiles
 def test_what_does_not_fill_tiles_is_left_to_others(monkeypatch):
     monkeypatch.setattr(cpu_ops, "make_tile_linear", TileLinearKernel)

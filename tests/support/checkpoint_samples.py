@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from launch.bench.gguf_weights import add_sizes
 from parallel_llama.config import ModelArgs
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import ModelFiles
@@ -152,7 +153,7 @@ def write_gguf(
     Types that the gguf package cannot write get random blocks with small finite scales.
     """
     writer = gguf.GGUFWriter(path, "llama")
-    _write_gguf_header(writer, args)
+    add_sizes(writer, args)
     for name, whole in tensors.items():
         values = interleaved(name, whole, args.head_dim).float().numpy()
         hits = [kind for end, kind in types.items() if name.endswith(end)]
@@ -169,20 +170,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return ModelFiles("gguf", path, path, (path,), None)
-
-
-def _write_gguf_header(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
-    writer.add_vocab_size(args.vocab_size)
-    writer.add_context_length(args.max_seq_len)
-    writer.add_embedding_length(args.dim)
-    writer.add_block_count(args.n_layers)
-    writer.add_feed_forward_length(args.ffn_dim)
-    writer.add_head_count(args.n_heads)
-    writer.add_head_count_kv(args.n_kv_heads)
-    writer.add_key_length(args.head_dim)
-    writer.add_value_length(args.head_dim)
-    writer.add_layer_norm_rms_eps(args.norm_eps)
-    writer.add_rope_freq_base(args.rope_theta)
 
 
 # Where a block has the high byte of each of its float16 scales. IQ1_M has one in the high halves of

@@ -315,6 +315,21 @@ def repeat(b: ir.IRBuilder) -> Iterator[Callable[[Value], None]]:
     b.position_at_end(after)
 
 
+def in_groups(start: Operand, stop: Value, size: int, build: Callable[[Value, int], None]) -> None:
+    """Emit what `build` does with the first of so many numbers, for all from start to before stop.
+
+    They are `size` at a time; what is left, at most 7, is a sum of 4, 2 and 1.
+    """
+    left = (stop - start) % size
+    done = stop - left
+    with loop(stop.b, start, done, size) as first:
+        build(first, size)
+    for n in (n for n in (4, 2, 1) if n < size):
+        with when((left & n) > 0):
+            build(done, n)
+        done = done + (left & n)
+
+
 def _constant(b: ir.IRBuilder, type_: ir.Type, number: float) -> Value:
     is_vector = isinstance(type_, ir.VectorType)
     return Value(b, type_([type_.element(number)] * type_.count if is_vector else number))

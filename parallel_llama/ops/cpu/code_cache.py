@@ -39,9 +39,11 @@ def _folder() -> Path | None:
     """The cache folder, made where it is not there; None where it is not this user's alone."""
     with suppress(OSError, RuntimeError):  # who has no home folder has no cache
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        if not base.is_absolute():  # as the specification has it
+            return None
         folder = base / "parallel_llama" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if base.is_absolute() and _is_ours(folder.lstat(), stat.S_IFDIR):
+        if _is_ours(folder.lstat(), stat.S_IFDIR):
             return folder
     return None
 

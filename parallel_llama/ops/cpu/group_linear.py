@@ -8,9 +8,10 @@ product is taken.
 Source: `ops.groups` says how panels lie.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import add, or_
 
 import torch
 from llvmlite import ir
@@ -28,6 +29,7 @@ from parallel_llama.ops.cpu.builder import (
     Value,
     Variable,
     fma,
+    in_groups,
     larger,
     loop,
     smaller,
@@ -71,11 +73,7 @@ class GroupLinearKernel:
         lanes = machine.lanes(torch.float32)
         bytes_, numbers, integers = (type_.as_pointer() for type_ in (I8, F32, I32))
         self.n_rows = lanes.width
-        self._round = Program(
-            "round",
-            [numbers, I64, bytes_, numbers, integers, I64, I64],
-            partial(_round, lanes, form.n_parts),
-        )
+        self._round = _make_round(machine, form.n_parts)
         types = [bytes_, numbers, integers, bytes_, numbers, *[I64] * 9]
         body = partial(_group_linear, _Products(lanes, form, machine.byte_dots))
         self._program = Program("group_linear", types, body)
@@ -110,6 +108,14 @@ def make_group_linear(form: GroupFormat) -> GroupLinearKernel:
     return GroupLinearKernel(form, this_machine())
 
 
+@cache
+def _make_round(machine: Machine, n_parts: int) -> Program:
+    """What rounds inputs, for all formats with so many parts of a group."""
+    bytes_, numbers, integers = (type_.as_pointer() for type_ in (I8, F32, I32))
+    types = [numbers, I64, bytes_, numbers, integers, I64, I64]
+    return Program("round", types, partial(_round, machine.lanes(torch.float32), n_parts))
+
+
 def _round(
     lanes: Lanes, n_parts: int, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
 ) -> None:
@@ -126,9 +132,9 @@ def _round(
         largest = lanes.constant(b, 0)
         for vector in vectors:
             largest = larger(abs(vector), largest)
-        spoilt = sum((vector * 0 for vector in vectors[1:]), vectors[0] * 0)
+        spoilt = reduce(add, (vector * 0 for vector in vectors))
         top = lanes.reduce(larger, largest)
-        scales[number] = top / 127 + lanes.reduce(lambda one, other: one + other, spoilt)
+        scales[number] = top / 127 + lanes.reduce(add, spoilt)
         inverse = lanes.splat(where(top < LEAST_INPUT, top.like(0), 127 / top))
         zeros = Value(b, ir.VectorType(I32, lanes.width)([0] * lanes.width))
         totals = [zeros] * n_parts
@@ -140,7 +146,7 @@ def _round(
             target = integers + number * GROUP_SIZE + place * lanes.width
             b.store(narrow.raw, target.bits_as(narrow.raw.type.as_pointer()).raw, align=1)
         for part, total in enumerate(totals):
-            sums[number * n_parts + part] = lanes.reduce(lambda one, other: one + other, total)
+            sums[number * n_parts + part] = lanes.reduce(add, total)
 
 
 @dataclass(frozen=True)
@@ -252,11 +258,8 @@ class _Products:
         for column in sorted(
             range(part * n_columns, (part + 1) * n_columns), key=planes[0].word_of
         ):
-            bits = [self._bits(panel, group, plane, column) for plane in planes]
-            unsigned = bits[0]
-            for others in bits[1:]:
-                unsigned = unsigned | others
-            yield column, unsigned
+            bits = (self._bits(panel, group, plane, column) for plane in planes)
+            yield column, reduce(or_, bits)
 
     def _bits(self, panel: _Panel, group: _Group, plane: Plane, column: int) -> Value:
         """What a plane has of a column, each byte's bits where they belong in it."""
@@ -342,7 +345,7 @@ def _group_linear(
                     place = y + (first_row + row) * y_stride + column
                     lanes.store(place, total.value, lanes.first(m - column))
 
-        _each_row_group(block, smaller(block + _BLOCK, n), multiply_rows)
+        in_groups(block, smaller(block + _BLOCK, n), _ROWS, multiply_rows)
 
     n_panels = (m + (lanes.width - 1)) // lanes.width
     start, stop = thread.part_of(n_panels)
@@ -352,15 +355,3 @@ def _group_linear(
             multiply(block, panel, _PANELS)
         with loop(b, pairs, stop) as panel:
             multiply(block, panel, 1)
-
-
-def _each_row_group(start: Value, stop: Value, multiply: Callable[[Value, int], None]) -> None:
-    """All rows of a range: _ROWS at a time, and what is left as a sum of 4, 2 and 1."""
-    left = (stop - start) % _ROWS
-    done = stop - left
-    with loop(start.b, start, done, _ROWS) as row:
-        multiply(row, _ROWS)
-    for n_rows in (4, 2, 1):
-        with when((left & n_rows) > 0):
-            multiply(done, n_rows)
-        done = done + (left & n_rows)

@@ -26,6 +26,7 @@ from parallel_llama.ops.cpu.builder import (
     Value,
     Variable,
     fma,
+    in_groups,
     loop,
     when,
     where,
@@ -36,7 +37,7 @@ from parallel_llama.ops.routes import Routes
 # Beyond so many rows arithmetic and not memory sets the pace, and torch's product is faster.
 MAX_ROWS = 32
 
-# Rows of x in a group. What is left of the rows is made up of groups of 4, 2 and 1: 7 at most.
+# Rows of x in a group.
 _ROWS = 6
 
 Row = Callable[[Value], tuple[Value, Value]]  # where a row of x is, and that of the result
@@ -194,15 +195,7 @@ def _multiply(
                 for column in range(n_columns):
                     (result + first)[column] = next(products)
 
-        done = n // n_group * n_group
-        with loop(b, 0, done, n_group) as first_row:
-            multiply_group(first_row, n_group)
-        # The rows that are left, fewer than a group, are a sum of powers of two.
-        left = n - done
-        for n_rows in (n_rows for n_rows in (4, 2, 1) if n_rows < n_group):
-            with when((left & n_rows) > 0):
-                multiply_group(done, n_rows)
-            done = done + (left & n_rows)
+        in_groups(0, n, n_group, multiply_group)
 
     n_tiles = m // n_tile
     with loop(b, *thread.part_of(n_tiles)) as tile:
