@@ -14,26 +14,12 @@ from threading import Thread
 
 import torch
 
-from parallel_llama.engine.engine import StepOutput, StepTimes
+from parallel_llama.engine.engine import StepOutput
 from parallel_llama.engine.prompts import Prompt
+from parallel_llama.engine.statistics import EngineStatistics
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.llm import LLM
 from parallel_llama.request import Completion, Request, SamplingParams
-
-
-@dataclass(frozen=True)
-class EngineStatistics:
-    """The state of an engine between two steps. Units: choices, blocks, tokens."""
-
-    n_running: int
-    n_waiting: int
-    n_blocks_used: int
-    n_blocks_cached: int
-    n_blocks_free: int
-    n_prompt_tokens: int
-    n_prefix_tokens: int
-    n_preempted: int
-    times: StepTimes
 
 
 class Answer:
@@ -167,18 +153,7 @@ class AsyncLLM:
 
     def statistics(self) -> EngineStatistics:
         """How busy the engine is; numbers may stem from two neighbouring steps."""
-        scheduler, pools = self._llm.engine.scheduler, self._llm.engine.pools
-        return EngineStatistics(
-            n_running=len(scheduler.running),
-            n_waiting=len(scheduler.waiting),
-            n_blocks_used=sum(pool.n_used for pool in pools),
-            n_blocks_cached=sum(pool.n_cached for pool in pools),
-            n_blocks_free=sum(pool.n_free for pool in pools),
-            n_prompt_tokens=scheduler.n_prompt_tokens,
-            n_prefix_tokens=scheduler.n_prefix_tokens,
-            n_preempted=scheduler.n_preempted,
-            times=replace(self._llm.engine.times),
-        )
+        return self._llm.engine.statistics()
 
     async def close(self) -> None:
         """End what is running as cancelled, then the thread; the LLM is its caller's again.

@@ -347,6 +347,10 @@ class LLM:
         """
         return self.input_processor.tokenizer
 
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks that this host runs for this program, by rank."""
+        return self._group.pids()
+
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode one step of so many sequences.
 

@@ -51,6 +51,7 @@ SLOW = (
     "tests/sampling/test_penalties.py::test_ten_thousand_",
     "tests/sampling/test_sampling.py::test_ten_thousand_",
     "tests/sampling/test_sampling.py::test_the_kept_set_is_that_of_transformers_",
+    "tests/serve/",
     "tests/structured/test_structured.py::test_a_grammar_that_takes_too_long_",
     "tests/structured/test_structured.py::test_a_hostile_grammar_",
     "tests/structured/test_structured.py::test_every_kind_of_tokenizer_",

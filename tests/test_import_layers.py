@@ -30,7 +30,7 @@ FLOORS = [
     {"model", "reshard"},
     {"engine"},
     {"llm"},
-    {"async_llm"},
+    {"async_llm", "serve"},
     {"cli"},
     {"__main__"},
 ]
@@ -40,7 +40,7 @@ TORCH_FREE = {
     "errors", "dtypes", "stop", "files", "families", "config", "plan", "request", "tokenizer",
     "structured", "reshard.target_folder", "engine.block_group", "engine.block_pool",
     "engine.detokenizer", "engine.input_processor", "engine.messages", "engine.prompt_lookup",
-    "engine.prompts", "engine.scheduler",
+    "engine.prompts", "engine.scheduler", "engine.statistics",
 }  # fmt: skip
 MATH = {"model", "ops"}
 

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from parallel_llama.engine.engine import StepTimes
+from parallel_llama.engine.statistics import StepTimes
 from parallel_llama.llm import LLM
 from parallel_llama.request import SamplingParams
 

@@ -35,7 +35,7 @@ INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 _NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
 
 # Each is a module of this package, loaded when it is asked for: `plan` needs no tokenizers.
-VERBS = ("generate", "chat", "score", "bench", "plan", "reshard", "verify")
+VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify")
 
 
 def load_verb(name: str) -> Verb:

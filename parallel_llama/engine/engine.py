@@ -26,6 +26,7 @@ from parallel_llama.engine.messages import MAX_SIZE, StepMessage, decode_message
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.engine.prompt_lookup import PromptLookup
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
+from parallel_llama.engine.statistics import EngineStatistics, StepTimes
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
@@ -53,8 +54,8 @@ _REASONS: dict[int, FinishReason] = {_STOP: "stop", _LENGTH: "length", _NO_TOKEN
 class StepOutput:
     """What one step gave one sequence of one request: tokens, text to show, perhaps its end.
 
-    `text` and the completion's text are filled on rank 0 alone. A sequence that was ended from
-    outside ends without a token.
+    `text` and the completion's text are filled on rank 0 alone; `logprobs` has one for each token
+    where the request asks for them. A sequence that was ended from outside ends without a token.
     """
 
     ticket: int
@@ -64,18 +65,7 @@ class StepOutput:
     text: str
     completion: Completion | None
     is_last: bool  # whether the request has no sequence left
-
-
-@dataclass
-class StepTimes:
-    """Where the time of all steps so far went. Units: seconds."""
-
-    n_steps: int = 0
-    messages_s: float = 0.0
-    schedule_s: float = 0.0
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    decide_s: float = 0.0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(eq=False)
@@ -130,6 +120,20 @@ class Engine:
     def idle(self) -> bool:
         """Whether no request is here; on rank 0 none has been submitted either."""
         return self.scheduler.idle and not self._incoming
+
+    def statistics(self) -> EngineStatistics:
+        """How busy it is; to another thread, numbers may stem from two neighbouring steps."""
+        return EngineStatistics(
+            n_running=len(self.scheduler.running),
+            n_waiting=len(self.scheduler.waiting),
+            n_blocks_used=sum(pool.n_used for pool in self.pools),
+            n_blocks_cached=sum(pool.n_cached for pool in self.pools),
+            n_blocks_free=sum(pool.n_free for pool in self.pools),
+            n_prompt_tokens=self.scheduler.n_prompt_tokens,
+            n_prefix_tokens=self.scheduler.n_prefix_tokens,
+            n_preempted=self.scheduler.n_preempted,
+            times=replace(self.times),
+        )
 
     def check(self, request: Request) -> None:
         """Raises: UsageError if a request can never fit into the cache."""
@@ -467,6 +471,7 @@ class Engine:
             text=text,
             completion=completion,
             is_last=not sequence.siblings,
+            logprobs=tuple(state.logprobs[-len(ids) :]) if ids else (),
         )
 
     def _completion(self, state: _SequenceState, reason: FinishReason) -> Completion:

@@ -158,7 +158,7 @@ class InputProcessor:
         Raises: UsageError for a prompt or settings that this model cannot take.
         """
         params = params or self.sampling_params()
-        tokens = self._tokens(as_prompt(prompt))
+        tokens = self.encode(as_prompt(prompt))
         limit = self.max_seq_len if params.max_tokens is None else self.longest
         if params.max_tokens is None and self.n_cache_tokens is not None:
             limit = min(limit, self.n_cache_tokens)
@@ -175,8 +175,8 @@ class InputProcessor:
                     "request %d: its logit_bias cannot bring back a token that its grammar forbids",
                     index,
                 )
-        self._check_ids("logit_bias", (token for token, _ in params.logit_bias))
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self.check_ids("logit_bias", (token for token, _ in params.logit_bias))
+        self.check_ids("allowed_token_ids", params.allowed_token_ids or ())
         return Request(
             index,
             tokens,
@@ -203,7 +203,8 @@ class InputProcessor:
         conversations = [items] if isinstance(items[0], Mapping) else items
         return [Chat(each, tools, documents, template_vars) for each in conversations]
 
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+    def check_ids(self, name: str, ids: Iterable[int]) -> None:
+        """Raises: UsageError for an id outside the vocabulary."""
         if (largest := max(ids, default=0)) >= self.args.vocab_size:
             raise UsageError(
                 f"{name}: token id {largest} is outside the vocabulary, "
@@ -238,7 +239,11 @@ class InputProcessor:
                     f"token id {token} is outside the vocabulary, 0 to {self.args.vocab_size - 1}"
                 )
 
-    def _tokens(self, prompt: str | list[int] | Chat) -> tuple[int, ...]:
+    def encode(self, prompt: str | list[int] | Chat) -> tuple[int, ...]:
+        """The token ids of a prompt.
+
+        Raises: UsageError for a chat where the model has no template, or text without a tokenizer.
+        """
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt)) if prompt else ()
         if isinstance(prompt, list):

@@ -65,6 +65,11 @@ class RankGroup:
         self._comm = join(device, place=place, facts=facts, timeout_s=timeout_s, look=look)
         return self._comm
 
+    def pids(self) -> dict[int, int]:
+        """The processes of this rank, and of those that were started here, by rank."""
+        own = {} if self._comm is None else {self._comm.rank: os.getpid()}
+        return own | (self._local_ranks.pids() if self._local_ranks else {})
+
     def end(self) -> None:
         """End the other ranks; quietly, for who ends has no use for their faults."""
         with suppress(RankError):

@@ -170,6 +170,10 @@ class LocalRanks:
         first = next(iter(reports))
         return f"rank {first} of {self.place.size}: {reports[first].message}"
 
+    def pids(self) -> dict[int, int]:
+        """Their processes, by rank."""
+        return {rank.number: rank.process.pid for rank in self._ranks}
+
     def end(self) -> None:
         """End them, if they have not ended; it can be called twice."""
         for rank in self._ranks:

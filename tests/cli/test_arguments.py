@@ -23,7 +23,15 @@ from hypothesis import strategies as st
 
 from parallel_llama.cli import main as command_line
 from parallel_llama.cli import terminal
-from parallel_llama.cli.arguments import Flag, Flags, HelpRequested, Verb, help_text, parse_flags
+from parallel_llama.cli.arguments import (
+    JSON,
+    Flag,
+    Flags,
+    HelpRequested,
+    Verb,
+    help_text,
+    parse_flags,
+)
 from parallel_llama.cli.main import VERBS, load_verb
 from parallel_llama.cli.parsers import plain_text
 from parallel_llama.cli.prompts import gather, read_lines
@@ -73,7 +81,9 @@ FILES = {
 WRONG: list[tuple[list[str], str]] = [
     ([], "usage: parallel-llama COMMAND"),
     (["generat"], "unknown command 'generat'; did you mean 'generate'?"),
-    (["serve"], "unknown command 'serve'"),
+    (["doctor"], "unknown command 'doctor'"),
+    (["serve", "--port", "70000"], "70000"),
+    (["serve", "--host", "nowhere.invalid", "--port", "0"], "nowhere.invalid"),
     (["--prompt", "x"], "unknown command '--prompt'"),
     (["generate"], "give the prompt with --prompt TEXT"),
     (["generate", "hello"], "unexpected argument 'hello'; a prompt goes after --prompt"),
@@ -318,7 +328,7 @@ def test_a_switch_can_be_turned_off() -> None:
 @pytest.mark.parametrize("verb", list(map(load_verb, VERBS)), ids=lambda verb: verb.name)
 def test_help_names_every_flag_and_its_default(verb: Verb) -> None:
     with pytest.raises(HelpRequested):
-        parse_flags(verb, ["--json", "-h"] if verb.name != "chat" else ["--help"])
+        parse_flags(verb, ["--json", "-h"] if JSON in verb.flags else ["--help"])
     text = help_text(verb)
     for flag in verb.flags:
         assert f"--{flag.name}" in text

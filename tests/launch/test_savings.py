@@ -1,7 +1,7 @@
 """What the measurement of savings says of its figures."""
 
 from launch.bench.savings import guess_line, prefix_line, step_line
-from parallel_llama.engine.engine import StepTimes
+from parallel_llama.engine.statistics import StepTimes
 
 
 def test_a_step_is_split_into_all_its_parts():

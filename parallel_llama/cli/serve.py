@@ -1,0 +1,130 @@
+"""`serve`: an OpenAI-compatible server."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from parallel_llama.cli.arguments import Flag, Flags, Verb
+from parallel_llama.cli.model import (
+    CACHE,
+    LOADING,
+    MAX_SEQ_LEN,
+    MODEL,
+    RANKS,
+    TIMEOUT,
+    check_model,
+    in_dtype,
+    llm_options,
+)
+from parallel_llama.cli.parsers import filled_text, number, whole
+from parallel_llama.cli.ranks import Job
+from parallel_llama.cli.terminal import DIM, painted
+from parallel_llama.errors import UsageError
+from parallel_llama.parallel.place import is_started_as_rank
+
+HOST: Flag[str] = Flag("host", "address to listen at", filled_text, "ADDRESS", "127.0.0.1")
+PORT: Flag[int] = Flag("port", "port to listen at; 0 for any", whole(0, 65535), "N", 8000)
+API_KEY_FILE: Flag[str | None] = Flag(
+    "api-key-file", "a file of keys, one a line, of which clients must send one",
+    filled_text, "FILE", default_text="none: whoever reaches the port is served",
+)  # fmt: skip
+MODEL_NAME: Flag[str | None] = Flag(
+    "served-model-name", "the model's name to clients",
+    filled_text, "NAME", default_text="that of --model",
+)  # fmt: skip
+MAX_REQUESTS: Flag[int] = Flag(
+    "max-requests", "completions that run or wait at once; others are told to come again",
+    whole(1, 1 << 16), "N", 256,
+)  # fmt: skip
+RESTARTS: Flag[int] = Flag(
+    "restarts", "how often in 10 minutes an engine that has died is started again",
+    whole(0, 1000), "K", 3,
+)  # fmt: skip
+DRAIN: Flag[float] = Flag(
+    "drain", "how long requests may go on after SIGTERM or Ctrl-C",
+    number(0, 1e6), "SECONDS", 30.0,
+)  # fmt: skip
+
+STEP_TIMEOUT_S = 30.0
+_RANKS_FIRST_S = 5.0  # ranks that wait for each other say which of them is late
+
+
+def prepare(flags: Flags) -> Job:
+    """Check the model, the plan and the address, and return the job that serves."""
+    from parallel_llama.serve.access import Access, read_keys
+    from parallel_llama.serve.server import bound_socket
+
+    if is_started_as_rank():
+        raise UsageError("serve inside torchrun: start it without, and give --nproc N")
+    inputs, n_ranks = check_model(flags)
+    names = _names(flags[MODEL], flags[MODEL_NAME])
+    key_file = flags[API_KEY_FILE]
+    keys = [] if key_file is None else read_keys(key_file)
+    own = bound_socket(flags[HOST], flags[PORT])
+    settings = llm_options(flags) | {
+        "model": flags[MODEL],
+        "max_seq_len": flags[MAX_SEQ_LEN],
+        "tp_size": n_ranks,
+    }
+
+    def run() -> int:
+        import uvloop
+
+        from parallel_llama.request import SamplingParams
+        from parallel_llama.serve.app import make_app
+        from parallel_llama.serve.engine_child import EngineChild
+        from parallel_llama.serve.engine_client import EngineClient
+        from parallel_llama.serve.server import serve
+        from parallel_llama.serve.service import Service
+        from parallel_llama.serve.wire import Loaded
+
+        engine = EngineClient(
+            lambda: EngineChild(settings),
+            inputs.request(0, [0], SamplingParams(max_tokens=1)),
+            max_choices=flags[MAX_REQUESTS],
+            restarts=flags[RESTARTS],
+            step_timeout_s=(flags[TIMEOUT] or STEP_TIMEOUT_S) + _RANKS_FIRST_S,
+        )
+
+        def tell(loaded: Loaded) -> None:
+            inputs.n_cache_tokens = loaded.longest
+            host, port = own.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            dtype = in_dtype(loaded.dtype, loaded.quant)
+            print(
+                f"serving {names[0]} at http://{host}:{port} "
+                f"({len(loaded.ranks)} rank{'s' * (len(loaded.ranks) > 1)}, {dtype})",
+                file=sys.stderr,
+                flush=True,
+            )
+
+        engine.on_loaded = tell
+        app = Access(make_app(Service(names, inputs, engine)), keys, flags[HOST])
+        print(painted(f"loading {flags[MODEL]}", DIM, sys.stderr), file=sys.stderr, flush=True)
+        loop = uvloop.new_event_loop()
+        asyncio.set_event_loop(loop)
+        with own:
+            return loop.run_until_complete(serve(app, engine, own, flags[DRAIN]))
+
+    return Job(run)
+
+
+def _names(model: str, given: str | None) -> list[str]:
+    """What clients may call a model: without a name the end of its path, or that path."""
+    if given is not None:
+        return [given]
+    own = Path(model).name.removesuffix(".gguf") or model
+    return list(dict.fromkeys((own, model)))
+
+
+VERB = Verb(
+    "serve",
+    "Serves a model over HTTP, to OpenAI's clients and to a browser.",
+    "[--model PATH_OR_NAME] [--nproc N] [flags]",
+    (
+        MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, MAX_REQUESTS, RESTARTS, DRAIN, *RANKS, *CACHE,
+        *LOADING,
+    ),
+    "parallel-llama serve --nproc 2",
+    prepare,
+)  # fmt: skip

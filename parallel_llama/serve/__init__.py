@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server before the tensor-parallel engine, which is another process."""

@@ -1,0 +1,131 @@
+"""One request as the front holds it: what came of it so far, and who waits for more."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from parallel_llama.request import Request
+from parallel_llama.serve.wire import Output
+
+# Outputs that nobody has taken: whoever asked has stopped reading.
+MAX_HELD = 4096
+
+
+class Stalled(Exception):
+    """Whoever asked does not take what comes."""
+
+
+class Diverged(Exception):
+    """An engine that was started again gave other tokens than the one before it."""
+
+
+@dataclass
+class _Told:
+    """What of a choice has been told, and how much of it a new engine has repeated."""
+
+    tokens: list[int] = field(default_factory=list)
+    n_chars: int = 0
+    n_tokens_again: int = 0
+    n_chars_again: int = 0
+    is_over: bool = False
+
+
+class Answer:
+    """One request on its way: iterate over what comes, in lists of what is there.
+
+    Where the engine is started again, the request runs once more from its prompt, which gives the
+    same tokens, and those that were told are not told again.
+
+    Iterating raises: UsageError, NumericalError, Stalled, Diverged, or what ended the engine.
+    """
+
+    def __init__(self, key: int, request: Request, cancel: Callable[["Answer"], None]) -> None:
+        self.key, self.request = key, request
+        self.is_abandoned = False  # nobody waits for it any more
+        self._cancel = cancel
+        self._told = [_Told() for _ in range(request.params.n)]
+        self._held: list[Output] = []
+        self._error: Exception | None = None
+        self._came = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine has nothing more to say."""
+        return all(told.is_over for told in self._told)
+
+    def abandon(self) -> None:
+        """End it within a step, if it has not ended."""
+        if not self.has_ended and not self.is_abandoned and self._error is None:
+            self.is_abandoned = True
+            self._cancel(self)
+
+    async def outputs(self) -> AsyncIterator[list[Output]]:
+        """All outputs, in lists of those that have come; leaving early cancels the request."""
+        try:
+            while True:
+                await self._came.wait()
+                self._came.clear()
+                held, self._held = self._held, []
+                if held:
+                    yield held
+                if self._error is not None:
+                    raise self._error
+                if self.has_ended and not self._held:
+                    return
+        finally:
+            self.abandon()
+
+    async def whole(self) -> list[Output]:
+        """Every output of it, once all have come."""
+        return [output async for some in self.outputs() for output in some]
+
+    # For the engine's client
+
+    def put(self, output: Output) -> None:
+        """Take what a step gave."""
+        new = self._unknown(output)
+        if new is None:
+            return
+        self._held.append(new)
+        self._came.set()
+        if len(self._held) > MAX_HELD:
+            self.abandon()
+            self.fail(Stalled(f"{MAX_HELD} outputs were left unread"))
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, which whoever iterates over it meets."""
+        if self._error is None and not self.has_ended:
+            self._error = error
+            self._came.set()
+
+    def begin_again(self) -> None:
+        """A new engine runs it from the prompt."""
+        for told in self._told:
+            told.n_tokens_again = told.n_chars_again = 0
+
+    def _unknown(self, output: Output) -> Output | None:
+        """What of an output has not been told before."""
+        told = self._told[output.choice]
+        if told.is_over:
+            return None
+        n_known = len(told.tokens) - told.n_tokens_again
+        n_known_chars = told.n_chars - told.n_chars_again
+        told.n_tokens_again += len(output.tokens)
+        told.n_chars_again += len(output.text)
+        told.is_over = output.completion is not None
+        if not n_known and not n_known_chars:  # the usual case
+            told.tokens += output.tokens
+            told.n_chars = told.n_chars_again
+            return output
+        start = len(told.tokens) - n_known
+        if list(output.tokens[:n_known]) != told.tokens[start : start + len(output.tokens)]:
+            self.abandon()
+            self.fail(Diverged("the engine was started again and drew other tokens"))
+            return None
+        tokens, text = output.tokens[n_known:], output.text[n_known_chars:]
+        told.tokens += tokens
+        told.n_chars = max(told.n_chars, told.n_chars_again)
+        if not tokens and not text and output.completion is None:
+            return None
+        logprobs = output.logprobs[n_known:]
+        return Output(output.key, output.choice, tokens, text, logprobs, output.completion)

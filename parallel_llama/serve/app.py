@@ -1,0 +1,184 @@
+"""The routes of the server, as an ASGI application."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from parallel_llama.errors import UsageError
+from parallel_llama.serve.bodies import (
+    MAX_BODY_BYTES,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+from parallel_llama.serve.chat import chat
+from parallel_llama.serve.completions import completions
+from parallel_llama.serve.errors import Refused, error_response, json_response
+from parallel_llama.serve.events import ClientGone
+from parallel_llama.serve.replies import Detokenized, Model, Models, Tokens
+from parallel_llama.serve.service import Service
+from parallel_llama.serve.status import status_of
+from parallel_llama.tokenizer import Chat
+
+BODY_LIMIT_S = 30.0
+
+B = TypeVar("B", bound=Body)
+Endpoint = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Service, Request, B], Awaitable[Response]]
+
+
+def make_app(service: Service) -> Starlette:
+    """The application that serves one model."""
+
+    async def models(_: Request) -> Response:
+        return json_response(Models(data=[_model(service, name) for name in service.names]))
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        service.require_model(name)
+        return json_response(_model(service, name))
+
+    async def live(_: Request) -> Response:
+        return _plain({"status": "live"})
+
+    async def ready(_: Request) -> Response:
+        is_ready = service.engine.is_ready
+        return _plain({"status": service.engine.state}, 200 if is_ready else 503)
+
+    async def status(_: Request) -> Response:
+        return _plain(status_of(service))
+
+    async def versions(_: Request) -> Response:
+        return _plain({"version": package_version()})
+
+    routes = [
+        Route("/v1/chat/completions", _post(service, ChatBody, chat), methods=["POST"]),
+        Route("/v1/completions", _post(service, CompletionBody, completions), methods=["POST"]),
+        Route("/tokenize", _post(service, TokenizeBody, tokenize), methods=["POST"]),
+        Route("/detokenize", _post(service, DetokenizeBody, detokenize), methods=["POST"]),
+        Route("/v1/models", _guarded(models)),
+        Route("/v1/models/{name:path}", _guarded(model)),
+        Route("/health/live", live),
+        Route("/health/ready", ready),
+        Route("/health", ready),
+        Route("/status", _guarded(status)),
+        Route("/version", versions),
+    ]
+    return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_method})
+
+
+async def tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
+    """The token ids of a text, or of a conversation in the model's template."""
+    service.require_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise UsageError("give one of prompt and messages")
+    inputs = service.inputs
+
+    def encoded() -> list[int]:
+        if body.prompt is not None:
+            return inputs.tokenizer.encode(body.prompt, bos=body.add_special_tokens)
+        names = body.chat_template_kwargs or {}
+        tools = [msgspec.to_builtins(tool) for tool in body.tools or ()]
+        return list(inputs.encode(Chat(body.messages or (), tools, template_vars=names)))
+
+    tokens = await service.in_thread(encoded)
+    vocabulary = inputs.tokenizer.vocabulary
+    spelled = [
+        vocabulary.piece(token, skip_special=False).decode("utf-8", "replace") for token in tokens
+    ]
+    return json_response(
+        Tokens(
+            count=len(tokens),
+            max_model_len=inputs.max_seq_len,
+            tokens=tokens,
+            token_strs=spelled if body.return_token_strs else None,
+        )
+    )
+
+
+async def detokenize(service: Service, _: Request, body: DetokenizeBody) -> Response:
+    """The text of some token ids, special ones among them."""
+    service.require_model(body.model)
+    service.inputs.check_ids("tokens", body.tokens)
+    text = service.inputs.tokenizer.decode(body.tokens, skip_special=False)
+    return json_response(Detokenized(prompt=text))
+
+
+def package_version() -> str:
+    try:
+        return version("parallel_llama")
+    except PackageNotFoundError:
+        return "of a source tree that is not installed"
+
+
+def _post(service: Service, kind: type[B], handler: Handler[B]) -> Endpoint:
+    """What reads a body of this kind and hands it to a handler."""
+    decoder = msgspec.json.Decoder(kind)
+
+    async def endpoint(request: Request) -> Response:
+        return await handler(service, request, decoder.decode(await _body(request)))
+
+    return _guarded(endpoint)
+
+
+def _guarded(endpoint: Endpoint) -> Endpoint:
+    """An endpoint whose errors become replies."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except ClientGone:
+            return Response(status_code=499)  # which nobody sees
+        except Exception as error:
+            return error_response(error)
+
+    return guarded
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request, which must be JSON and within the limit of size and time.
+
+    Raises: Refused.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # A web page could otherwise send one from a browser without asking first.
+        raise Refused(415, f"content-type is {kind!r:.80}; send application/json")
+    try:
+        return await asyncio.wait_for(_bounded(request), BODY_LIMIT_S)
+    except asyncio.TimeoutError:  # another class before Python 3.11
+        raise Refused(408, f"the body did not come within {BODY_LIMIT_S:g} s") from None
+
+
+async def _bounded(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes; shorten it")
+    return bytes(body)
+
+
+def _model(service: Service, name: str) -> Model:
+    return Model(id=name, created=service.created, max_model_len=service.inputs.max_seq_len)
+
+
+def _plain(value: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _no_route(request: Request, _: Exception) -> Response:
+    return error_response(Refused(404, f"there is no {request.url.path!r:.200} here"))
+
+
+async def _no_method(request: Request, _: Exception) -> Response:
+    return error_response(Refused(405, f"{request.method} is not for {request.url.path!r:.200}"))

@@ -1,0 +1,213 @@
+"""POST /v1/completions."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallel_llama.engine.prompts import Prompt
+from parallel_llama.errors import UsageError
+from parallel_llama.request import Completion, TokenLogprob
+from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.bodies import MAX_PROMPTS, CompletionBody
+from parallel_llama.serve.errors import json_response
+from parallel_llama.serve.events import DONE, event, unless_gone
+from parallel_llama.serve.params import grammar_of, sampling_params
+from parallel_llama.serve.replies import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+    Usage,
+)
+from parallel_llama.serve.service import Service
+from parallel_llama.serve.spelling import completion_logprobs
+from parallel_llama.serve.wire import Output
+from parallel_llama.serve.writing import finish_reason, streamed, usage_of
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Prompts whose completions are on their way, and how they are to be shown."""
+
+    service: Service
+    body: CompletionBody
+    answers: list[Answer]
+    id: str
+    created: int
+
+    def reply(self, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionReply:
+        return CompletionReply(
+            id=self.id,
+            object="text_completion",
+            created=self.created,
+            model=self.service.names[0],
+            choices=choices,
+            usage=usage,
+        )
+
+    def index(self, number: int, choice: int) -> int:
+        """The place of a choice among those of all prompts."""
+        return number * self.answers[number].request.params.n + choice
+
+    def prompt_text(self, answer: Answer) -> str:
+        """What stands before a completion where the prompt is to be shown."""
+        if not self.body.echo:
+            return ""
+        return self.service.inputs.tokenizer.decode(answer.request.prompt, skip_special=False)
+
+    def logprobs(
+        self, answer: Answer, scored: Sequence[TokenLogprob | None], at: int
+    ) -> CompletionLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        vocabulary = self.service.inputs.tokenizer.vocabulary
+        first = answer.request.prompt[0]
+        return completion_logprobs(vocabulary, scored, first, self.body.logprobs, at)
+
+
+async def completions(service: Service, request: Request, body: CompletionBody) -> Response:
+    """How some prompts go on, whole or as a stream of events."""
+    service.require_model(body.model)
+    asked = await unless_gone(request, _begin(service, body))
+    if body.stream:
+        return await unless_gone(request, streamed(_chunks(asked)))
+    return json_response(await unless_gone(request, _whole(asked)))
+
+
+async def _begin(service: Service, body: CompletionBody) -> _Asked:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise UsageError(f"best_of={body.best_of}: only n completions are drawn; leave it out")
+    if body.stream and body.echo and body.logprobs is not None:
+        raise UsageError("echo with logprobs is not streamed; leave one of the three out")
+    if body.max_tokens == 0 and not body.echo:
+        raise UsageError("max_tokens=0 is for echo, which shows the prompt; give at least 1")
+    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = sampling_params(
+        service.inputs,
+        body,
+        max_tokens=max(1, wanted),
+        grammar=grammar_of(body),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+    )
+    answers = await service.submit(_prompts(body), params)
+    return _Asked(service, body, answers, f"cmpl-{token_hex(12)}", int(time.time()))
+
+
+def _prompts(body: CompletionBody) -> list[Prompt]:
+    """The prompts of a body: texts, or token ids, one or a list.
+
+    Raises: UsageError for a list of several kinds, or of too many.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(each) for each in prompt}
+    if len(kinds) > 1:
+        raise UsageError("prompt mixes texts and token ids; give one kind")
+    if kinds == {int}:
+        return [[each for each in prompt if isinstance(each, int)]]
+    if len(prompt) > MAX_PROMPTS:
+        raise UsageError(f"prompt holds {len(prompt)} prompts; give at most {MAX_PROMPTS}")
+    return [each for each in prompt if not isinstance(each, int)]
+
+
+async def _whole(asked: _Asked) -> CompletionReply:
+    try:
+        outputs = [await answer.whole() for answer in asked.answers]
+    finally:
+        _abandon(asked)
+    ended = [[each.completion for each in own if each.completion is not None] for own in outputs]
+    choices = []
+    for number, (answer, own) in enumerate(zip(asked.answers, ended, strict=True)):
+        prompt = asked.prompt_text(answer)
+        for completion in sorted(own, key=lambda each: each.choice):
+            choices.append(_choice(asked, number, answer, completion, prompt))
+    every = [completion for own in ended for completion in own]
+    return asked.reply(choices, usage_of(asked.answers, every))
+
+
+def _choice(
+    asked: _Asked, number: int, answer: Answer, completion: Completion, prompt: str
+) -> CompletionChoice:
+    is_prompt_alone = asked.body.max_tokens == 0
+    reason, stop_reason = finish_reason(completion)
+    scored = [*(completion.prompt_logprobs or ())]
+    if not is_prompt_alone:
+        scored += completion.logprobs or ()
+    at = 0 if asked.body.echo else len(prompt)
+    return CompletionChoice(
+        index=asked.index(number, completion.choice),
+        text=prompt if is_prompt_alone else prompt + completion.text,
+        logprobs=asked.logprobs(answer, scored, at),
+        finish_reason="length" if is_prompt_alone else reason,
+        stop_reason=stop_reason,
+    )
+
+
+async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
+    """The events of all prompts as they come, and then the usage."""
+    inbox: asyncio.Queue[tuple[int, list[Output]] | Exception | None] = asyncio.Queue(1)
+
+    async def read(number: int, answer: Answer) -> None:
+        try:
+            async for outputs in answer.outputs():
+                await inbox.put((number, outputs))
+            await inbox.put(None)
+        except Exception as error:
+            await inbox.put(error)
+
+    readers = [asyncio.create_task(read(n, answer)) for n, answer in enumerate(asked.answers)]
+    ended: list[Completion] = []
+    shown: dict[int, int] = {}  # characters of each choice
+    try:
+        n_open = len(readers)
+        while n_open:
+            told = await inbox.get()
+            if isinstance(told, Exception):
+                raise told
+            if told is None:
+                n_open -= 1
+                continue
+            number, outputs = told
+            yield b"".join(
+                event(asked.reply([_piece(asked, number, output, shown)]).encode())
+                for output in outputs
+            )
+            ended += [output.completion for output in outputs if output.completion is not None]
+        options = asked.body.stream_options
+        if options is not None and options.include_usage:
+            yield event(asked.reply([], usage_of(asked.answers, ended)).encode())
+        yield DONE
+    finally:
+        for reader in readers:
+            reader.cancel()
+        _abandon(asked)
+
+
+def _piece(asked: _Asked, number: int, output: Output, shown: dict[int, int]) -> CompletionChoice:
+    answer, index = asked.answers[number], asked.index(number, output.choice)
+    text = output.text if index in shown else asked.prompt_text(answer) + output.text
+    at = shown.get(index, 0)
+    shown[index] = at + len(text)
+    reason, stop_reason = (
+        (None, None) if output.completion is None else finish_reason(output.completion)
+    )
+    return CompletionChoice(
+        index=index,
+        text=text,
+        logprobs=asked.logprobs(answer, output.logprobs, at) if output.logprobs else None,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+    )
+
+
+def _abandon(asked: _Asked) -> None:
+    for answer in asked.answers:
+        answer.abandon()

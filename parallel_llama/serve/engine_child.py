@@ -1,0 +1,72 @@
+"""The engine's process as the front sees it: its start, its socket, its end and its last words."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from parallel_llama.parallel.failures import MAX_REPORT_BYTES, read_report
+
+_TERM_GRACE_S = 2.0
+_LOOK_S = 0.02
+
+
+class EngineChild:
+    """A running engine, in a session of its own, which no Ctrl-C reaches.
+
+    `settings` are keyword arguments of LLM. It ends with the thread that started it.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.socket, theirs = socket.socketpair()
+        self._report: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in `end`
+        paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{self._report.fileno()}",
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "parallel_llama.cli.serve_engine", str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=2,  # stderr's number
+                env=env,
+                pass_fds=[theirs.fileno(), self._report.fileno()],
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+        self._process.stdin.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def end(self, grace_s: float = _TERM_GRACE_S) -> tuple[int, str]:
+        """Its exit code and why it ended; it is ended by force where it has not for so long."""
+        self.socket.close()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = asyncio.get_running_loop().time() + grace_s
+            while self._process.poll() is None:
+                if asyncio.get_running_loop().time() >= deadline:
+                    self._process.send_signal(number)
+                    break
+                await asyncio.sleep(_LOOK_S)
+        code = self._process.wait()
+        report = read_report(os.pread(self._report.fileno(), MAX_REPORT_BYTES, 0))
+        self._report.close()
+        return code, report.message if report else _ending(code)
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"the engine ended with exit code {code}"
+    return f"the engine died of {signal.Signals(-code).name}"

@@ -1,0 +1,266 @@
+"""The engine as the front holds it: requests in, answers out, started again where it ends."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.request import Request
+from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.engine_child import EngineChild
+from parallel_llama.serve.wire import (
+    Cancel,
+    Failed,
+    Frames,
+    FromEngine,
+    Loaded,
+    Refused,
+    Stepped,
+    Submit,
+    framed,
+    from_engine,
+)
+
+logger = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "restarting", "draining", "ended"]
+
+PROBE_EVERY_S = 5.0  # an idle engine shows that often that it can still step
+FORGIVEN_AFTER_S = 600.0  # a restart that long ago is no part of a crash loop
+MAX_BACKOFF_S = 30.0
+WRONG_USE = 2  # the exit code of an engine that would end in the same way again
+_READ_BYTES = 1 << 18
+
+
+class Busy(Exception):
+    """As many requests are here as are taken in."""
+
+
+class NotReady(Exception):
+    """The engine is not there now; the message says why."""
+
+
+class EngineEnded(Exception):
+    """The engine has ended and is not started again."""
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class EngineClient:
+    """An engine's process and the requests that are in it; `run` keeps it running.
+
+    At most `max_choices` are in it at once. One that steps for longer than `step_timeout_s` is
+    ended. It is started again at most `restarts` times in FORGIVEN_AFTER_S; unfinished requests
+    run again from their prompts. `probe` is a request that costs next to nothing.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[], EngineChild],
+        probe: Request,
+        *,
+        max_choices: int,
+        restarts: int,
+        step_timeout_s: float,
+    ) -> None:
+        self._start, self._probe = start, probe
+        self._max_choices, self._restarts = max_choices, restarts
+        self._step_timeout_s = step_timeout_s
+        self._keys = itertools.count()
+        self._answers: dict[int, Answer] = {}
+        self._probe_key: int | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._restarted_s: list[float] = []
+        self._is_draining = False
+        self._state: State = "loading"
+        self._heard_s = self._asked_s = time.monotonic()
+        self.loaded: Loaded | None = None
+        self.last_step: Stepped | None = None
+        self.n_restarts = 0
+        self.n_failed_steps = 0
+        self.on_step: Callable[[Stepped], None] = lambda _: None
+        self.on_loaded: Callable[[Loaded], None] = lambda _: None
+
+    @property
+    def state(self) -> State:
+        """What the engine does; ready, for new requests too."""
+        return "draining" if self._is_draining and self._state == "ready" else self._state
+
+    @property
+    def n_choices(self) -> int:
+        """Choices of requests that have not ended."""
+        own = (answer for key, answer in self._answers.items() if key != self._probe_key)
+        return sum(answer.request.params.n for answer in own)
+
+    @property
+    def step_age_s(self) -> float | None:
+        """How long ago the engine last showed that it steps; None while it is not there."""
+        return time.monotonic() - self._heard_s if self._writer is not None else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken in, by an engine that has stepped in `step_timeout_s`."""
+        age_s = self.step_age_s
+        return self.state == "ready" and age_s is not None and age_s < self._step_timeout_s
+
+    def require_room(self, n_choices: int) -> None:
+        """Raises: NotReady and Busy, where so many more choices cannot be taken in."""
+        if self.state != "ready":
+            raise NotReady(_WHY[self.state])
+        if n_choices > self._max_choices:
+            raise UsageError(
+                f"{n_choices} completions at once, and {self._max_choices} are the most; ask for "
+                "fewer"
+            )
+        if (n_here := self.n_choices) + n_choices > self._max_choices:
+            raise Busy(
+                f"{n_here} of at most {self._max_choices} completions are waiting or running"
+            )
+
+    def submit(self, request: Request) -> Answer:
+        """Hand a request to the engine.
+
+        Raises: as `require_room`.
+        """
+        self.require_room(request.params.n)
+        return self._submit(request)
+
+    def _submit(self, request: Request) -> Answer:
+        answer = Answer(next(self._keys), request, self._cancel)
+        if not self._answers:
+            self._asked_s = time.monotonic()
+        self._answers[answer.key] = answer
+        self._send(Submit(answer.key, request))
+        return answer
+
+    def drain(self) -> None:
+        """Take no new requests; those that are here go on."""
+        self._is_draining = True
+
+    async def run(self) -> None:
+        """Keep an engine running until cancelled.
+
+        Raises: EngineEnded once it is not started again; every request has failed then.
+        """
+        while True:
+            child = self._start()
+            try:
+                await self._converse(child)
+            except BaseException:
+                await child.end(0.0)
+                raise
+            was_loaded, self._writer = self._writer is not None, None
+            self._state = "restarting"
+            code, reason = await child.end()
+            delay_s = self._delay_s()
+            if delay_s is None or (code == WRONG_USE and not was_loaded):
+                self._state = "ended"
+                self._fail_all(NotReady(reason))
+                raise EngineEnded(reason, code if code > 0 else 1)
+            logger.error("the engine has ended and is started again: %s", reason)
+            self.n_restarts += 1
+            await asyncio.sleep(delay_s)
+
+    def _delay_s(self) -> float | None:
+        """How long to wait for another start; None where it has ended too often."""
+        now = time.monotonic()
+        self._restarted_s = [when for when in self._restarted_s if now - when < FORGIVEN_AFTER_S]
+        if len(self._restarted_s) >= self._restarts:
+            return None
+        self._restarted_s.append(now)
+        is_first = len(self._restarted_s) == 1
+        return 0.0 if is_first else min(MAX_BACKOFF_S, 2.0 ** (len(self._restarted_s) - 2))
+
+    async def _converse(self, child: EngineChild) -> None:
+        """Hear what one engine says until it ends, or hangs."""
+        reader, writer = await asyncio.open_connection(sock=child.socket)
+        frames = Frames()
+        watching = asyncio.create_task(self._watch(writer))
+        try:
+            while data := await reader.read(_READ_BYTES):
+                for body in frames.feed(data):
+                    self._hear(from_engine.decode(body), writer)
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            logger.error("the engine cannot be heard: %s", error)
+        finally:
+            watching.cancel()
+            writer.close()
+
+    async def _watch(self, writer: asyncio.StreamWriter) -> None:
+        """Ask an idle engine for a step, and end one that does not step."""
+        probe_every_s = min(PROBE_EVERY_S, self._step_timeout_s / 2)
+        while True:
+            await asyncio.sleep(probe_every_s / 5)
+            now, is_loaded = time.monotonic(), self._writer is not None
+            if is_loaded and not self._answers and now - self._heard_s > probe_every_s:
+                self._probe_key = self._submit(self._probe).key
+            waited_s = now - max(self._heard_s, self._asked_s)
+            if is_loaded and self._answers and waited_s > self._step_timeout_s:
+                logger.error("the engine has not stepped for %.1f s and is ended", waited_s)
+                writer.transport.abort()
+                return
+
+    def _hear(self, message: FromEngine, writer: asyncio.StreamWriter) -> None:
+        self._heard_s = time.monotonic()
+        match message:
+            case Stepped():
+                self.last_step = message
+                for output in message.outputs:
+                    answer = self._answers[output.key]
+                    answer.put(output)
+                    if answer.has_ended:
+                        self._forget(output.key)
+                self.on_step(message)
+            case Loaded():
+                self._begin(message, writer)
+            case Refused():
+                self._forget(message.key).fail(UsageError(message.reason))
+            case Failed():
+                self.n_failed_steps += 1
+                logger.error("a step failed: %s", message.reason)
+                for key in message.keys:
+                    self._forget(key).fail(NumericalError(message.reason))
+
+    def _begin(self, loaded: Loaded, writer: asyncio.StreamWriter) -> None:
+        """The engine is there: what a former one had not finished runs again."""
+        self.loaded, self._writer, self._state = loaded, writer, "ready"
+        self.on_loaded(loaded)
+        for key, answer in list(self._answers.items()):
+            if answer.is_abandoned or key == self._probe_key:
+                self._forget(key)
+            else:
+                answer.begin_again()
+                self._send(Submit(key, answer.request))
+
+    def _forget(self, key: int) -> Answer:
+        if key == self._probe_key:
+            self._probe_key = None
+        return self._answers.pop(key)
+
+    def _cancel(self, answer: Answer) -> None:
+        if answer.key in self._answers:
+            self._send(Cancel(answer.key))
+
+    def _send(self, message: Submit | Cancel) -> None:
+        """To an engine that is not there this is no news: it is told what is left when it is."""
+        if self._writer is not None:
+            self._writer.write(framed(message))
+
+    def _fail_all(self, error: Exception) -> None:
+        for key in list(self._answers):
+            self._forget(key).fail(error)
+
+
+_WHY = {
+    "loading": "the model is being loaded",
+    "restarting": "the engine is being started again",
+    "draining": "the server is ending",
+    "ended": "the engine has ended",
+}

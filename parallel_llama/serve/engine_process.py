@@ -1,0 +1,153 @@
+"""The engine's side of a server: a loop that steps, and tells the front what each step gave.
+
+It never waits for the front while something runs, and nobody waits for a grammar but whoever
+asked for it: those are compiled in a thread beside the loop.
+"""
+
+import os
+import select
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from parallel_llama.engine.engine import StepOutput
+from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.llm import LLM
+from parallel_llama.request import Grammar
+from parallel_llama.serve.wire import (
+    Cancel,
+    Failed,
+    FrameSocket,
+    Loaded,
+    Output,
+    RankFacts,
+    Refused,
+    Stepped,
+    Submit,
+    to_engine,
+)
+
+
+class EngineProcess:
+    """A loaded model behind a socket, whose other end is the front's.
+
+    For rank 0; the other ranks serve it in `rank_calls.serve_rank`.
+    """
+
+    def __init__(self, llm: LLM, frames: FrameSocket) -> None:
+        self._llm, self._engine, self._frames = llm, llm.engine, frames
+        self._keys: dict[int, int] = {}  # by ticket
+        self._tickets: dict[int, int] = {}  # by key
+        self._grammar_thread = ThreadPoolExecutor(1, "grammars")
+        self._compiling: set[int] = set()  # keys
+        self._compiled: deque[Submit] = deque()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def run(self) -> None:
+        """Serve the front until it goes.
+
+        Raises: what ends the engine: RankError and whatever else a step raises.
+        """
+        with suppress(BrokenPipeError, ConnectionError):  # the front has gone: nobody listens
+            self._frames.send(self._loaded())
+            while True:
+                self._take_in()
+                self._step()
+
+    def _loaded(self) -> Loaded:
+        llm, capacity = self._llm, self._engine.capacity
+        pids = llm.pids()
+        return Loaded(
+            dtype=llm.dtype,
+            quant=llm.quant,
+            kv_bytes=capacity.n_bytes,
+            kv_tokens=capacity.n_tokens,
+            longest=capacity.longest(llm.input_processor.max_seq_len),
+            ranks=tuple(
+                RankFacts(rank, n_bytes, pids.get(rank))
+                for rank, n_bytes in enumerate(llm.statistics.weight_bytes)
+            ),
+        )
+
+    def _take_in(self) -> None:
+        """Take what has come, waiting where there is nothing to do."""
+        while True:
+            if self._engine.idle:
+                self._wait()
+            self._frames.flush()
+            for body in self._frames.receive():
+                message = to_engine.decode(body)
+                if isinstance(message, Cancel):
+                    self._cancel(message.key)
+                else:
+                    self._begin(message)
+            while self._compiled:
+                ready = self._compiled.popleft()
+                if ready.key in self._compiling:
+                    self._compiling.remove(ready.key)
+                    self._submit(ready)
+            if not self._engine.idle:
+                return
+
+    def _wait(self) -> None:
+        """Until the front, or a grammar, has something for the engine."""
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        poll.register(
+            self._frames.socket, select.POLLIN | (select.POLLOUT * self._frames.has_unsent)
+        )
+        poll.poll()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._woken)
+
+    def _begin(self, message: Submit) -> None:
+        grammar = message.request.params.grammar
+        if grammar is None:
+            self._submit(message)
+        else:
+            self._compiling.add(message.key)
+            self._grammar_thread.submit(self._compile, grammar, message)
+
+    def _compile(self, grammar: Grammar, message: Submit) -> None:
+        """In the grammars' thread: have it compiled, so that the engine finds it so."""
+        with suppress(UsageError):  # the engine refuses it in its turn
+            self._llm.input_processor.grammars.matcher(grammar)
+        self._compiled.append(message)
+        os.eventfd_write(self._woken, 1)
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            ticket = self._engine.submit(message.request)
+        except UsageError as error:
+            self._frames.send(Refused(message.key, str(error)))
+        else:
+            self._keys[ticket], self._tickets[message.key] = message.key, ticket
+
+    def _cancel(self, key: int) -> None:
+        if key in self._compiling:
+            self._compiling.remove(key)
+            self._frames.send(Refused(key, "it was cancelled"))
+        elif key in self._tickets:
+            self._engine.cancel(self._tickets[key])
+
+    def _step(self) -> None:
+        started = time.perf_counter()
+        try:
+            outputs = self._llm.step()
+        except NumericalError as error:  # the engine has begun anew
+            self._frames.send(Failed(tuple(self._tickets), str(error)))
+            self._keys.clear()
+            self._tickets.clear()
+            return
+        told = tuple(map(self._told, outputs))
+        step_s = time.perf_counter() - started
+        self._frames.send(Stepped(told, step_s, self._engine.statistics()))
+
+    def _told(self, output: StepOutput) -> Output:
+        key = self._keys[output.ticket]
+        if output.is_last:
+            del self._keys[output.ticket], self._tickets[key]
+        return Output(
+            key, output.choice, output.tokens, output.text, output.logprobs, output.completion
+        )

@@ -1,0 +1,171 @@
+"""The bodies that the server sends, in OpenAI's shapes.
+
+Source: the API reference of OpenAI; the models of its Python client, which can check them strictly.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Reply(msgspec.Struct, kw_only=True):
+    """What all replies have in common: their encoding."""
+
+    def encode(self) -> bytes:
+        return _ENCODER.encode(self)
+
+
+class ErrorDetail(Reply):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(Reply):
+    error: ErrorDetail
+
+
+class Usage(Reply):
+    """Units: tokens. `prompt_tokens_details` says how many the prefix cache held."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TopLogprob, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class CalledFunction(Reply):
+    name: str
+    arguments: str
+
+
+class ToolCall(Reply):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(Reply, omit_defaults=True):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Reply):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | None = None
+
+
+class ChatReply(Reply):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ToolCallDelta(Reply):
+    index: int
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatDelta(Reply, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(Reply):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatChunk(Reply, omit_defaults=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(Reply):
+    """Lists with an item for each token; the first of a prompt has no probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Reply):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+
+
+class CompletionReply(Reply, omit_defaults=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class Model(Reply):
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "parallel_llama"
+
+
+class Models(Reply):
+    data: list[Model]
+    object: Literal["list"] = "list"
+
+
+class Tokens(Reply):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Reply):
+    prompt: str
+
+
+REPLIES: tuple[type[Any], ...] = (
+    ErrorReply, ChatReply, ChatChunk, CompletionReply, Models, Model, Tokens, Detokenized,
+)  # fmt: skip
+_ENCODER = msgspec.json.Encoder()

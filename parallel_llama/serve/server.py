@@ -1,0 +1,104 @@
+"""The server from its first moment to its last: its socket, its signals, its drain."""
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from parallel_llama.errors import UsageError
+from parallel_llama.serve.engine_client import EngineClient, EngineEnded
+
+BACKLOG = 512
+_LOOK_S = 0.05
+_CLOSING_S = 5  # for connections, once nothing is asked any more
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens there.
+
+    Raises: UsageError for a port that is taken, or an address that is not this machine's.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        own = socket.socket(family)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.bind(address)
+        own.listen(BACKLOG)
+    except OSError as error:
+        raise UsageError(
+            f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 "
+            "for any that is free"
+        ) from error
+    return own
+
+
+async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s: float) -> int:
+    """Serve until the engine has ended for good or a signal asks for an end; the exit code.
+
+    The first SIGTERM or Ctrl-C lets the requests that are here finish, for `drain_s` at most; the
+    second does not wait.
+    """
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSING_S,
+        )
+    )
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals: list[int] = []
+
+    def ask(number: int) -> None:
+        signals.append(number)
+        engine.drain()
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask, number)
+    running = asyncio.create_task(engine.run())
+    serving = asyncio.create_task(server.serve([own]))
+    asking = asyncio.create_task(asked.wait())
+    try:
+        await asyncio.wait((running, serving, asking), return_when=asyncio.FIRST_COMPLETED)
+        deadline = loop.time() + drain_s
+        while asked.is_set() and engine.n_choices and len(signals) == 1:
+            if running.done() or loop.time() >= deadline:
+                break
+            await asyncio.sleep(_LOOK_S)
+    finally:
+        server.should_exit = True
+        server.force_exit = len(signals) > 1
+        await serving
+        asking.cancel()
+        running.cancel()
+        code = await _ending(running)
+    return 128 + signals[-1] if len(signals) > 1 else code
+
+
+async def _ending(running: "asyncio.Task[None]") -> int:
+    try:
+        with suppress(asyncio.CancelledError):
+            await running
+    except EngineEnded as error:
+        sys.stderr.write(f"parallel-llama: {error}\n")
+        return error.code
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, but for its signals, which mean more here than to it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,68 @@
+"""The state of the server for people: what /status says, and the page shows."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from parallel_llama.serve.service import Service
+
+_PAGE_BYTES = 4096
+
+
+def status_of(service: Service) -> dict[str, Any]:
+    """What runs here and how busy it is; null for what is not known while a model is loading.
+
+    Units: bytes, tokens, seconds and milliseconds where the name says so.
+    """
+    engine, loaded, step = service.engine, service.engine.loaded, service.engine.last_step
+    ranks = [] if loaded is None else loaded.ranks
+    statistics = step and step.statistics
+    return {
+        "model": service.names[0],
+        "state": engine.state,
+        "tp_size": len(ranks) or None,
+        "dtype": loaded and loaded.dtype,
+        "quant": loaded and loaded.quant,
+        "max_model_len": service.inputs.max_seq_len,
+        "step_age_s": engine.step_age_s,
+        "step_ms": step and round(step.step_s * 1e3, 2),
+        "n_running": statistics and statistics.n_running,
+        "n_waiting": statistics and statistics.n_waiting,
+        "n_restarts": engine.n_restarts,
+        "kv": loaded and _kv(service),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "up": engine.state in ("ready", "draining"),
+                "memory_bytes": _resident_bytes(rank.pid),
+                "weight_bytes": rank.weight_bytes,
+            }
+            for rank in ranks
+        ],
+        "defaults": service.inputs.defaults.sampling,
+    }
+
+
+def _kv(service: Service) -> dict[str, int] | None:
+    loaded, step = service.engine.loaded, service.engine.last_step
+    if loaded is None:
+        return None
+    used = cached = 0
+    if step is not None:
+        state = step.statistics
+        n_blocks = max(1, state.n_blocks_used + state.n_blocks_cached + state.n_blocks_free)
+        used = loaded.kv_tokens * state.n_blocks_used // n_blocks
+        cached = loaded.kv_tokens * state.n_blocks_cached // n_blocks
+    return {
+        "tokens_used": used,
+        "tokens_cached": cached,
+        "tokens_total": loaded.kv_tokens,
+        "bytes_per_rank": loaded.kv_bytes,
+    }
+
+
+def _resident_bytes(pid: int | None) -> int | None:
+    """What a process of this host holds in memory."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    return None

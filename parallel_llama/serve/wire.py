@@ -1,0 +1,181 @@
+"""What the HTTP front and the engine's process tell each other, as frames over a socket.
+
+A frame is its length in 4 bytes, little endian, and that many bytes of msgpack. Both ends check
+every type and range of what they read, and neither reads a frame beyond MAX_FRAME_BYTES.
+"""
+
+import socket
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from parallel_llama.engine.statistics import EngineStatistics
+from parallel_llama.request import Completion, Request, TokenLogprob
+
+MAX_FRAME_BYTES = 64 << 20
+# Of frames that the other end has not taken: it has stopped reading.
+MAX_UNSENT_BYTES = 256 << 20
+
+_LENGTH_BYTES = 4
+_READ_BYTES = 1 << 18
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
+    """A request that begins, under a key that the front has not used before."""
+
+    key: int
+    request: Request
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """Nobody wants the rest of a request; it still tells of its end."""
+
+    key: int
+
+
+ToEngine = Submit | Cancel
+
+
+class RankFacts(msgspec.Struct, frozen=True):
+    """One rank of the engine; `pid` where it runs on the front's host."""
+
+    rank: int
+    weight_bytes: int
+    pid: int | None = None
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
+    """The engine is ready. Units: bytes on each rank, tokens."""
+
+    dtype: str
+    quant: str
+    kv_bytes: int
+    kv_tokens: int
+    longest: int  # the longest sequence that the cache holds
+    ranks: tuple[RankFacts, ...]
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True):
+    """What a step gave one choice of a request: tokens, text to show, perhaps its end."""
+
+    key: int
+    choice: int
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    completion: Completion | None = None
+
+
+class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
+    """What one step gave, how long it took in seconds, and how busy the engine is after it."""
+
+    outputs: tuple[Output, ...]
+    step_s: float
+    statistics: EngineStatistics
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """A request that the engine cannot take, and why."""
+
+    key: int
+    reason: str
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """A step gave no numbers: all requests that were in the engine are gone."""
+
+    keys: tuple[int, ...]
+    reason: str
+
+
+FromEngine = Loaded | Stepped | Refused | Failed
+
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def framed(message: Any) -> bytes:
+    """A message as it goes over the socket."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes, and {MAX_FRAME_BYTES} are the most")
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+class Frames:
+    """The bodies of the frames in a stream of bytes that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The frames that are whole with this piece.
+
+        Raises: ValueError for a frame that is too long.
+        """
+        self._held += data
+        start = 0
+        while len(self._held) - start >= _LENGTH_BYTES:
+            body = start + _LENGTH_BYTES
+            n_bytes = int.from_bytes(self._held[start:body], "little")
+            if n_bytes > MAX_FRAME_BYTES:
+                raise ValueError(f"a frame of {n_bytes} bytes, and {MAX_FRAME_BYTES} are the most")
+            if len(self._held) < body + n_bytes:
+                break
+            yield bytes(self._held[body : body + n_bytes])
+            start = body + n_bytes
+        del self._held[:start]
+
+
+class FrameSocket:
+    """The engine's end, which never waits: what the front does not take yet is kept.
+
+    Raises: BrokenPipeError once the front has gone, or takes nothing any more.
+    """
+
+    def __init__(self, own: socket.socket) -> None:
+        own.setblocking(False)
+        self.socket = own
+        self._frames = Frames()
+        self._unsent: deque[memoryview] = deque()
+        self._n_unsent = 0
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def send(self, message: Any) -> None:
+        """Send a message now, or as soon as there is room."""
+        data = memoryview(framed(message))
+        self._unsent.append(data)
+        self._n_unsent += len(data)
+        if self._n_unsent > MAX_UNSENT_BYTES:
+            raise BrokenPipeError(f"the front has left {self._n_unsent} bytes unread")
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for."""
+        while self._unsent:
+            try:
+                n_sent = self.socket.send(self._unsent[0])
+            except BlockingIOError:
+                return
+            self._n_unsent -= n_sent
+            if n_sent == len(self._unsent[0]):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = self._unsent[0][n_sent:]
+
+    def receive(self) -> Iterator[bytes]:
+        """The frames that have come."""
+        while True:
+            try:
+                data = self.socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                raise BrokenPipeError("the front has gone")
+            yield from self._frames.feed(data)

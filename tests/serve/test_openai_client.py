@@ -1,0 +1,173 @@
+"""OpenAI's own client, checking every field of every reply."""
+
+import asyncio
+
+import openai
+import pytest
+from served import Served
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+ANSWER = "The capital of France is Paris."
+
+
+@pytest.fixture(scope="module")
+def client(smollm2: Served):
+    with openai.OpenAI(
+        base_url=f"{smollm2.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        _strict_response_validation=True,
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def lenient(client):
+    """For what OpenAI itself sends and its strict client refuses: null for what is not there."""
+    with client.with_options() as lenient:
+        lenient._strict_response_validation = False
+        yield lenient
+
+
+def test_a_question_is_answered(client):
+    reply = client.chat.completions.create(model="smollm2", messages=QUESTION, max_tokens=24)
+    (choice,) = reply.choices
+    assert choice.message.role == "assistant" and choice.message.content == ANSWER
+    assert choice.finish_reason == "stop"
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client):
+    stream = client.chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        max_completion_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ANSWER
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "stop"]
+    assert last.choices == [] and last.usage.completion_tokens == 8
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_choices_and_log_probabilities(client):
+    reply = client.chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        max_tokens=5,
+        n=3,
+        temperature=1.0,
+        seed=5,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    for choice in reply.choices:
+        for one in choice.logprobs.content:
+            assert bytes(one.bytes).decode("utf-8", "replace") == one.token
+            assert len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob >= one.logprob
+
+
+def test_prompts_of_text_and_of_ids_go_on(client, lenient, smollm2):
+    texts = ["The sky is", "Two and two"]
+    ids = [smollm2.post("/tokenize", prompt=text)["tokens"] for text in texts]
+    by_text = client.completions.create(model="smollm2", prompt=texts, max_tokens=4, n=2)
+    by_ids = client.completions.create(model="smollm2", prompt=ids, max_tokens=4, n=2)
+    assert [choice.index for choice in by_text.choices] == [0, 1, 2, 3]
+    assert [c.text for c in by_text.choices] == [c.text for c in by_ids.choices]
+    stream = lenient.completions.create(
+        model="smollm2", prompt=texts, max_tokens=4, n=2, stream=True
+    )
+    streamed = dict.fromkeys(range(4), "")
+    for chunk in stream:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert list(streamed.values()) == [choice.text for choice in by_text.choices]
+
+
+def test_an_echo_has_the_probabilities_of_its_prompt(lenient):
+    reply = lenient.completions.create(
+        model="smollm2",
+        prompt="The sky is blue",
+        max_tokens=1,
+        echo=True,
+        logprobs=1,
+        temperature=0,
+    )
+    (choice,) = reply.choices
+    found = choice.logprobs
+    assert "".join(found.tokens) == choice.text and choice.text.startswith("The sky is blue")
+    assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+    for text, value, top in list(
+        zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True)
+    )[1:]:
+        assert top[text] == value <= max(top.values())
+
+
+def test_a_schema_is_kept(client):
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    reply = client.chat.completions.create(
+        model="smollm2",
+        messages=QUESTION,
+        max_tokens=40,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema, "strict": True},
+        },
+    )
+    assert reply.choices[0].message.content.startswith('{"city":"')
+
+
+def test_coroutines_ask_together_and_some_leave(smollm2):
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{smollm2.url}/v1", api_key="none", _strict_response_validation=True
+        ) as client:
+
+            async def one(text: str) -> str:
+                reply = await client.completions.create(
+                    model="smollm2", prompt=text, max_tokens=6, temperature=0
+                )
+                return reply.choices[0].text
+
+            leaving = asyncio.create_task(
+                client.completions.create(model="smollm2", prompt="Once", max_tokens=4000)
+            )
+            found = await asyncio.gather(*map(one, ["One", "Two", "Three", "One"]))
+            leaving.cancel()
+            return found
+
+    first, _, _, again = asyncio.run(ask())
+    assert first == again
+    for _ in range(100):
+        if smollm2.get("/status")["n_running"] == 0:
+            return
+        asyncio.run(asyncio.sleep(0.1))
+    raise AssertionError("who has gone is still served")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "says"),
+    [
+        ({"model": "gpt-9"}, openai.NotFoundError, "gpt-9"),
+        ({"max_tokens": 99_999}, openai.BadRequestError, "8192"),
+        ({"temperature": -1}, openai.BadRequestError, "temperature"),
+        ({"extra_body": {"tempreture": 1}}, openai.BadRequestError, "tempreture"),
+        ({"stop": ["a"] * 17}, openai.BadRequestError, "stop"),
+        ({"logit_bias": {"x": 1}}, openai.BadRequestError, "logit_bias"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(client, fields, kind, says):
+    given = {"model": "smollm2", "messages": QUESTION, **fields}
+    with pytest.raises(kind, match=says) as refused:
+        client.chat.completions.create(**given)
+    assert refused.value.body["type"] == "invalid_request_error"
