@@ -1,0 +1,183 @@
+// The server's state from GET /status, and the panel that shows it.
+
+const EVERY_MS = 1000;
+const PATIENCE_MS = 5000;
+const STALLED_S = 5;
+const SPEEDS_KEPT = 60;
+
+// Ask once a second, while `wanted()` and the page is seen. Calls `show` with the state, or with null
+// where the server does not answer. Ends, and returns, where the server has no /status.
+export async function watchStatus(wanted, show) {
+  for (let first = true; ; first = false) {
+    if (first || (wanted() && document.visibilityState === "visible")) {
+      const status = await askStatus();
+      if (status === undefined) return;
+      show(status);
+    }
+    await new Promise((resume) => setTimeout(resume, EVERY_MS));
+  }
+}
+
+async function askStatus() {
+  try {
+    const response = await fetch("status", { signal: AbortSignal.timeout(PATIENCE_MS) });
+    if (response.status === 404) return undefined;
+    return response.ok ? await response.json() : null;
+  } catch {
+    return null;
+  }
+}
+
+const WORDS = {
+  ready: "ready",
+  loading: "loading the model",
+  restarting: "starting its ranks again",
+  draining: "finishing, takes nothing new",
+  ended: "the model has stopped",
+};
+
+export function stateWords(status) {
+  if (!status) return "no answer";
+  const lost = status.ranks?.filter((rank) => !rank.up).length ?? 0;
+  if (status.state === "ready" && lost) return `${lost} of ${status.ranks.length} ranks lost`;
+  return WORDS[status.state] ?? status.state ?? "unknown";
+}
+
+export function isWell(status) {
+  return stateWords(status) === "ready";
+}
+
+// "2 ranks, float32, 8,192 tokens of context", of what is known.
+export function shapeWords(status) {
+  const { tp_size, dtype, quant, max_model_len } = status ?? {};
+  return [
+    tp_size && `${tp_size} ${tp_size === 1 ? "rank" : "ranks"}`,
+    quant && quant !== "none" ? quant : dtype,
+    max_model_len && `${count(max_model_len)} tokens of context`,
+  ]
+    .filter(Boolean)
+    .join(", ");
+}
+
+export class StatusPanel {
+  constructor(panel) {
+    this.panel = panel;
+    this.speeds = [];
+  }
+
+  show(status) {
+    const well = isWell(status);
+    this.text("state", stateWords(status));
+    this.part("state").classList.toggle("well", well);
+    this.text("shape", shapeWords(status));
+    this.showSpeed(status ?? {});
+    this.showCache(status?.kv ?? {});
+    this.showRanks(status?.ranks ?? []);
+    this.text("version", versionWords(status ?? {}));
+  }
+
+  part(id) {
+    return this.panel.querySelector(`#${id}`);
+  }
+
+  text(id, words) {
+    const element = this.part(id);
+    if (element.textContent !== words) element.textContent = words;
+  }
+
+  showSpeed({ tokens_per_s, step_ms, step_age_s, n_running, n_waiting }) {
+    this.part("rate").hidden = tokens_per_s === undefined;
+    this.text("speed", known(tokens_per_s, (value) => decimal(value, 1)));
+    this.text("step", known(step_ms, (value) => `${decimal(value, 1)} ms`));
+    this.text("running", known(n_running, count));
+    this.text("waiting", known(n_waiting, count));
+    const stalled = n_running > 0 && step_age_s > STALLED_S;
+    this.part("stalled").hidden = !stalled;
+    if (stalled) this.text("stalled", `No step for ${decimal(step_age_s, 0)} seconds.`);
+    this.speeds = [...this.speeds, tokens_per_s ?? 0].slice(-SPEEDS_KEPT);
+    this.part("speed-line").firstElementChild.setAttribute("points", line(this.speeds));
+  }
+
+  showCache({ tokens_used, tokens_cached, tokens_total, bytes_per_rank }) {
+    this.text("kv-used", known(tokens_used, count));
+    this.text("kv-cached", known(tokens_cached, count));
+    this.text("kv-total", known(tokens_total, (value) => `${count(value)} tokens`));
+    this.text("kv-bytes", known(bytes_per_rank, mebibytes));
+    shares(this.part("kv-bar"), [tokens_used, tokens_cached], tokens_total);
+  }
+
+  showRanks(ranks) {
+    const list = this.part("rank-list");
+    while (list.children.length > ranks.length) list.lastElementChild.remove();
+    while (list.children.length < ranks.length) list.append(rankRow());
+    const most = Math.max(...ranks.map((rank) => rank.memory_bytes ?? 0));
+    ranks.forEach((rank, index) => showRank(list.children[index], rank, most));
+    this.part("rank-legend").hidden = !ranks.length;
+  }
+}
+
+function rankRow() {
+  const row = document.createElement("li");
+  const name = document.createElement("span");
+  const bytes = document.createElement("span");
+  bytes.className = "bytes";
+  const bar = document.createElement("div");
+  bar.className = "split";
+  bar.ariaHidden = "true";
+  for (const shade of ["strong", "faint"]) {
+    bar.append(Object.assign(document.createElement("i"), { className: shade }));
+  }
+  row.append(name, bytes, bar);
+  return row;
+}
+
+function showRank(row, { rank, up, memory_bytes, weight_bytes }, most) {
+  const [name, bytes, bar] = row.children;
+  row.classList.toggle("lost", !up);
+  name.textContent = `Rank ${rank}`;
+  bytes.textContent = up ? known(memory_bytes, mebibytes) : "lost";
+  row.title = weight_bytes ? `${mebibytes(weight_bytes)} of weights` : "";
+  // Not all weights need be in memory: files are mapped.
+  const weights = Math.min(weight_bytes ?? 0, memory_bytes ?? 0);
+  shares(bar, [weights, (memory_bytes ?? 0) - weights], most);
+}
+
+// Widths of a bar's parts. Set through the style object, which a Content-Security-Policy without
+// inline styles allows.
+function shares(bar, parts, whole) {
+  parts.forEach((part, index) => {
+    const share = whole > 0 ? Math.min(Math.max((part ?? 0) / whole, 0), 1) : 0;
+    bar.children[index].style.width = `${100 * share}%`;
+  });
+}
+
+function line(values) {
+  const most = Math.max(...values, 1);
+  const step = 120 / (SPEEDS_KEPT - 1);
+  const first = SPEEDS_KEPT - values.length;
+  return values
+    .map((value, index) => `${((first + index) * step).toFixed(1)},${(30 - (28 * value) / most).toFixed(1)}`)
+    .join(" ");
+}
+
+function versionWords({ version, n_restarts }) {
+  const restarts = n_restarts ? `${n_restarts} ${n_restarts === 1 ? "restart" : "restarts"}` : "";
+  return [version && `parallel_llama ${version}`, restarts].filter(Boolean).join(" · ");
+}
+
+function known(value, words) {
+  return value === null || value === undefined ? "–" : words(value);
+}
+
+export function count(value) {
+  return value.toLocaleString("en");
+}
+
+export function decimal(value, digits) {
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+function mebibytes(bytes) {
+  const mebi = bytes / 2 ** 20;
+  return mebi < 10240 ? `${decimal(mebi, 0)} MiB` : `${decimal(mebi / 1024, 1)} GiB`;
+}

@@ -1,0 +1,79 @@
+// Questions and answers as elements of the page.
+
+import { showMarkdown } from "./markdown.js";
+import { count, decimal } from "./status.js";
+
+export function questionElement({ content }) {
+  const element = fromTemplate("question-template");
+  element.querySelector(".words").textContent = content;
+  return element;
+}
+
+export function answerElement(message) {
+  const element = fromTemplate("answer-template");
+  showAnswer(element, message);
+  return element;
+}
+
+// Bring an answer's element up to what its message holds by now.
+export function showAnswer(element, { content, ended, trouble, measures }) {
+  const part = (selector) => element.querySelector(selector);
+  const { thinking, body } = withoutThinking(content);
+  part(".thinking").hidden = !thinking;
+  showMarkdown(part(".thinking .prose"), thinking);
+  showMarkdown(part(".body"), body);
+  // Screen readers read an answer once it is whole, and not word by word.
+  element.ariaBusy = String(!ended);
+  part(".waiting").hidden = Boolean(ended || body);
+  part(".trouble").hidden = !trouble;
+  part(".what").textContent = trouble?.what ?? "";
+  part(".why").textContent = trouble?.why ?? "";
+  part(".tools").hidden = !ended || Boolean(trouble && !content);
+  part(".measures").textContent = ended ? measuresWords(measures ?? {}, ended) : "";
+}
+
+// A question as a form that holds its text; the caller hears its `submit` and its Cancel button.
+export function editElement(text, nDropped) {
+  const form = fromTemplate("edit-template");
+  const field = form.querySelector("textarea");
+  field.value = text;
+  if (nDropped) {
+    const dropped = nDropped === 1 ? "the message" : `the ${nDropped} messages`;
+    form.querySelector(".dropped").textContent = `Sending drops ${dropped} below`;
+  }
+  growWithText(field);
+  return form;
+}
+
+// A text area as high as its text; page.css says up to what height.
+export function growWithText(field) {
+  const grow = () => {
+    field.style.height = "auto";
+    field.style.height = `${field.scrollHeight}px`;
+  };
+  field.addEventListener("input", grow);
+  requestAnimationFrame(grow);
+}
+
+// Some models write down what they think first, between two marks.
+function withoutThinking(text) {
+  const [, thinking, body = ""] = /^\s*<think>(.*?)(?:<\/think>(.*))?$/s.exec(text) ?? [, "", text];
+  return { thinking: thinking.trim(), body };
+}
+
+const ENDINGS = { length: "cut off at the token limit", stopped: "stopped" };
+
+function measuresWords({ n_tokens, tokens_per_s, first_token_s }, ended) {
+  return [
+    n_tokens && `${count(n_tokens)} ${n_tokens === 1 ? "token" : "tokens"}`,
+    tokens_per_s && `${decimal(tokens_per_s, 1)} tokens/s`,
+    first_token_s && `first after ${decimal(first_token_s, 2)} s`,
+    ENDINGS[ended],
+  ]
+    .filter(Boolean)
+    .join(" · ");
+}
+
+function fromTemplate(id) {
+  return document.getElementById(id).content.firstElementChild.cloneNode(true);
+}

@@ -1,0 +1,70 @@
+"""The web page at `/`: a fixed list of files, and the headers that they are served with."""
+
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+HTML = "text/html; charset=utf-8"
+CSS = "text/css; charset=utf-8"
+JAVASCRIPT = "text/javascript; charset=utf-8"
+SVG = "image/svg+xml"
+
+INDEX = "index.html"
+TYPES = {
+    INDEX: HTML,
+    "page.css": CSS,
+    "icon.svg": SVG,
+    "page.js": JAVASCRIPT,
+    "completion.js": JAVASCRIPT,
+    "conversation.js": JAVASCRIPT,
+    "markdown.js": JAVASCRIPT,
+    "settings.js": JAVASCRIPT,
+    "status.js": JAVASCRIPT,
+    "stored.js": JAVASCRIPT,
+    "turns.js": JAVASCRIPT,
+    "vendor/marked.esm.js": JAVASCRIPT,
+    "vendor/purify.es.mjs": JAVASCRIPT,
+}
+
+# Scripts and styles come from the page's own files alone, none stand in its HTML, and no string
+# becomes HTML but through DOMPurify (`trusted-types`).
+SECURITY_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def page_routes() -> list[Route]:
+    """Routes for `/` and `/page/{file}`, of files that are read here, once.
+
+    Raises: OSError where the installation lacks a file.
+    """
+    folder = Path(__file__).with_name("page")
+    contents = {name: (folder / name).read_bytes() for name in TYPES}
+
+    async def index(request: Request) -> Response:
+        return _answer(request, INDEX, contents[INDEX])
+
+    async def file(request: Request) -> Response:
+        name = request.path_params["file"]
+        if name == INDEX or name not in contents:
+            return Response("no such file\n", 404, SECURITY_HEADERS, "text/plain")
+        return _answer(request, name, contents[name])
+
+    return [Route("/", index), Route("/page/{file:path}", file)]
+
+
+def _answer(request: Request, name: str, content: bytes) -> Response:
+    # "no-cache" lets a browser keep a file, and ask each time whether it has changed.
+    tag = f'"{sha256(content).hexdigest()[:32]}"'
+    headers = {**SECURITY_HEADERS, "ETag": tag, "Cache-Control": "no-cache"}
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type=TYPES[name])

@@ -1,0 +1,433 @@
+"""The page in a real browser, against answers that are known beforehand."""
+
+import copy
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from stand_in_server import MODEL, StandIn, stand_in_server
+
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="needs a browser: pip install playwright, apt install chromium"
+)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+if CHROMIUM is None:
+    pytest.skip("needs Chromium: apt install chromium", allow_module_level=True)
+
+expect = sync_api.expect
+Page = Any
+DESKTOP, PHONE = (1280, 800), (360, 740)
+
+# The contrast of every text that is seen, with what it says.
+# Source: the relative luminance and contrast ratio of WCAG 2.2.
+CONTRASTS = """
+() => {
+  const channels = (color) => color.match(/[\\d.]+/g).map(Number);
+  const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  const luminance = (rgb) => {
+    const [r, g, b] = rgb.map((c) => linear(c / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (; element; element = element.parentElement) {
+      const [r, g, b, alpha = 1] = channels(getComputedStyle(element).backgroundColor);
+      if (alpha === 1) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  const hasText = (e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+  const seen = [...document.querySelectorAll("body *")].filter((e) => e.checkVisibility());
+  return seen.filter(hasText).map((e) => {
+    const text = luminance(channels(getComputedStyle(e).color).slice(0, 3));
+    const back = luminance(behind(e));
+    return [(Math.max(text, back) + 0.05) / (Math.min(text, back) + 0.05), e.textContent.trim()];
+  });
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    with stand_in_server() as running:
+        running.status = copy.deepcopy(running.status)
+        yield running
+
+
+@pytest.fixture
+def opened(browser: Any, server: StandIn) -> Iterator[Callable[..., Page]]:
+    """`opened(size)`: the page in a window of its own. Its scripts must not fail meanwhile."""
+    faults: list[str] = []
+    contexts = []
+
+    def hear(message: Any) -> None:
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            faults.append(message.text)
+
+    def open_page(size: tuple[int, int] = DESKTOP, **settings: Any) -> Page:
+        viewport = {"width": size[0], "height": size[1]}
+        context = browser.new_context(viewport=viewport, **settings)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", hear)
+        page.goto(server.url)
+        expect(page.locator("#model")).to_have_text(MODEL)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not faults
+
+
+@pytest.fixture
+def page(opened: Callable[..., Page]) -> Page:
+    return opened()
+
+
+def ask(page: Page, text: str) -> None:
+    page.locator("#question").fill(text)
+    page.keyboard.press("Enter")
+
+
+def ask_and_wait(page: Page, text: str) -> None:
+    ask(page, text)
+    expect(page.locator("#send")).to_be_visible()
+    expect(page.locator("#stop")).to_be_hidden()
+
+
+def asked(server: StandIn) -> list[str]:
+    return [message["content"] for message in server.requests[-1]["messages"]]
+
+
+def test_an_answer_streams_and_ends_with_its_speed(page: Page, server: StandIn) -> None:
+    ask_and_wait(page, "hello")
+    answer = page.locator(".answer")
+    expect(answer.locator(".body")).to_have_text("Hello! What would you like to know?")
+    measures = answer.locator(".measures").inner_text()
+    assert re.fullmatch(r"5 tokens · [\d.,]+ tokens/s · first after \d\.\d\d s", measures)
+    expect(answer).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#context")).to_have_text("25 of 8,192 tokens")
+    request = server.requests[0]
+    assert request["model"] == MODEL and request["stream_options"] == {"include_usage": True}
+
+
+def test_text_shows_before_the_answer_is_whole_and_stays_when_stopped(page: Page) -> None:
+    ask(page, "count")
+    answer = page.locator(".answer")
+    expect(answer.locator(".body")).to_contain_text("0 1 2")
+    expect(answer).to_have_attribute("aria-busy", "true")
+    page.keyboard.press("Escape")
+    expect(answer.locator(".measures")).to_contain_text("stopped")
+    expect(answer.locator(".body")).to_contain_text("0 1 2")
+    ask(page, "count")
+    page.locator("#stop").click()
+    expect(answer.last.locator(".measures")).to_contain_text("stopped")
+    expect(page.locator("#question")).to_be_focused()
+
+
+def test_a_finished_paragraph_is_not_made_again_while_the_next_one_grows(page: Page) -> None:
+    """Else the reader's selection would be lost with every token."""
+    ask(page, "count")
+    first = page.locator(".answer .body em")
+    first.evaluate("element => (element.seen = true)")
+    expect(page.locator(".answer .body")).to_contain_text("19 20 21")
+    assert first.evaluate("element => element.seen")
+
+
+def test_markdown_becomes_elements_and_code_can_be_copied(opened: Callable[..., Page]) -> None:
+    page = opened(permissions=["clipboard-read", "clipboard-write"])
+    ask_and_wait(page, "markdown")
+    body = page.locator(".answer .body")
+    for selector in ("h1", "strong", "pre code", "ul li", "table td"):
+        expect(body.locator(selector).first).to_be_visible()
+    body.get_by_role("button", name="Copy").click()
+    expect(body.get_by_role("button", name="Copied")).to_be_visible()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert (
+        copied.strip()
+        == "def leap(year):\n    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)"
+    )
+
+
+def test_a_hostile_answer_runs_and_loads_nothing(page: Page, server: StandIn) -> None:
+    elsewhere: list[str] = []
+    page.on("request", lambda request: elsewhere.append(request.url))
+    ask_and_wait(page, "hostile")
+    body = page.locator(".answer .body")
+    expect(body).to_contain_text("<script>")
+    for link in body.locator("a").all():
+        link.hover()
+    assert [link.get_attribute("href") for link in body.locator("a").all()] == [
+        None, None, None, "http://elsewhere.invalid/p.png", "https://example.org/",
+    ]  # fmt: skip
+    assert body.locator("img, script, svg, iframe, style, [onerror], [onmouseover]").count() == 0
+    assert page.evaluate("window.ran") is None
+    assert all(url.startswith(server.url) for url in elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("script", "directive"),
+    [
+        (
+            "document.body.innerHTML = '<img src=x onerror=window.ran=1>'",
+            "require-trusted-types-for",
+        ),
+        ("link.setAttribute('onclick', 'window.ran = 1')", "require-trusted-types-for"),
+        ("link.href = 'javascript:window.ran = 1'; link.click()", "script-src-elem"),
+        ("new Image().src = 'http://elsewhere.invalid/'", "img-src"),
+        ("fetch('http://elsewhere.invalid/').catch(() => {})", "connect-src"),
+    ],
+)
+def test_the_policy_stops_what_would_come_through_all_the_same(
+    browser: Any, server: StandIn, script: str, directive: str
+) -> None:
+    page = browser.new_page()
+    page.goto(server.url)
+    refused = page.evaluate(
+        f"""() => new Promise((resolve) => {{
+            const heard = (event) => resolve(event.effectiveDirective);
+            document.addEventListener("securitypolicyviolation", heard);
+            const link = document.body.appendChild(document.createElement("a"));
+            try {{ {script} }} catch {{}}
+            setTimeout(() => resolve("nothing was refused"), 2000);
+        }})"""
+    )
+    assert refused == directive
+    assert page.evaluate("window.ran") is None
+    page.close()
+
+
+def test_thoughts_fold_away(page: Page) -> None:
+    ask_and_wait(page, "think")
+    expect(page.locator(".answer .body")).to_have_text("Then that.")
+    expect(page.locator(".thinking .prose")).to_be_hidden()
+    page.locator(".thinking summary").click()
+    expect(page.locator(".thinking .prose")).to_have_text("First this.")
+
+
+def test_an_edited_question_drops_what_follows(page: Page, server: StandIn) -> None:
+    for text in ("one", "two", "three"):
+        ask_and_wait(page, text)
+    assert asked(server) == ["one", "Answer 1.", "two", "Answer 2.", "three"]
+    page.locator(".question").nth(1).get_by_role("button", name="Edit").click()
+    field = page.get_by_label("Edit your question")
+    expect(field).to_be_focused()
+    expect(page.locator(".dropped")).to_have_text("Sending drops the 3 messages below")
+    page.keyboard.press("Escape")
+    expect(page.locator(".answer")).to_have_count(3)
+    page.locator(".question").nth(1).get_by_role("button", name="Edit").click()
+    field.fill("zwei")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .body").nth(1)).to_have_text("Answer 4.")
+    assert asked(server) == ["one", "Answer 1.", "zwei"]
+    expect(page.locator(".words")).to_have_text(["one", "zwei"])
+
+
+def test_regenerate_asks_the_last_question_again(page: Page, server: StandIn) -> None:
+    for text in ("one", "two"):
+        ask_and_wait(page, text)
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".answer .body")).to_have_text(["Answer 1.", "Answer 3."])
+    assert asked(server) == ["one", "Answer 1.", "two"]
+
+
+@pytest.mark.parametrize(
+    ("question", "what", "why"),
+    [
+        ("refuse 400", "refused the request", "the server said 400."),
+        ("refuse 401", "asks for an API key", "the server said 401."),
+        ("refuse 429", "The server is busy", "the server said 429. Try again in 7 seconds."),
+        ("refuse 503", "The model is not ready", "the server said 503. Try again in 7 seconds."),
+        ("refuse 500", "could not answer", "the server said 500."),
+        ("fail", "broke the answer off", "rank 1 is lost"),
+        ("break", "closed before the answer was whole", ""),
+    ],
+)
+def test_an_error_shows_in_place_with_a_retry(
+    page: Page, server: StandIn, question: str, what: str, why: str
+) -> None:
+    ask_and_wait(page, question)
+    trouble = page.get_by_role("alert")
+    expect(trouble.locator(".what")).to_contain_text(what)
+    expect(trouble.locator(".why")).to_contain_text(why)
+    trouble.get_by_role("button", name="Try again").click()
+    expect(page.locator("#send")).to_be_visible()
+    assert [request["messages"] for request in server.requests] == [
+        [{"role": "user", "content": question}]
+    ] * 2
+
+
+def test_a_server_that_cannot_be_reached_is_said(page: Page) -> None:
+    page.context.set_offline(True)
+    ask_and_wait(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached.")
+    expect(page.locator("#notice")).to_have_text("No answer.")
+    page.context.set_offline(False)
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator(".answer .body")).to_have_text("Hello! What would you like to know?")
+
+
+def test_a_question_without_an_answer_is_left_out_of_the_next_request(
+    page: Page, server: StandIn
+) -> None:
+    """Many chat templates refuse two questions in a row."""
+    for text in ("one", "refuse 503", "two"):
+        ask_and_wait(page, text)
+    assert asked(server) == ["one", "Answer 1.", "two"]
+
+
+def test_a_conversation_outlasts_a_reload_until_a_new_one_begins(page: Page) -> None:
+    ask_and_wait(page, "hello")
+    page.reload()
+    expect(page.locator(".answer .body")).to_have_text("Hello! What would you like to know?")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".answer")).to_have_count(0)
+    page.reload()
+    expect(page.get_by_role("heading", name="What would you like to know?")).to_be_visible()
+
+
+def test_all_that_is_kept_can_be_forgotten_in_the_middle_of_an_answer(page: Page) -> None:
+    ask(page, "count")
+    expect(page.locator(".answer .body")).to_contain_text("0 1 2")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Seed").fill("7")
+    page.on("dialog", lambda dialog: dialog.accept())
+    with page.expect_navigation():
+        page.get_by_role("button", name="Forget all").click()
+    expect(page.locator("#welcome")).to_be_visible()
+    kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])")
+    assert "count" not in kept and "seed" not in kept
+
+
+def test_settings_that_are_made_are_sent_and_others_are_not(page: Page, server: StandIn) -> None:
+    page.get_by_role("button", name="Settings").click()
+    assert page.get_by_label("Temperature").get_attribute("placeholder") == "0.2"
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Min p").fill("0.05")
+    page.get_by_label("Max tokens").fill("64")
+    page.keyboard.press("Escape")
+    page.reload()
+    ask_and_wait(page, "hello")
+    request = server.requests[-1]
+    assert request["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (request["temperature"], request["min_p"], request["max_tokens"]) == (0, 0.05, 64)
+    assert not {"top_p", "top_k", "seed"} & request.keys()
+
+
+def test_a_wrong_setting_is_not_sent_and_keeps_the_dialog_open(page: Page, server: StandIn) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Top p").fill("3")
+    page.get_by_role("button", name="Done").click()
+    expect(page.locator("#settings")).to_be_visible()
+    page.reload()
+    ask_and_wait(page, "hello")
+    assert "top_p" not in server.requests[-1]
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="Reset").click()
+    page.get_by_role("button", name="Done").click()
+    expect(page.locator("#settings")).to_be_hidden()
+
+
+def test_shift_and_enter_begin_a_line(page: Page, server: StandIn) -> None:
+    page.keyboard.type("first")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("second")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .body")).to_have_text("Answer 1.")
+    assert asked(server) == ["first\nsecond"]
+
+
+def test_the_panel_follows_the_ranks(page: Page, server: StandIn) -> None:
+    panel = page.get_by_role("complementary", name="Ranks")
+    expect(panel.locator("#state")).to_have_text("ready")
+    expect(panel.locator("#speed")).to_have_text("120.1")
+    expect(panel.locator("#rank-list li")).to_have_text(["Rank 0505 MiB", "Rank 1497 MiB"])
+    expect(page.locator("#mark i")).to_have_count(2)
+    assert server.status is not None
+    server.status["ranks"][1]["up"] = False
+    server.status["n_running"], server.status["step_age_s"] = 2, 12.0
+    expect(panel.locator("#state")).to_have_text("1 of 2 ranks lost")
+    expect(panel.locator("#rank-list li").nth(1)).to_have_text("Rank 1lost")
+    expect(panel.locator("#stalled")).to_have_text("No step for 12 seconds.")
+
+
+def test_a_model_that_is_loading_is_said(page: Page, server: StandIn) -> None:
+    server.status = {
+        "state": "loading",
+        "model": MODEL,
+        "kv": None,
+        "ranks": None,
+        "defaults": None,
+    }
+    expect(page.locator("#notice")).to_have_text("Loading the model.")
+    expect(page.locator("#speed")).to_have_text("–")
+
+
+def test_the_page_works_without_status(server: StandIn, opened: Callable[..., Page]) -> None:
+    server.status = None
+    page = opened()
+    ask_and_wait(page, "hello")
+    expect(page.locator(".answer .body")).to_have_text("Hello! What would you like to know?")
+    expect(page.locator("#panel")).to_be_hidden()
+    expect(page.locator("#toggle-panel")).to_be_hidden()
+    expect(page.locator("#notice")).to_be_hidden()
+
+
+def test_a_phone_shows_the_panel_as_a_drawer_and_never_scrolls_sideways(
+    opened: Callable[..., Page],
+) -> None:
+    page = opened(PHONE, has_touch=True, is_mobile=True)
+    ask_and_wait(page, "markdown")
+    ask_and_wait(page, "word" * 100)
+    for element in ("document.documentElement", "document.querySelector('main')"):
+        assert page.evaluate(f"{element}.scrollWidth") == PHONE[0]
+    expect(page.locator("#panel")).to_be_hidden()
+    page.get_by_role("button", name="Ranks").click()
+    expect(page.locator("#panel")).to_be_visible()
+    expect(page.get_by_role("button", name="Close")).to_be_focused()
+    assert page.locator("#panel").bounding_box()["width"] < PHONE[0]
+    page.keyboard.press("Escape")
+    expect(page.locator("#panel")).to_be_hidden()
+    expect(page.get_by_role("button", name="Ranks")).to_be_focused()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_stands_out_from_what_is_behind_it(
+    opened: Callable[..., Page], scheme: str
+) -> None:
+    page = opened(color_scheme=scheme)
+    for text in ("markdown", "refuse 503"):
+        ask_and_wait(page, text)
+    contrasts = page.evaluate(CONTRASTS)
+    page.get_by_role("button", name="Settings").click()
+    contrasts += page.evaluate(CONTRASTS)
+    assert len(contrasts) > 40
+    assert not [(ratio, text) for ratio, text in contrasts if ratio < 4.5]
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 26)"
+    assert dark == (scheme == "dark")
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_nothing_moves_for_those_who_want_no_motion(
+    opened: Callable[..., Page], motion: str
+) -> None:
+    page = opened(reduced_motion=motion)
+    ask(page, "count")
+    expect(page.locator(".answer .body")).to_contain_text("0 1 2")
+    moving = page.evaluate("document.getAnimations().length")
+    assert (moving == 0) == (motion == "reduce")

@@ -1,0 +1,159 @@
+"""A server with the web page and answers that are known beforehand, for tests of the page.
+
+The last question chooses the answer: one of `ANSWERS`, or what `_chat` says beside it. What the
+page asked stands in `StandIn.requests`.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from parallel_llama.serve.page_files import page_routes
+
+MODEL = "stand-in"
+
+ANSWERS = {
+    "hello": "Hello! What would you like to know?",
+    "markdown": (
+        "# Title\n\nSome **bold** text and `code`.\n\n"
+        "```python\ndef leap(year):\n"
+        "    return year % 4 == 0 and (year % 100 != 0 or year % 400 == 0)\n```\n\n"
+        "- [x] one\n- two\n\n| a | b |\n|---|---|\n| 1 | 2 |\n"
+    ),
+    "hostile": (
+        "<img src=x onerror=\"window.ran='img'\">\n\n<script>window.ran='script'</script>\n\n"
+        "[link](javascript:window.ran='link') [data](data:text/html,x) [path](/status)\n\n"
+        "![picture](http://elsewhere.invalid/p.png \"a' onerror='window.ran=1\")\n\n"
+        "<svg/onload=window.ran='svg'><iframe srcdoc=\"<script>parent.ran='iframe'</script>\">\n\n"
+        '[good](https://example.org/) `<b>`\n\n```html" onmouseover="window.ran=2\n</code></pre>'
+        "<style>body{display:none}</style>\n```\n"
+    ),
+    "think": "<think>\nFirst this.\n</think>\n\nThen that.",
+}
+
+STATUS: dict[str, Any] = {
+    "model": MODEL,
+    "version": "0.1.0",
+    "state": "ready",
+    "tp_size": 2,
+    "dtype": "float32",
+    "quant": "none",
+    "max_model_len": 8192,
+    "step_age_s": 0.02,
+    "step_ms": 31.2,
+    "tokens_per_s": 120.1,
+    "n_running": 1,
+    "n_waiting": 0,
+    "n_restarts": 0,
+    "kv": {
+        "tokens_used": 1204,
+        "tokens_cached": 9310,
+        "tokens_total": 40000,
+        "bytes_per_rank": 120 << 20,
+    },
+    "ranks": [
+        {"rank": 0, "up": True, "memory_bytes": 505 << 20, "weight_bytes": 265 << 20},
+        {"rank": 1, "up": True, "memory_bytes": 497 << 20, "weight_bytes": 257 << 20},
+    ],
+    "defaults": {"temperature": 0.2, "top_p": 1.0, "top_k": 0},
+}
+
+
+class StandIn:
+    """Its address, what the page has asked it, and the state it gives (None: it has no /status)."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[dict[str, Any]] = []
+        self.status: dict[str, Any] | None = STATUS
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                *page_routes(),
+                Route("/status", self._status),
+                Route("/v1/models", self._models),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            ]
+        )
+
+    async def _status(self, _request: Request) -> Response:
+        return Response(status_code=404) if self.status is None else JSONResponse(self.status)
+
+    async def _models(self, _request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _chat(self, request: Request) -> Response:
+        body = await request.json()
+        self.requests.append(body)
+        match body["messages"][-1]["content"].split():
+            case ["refuse", status]:
+                message = f"the server said {status}"
+                return JSONResponse(
+                    {"error": {"message": message}}, int(status), {"Retry-After": "7"}
+                )
+            case ["break"]:
+                pieces = _events(["Half an "], end=False)
+            case ["fail"]:
+                error = {"error": {"message": "rank 1 is lost"}}
+                pieces = _events(["Half an "], end=False, last=error)
+            case ["count"]:
+                numbers = [f"{number} " for number in range(10_000)]
+                pieces = _events(["Numbers, *all* of them:\n\n", *numbers], pause=0.02)
+            case _:
+                text = ANSWERS.get(body["messages"][-1]["content"], f"Answer {len(self.requests)}.")
+                pieces = _events([text[at : at + 7] for at in range(0, len(text), 7)])
+        return StreamingResponse(pieces, media_type="text/event-stream")
+
+
+async def _events(
+    pieces: list[str], pause: float = 0.002, end: bool = True, last: dict[str, Any] | None = None
+) -> AsyncIterator[str]:
+    """Each piece of text as a chunk; the finish, the usage and [DONE], or what comes `last`."""
+    for piece in pieces:
+        yield _event({"choices": [{"index": 0, "delta": {"content": piece}}]})
+        await asyncio.sleep(pause)
+    if end:
+        yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        n = len(pieces)
+        usage = {"prompt_tokens": 20, "completion_tokens": n, "total_tokens": 20 + n}
+        yield _event({"choices": [], "usage": usage})
+        yield "data: [DONE]\n\n"
+    elif last is not None:
+        yield _event(last)
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+@contextmanager
+def stand_in_server() -> Iterator[StandIn]:
+    """A stand-in on a free port of the loopback interface, in a thread of its own."""
+    stand_in = StandIn()
+    config = uvicorn.Config(
+        stand_in.app(), host="127.0.0.1", port=0, log_level="warning", lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise RuntimeError("the stand-in server did not start")
+            threading.Event().wait(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        stand_in.url = f"http://127.0.0.1:{port}/"
+        yield stand_in
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
