@@ -31,7 +31,8 @@ class Block:
 def as_blocks(param: Param, place: Place, rows: range) -> list[Block]:
     """The blocks of its stored tensor in which a slice of a parameter lies, in their order.
 
-    A stored vector is a matrix of one row, so that it is cut along its columns.
+    A stored vector is a matrix of one row, so that it is cut along its columns. An empty slice of a
+    matrix is one block all the same, which has no rows or no columns.
 
     >>> place = Place("ab", (6, 5), first=2, run=4, step=6)
     >>> as_blocks(Param("b", (4, 5), None, 1), place, range(2, 5))
@@ -43,7 +44,8 @@ def as_blocks(param: Param, place: Place, rows: range) -> list[Block]:
     row_range, columns = (
         (rows, range(n_columns)) if param.dim == 0 else (range(param.shape[0]), rows)
     )
-    return [Block(n_columns, run, columns) for run in place.runs(row_range)]
+    runs = list(place.runs(row_range)) or [range(0)]
+    return [Block(n_columns, run, columns) for run in runs]
 
 
 def sliced_shape(param: Param, rows: range) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 Source: the structures block_q8_0 to block_q2_K of ggml's ggml-common.h.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +83,8 @@ def _float16(blocks: Tensor, at: int) -> Tensor:
 
 def _in_runs(values: Tensor, *run: int) -> Tensor:
     """Shapes: [..., n] -> [..., n / values of a run, *run]."""
-    return values.reshape(*values.shape[:-1], -1, *run)
+    *others, n = values.shape  # not left to torch, which cannot tell them where there are none
+    return values.reshape(*others, n // math.prod(run), *run)
 
 
 def _factors(type_name: str, form: GroupFormat, blocks: Tensor) -> Tensor:

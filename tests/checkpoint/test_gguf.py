@@ -232,6 +232,20 @@ def test_a_share_of_blocks_that_are_kept_is_cut_inside_of_them(tmp_path, type_na
             assert sum(counts) == weight_bytes(share, values_by_form(WIDE, precision))
 
 
+def test_a_rank_without_channels_has_none_of_the_blocks_that_are_kept(tmp_path):
+    """Two groups of channels on five ranks: the other three ended in an IndexError."""
+    args = replace(WIDE, ffn_dim=64)
+    types = {"w1.weight": "Q4_0", "w2.weight": "Q4_0"}
+    files = write_gguf(tmp_path / "narrow.gguf", args, weights_of(args), types)
+    checkpoint, stored = opened(files, args), stored_formats(files, args)
+    precision = make_precision(args, "float32", "cpu", "stored", stored)
+    for share in make_plan(args, 5, quant_group=precision.group_size).shares:
+        parts = dict(load(checkpoint, args, share, precision, CPU))
+        n_channels = len(share.ffn)
+        assert parts["layers.0.feed_forward.w1.weight"].shape == (n_channels, args.dim)
+        assert parts["layers.0.feed_forward.w2.weight"].shape == (args.dim, n_channels)
+
+
 def test_kept_blocks_take_about_as_many_bytes_as_in_the_file():
     for type_name, form in GGUF_GROUPS.items():
         size, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
