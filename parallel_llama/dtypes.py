@@ -79,7 +79,8 @@ class GroupFormat:
     @property
     def name(self) -> str:
         minima = " with minima" if self.has_min else ""
-        return f"int{self.n_bits}{minima}" + (f" by {self.block}" if self.n_shared > 1 else "")
+        is_simple = self.n_shared == 1 and not self.n_factors
+        return f"int{self.n_bits}{minima}" + ("" if is_simple else f" by {self.block}")
 
     @property
     def zero(self) -> int:
@@ -90,6 +91,11 @@ class GroupFormat:
     def n_shared(self) -> int:
         """Groups that have one scale."""
         return self.block // GROUP_SIZE
+
+    @property
+    def one_scale(self) -> int:
+        """Consecutive inputs that are multiplied by one scale, at least a group."""
+        return GROUP_SIZE if self.scale_factors else self.block
 
     @property
     def n_factors(self) -> int:
@@ -176,8 +182,15 @@ class Precision:
 
     @property
     def group_size(self) -> int:
-        """How many inputs of a matrix ranks must not part; 1 where it is not quantised."""
-        return 1 if self.quant == "none" else GROUP_SIZE
+        """How many channels ranks must not part: the most that have one scale of any matrix.
+
+        1 where none is quantised.
+        """
+        if self.quant == "none":
+            return 1
+        stored = (self.stored or {}).values()
+        groups = (form.one_scale for form in stored if isinstance(form, GroupFormat))
+        return max(groups, default=GROUP_SIZE)
 
     def form_of(self, kind: Kind, name: str) -> MatrixFormat:
         """The format of the weight of this kind and name.

@@ -92,8 +92,8 @@ class LLM:
     `dtype` is one of float32, bfloat16, float16, float64; None takes the device's default. A CPU
     keeps weights in 16 bits and computes in float32. With `quant` int8 or int4 the matrices become
     small integers with a scale for every 32 of them, when they are read; with `quant` stored they
-    stay as the files have them, and with none they are decoded. A native folder that is quantised
-    stays so by default.
+    stay as the files have them, and with none they are decoded. A folder that is quantised stays so
+    by default, unlike a GGUF file.
     `max_seq_len` lowers the model's context. Requests without a seed of their own get one from
     `seed`, and without that a new one in every call. `random_weights` fills a named shape with
     random numbers from that seed. `verify` compares every file with the folder's manifest before

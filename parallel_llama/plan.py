@@ -435,8 +435,8 @@ def make_precision(
     if quant == "stored" and not stored:
         known = ", ".join(GGUF_GROUPS)
         raise UsageError(
-            f"quant='stored': the model has no weights in {known} of a GGUF file, nor a quantised "
-            "native folder's; use int8 or int4"
+            f"quant='stored': the model has no weights in {known} of a GGUF file, nor those of a "
+            "GPTQ, AWQ or quantised native folder; use int8 or int4"
         )
     return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
 

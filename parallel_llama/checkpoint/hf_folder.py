@@ -1,18 +1,33 @@
 """Reading a Hugging Face folder: one file or an index of many, safetensors or torch's own."""
 
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 
-from parallel_llama.checkpoint.byte_ranges import Empty, new_memory
-from parallel_llama.checkpoint.tensor_files import TensorFiles, merged
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
+from parallel_llama.checkpoint.hf_groups import PACKED_DTYPES, PackedMatrix, read_groups
+from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged
 from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import STORED
+from parallel_llama.config.hf_groups import hf_packing, packed_weights
+from parallel_llama.dtypes import STORED, GroupFormat
 from parallel_llama.errors import CheckpointError, listed
-from parallel_llama.families import family_of
+from parallel_llama.families import family_of, stored_places
 from parallel_llama.families.names import hf_full_name
+from parallel_llama.families.places import Place, whole
+from parallel_llama.families.weights import Param
 from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, ModelFiles
-from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
+from parallel_llama.files.safetensors_header import (
+    DTYPE_BITS,
+    FileTensor,
+    read_safetensors_header,
+)
+from parallel_llama.ops.formats import torch_dtype
+from parallel_llama.ops.groups import Groups, joined
 
 # How the tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints end, which config.json should tell.
 _QUANTISED = (".qweight", ".qzeros", ".absmax", ".weight_scale", ".weight_scale_inv")
@@ -22,29 +37,106 @@ READERS = {".safetensors": read_safetensors_header, ".bin": read_torch_header}
 
 
 class HFFolder(TensorFiles):
-    """The tensors of a HF folder.
+    """The tensors of a HF folder; a matrix that GPTQ or AWQ quantised lies in several of them.
 
     Raises: CheckpointError if a file is damaged, or the files and their index disagree.
     """
 
     layout = "hf"
-    readable = f"readable are {', '.join(STORED)}; {_INSTEAD}"
+    readable = f"readable are {', '.join(STORED)}, for scales of groups F16; {_INSTEAD}"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         headers = {path: _header(path, args) for path in files.weights}
         tensors = merged(files.path, headers)
         if files.index is not None:
             _require_index(files.index, headers, args)
+        has_words = any(name.endswith(".qweight") for name in tensors)
+        packing = hf_packing(files) if has_words else None
+        self._packed: dict[str, PackedMatrix] = {}
+        if packing is not None:
+            for name in packed_weights(args, tensors):
+                self._packed[name] = PackedMatrix(packing, stored_places(args, "hf")[name])
         super().__init__(files, args, tensors, empty)
 
     def check(self, args: ModelArgs) -> None:
-        quantised = next((name for name in self._tensors if name.endswith(_QUANTISED)), None)
-        if quantised is not None:
-            raise CheckpointError(
-                f"{self._tensors[quantised][0]}: tensor {quantised!r:.200} is part of a quantised "
-                f"weight, which is not supported; {_INSTEAD}"
-            )
+        known = {place.name for place in self._placed(args).values()}
+        for name, (path, _) in self._tensors.items():
+            if name.endswith(_QUANTISED) and name not in known:
+                raise CheckpointError(
+                    f"{path}: tensor {name!r:.200} is part of a quantised weight of which "
+                    f"config.json says nothing that can be read; {_INSTEAD}"
+                )
         super().check(args)
+        for matrix in self._packed.values():
+            self._require_order(matrix)
+            self._require_no_bias(matrix)
+
+    def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
+        places = {name: p for name, p in super()._placed(args).items() if name not in self._packed}
+        own = {place.name for place in places.values()}
+        for matrix in self._packed.values():
+            for end, shape in {**matrix.shapes, **matrix.more_shapes}.items():
+                name = matrix.base + end
+                if end in matrix.shapes or (name in self._tensors and name not in own):
+                    places[name] = whole(name, shape)
+        return places
+
+    def _dtypes(self, name: str) -> Collection[str]:
+        return PACKED_DTYPES.get(name.rpartition(".")[2]) or super()._dtypes(name)
+
+    def _stored(self, param: Param, rows: range) -> Tensor:
+        if param.name in self._packed:
+            return decoded(param, rows, partial(self._groups, param))
+        return super()._stored(param, rows)
+
+    def _stored_groups(self, param: Param, rows: range, form: GroupFormat) -> Groups | None:
+        matrix = self._packed.get(param.name)
+        is_so = matrix is not None and matrix.packing.form == form
+        return self._groups(param, rows) if is_so else None
+
+    def _groups(self, param: Param, rows: range) -> Groups:
+        """Some of a quantised weight; of one that is cut by columns whole groups of 32."""
+        matrix = self._packed[param.name]
+        read, blocks = partial(self._part, matrix), as_blocks(param, matrix.place, rows)
+        parts = [read_groups(matrix.packing, block, read) for block in blocks]
+        return parts[0] if len(parts) == 1 else joined(parts, dim=0)
+
+    def _part(self, matrix: PackedMatrix, end: str, rows: range, columns: range) -> Tensor:
+        """Some of one of the tensors of a quantised weight, as bytes."""
+        path, tensor = self._tensors[matrix.base + end]
+        width = DTYPE_BITS[tensor.dtype] // 8
+        of_columns = range(columns.start * width, columns.stop * width)
+        row_bytes = tensor.shape[-1] * width
+        return self._files[path].matrix(tensor.offset, row_bytes, rows, of_columns)
+
+    def _require_order(self, matrix: PackedMatrix) -> None:
+        """Refuse a matrix whose groups are not of inputs side by side."""
+        name, n_inputs = matrix.base + "g_idx", matrix.place.shape[1]
+        if name not in self._tensors:
+            return
+        groups = self._part(matrix, "g_idx", range(1), range(n_inputs)).view(torch.int32)[0]
+        size = matrix.packing.form.block
+        others = (groups != torch.arange(n_inputs) // size).nonzero().flatten()
+        if len(others):
+            at = int(others[0])
+            raise CheckpointError(
+                f"{self._tensors[name][0]}: {name!r} has input {at} in group {int(groups[at])}, "
+                f"expected {at // size}: groups are read whose {size} inputs lie side by side; use "
+                "a model that was quantised with desc_act=false, or a GGUF file of it"
+            )
+
+    def _require_no_bias(self, matrix: PackedMatrix) -> None:
+        """Refuse a bias that the model has no place for, unless it is the zeros that many write."""
+        name = matrix.base + "bias"
+        if name not in self._places:  # under its own name stands none of the model's
+            return
+        path, tensor = self._tensors[name]
+        bias = self._part(matrix, "bias", range(1), range(matrix.place.shape[0]))
+        if bias.view(torch_dtype(STORED[tensor.dtype])).any():
+            raise CheckpointError(
+                f"{path}: {name!r} is not zero, and the model that config.json describes has no "
+                "such bias; use the config.json that belongs to the weights"
+            )
 
 
 def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:

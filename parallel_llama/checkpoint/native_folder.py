@@ -15,12 +15,13 @@ lower half. Where there are no minima 8 is added to them, so that the least, -8,
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory
-from parallel_llama.checkpoint.tensor_files import TensorFiles, merged
+from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged
 from parallel_llama.config import ModelArgs
 from parallel_llama.config.native import native_formats, native_units
 from parallel_llama.dtypes import GROUP_SIZE, STORED, GroupFormat
@@ -118,13 +119,7 @@ class NativeFolder(TensorFiles):
         if form is None:
             (part,) = self._parts(param)
             return self._values(part, rows)
-        if param.dim == 0:
-            return self._groups(param, rows, form).values()
-        held = range(
-            rows.start // GROUP_SIZE * GROUP_SIZE, -(-rows.stop // GROUP_SIZE) * GROUP_SIZE
-        )
-        columns = self._groups(param, held, form).values()
-        return columns[:, rows.start - held.start :][:, : len(rows)].contiguous()
+        return decoded(param, rows, partial(self._groups, param, form=form))
 
     def _stored_groups(self, param: Param, rows: range, form: GroupFormat) -> Groups | None:
         return self._groups(param, rows, form) if self._group_format(param) == form else None

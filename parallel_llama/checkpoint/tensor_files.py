@@ -1,6 +1,6 @@
 """Reading files whose headers say where each tensor lies, whole: HF's, GGUF's and native ones."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty
 from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import STORED
+from parallel_llama.dtypes import GROUP_SIZE, STORED
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import family_of, stored_places
 from parallel_llama.families.names import Layout
@@ -17,6 +17,7 @@ from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.ops.formats import torch_dtype
+from parallel_llama.ops.groups import Groups
 
 HeldTensors = Mapping[str, tuple[Path, FileTensor]]
 
@@ -36,7 +37,8 @@ class TensorFiles(Checkpoint):
         self, files: ModelFiles, args: ModelArgs, tensors: HeldTensors, empty: Empty
     ) -> None:
         super().__init__(args, family_of(args).rotary_order[self.layout] if self.layout else "half")
-        self.path, self._tensors, self._places = files.path, tensors, self._placed(args)
+        self.path, self._tensors = files.path, tensors
+        self._places = self._placed(args)
         self._files = {path: ByteRanges(path, empty) for path in files.weights}
 
     def check(self, args: ModelArgs) -> None:
@@ -85,6 +87,15 @@ class TensorFiles(Checkpoint):
     def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (most have the same for all)
         """The dtypes that a tensor of the files may have."""
         return STORED
+
+
+def decoded(param: Param, rows: range, groups: Callable[[range], Groups]) -> Tensor:
+    """The values of some rows or columns of a matrix, of which `groups` has whole groups."""
+    if param.dim == 0:
+        return groups(rows).values()
+    held = range(rows.start // GROUP_SIZE * GROUP_SIZE, -(-rows.stop // GROUP_SIZE) * GROUP_SIZE)
+    columns = groups(held).values()
+    return columns[:, rows.start - held.start :][:, : len(rows)].contiguous()
 
 
 def merged(

@@ -30,7 +30,7 @@ DTYPE: Flag[str | None] = Flag(
 QUANT: Flag[str | None] = Flag(
     "quant", "int8 or int4: matrices as integers with a scale for every 32; stored: as the files "
     "have them; none: decoded to --dtype",
-    one_of(*QUANTS), "FORMAT", default_text="stored for a quantised native folder, else none",
+    one_of(*QUANTS), "FORMAT", default_text="stored for a quantised folder, else none",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
     "device", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"), "DEVICE", default="auto"

@@ -39,7 +39,7 @@ DTYPE: Flag[str | None] = Flag(
 QUANT: Flag[str | None] = Flag(
     "quant", "for native, int8 or int4: matrices as integers with a scale for every 32; stored: "
     "as the source has them; none: plain values",
-    one_of(*QUANTS), "FORMAT", default_text="stored for a quantised native folder, else none",
+    one_of(*QUANTS), "FORMAT", default_text="stored for a quantised folder, else none",
 )  # fmt: skip
 RESUME: Flag[bool] = Flag("resume", "continue an interrupted run")
 

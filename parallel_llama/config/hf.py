@@ -7,6 +7,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from parallel_llama.config.generation import GenerationDefaults
+from parallel_llama.config.hf_groups import packing_of
 from parallel_llama.config.hf_keys import check_keys
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES, Family, family_of
@@ -63,7 +64,7 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     """
     fields = Fields(values)
     family = _family(fields)
-    _require_plain_weights(fields)
+    packing_of(values)  # refused here, before weights are looked for
     check_keys(fields, family.reads.union(family.keys.values()))
     if fields.has("auto_map"):
         logger.warning("config.json names code of its own (auto_map), which is never run")
@@ -159,17 +160,6 @@ def _family(fields: Fields) -> Family:
             f"{family.architecture}"
         )
     return family
-
-
-def _require_plain_weights(fields: Fields) -> None:
-    """Refuse quantised checkpoints; what transformers read from a GGUF file it saves as floats."""
-    quantization = Fields(fields.mapping("quantization_config"))
-    method = quantization.text("quant_method", "unknown")
-    if quantization.values and method != "gguf":
-        raise UsageError(
-            f"quantization_config has quant_method={method[:80]!r}: a quantised checkpoint, which "
-            "is not supported; use the unquantised model, or a GGUF file of it"
-        )
 
 
 def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) -> dict[str, Any]:

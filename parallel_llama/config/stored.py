@@ -1,6 +1,7 @@
 """The formats in which a model's files have its weights, where those are quantised in groups."""
 
 from parallel_llama.config.gguf import gguf_formats
+from parallel_llama.config.hf_groups import hf_formats
 from parallel_llama.config.native import native_formats
 from parallel_llama.dtypes import MatrixFormat
 from parallel_llama.errors import CheckpointError, UsageError
@@ -16,6 +17,8 @@ def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat
     """
     if files.kind == "gguf":
         return gguf_formats(files, args)
+    if files.kind == "hf":
+        return hf_formats(files, args)
     if files.kind != "native":
         return {}
     try:
@@ -27,6 +30,6 @@ def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat
 def default_quant(files: ModelFiles, args: ModelArgs) -> str:
     """Which of `dtypes.QUANTS` it is where none is asked for.
 
-    A native folder has been quantised on purpose, and stays so; GGUF files are decoded.
+    A folder has been quantised on purpose, and stays so; GGUF files are decoded.
     """
-    return "stored" if files.kind == "native" and stored_formats(files, args) else "none"
+    return "stored" if files.kind != "gguf" and stored_formats(files, args) else "none"

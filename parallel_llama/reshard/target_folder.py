@@ -62,19 +62,21 @@ def target_formats(
 ) -> dict[str, GroupFormat]:
     """The formats of the weights that are written quantised, by Meta's names.
 
-    Where no `quant` is asked for, a native folder that is quantised stays so in another one.
+    Where no `quant` is asked for, a folder that is quantised stays so in a native one.
 
     Raises: UsageError for what this model or layout cannot have, or if quantised weights would
     become plain values of no `dtype` that anyone chose.
     """
-    found = default_quant(source, args)
+    found, stored = default_quant(source, args), stored_formats(source, args)
     if quant is None:
         quant = found if kind == "native" else "none"
     if quant == "none":
         if found != "none" and dtype is None:
+            can_stay = all(form in NATIVE_GROUPS.values() for form in stored.values())
             raise UsageError(
                 f"{source.path}: its weights are quantised; give the dtype that they are to have "
-                "as plain values with --dtype, or keep them with --format native"
+                "as plain values with --dtype"
+                + (", or keep them with --format native" if can_stay else "")
             )
         return {}
     if kind != "native":
@@ -82,7 +84,7 @@ def target_formats(
             f"--quant {quant} and --format {kind}: a native folder alone holds quantised weights; "
             "use --format native"
         )
-    precision = make_precision(args, "float32", "cpu", quant, stored_formats(source, args))
+    precision = make_precision(args, "float32", "cpu", quant, stored)
     formats = {}
     for param in parameters(args):
         form = precision.form_of(param.kind, param.name)
@@ -90,7 +92,8 @@ def target_formats(
             if NATIVE_GROUPS.get(form.name) != form:
                 raise UsageError(
                     f"{param.name}: is in {form.name}, and a native folder holds "
-                    f"{', '.join(NATIVE_GROUPS)}; use --quant int8 or int4"
+                    f"{', '.join(NATIVE_GROUPS)}; use --quant int8 or int4, or --quant none with a "
+                    "--dtype"
                 )
             formats[param.name] = form
     return formats

@@ -86,6 +86,7 @@ def test_quantised_weights_of_which_config_json_says_nothing_are_named(tmp_path,
     name = f"model.layers.0.mlp.up_proj.{end}"
     tensors = {hf_name(n): t for n, t in weights_of(TINY).items()}
     files = write_safetensors(tmp_path, {**tensors, name: torch.zeros(3, dtype=torch.int32)})
+    files.config.write_text("{}")
     expected = rf"model\.safetensors: tensor '{name}' is part of a quantised.*or a GGUF file of it"
     with pytest.raises(CheckpointError, match=expected):
         opened(files)

@@ -526,9 +526,38 @@ def test_the_config_of_smollm2_is_read() -> None:
                 {"quantization_config": {"quant_method": method, "bits": 4}},
                 f"quant_method='{method}': a quantised checkpoint.*use the unquantised model, or",
             )
-            for method in ("awq", "gptq", "bitsandbytes", "fp8", "compressed-tensors", "mxfp4")
+            for method in ("bitsandbytes", "fp8", "compressed-tensors", "mxfp4")
         ),
         ({"quantization_config": {"load_in_4bit": True}}, "quant_method='unknown'"),
+        *(
+            (
+                {"quantization_config": {"quant_method": method, "bits": 4, **stated}},
+                f"of '{method}': {expected}.*; use the unquantised model, or a GGUF file of it",
+            )
+            for method, stated, expected in (
+                ("gptq", {"bits": 8}, "bits=8: weights of 4 bits"),
+                ("gptq", {"bits": None, "w_bit": 4}, "lacks the key 'bits'"),
+                ("gptq", {"group_size": -1}, "group_size=-1: groups of 32, 64, 128"),
+                ("awq", {"group_size": 256}, "group_size=256: groups of 32, 64, 128"),
+                ("gptq", {"desc_act": True}, "desc_act=true: groups are read"),
+                ("awq", {"zero_point": False}, "zero_point=false: groups are read that have zeros"),
+                (
+                    "gptq",
+                    {"checkpoint_format": "marlin"},
+                    "the format 'marlin': one of gptq, gptq_v2",
+                ),
+                ("gptq", {"is_marlin_format": True}, "the format 'marlin'"),
+                ("awq", {"version": "gemv"}, "the format 'gemv': one of gemm is"),
+                ("awq", {"version": "GEMM", "format": "marlin"}, "the formats 'gemm', 'marlin'"),
+                ("awq", {"version": None, "backend": "llm-awq"}, "the format 'llm-awq'"),
+                (
+                    "gptq",
+                    {"format": "gptq", "checkpoint_format": "gptq_v2"},
+                    "the formats 'gptq', 'g",
+                ),
+                ("awq", {"bits": "4"}, "bits='4' is not a whole number"),
+            )
+        ),
         (
             {"sliding_window": 128},
             "sliding_window=128 is not supported below .*=256 in 'llama'; .*remove it",

@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 
+from parallel_llama.config.hf_groups import HF_GROUPS
 from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat
 from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
 from parallel_llama.ops.cpu.linear import LinearKernel
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 INT8, INT4, INT4_MIN = GroupFormat(8), GroupFormat(4), GroupFormat(4, has_min=True)
 # All numbers of bits, and all that a block of several groups may have.
 BLOCKS = {name: GGUF_GROUPS[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q6_K")}
-EVERY = [INT8, INT4, INT4_MIN, *BLOCKS.values()]
+EVERY = [INT8, INT4, INT4_MIN, *BLOCKS.values(), HF_GROUPS[32], HF_GROUPS[128]]
 FORMS = pytest.mark.parametrize("form", EVERY, ids=lambda form: form.name)
 # Vectors of every width with every way to multiply bytes that such a CPU may have.
 MACHINES = [

@@ -1,0 +1,317 @@
+"""HF folders that GPTQ and AWQ quantised: read as they are, and run on any number of ranks."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from packed_folders import KINDS, is_projection, meant_by, random_matrix, write_packed
+from reshard_samples import moved
+from safetensors.torch import load_file, save_file
+from thread_ranks import run_on_threads
+from tiny_models import TinyModel, write_hf
+from transformers_oracle import reference_logits
+
+from parallel_llama.checkpoint import load, open_checkpoint
+from parallel_llama.checkpoint.byte_ranges import Block
+from parallel_llama.checkpoint.hf_groups import read_groups
+from parallel_llama.checkpoint.verify import verify
+from parallel_llama.cli.main import main
+from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
+from parallel_llama.config.hf_groups import HF_GROUPS, packing_of
+from parallel_llama.dtypes import Precision
+from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
+from parallel_llama.families import parameters
+from parallel_llama.files.model_files import find_model
+from parallel_llama.ops.groups import Groups
+from parallel_llama.parallel.collectives import Solo
+from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
+
+# Groups of 128 that heads of 32 cut inside, and five of them in w2.
+TINY = TinyModel(8, 2, 32, 256, ffn_dim=640, vocab_size=101, attention_bias=True)
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
+TP_SIZES = (1, 2, 3, 5, 8)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf(TINY, tmp_path_factory.mktemp("source") / "hf")
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each kind."""
+    home = tmp_path_factory.mktemp("made")
+    return {kind: write_packed(source, home / kind, kind) for kind in KINDS}
+
+
+def precision_of(path: Path, quant: str | None = None, dtype: str = "float32") -> Precision:
+    files = find_model(str(path))
+    args = load_model_args(files)
+    found = stored_formats(files, args)
+    return make_precision(args, dtype, "cpu", quant or default_quant(files, args), found)
+
+
+def loaded(path: Path, tp_size: int, quant: str | None = None) -> list[list[torch.Tensor]]:
+    """The values that every rank holds, in the order in which it loads them."""
+    files, precision = find_model(str(path)), precision_of(path, quant)
+    args = load_model_args(files)
+    checkpoint = open_checkpoint(files, args)
+    shares = make_plan(args, tp_size, quant_group=precision.group_size).shares
+    ranks = []
+    for share in shares:
+        counts: list[int] = []
+        parts = list(load(checkpoint, args, share, precision, CPU, counts.append))
+        assert sum(counts) == weight_bytes(share, values_by_form(args, precision))
+        ranks.append([p.values() if isinstance(p, Groups) else p.float() for _, p in parts])
+    checkpoint.close()
+    return ranks
+
+
+def logits_of(comm: Solo, path: Path, quant: str | None = None, dtype: str = "float32"):
+    files, precision = find_model(str(path)), precision_of(path, quant, dtype)
+    args = load_model_args(files)
+    plan = make_plan(args, comm.size, quant_group=precision.group_size)
+    checkpoint = open_checkpoint(files, args)
+    runner = ModelRunner.load(args, checkpoint, plan, comm, precision=precision, device=CPU)
+    runner.reserve([4] * len(runner.groups), 8)
+    tables = [range(4)] * len(runner.groups)
+    return runner.logits(runner.forward([Chunk(TOKENS, 0, tables, len(TOKENS))]))
+
+
+# Where each integer is
+
+
+@pytest.mark.parametrize("size", HF_GROUPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_part_of_a_matrix_means_what_its_integers_zeros_and_scales_say(kind, size):
+    matrix = random_matrix(40, 384, size)
+    tensors = matrix.packed(kind)
+    packing = packing_of({"quantization_config": {**KINDS[kind], "group_size": size}})
+
+    def read(end: str, rows: range, columns: range) -> torch.Tensor:
+        held = tensors[end][rows.start : rows.stop, columns.start : columns.stop]
+        return held.contiguous().view(torch.uint8)
+
+    for rows in (range(40), range(8, 24), range(3, 9), range(17, 18), range(5, 5)):
+        for columns in (range(384), range(32, 64), range(96, 320), range(160, 160)):
+            groups = read_groups(packing, Block(384, rows, columns), read)
+            assert groups.form == HF_GROUPS[size]
+            expected = matrix.values[rows.start : rows.stop, columns.start : columns.stop]
+            assert torch.equal(groups.values().double(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_has_its_part_of_what_is_meant_exactly(kind, made):
+    args = load_model_args(find_model(str(made[kind])))
+    (wholes,) = loaded(meant_by(made[kind]), 1)
+    for tp_size in TP_SIZES:
+        for quant, group in (("stored", 128), ("none", 1)):
+            shares = make_plan(args, tp_size, quant_group=group).shares
+            for share, ours in zip(shares, loaded(made[kind], tp_size, quant), strict=True):
+                for param, part, whole in zip(parameters(args), ours, wholes, strict=True):
+                    rows = share.rows_of(param)
+                    assert torch.equal(part, whole.narrow(param.dim, rows.start, len(rows)))
+
+
+def test_ranks_cut_channels_between_groups(made):
+    """Also where that gives some of them none; 231 groups are those of Qwen 2.5 72B."""
+    precision = precision_of(made["awq"])
+    assert precision.group_size == 128
+    args = load_model_args(find_model(str(made["awq"])))
+    shares = make_plan(args, 8, quant_group=precision.group_size).shares
+    assert sorted(len(share.ffn) for share in shares) == [0, 0, 0, *[128] * 5]
+    large = ModelArgs(
+        dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, ffn_dim=29568,
+        vocab_size=152064,
+    )  # fmt: skip
+    shares = make_plan(large, 2, quant_group=precision.group_size).shares
+    assert [len(share.ffn) // 128 for share in shares] == [116, 115]
+
+
+# What the model answers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers_with_the_values_that_are_meant(kind, made):
+    """Decoded to float64 to the last digits; as stored, inputs are rounded to 8 bits as well."""
+    expected = reference_logits(meant_by(made[kind]), TOKENS)
+    whole = logits_of(Solo(), made[kind])
+    assert (whole - expected).norm() < 0.02 * expected.norm()
+    assert torch.equal(whole.argmax(1), expected.argmax(1))
+    for tp_size in TP_SIZES:
+        exact = torch.cat(run_on_threads(tp_size, logits_of, made[kind], "none", "float64"), 1)
+        torch.testing.assert_close(exact, expected, rtol=0, atol=1e-10)
+        ours = torch.cat(run_on_threads(tp_size, logits_of, made[kind]), 1)
+        assert (ours - whole).norm() < 0.01 * whole.norm()
+        assert torch.equal(ours.argmax(1), expected.argmax(1))
+
+
+def test_what_is_not_quantised_stays_plain(source, tmp_path):
+    """Some of a layer, as modules_to_not_convert has it; and the head may be quantised as well."""
+
+    def is_quantised(name: str) -> bool:
+        return name == "lm_head.weight" or (is_projection(name) and "layers.1.mlp" not in name)
+
+    source = write_hf(TinyModel(8, 2, 32, 256, ffn_dim=640, vocab_size=104), tmp_path / "hf")
+    folder = write_packed(
+        source, tmp_path / "awq", "awq", 64, is_quantised, modules_to_not_convert=["layers.1.mlp"]
+    )
+    stored = precision_of(folder).stored or {}
+    assert stored.keys() == {
+        param.name
+        for param in parameters(load_model_args(find_model(str(folder))))
+        if param.kind == "matrix" and "layers.1.feed_forward" not in param.name
+    } | {"output.weight"}
+    expected = reference_logits(meant_by(folder), TOKENS)
+    for tp_size in (1, 3):
+        ours = torch.cat(run_on_threads(tp_size, logits_of, folder), 1)
+        assert (ours - expected).norm() < 0.02 * expected.norm()
+
+
+def test_a_bias_of_zeros_that_the_model_has_not_is_passed_over(tmp_path):
+    """Early programs wrote one for every matrix."""
+    source = write_hf(TinyModel(4, 2, 32, 128, ffn_dim=128), tmp_path / "hf")
+    folder = write_packed(source, tmp_path / "gptq", "gptq")
+    name = "model.layers.1.self_attn.o_proj.bias"
+    rewritten(folder, {name: torch.zeros(128, dtype=torch.float16)})
+    assert len(loaded(folder, 2)) == 2
+    rewritten(folder, {name: torch.ones(128, dtype=torch.float16)})
+    with pytest.raises(CheckpointError, match=rf"'{name}' is not zero, and the model .* no such"):
+        loaded(folder, 1)
+
+
+# Other layouts, and what commands say
+
+
+@pytest.mark.parametrize("kind", ("gptq", "awq"))
+def test_resharded_plain_values_are_those_that_are_loaded_to_the_last_bit(kind, made, tmp_path):
+    """From one file to two and three, and on any number of ranks."""
+    hf = moved(made[kind], tmp_path / "hf", "hf", 2, dtype="float32")
+    assert "quantization_config" not in json.loads((hf / "config.json").read_text())
+    native = moved(made[kind], tmp_path / "native", "native", 3, quant="none", dtype="float32")
+    for folder in (hf, native, moved(native, tmp_path / "meta", "meta", 2)):
+        for tp_size in (1, 3):
+            pairs = zip(loaded(folder, tp_size), loaded(made[kind], tp_size, "none"), strict=True)
+            for ours, theirs in pairs:
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert verify(str(made[kind])).ok
+    assert verify(str(hf), str(native)).ok
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("hf", r"its weights are quantised; give the dtype .* with --dtype$"),
+        ("meta --dtype float16 --quant stored", "a native folder alone holds quantised weights"),
+        (
+            "native",
+            r"wq\.weight: is in int4 with minima by 128, and a native folder holds int8,.*; "
+            "use --quant int8 or int4, or --quant none with a --dtype",
+        ),
+    ],
+)
+def test_a_target_that_cannot_hold_the_groups_is_refused(flags, expected, made, tmp_path, capsys):
+    argv = ["reshard", str(made["gptq"]), str(tmp_path / "x"), "--tp", "1", "--format"]
+    assert main([*argv, *flags.split()]) == 2
+    assert re.search(expected, capsys.readouterr().err.strip())
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_shows_the_bytes_that_are_loaded(made, capsys):
+    argv = ["plan", "--model", str(made["awq"]), "--nproc", "3", "--device", "cpu", "--json"]
+    assert main(argv) == 0
+    answer = json.loads(capsys.readouterr().out)
+    precision = precision_of(made["awq"])
+    args = load_model_args(find_model(str(made["awq"])))
+    shares = make_plan(args, 3, quant_group=128).shares
+    expected = [weight_bytes(share, values_by_form(args, precision)) for share in shares]
+    assert answer["quant"] == "stored"
+    assert [rank["weight_bytes"] for rank in answer["ranks"]] == expected
+    # 4 bits, a zero for every 32 inputs, and 4 bytes for every 128.
+    assert HF_GROUPS[128].n_bytes(1024) == 512 + 32 + 32
+
+
+# What is not read
+
+
+def rewritten(folder: Path, changed: dict[str, torch.Tensor | None]) -> None:
+    """Put other tensors into a folder, or take those out for which there is None."""
+    path = folder / "model.safetensors"
+    tensors = {**load_file(path), **changed}
+    save_file({name: t for name, t in tensors.items() if t is not None}, path, {"format": "pt"})
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (
+            {f"{Q_PROJ}.g_idx": torch.arange(256, dtype=torch.int32) % 2},
+            "q_proj.g_idx' has input 1 in group 1, expected 0: .*desc_act=false, or a GGUF file",
+        ),
+        ({f"{Q_PROJ}.qzeros": None}, r"missing: .*q_proj\.qzeros"),
+        ({f"{Q_PROJ}.weight": torch.zeros(256, 256)}, r"extra: '.*q_proj\.weight'"),
+        (
+            {f"{Q_PROJ}.scales": torch.zeros(4, 256, dtype=torch.float16)},
+            r"misshapen: .*q_proj\.scales is \[4, 256\], expected \[2, 256\]",
+        ),
+        (
+            {f"{Q_PROJ}.scales": torch.zeros(2, 256, dtype=torch.bfloat16)},
+            r"q_proj\.scales' has the dtype BF16; .* for scales of groups F16",
+        ),
+        (
+            {f"{Q_PROJ}.qzeros": torch.zeros(2, 32, dtype=torch.int64)},
+            r"q_proj\.qzeros' has the dtype I64",
+        ),
+        (
+            {"model.layers.0.mlp.gate.qweight": torch.zeros(2, 32, dtype=torch.int32)},
+            "gate.qweight' is part of a quantised weight of which config.json says nothing",
+        ),
+    ],
+)
+def test_tensors_that_are_otherwise_than_config_json_says_are_refused(
+    changed, expected, made, tmp_path
+):
+    folder = shutil.copytree(made["gptq"], tmp_path / "model")
+    rewritten(folder, changed)
+    with pytest.raises(CheckpointError, match=expected):
+        loaded(folder, 1)
+
+
+def test_a_scale_that_is_no_number_is_refused(made, tmp_path):
+    folder = shutil.copytree(made["awq"], tmp_path / "model")
+    scales = load_file(folder / "model.safetensors")[f"{Q_PROJ}.scales"]
+    scales[1, 7] = torch.inf
+    rewritten(folder, {f"{Q_PROJ}.scales": scales})
+    for quant in ("stored", "none"):
+        with pytest.raises(DamagedWeights, match=r"wq\.weight: .* NaN or Inf"):
+            loaded(folder, 1, quant)
+
+
+def test_pickled_files_and_matrices_of_no_whole_words_are_refused(made, tmp_path):
+    folder = shutil.copytree(made["awq"], tmp_path / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="'awq' are read from safetensors; save them so"):
+        precision_of(folder)
+    source = write_hf(TinyModel(4, 2, 32, 128, ffn_dim=128, vocab_size=101), tmp_path / "odd")
+    odd = write_packed(source, tmp_path / "odd-gptq", "gptq")
+    words = torch.zeros(16, 101, dtype=torch.int32)
+    rewritten(odd, {"lm_head.qweight": words, "lm_head.weight": None})
+    with pytest.raises(CheckpointError, match=r"lm_head\.qweight: is of 101 outputs and 128"):
+        precision_of(odd)
+
+
+def test_a_folder_whose_tensors_are_plain_is_read_as_such(source, tmp_path):
+    """What is quantised is said by the tensors; config.json says how."""
+    folder = write_packed(source, tmp_path / "model", "awq", is_quantised=lambda _: False)
+    assert precision_of(folder).quant == "none"
+    with pytest.raises(UsageError, match="nor those of a GPTQ, AWQ or quantised native folder"):
+        precision_of(folder, "stored")

@@ -1,0 +1,141 @@
+"""HF folders as AutoGPTQ and AutoAWQ write them, packed here from integers known in advance.
+
+Nothing of the package is used: where each bit lies is spelled out again, one integer at a time.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+# quantization_config of each kind, but for its group_size.
+KINDS: dict[str, dict[str, Any]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": False},
+    "gptq_v2": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+    "awq": {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"},
+}
+
+# The output, of eight, that each four bits of AWQ's words belong to.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Integers [out, in], and zeros and scales [out, groups], the last in float16."""
+
+    integers: np.ndarray
+    zeros: np.ndarray
+    scales: np.ndarray
+
+    @property
+    def values(self) -> Tensor:
+        """What is meant, exactly. Shapes: [out, in] float64."""
+        size = self.integers.shape[1] // self.zeros.shape[1]
+        zeros, scales = (each.repeat(size, 1) for each in (self.zeros, self.scales))
+        return torch.from_numpy((self.integers - zeros.astype(float)) * scales.astype(float))
+
+    def packed(self, kind: str) -> dict[str, Tensor]:
+        """The tensors that a kind of folder has it in, by the ends of their names."""
+        integers, zeros = self.integers.astype(np.uint32), self.zeros.astype(np.uint32)
+        n_inputs, size = integers.shape[1], self.integers.shape[1] // self.zeros.shape[1]
+        if kind == "awq":
+            words = {"qweight": _across(integers, _AWQ_ORDER), "qzeros": _across(zeros, _AWQ_ORDER)}
+        else:
+            if kind == "gptq":
+                zeros = (zeros + 15) % 16  # one less, and 0 becomes 15
+            words = {
+                "qweight": _along(integers),
+                "qzeros": _across(zeros, range(8)),
+                "g_idx": np.arange(n_inputs, dtype=np.uint32) // size,
+            }
+        tensors = {name: torch.from_numpy(each.view(np.int32)) for name, each in words.items()}
+        return {**tensors, "scales": torch.from_numpy(self.scales.T.copy())}
+
+
+def _along(integers: np.ndarray) -> np.ndarray:
+    """Eight inputs in a word. Shapes: [out, in] -> [in / 8, out]."""
+    words = np.zeros((integers.shape[1] // 8, len(integers)), dtype=np.uint32)
+    for at, of_outputs in enumerate(integers.T):
+        words[at // 8] |= of_outputs << np.uint32(4 * (at % 8))
+    return words
+
+
+def _across(integers: np.ndarray, order: Any) -> np.ndarray:
+    """Eight outputs in a word. Shapes: [out, n] -> [n, out / 8]."""
+    words = np.zeros((integers.shape[1], len(integers) // 8), dtype=np.uint32)
+    for word in range(words.shape[1]):
+        for place, output in enumerate(order):
+            words[:, word] |= integers[8 * word + output] << np.uint32(4 * place)
+    return words
+
+
+def random_matrix(n_outputs: int, n_inputs: int, size: int, seed: int = 0) -> Matrix:
+    """Any integers and zeros, all 16 of them."""
+    rng, groups = np.random.default_rng(seed), (n_outputs, n_inputs // size)
+    return Matrix(
+        rng.integers(0, 16, (n_outputs, n_inputs)),
+        rng.integers(0, 16, groups),
+        rng.uniform(0.01, 0.1, groups).astype(np.float16),
+    )
+
+
+def rounded(values: Tensor, size: int) -> Matrix:
+    """A matrix near to these values, each group's range in 16 steps."""
+    groups = values.numpy().reshape(len(values), -1, size)
+    low, high = groups.min(2).clip(max=0), groups.max(2).clip(min=0)
+    scales = ((high - low) / 15).astype(np.float16)
+    zeros = (-low / scales).round().clip(0, 15).astype(np.int64)
+    integers = (groups / scales[..., None]).round() + zeros[..., None]
+    return Matrix(integers.clip(0, 15).astype(np.int64).reshape(values.shape), zeros, scales)
+
+
+def is_projection(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def write_packed(
+    source: Path,
+    folder: Path,
+    kind: str,
+    size: int = 128,
+    is_quantised: Callable[[str], bool] = is_projection,
+    **own: Any,
+) -> Path:
+    """A HF folder's model with matrices quantised, all else in float16; `own` goes into its config.
+
+    Beside it, in `meant`, the same model in float64 with the values that are meant.
+    """
+    packed: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    for name, values in load_file(source / "model.safetensors").items():
+        if is_quantised(name):
+            matrix = rounded(values, size)
+            base = name.removesuffix("weight")
+            packed |= {base + end: tensor for end, tensor in matrix.packed(kind).items()}
+            meant[name] = matrix.values
+        else:
+            packed[name] = values.to(torch.float16)
+            meant[name] = packed[name].double()
+    config = json.loads((source / "config.json").read_text())
+    quantised = {**KINDS[kind], "group_size": size, **own}
+    _write(folder, packed, {**config, "dtype": "float16", "quantization_config": quantised})
+    _write(meant_by(folder), meant, config)
+    return folder
+
+
+def meant_by(folder: Path) -> Path:
+    """The folder with the values that are meant in another one."""
+    return folder.with_name(f"{folder.name}-meant")
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
