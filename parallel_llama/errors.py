@@ -40,6 +40,10 @@ class NumericalError(ArithmeticError):
     """The model's numbers are no numbers any more: logits hold nan or infinity."""
 
 
+# What a rank says that has drawn other tokens than rank 0.
+DISAGREE = "the ranks disagree"
+
+
 def shown(value: object, limit: int = 60) -> str:
     """A value as an error shows it, cut where it is long."""
     if isinstance(value, int) and value.bit_length() > 200:

@@ -74,6 +74,7 @@ def prepare(flags: Flags) -> Job:
         from parallel_llama.serve.app import make_app
         from parallel_llama.serve.engine_child import EngineChild
         from parallel_llama.serve.engine_client import EngineClient
+        from parallel_llama.serve.metrics import Metrics
         from parallel_llama.serve.server import serve
         from parallel_llama.serve.service import Service
         from parallel_llama.serve.wire import Loaded
@@ -81,6 +82,7 @@ def prepare(flags: Flags) -> Job:
         engine = EngineClient(
             lambda: EngineChild(settings),
             inputs.request(0, [0], SamplingParams(max_tokens=1)),
+            Metrics(names[0]),
             max_choices=flags[MAX_REQUESTS],
             restarts=flags[RESTARTS],
             step_timeout_s=(flags[TIMEOUT] or STEP_TIMEOUT_S) + _RANKS_FIRST_S,

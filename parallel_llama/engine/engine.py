@@ -27,7 +27,7 @@ from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.engine.prompt_lookup import PromptLookup
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepTimes
-from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.errors import DISAGREE, NumericalError, UsageError
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import Completion, FinishReason, Request, TokenLogprob
@@ -78,6 +78,7 @@ class _SequenceState:
     history: History | None  # for penalties
     matcher: Matcher | None
     prompt_logprobs: list[TokenLogprob]  # the request's: one list for all its choices
+    has_begun: bool = False  # whether a step has had any of its tokens
     lookup: PromptLookup = field(default_factory=PromptLookup)
     detokenizer: Detokenizer | None = None  # from the first token on: those who wait need none
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -110,6 +111,7 @@ class Engine:
         self.runner, self.comm, self.capacity = runner, runner.comm, capacity
         self.step_tokens, self.max_drafts = step_tokens, max_drafts
         self.call = b""
+        self.begun: list[int] = []  # tickets that the last step was the first of
         self.times = StepTimes()
         self._tokenizer, self._grammars = tokenizer, grammars
         self._n_tickets = 0
@@ -193,6 +195,7 @@ class Engine:
         message = decode_message(broadcast_bytes(self.comm, own, patient=True))
         self.call = message.call
         outputs = self._carry_out(message)
+        self.begun = []
         self.times.messages_s += clock.lap()
         scheduled = [] if self.call else self.scheduler.schedule()
         self.times.schedule_s += clock.lap()
@@ -203,6 +206,10 @@ class Engine:
             Chunk(item.tokens, item.start, item.sequence.tables, item.sequence.n_prompt)
             for item in scheduled
         ]
+        for state in (self._states[item.sequence] for item in scheduled):
+            if not state.has_begun and state.sequence.number == 0:
+                self.begun.append(state.ticket)
+            state.has_begun = True
         drawing, scoring = self._wanted_rows(scheduled)
         rows = [*drawing, *(row for _, row, _ in scoring)]
         # The middle of a prompt wants no row, and a forward gives one at least.
@@ -397,7 +404,7 @@ class Engine:
             if [one.token for one in kept] != ids[:n_kept]:
                 raise RuntimeError(
                     f"rank {self.comm.rank} drew tokens {[one.token for one in kept]} for request "
-                    f"{item.request.index} and rank 0 drew {ids[:n_kept]}: the ranks disagree"
+                    f"{item.request.index} and rank 0 drew {ids[:n_kept]}: {DISAGREE}"
                 )
             outputs.append(self._keep(item, kept, shown[row], _REASONS.get(end)))
         return outputs

@@ -1,6 +1,7 @@
 """One request as the front holds it: what came of it so far, and who waits for more."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -42,11 +43,21 @@ class Answer:
     def __init__(self, key: int, request: Request, cancel: Callable[["Answer"], None]) -> None:
         self.key, self.request = key, request
         self.is_abandoned = False  # nobody waits for it any more
+        # When things happened to it, on the monotonic clock.
+        self.submitted_s = time.monotonic()
+        self.begun_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
         self._cancel = cancel
         self._told = [_Told() for _ in range(request.params.n)]
         self._held: list[Output] = []
         self._error: Exception | None = None
         self._came = asyncio.Event()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all choices so far."""
+        return sum(len(told.tokens) for told in self._told)
 
     @property
     def has_ended(self) -> bool:
@@ -81,16 +92,24 @@ class Answer:
 
     # For the engine's client
 
-    def put(self, output: Output) -> None:
-        """Take what a step gave."""
+    def begin(self) -> None:
+        """A step has had it for the first time."""
+        self.begun_s = self.begun_s or time.monotonic()
+
+    def put(self, output: Output) -> Output | None:
+        """Take what a step gave; what of it is new."""
         new = self._unknown(output)
         if new is None:
-            return
+            return None
+        if new.tokens:
+            self.last_token_s = time.monotonic()
+            self.first_token_s = self.first_token_s or self.last_token_s
         self._held.append(new)
         self._came.set()
         if len(self._held) > MAX_HELD:
             self.abandon()
             self.fail(Stalled(f"{MAX_HELD} outputs were left unread"))
+        return new
 
     def fail(self, error: Exception) -> None:
         """End it with an error, which whoever iterates over it meets."""

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +25,7 @@ from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import completions
 from parallel_llama.serve.errors import Refused, error_response, json_response
 from parallel_llama.serve.events import ClientGone
+from parallel_llama.serve.exposition import make_registry
 from parallel_llama.serve.replies import Detokenized, Model, Models, Tokens
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.status import status_of
@@ -57,6 +59,11 @@ def make_app(service: Service) -> Starlette:
     async def status(_: Request) -> Response:
         return _plain(status_of(service))
 
+    registry = make_registry(service.engine.metrics, service.engine)
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
     async def versions(_: Request) -> Response:
         return _plain({"version": package_version()})
 
@@ -71,6 +78,7 @@ def make_app(service: Service) -> Starlette:
         Route("/health/ready", ready),
         Route("/health", ready),
         Route("/status", _guarded(status)),
+        Route("/metrics", metrics),
         Route("/version", versions),
     ]
     return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_method})

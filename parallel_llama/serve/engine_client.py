@@ -9,16 +9,18 @@ from typing import Literal
 
 import msgspec
 
-from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.errors import DISAGREE, NumericalError, UsageError
 from parallel_llama.request import Request
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.engine_child import EngineChild
+from parallel_llama.serve.metrics import Metrics
 from parallel_llama.serve.wire import (
     Cancel,
     Failed,
     Frames,
     FromEngine,
     Loaded,
+    Output,
     Refused,
     Stepped,
     Submit,
@@ -65,12 +67,14 @@ class EngineClient:
         self,
         start: Callable[[], EngineChild],
         probe: Request,
+        metrics: Metrics,
         *,
         max_choices: int,
         restarts: int,
         step_timeout_s: float,
     ) -> None:
         self._start, self._probe = start, probe
+        self.metrics = metrics
         self._max_choices, self._restarts = max_choices, restarts
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
@@ -85,7 +89,6 @@ class EngineClient:
         self.last_step: Stepped | None = None
         self.n_restarts = 0
         self.n_failed_steps = 0
-        self.on_step: Callable[[Stepped], None] = lambda _: None
         self.on_loaded: Callable[[Loaded], None] = lambda _: None
 
     @property
@@ -113,6 +116,7 @@ class EngineClient:
     def require_room(self, n_choices: int) -> None:
         """Raises: NotReady and Busy, where so many more choices cannot be taken in."""
         if self.state != "ready":
+            self.metrics.rejected("not_ready")
             raise NotReady(_WHY[self.state])
         if n_choices > self._max_choices:
             raise UsageError(
@@ -120,6 +124,7 @@ class EngineClient:
                 "fewer"
             )
         if (n_here := self.n_choices) + n_choices > self._max_choices:
+            self.metrics.rejected("busy")
             raise Busy(
                 f"{n_here} of at most {self._max_choices} completions are waiting or running"
             )
@@ -130,7 +135,9 @@ class EngineClient:
         Raises: as `require_room`.
         """
         self.require_room(request.params.n)
-        return self._submit(request)
+        answer = self._submit(request)
+        self.metrics.submitted(answer)
+        return answer
 
     def _submit(self, request: Request) -> Answer:
         answer = Answer(next(self._keys), request, self._cancel)
@@ -159,6 +166,8 @@ class EngineClient:
             was_loaded, self._writer = self._writer is not None, None
             self._state = "restarting"
             code, reason = await child.end()
+            if DISAGREE in reason:
+                self.metrics.mismatched()
             delay_s = self._delay_s()
             if delay_s is None or (code == WRONG_USE and not was_loaded):
                 self._state = "ended"
@@ -212,12 +221,11 @@ class EngineClient:
         match message:
             case Stepped():
                 self.last_step = message
+                self.metrics.stepped(message)
+                for key in message.begun:
+                    self._answers[key].begin()
                 for output in message.outputs:
-                    answer = self._answers[output.key]
-                    answer.put(output)
-                    if answer.has_ended:
-                        self._forget(output.key)
-                self.on_step(message)
+                    self._tell(self._answers[output.key], output)
             case Loaded():
                 self._begin(message, writer)
             case Refused():
@@ -227,6 +235,16 @@ class EngineClient:
                 logger.error("a step failed: %s", message.reason)
                 for key in message.keys:
                     self._forget(key).fail(NumericalError(message.reason))
+
+    def _tell(self, answer: Answer, output: Output) -> None:
+        before_s, is_counted = answer.last_token_s, answer.key != self._probe_key
+        new = answer.put(output)
+        if new is not None and is_counted:
+            self.metrics.told(answer, new, before_s)
+        if answer.has_ended:
+            self._forget(answer.key)
+            if is_counted:
+                self.metrics.ended(answer)
 
     def _begin(self, loaded: Loaded, writer: asyncio.StreamWriter) -> None:
         """The engine is there: what a former one had not finished runs again."""

@@ -63,6 +63,7 @@ class EngineProcess:
             quant=llm.quant,
             kv_bytes=capacity.n_bytes,
             kv_tokens=capacity.n_tokens,
+            block_size=capacity.block_size,
             longest=capacity.longest(llm.input_processor.max_seq_len),
             ranks=tuple(
                 RankFacts(rank, n_bytes, pids.get(rank))
@@ -140,9 +141,10 @@ class EngineProcess:
             self._keys.clear()
             self._tickets.clear()
             return
+        begun = tuple(self._keys[ticket] for ticket in self._engine.begun)
         told = tuple(map(self._told, outputs))
         step_s = time.perf_counter() - started
-        self._frames.send(Stepped(told, step_s, self._engine.statistics()))
+        self._frames.send(Stepped(told, begun, step_s, self._engine.statistics()))
 
     def _told(self, output: StepOutput) -> Output:
         key = self._keys[output.ticket]

@@ -53,6 +53,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     quant: str
     kv_bytes: int
     kv_tokens: int
+    block_size: int
     longest: int  # the longest sequence that the cache holds
     ranks: tuple[RankFacts, ...]
 
@@ -69,9 +70,13 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
-    """What one step gave, how long it took in seconds, and how busy the engine is after it."""
+    """What one step gave, how long it took in seconds, and how busy the engine is after it.
+
+    `begun` are the keys of requests whose first step it was.
+    """
 
     outputs: tuple[Output, ...]
+    begun: tuple[int, ...]
     step_s: float
     statistics: EngineStatistics
 

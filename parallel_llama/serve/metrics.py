@@ -1,0 +1,142 @@
+"""What the server counts of requests and steps; `exposition` shows it to Prometheus.
+
+Source: the metrics page of vLLM's documentation, for the names.
+"""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.wire import Output, Stepped
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+_STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
+
+
+class Metrics:
+    """Counts of one model's requests and steps."""
+
+    def __init__(self, model: str) -> None:
+        self.labels = {"model_name": model}
+        self._kept: list[MetricWrapperBase] = []
+        seconds = "Units: seconds."
+        self._first_token_s = self._histogram(
+            "time_to_first_token_seconds", f"From a request to its first token. {seconds}", _SECONDS
+        )
+        self._between_s = self._histogram(
+            "inter_token_latency_seconds", f"Between two steps' tokens. {seconds}", _STEP_SECONDS
+        )
+        self._per_token_s = self._histogram(
+            "request_time_per_output_token_seconds",
+            f"Mean time of a request's tokens after its first. {seconds}",
+            _STEP_SECONDS,
+        )
+        self._whole_s = self._histogram(
+            "e2e_request_latency_seconds", f"From a request to its end. {seconds}", _SECONDS
+        )
+        self._queue_s = self._histogram(
+            "request_queue_time_seconds", f"From a request to its first step. {seconds}", _SECONDS
+        )
+        self._prefill_s = self._histogram(
+            "request_prefill_time_seconds", f"First step to first token. {seconds}", _SECONDS
+        )
+        self._decode_s = self._histogram(
+            "request_decode_time_seconds", f"First token to the end. {seconds}", _SECONDS
+        )
+        self._inference_s = self._histogram(
+            "request_inference_time_seconds", f"First step to the end. {seconds}", _SECONDS
+        )
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens that one step drew.", _TOKENS
+        )
+        self._prompt_sizes = self._histogram(
+            "request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS
+        )
+        self._drawn_sizes = self._histogram(
+            "request_generation_tokens", "Tokens that a request drew.", _TOKENS
+        )
+        self._step_s = self._histogram("step_seconds", f"One step. {seconds}", _STEP_SECONDS)
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._drawn_tokens = self._counter("generation_tokens", "Tokens that were drawn.")
+        self._ended = self._counter(
+            "request_success", "Completions that ended, by reason.", "finished_reason"
+        )
+        self._rejected = self._counter(
+            "rejected_requests", "Requests that were not taken in, by reason.", "reason"
+        )
+        self._mismatches = self._counter(
+            "rank_token_mismatches", "Ends of the engine because its ranks drew different tokens."
+        )
+
+    # What happens
+
+    def submitted(self, answer: Answer) -> None:
+        self._add(self._prompt_tokens, len(answer.request.prompt))
+        self._observe(self._prompt_sizes, len(answer.request.prompt))
+
+    def rejected(self, reason: str) -> None:
+        """A request was not taken in: busy, or not_ready."""
+        self._rejected.labels(*self.labels.values(), reason).inc()
+
+    def stepped(self, message: Stepped) -> None:
+        self._observe(self._step_s, message.step_s)
+        n_drawn = sum(len(output.tokens) for output in message.outputs)
+        if n_drawn:
+            self._observe(self._step_tokens, n_drawn)
+            self._add(self._drawn_tokens, n_drawn)
+
+    def told(self, answer: Answer, output: Output, before_s: float | None) -> None:
+        """An answer was given this output; `before_s` is when it was last given tokens."""
+        if output.tokens and answer.last_token_s is not None:
+            if before_s is None:
+                self._observe(self._first_token_s, answer.last_token_s - answer.submitted_s)
+            else:
+                self._observe(self._between_s, answer.last_token_s - before_s)
+        if output.completion is not None:
+            reason = output.completion.finish_reason
+            self._ended.labels(*self.labels.values(), reason).inc()
+            self._observe(self._drawn_sizes, len(output.completion.tokens))
+
+    def ended(self, answer: Answer) -> None:
+        """An answer has all its completions."""
+        now = time.monotonic()
+        self._observe(self._whole_s, now - answer.submitted_s)
+        begun_s, first_s = answer.begun_s, answer.first_token_s
+        if begun_s is not None:
+            self._observe(self._queue_s, begun_s - answer.submitted_s)
+            self._observe(self._inference_s, now - begun_s)
+        if begun_s is not None and first_s is not None:
+            self._observe(self._prefill_s, first_s - begun_s)
+        if first_s is not None:
+            self._observe(self._decode_s, now - first_s)
+            if (n_after := answer.n_tokens - answer.request.params.n) > 0:
+                self._observe(self._per_token_s, (now - first_s) / n_after)
+
+    def mismatched(self) -> None:
+        """The engine has ended because its ranks drew different tokens."""
+        self._add(self._mismatches, 1)
+
+    def collect(self) -> Iterator[Metric]:
+        for each in self._kept:
+            yield from each.collect()
+
+    def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, says, list(self.labels), registry=None, buckets=buckets)
+        self._kept.append(made)
+        return made
+
+    def _counter(self, name: str, says: str, *labels: str) -> Counter:
+        made = Counter(name, says, [*self.labels, *labels], registry=None)
+        self._kept.append(made)
+        return made
+
+    def _observe(self, metric: Histogram, value: float) -> None:
+        metric.labels(*self.labels.values()).observe(value)
+
+    def _add(self, metric: Counter, value: float) -> None:
+        metric.labels(*self.labels.values()).inc(value)

@@ -1,0 +1,100 @@
+"""An answer that an engine gives, and another one gives again."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.serve import answer as answers
+from parallel_llama.serve.answer import Answer, Diverged, Stalled
+from parallel_llama.serve.wire import Output
+
+TOKENS = tuple(range(100, 112))
+TEXTS = [f"<{token}>" if token % 3 else "" for token in TOKENS]  # some tokens show nothing
+
+
+def outputs(cuts: list[int], tokens: tuple[int, ...] = TOKENS) -> list[Output]:
+    """All tokens, in steps that end at these places; the last brings the completion."""
+    ends = sorted({*(cut for cut in cuts if 0 < cut < len(tokens)), len(tokens)})
+    found, start = [], 0
+    for end in ends:
+        text = "".join(TEXTS[start:end])
+        completion = None
+        if end == len(tokens):
+            completion = Completion(0, "".join(TEXTS), tokens, "length", 1)
+        found.append(Output(0, 0, tokens[start:end], text, (), completion))
+        start = end
+    return found
+
+
+def new_answer(cancelled: list[Answer]) -> Answer:
+    params = SamplingParams(max_tokens=len(TOKENS))
+    return Answer(0, Request(0, (1,), params, 0, frozenset()), cancelled.append)
+
+
+places = st.lists(st.integers(1, len(TOKENS)), max_size=8)
+
+
+@given(places, places, st.integers(0, 12), st.integers(0, 12))
+def test_what_was_told_is_not_told_again_however_steps_fall(first, second, n_told, n_again):
+    """Guesses fall differently beside other requests, so steps bring other numbers of tokens."""
+
+    async def run() -> list[Output]:
+        answer = new_answer([])
+        for output in outputs(first)[:n_told]:
+            answer.put(output)
+        for cuts in (second[:n_again], second):  # the second engine dies as well
+            answer.begin_again()
+            for output in outputs(cuts)[: None if cuts is second else n_again]:
+                answer.put(output)
+        return await answer.whole()
+
+    told = asyncio.run(run())
+    assert sum((output.tokens for output in told), ()) == TOKENS
+    assert "".join(output.text for output in told) == "".join(TEXTS)
+    assert [output.completion is not None for output in told][-1]
+
+
+def test_an_engine_that_draws_other_tokens_is_found_out():
+    async def run() -> None:
+        cancelled: list[Answer] = []
+        answer = new_answer(cancelled)
+        for output in outputs([3, 6])[:2]:
+            answer.put(output)
+        answer.begin_again()
+        answer.put(outputs([4], (*TOKENS[:2], 7, *TOKENS[3:]))[0])
+        assert cancelled == [answer]
+        with pytest.raises(Diverged):
+            await answer.whole()
+
+    asyncio.run(run())
+
+
+def test_who_reads_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(answers, "MAX_HELD", 3)
+
+    async def run() -> None:
+        cancelled: list[Answer] = []
+        answer = new_answer(cancelled)
+        for output in outputs([1, 2, 3, 4, 5, 6])[:4]:
+            answer.put(output)
+        assert cancelled == [answer]
+        with pytest.raises(Stalled):
+            await answer.whole()
+
+    asyncio.run(run())
+
+
+def test_who_leaves_early_cancels():
+    async def run() -> None:
+        cancelled: list[Answer] = []
+        answer = new_answer(cancelled)
+        answer.put(outputs([2])[0])
+        told = answer.outputs()
+        await anext(told)
+        await told.aclose()
+        assert cancelled == [answer] and answer.is_abandoned
+
+    asyncio.run(run())
