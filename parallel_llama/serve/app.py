@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+import parallel_llama
 from parallel_llama.errors import UsageError
 from parallel_llama.serve.bodies import (
     MAX_BODY_BYTES,
@@ -26,6 +26,7 @@ from parallel_llama.serve.completions import completions
 from parallel_llama.serve.errors import Refused, error_response, json_response
 from parallel_llama.serve.events import ClientGone
 from parallel_llama.serve.exposition import make_registry
+from parallel_llama.serve.page_files import page_routes
 from parallel_llama.serve.replies import Detokenized, Model, Models, Tokens
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.status import status_of
@@ -65,7 +66,7 @@ def make_app(service: Service) -> Starlette:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def versions(_: Request) -> Response:
-        return _plain({"version": package_version()})
+        return _plain({"version": parallel_llama.__version__})
 
     routes = [
         Route("/v1/chat/completions", _post(service, ChatBody, chat), methods=["POST"]),
@@ -80,6 +81,7 @@ def make_app(service: Service) -> Starlette:
         Route("/status", _guarded(status)),
         Route("/metrics", metrics),
         Route("/version", versions),
+        *page_routes(),
     ]
     return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_method})
 
@@ -119,13 +121,6 @@ async def detokenize(service: Service, _: Request, body: DetokenizeBody) -> Resp
     service.inputs.check_ids("tokens", body.tokens)
     text = service.inputs.tokenizer.decode(body.tokens, skip_special=False)
     return json_response(Detokenized(prompt=text))
-
-
-def package_version() -> str:
-    try:
-        return version("parallel_llama")
-    except PackageNotFoundError:
-        return "of a source tree that is not installed"
 
 
 def _post(service: Service, kind: type[B], handler: Handler[B]) -> Endpoint:

@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.rate import Rate
 from parallel_llama.serve.wire import Output, Stepped
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
@@ -24,6 +25,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.labels = {"model_name": model}
         self._kept: list[MetricWrapperBase] = []
+        self.token_rate = Rate()
         seconds = "Units: seconds."
         self._first_token_s = self._histogram(
             "time_to_first_token_seconds", f"From a request to its first token. {seconds}", _SECONDS
@@ -89,6 +91,7 @@ class Metrics:
         if n_drawn:
             self._observe(self._step_tokens, n_drawn)
             self._add(self._drawn_tokens, n_drawn)
+            self.token_rate.add(n_drawn)
 
     def told(self, answer: Answer, output: Output, before_s: float | None) -> None:
         """An answer was given this output; `before_s` is when it was last given tokens."""

@@ -4,6 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import parallel_llama
 from parallel_llama.serve.service import Service
 
 _PAGE_BYTES = 4096
@@ -19,6 +20,7 @@ def status_of(service: Service) -> dict[str, Any]:
     statistics = step and step.statistics
     return {
         "model": service.names[0],
+        "version": parallel_llama.__version__,
         "state": engine.state,
         "tp_size": len(ranks) or None,
         "dtype": loaded and loaded.dtype,
@@ -26,6 +28,7 @@ def status_of(service: Service) -> dict[str, Any]:
         "max_model_len": service.inputs.max_seq_len,
         "step_age_s": engine.step_age_s,
         "step_ms": step and round(step.step_s * 1e3, 2),
+        "tokens_per_s": round(engine.metrics.token_rate.per_s(), 1),
         "n_running": statistics and statistics.n_running,
         "n_waiting": statistics and statistics.n_waiting,
         "n_restarts": engine.n_restarts,
