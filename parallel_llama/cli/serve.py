@@ -1,8 +1,13 @@
 """`serve`: an OpenAI-compatible server."""
 
 import asyncio
+import os
+import signal
+import socket
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import Flag, Flags, Verb
 from parallel_llama.cli.model import (
@@ -17,10 +22,15 @@ from parallel_llama.cli.model import (
     llm_options,
 )
 from parallel_llama.cli.parsers import filled_text, number, whole
-from parallel_llama.cli.ranks import Job
+from parallel_llama.cli.ranks import Job, leads
+from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import DIM, painted
-from parallel_llama.errors import UsageError
 from parallel_llama.parallel.place import is_started_as_rank
+
+if TYPE_CHECKING:
+    from parallel_llama.engine.input_processor import InputProcessor
+    from parallel_llama.llm import LLM
+    from parallel_llama.serve.engine_child import AttachedEngine, EngineChild
 
 HOST: Flag[str] = Flag("host", "address to listen at", filled_text, "ADDRESS", "127.0.0.1")
 PORT: Flag[int] = Flag("port", "port to listen at; 0 for any", whole(0, 65535), "N", 8000)
@@ -51,16 +61,17 @@ _RANKS_FIRST_S = 5.0  # ranks that wait for each other say which of them is late
 
 def prepare(flags: Flags) -> Job:
     """Check the model, the plan and the address, and return the job that serves."""
-    from parallel_llama.serve.access import Access, read_keys
+    from parallel_llama.serve.access import read_keys
     from parallel_llama.serve.server import bound_socket
 
-    if is_started_as_rank():
-        raise UsageError("serve inside torchrun: start it without, and give --nproc N")
     inputs, n_ranks = check_model(flags)
-    names = _names(flags[MODEL], flags[MODEL_NAME])
+    if not leads():
+        return Job(lambda: _follow(flags, inputs), n_ranks)
     key_file = flags[API_KEY_FILE]
     keys = [] if key_file is None else read_keys(key_file)
     own = bound_socket(flags[HOST], flags[PORT])
+    if is_started_as_rank():
+        return Job(lambda: _serve_as_rank(flags, inputs, own, keys), n_ranks)
     settings = llm_options(flags) | {
         "model": flags[MODEL],
         "max_seq_len": flags[MAX_SEQ_LEN],
@@ -68,47 +79,99 @@ def prepare(flags: Flags) -> Job:
     }
 
     def run() -> int:
-        import uvloop
-
-        from parallel_llama.request import SamplingParams
-        from parallel_llama.serve.app import make_app
         from parallel_llama.serve.engine_child import EngineChild
-        from parallel_llama.serve.engine_client import EngineClient
-        from parallel_llama.serve.metrics import Metrics
-        from parallel_llama.serve.server import serve
-        from parallel_llama.serve.service import Service
-        from parallel_llama.serve.wire import Loaded
 
-        engine = EngineClient(
-            lambda: EngineChild(settings),
-            inputs.request(0, [0], SamplingParams(max_tokens=1)),
-            Metrics(names[0]),
-            max_choices=flags[MAX_REQUESTS],
-            restarts=flags[RESTARTS],
-            step_timeout_s=(flags[TIMEOUT] or STEP_TIMEOUT_S) + _RANKS_FIRST_S,
-        )
-
-        def tell(loaded: Loaded) -> None:
-            inputs.n_cache_tokens = loaded.longest
-            host, port = own.getsockname()[:2]
-            host = f"[{host}]" if ":" in host else host
-            dtype = in_dtype(loaded.dtype, loaded.quant)
-            print(
-                f"serving {names[0]} at http://{host}:{port} "
-                f"({len(loaded.ranks)} rank{'s' * (len(loaded.ranks) > 1)}, {dtype})",
-                file=sys.stderr,
-                flush=True,
-            )
-
-        engine.on_loaded = tell
-        app = Access(make_app(Service(names, inputs, engine)), keys, flags[HOST])
         print(painted(f"loading {flags[MODEL]}", DIM, sys.stderr), file=sys.stderr, flush=True)
-        loop = uvloop.new_event_loop()
-        asyncio.set_event_loop(loop)
-        with own:
-            return loop.run_until_complete(serve(app, engine, own, flags[DRAIN]))
+        return _front(flags, inputs, own, keys, lambda: EngineChild(settings), flags[RESTARTS])
 
     return Job(run)
+
+
+def _front(
+    flags: Flags,
+    inputs: "InputProcessor",
+    own: socket.socket,
+    keys: Sequence[str],
+    start: "Callable[[], EngineChild | AttachedEngine]",
+    restarts: int,
+) -> int:
+    """Serve with an engine in another process until the end; the exit code."""
+    import uvloop
+
+    from parallel_llama.request import SamplingParams
+    from parallel_llama.serve.access import Access
+    from parallel_llama.serve.app import make_app
+    from parallel_llama.serve.engine_client import EngineClient
+    from parallel_llama.serve.metrics import Metrics
+    from parallel_llama.serve.server import serve
+    from parallel_llama.serve.service import Service
+    from parallel_llama.serve.wire import Loaded
+
+    names = _names(flags[MODEL], flags[MODEL_NAME])
+    engine = EngineClient(
+        start,
+        inputs.request(0, [0], SamplingParams(max_tokens=1)),
+        Metrics(names[0]),
+        max_choices=flags[MAX_REQUESTS],
+        restarts=restarts,
+        step_timeout_s=(flags[TIMEOUT] or STEP_TIMEOUT_S) + _RANKS_FIRST_S,
+    )
+
+    def tell(loaded: Loaded) -> None:
+        inputs.n_cache_tokens = loaded.longest
+        host, port = own.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        n_ranks, dtype = len(loaded.ranks), in_dtype(loaded.dtype, loaded.quant)
+        line = f"serving {names[0]} at http://{host}:{port} ({n_ranks} rank{'s' * (n_ranks > 1)}"
+        print(f"{line}, {dtype})", file=sys.stderr, flush=True)
+
+    engine.on_loaded = tell
+    app = Access(make_app(Service(names, inputs, engine)), keys, flags[HOST])
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    with own:
+        return loop.run_until_complete(serve(app, engine, own, flags[DRAIN]))
+
+
+def _serve_as_rank(
+    flags: Flags, inputs: "InputProcessor", own: socket.socket, keys: Sequence[str]
+) -> int:
+    """What rank 0 does that somebody else has started: the engine, and the front as its child.
+
+    No thread runs yet and torch is not loaded, so that the child may go on from here.
+    """
+    from parallel_llama.serve.engine_child import AttachedEngine
+
+    ours, theirs = socket.socketpair()
+    front = os.fork()
+    if front == 0:
+        ours.close()
+        os._exit(_front(flags, inputs, own, keys, lambda: AttachedEngine(theirs), restarts=0))
+    theirs.close()
+    own.close()
+    # A first SIGTERM is the front's, which drains and then lets go of the engine.
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(front, number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal the front gets it as well
+
+    def work(llm: "LLM") -> int:
+        from parallel_llama.serve.engine_process import EngineProcess
+        from parallel_llama.serve.wire import FrameSocket
+
+        EngineProcess(llm, FrameSocket(ours)).run()
+        return 0
+
+    try:
+        return lead(flags, inputs, work)
+    finally:
+        ours.close()  # of which the front hears, where this fails
+        os.waitpid(front, 0)  # so that its port is free for the next
+
+
+def _follow(flags: Flags, inputs: "InputProcessor") -> int:
+    """What the other ranks do: they end when rank 0 lets go of them, and not before."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return lead(flags, inputs, lambda _: 0)
 
 
 def _names(model: str, given: str | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""The engine's process as the front sees it: its start, its socket, its end and its last words."""
+"""An engine's process as the front sees it: its start, its socket, its end and its last words."""
 
 import asyncio
 import json
@@ -64,6 +64,19 @@ class EngineChild:
         report = read_report(os.pread(self._report.fileno(), MAX_REPORT_BYTES, 0))
         self._report.close()
         return code, report.message if report else _ending(code)
+
+
+class AttachedEngine:
+    """An engine that somebody else has started, as torchrun does, and starts again."""
+
+    def __init__(self, own: socket.socket) -> None:
+        self.socket = own
+
+    async def end(self, grace_s: float = 0.0) -> tuple[int, str]:
+        """It ends when nobody holds the socket any more, and says itself why."""
+        del grace_s
+        self.socket.close()
+        return 1, "the engine has ended"
 
 
 def _ending(code: int) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from parallel_llama.errors import DISAGREE, NumericalError, UsageError
 from parallel_llama.request import Request
 from parallel_llama.serve.answer import Answer
-from parallel_llama.serve.engine_child import EngineChild
+from parallel_llama.serve.engine_child import AttachedEngine, EngineChild
 from parallel_llama.serve.metrics import Metrics
 from parallel_llama.serve.wire import (
     Cancel,
@@ -65,7 +65,7 @@ class EngineClient:
 
     def __init__(
         self,
-        start: Callable[[], EngineChild],
+        start: Callable[[], EngineChild | AttachedEngine],
         probe: Request,
         metrics: Metrics,
         *,
@@ -187,7 +187,7 @@ class EngineClient:
         is_first = len(self._restarted_s) == 1
         return 0.0 if is_first else min(MAX_BACKOFF_S, 2.0 ** (len(self._restarted_s) - 2))
 
-    async def _converse(self, child: EngineChild) -> None:
+    async def _converse(self, child: EngineChild | AttachedEngine) -> None:
         """Hear what one engine says until it ends, or hangs."""
         reader, writer = await asyncio.open_connection(sock=child.socket)
         frames = Frames()

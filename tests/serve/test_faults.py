@@ -138,6 +138,19 @@ def test_sigterm_lets_requests_finish_and_takes_no_new_ones(tiny):
         assert tiny.process.wait(20) == 0
 
 
+def test_under_torchrun_sigterm_lets_requests_finish_too(folder):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    with Served("--model", str(folder), "--drain=20", launcher=launcher) as served:
+        alone = texts(served, 2)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(texts, served, 2)
+            waits_for(lambda: n_running(served) == 2, 10)
+            served.process.send_signal(signal.SIGTERM)
+            assert asked.result(60) == alone
+        served.process.wait(40)  # torchrun's own code says that a signal came
+    assert "[rank" not in served.stderr
+
+
 def test_a_second_sigterm_does_not_wait(tiny):
     slow = {**LONG, "max_tokens": 460, "n": 16}
     with ThreadPoolExecutor(4) as pool:

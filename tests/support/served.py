@@ -19,8 +19,9 @@ START_LIMIT_S = 120.0
 class Served:
     """`parallel-llama serve` on a port of its own, from its first line to its end."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "parallel_llama", "serve", "--port=0", *arguments]
+    def __init__(self, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
+        program = [sys.executable, *launcher, "-m", "parallel_llama"]
+        command = [*program, "serve", "--port=0", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
         self.lines: list[str] = []
         self.url = ""
