@@ -145,13 +145,14 @@ def _serve_as_rank(
     ours, theirs = socket.socketpair()
     front = os.fork()
     if front == 0:
+        os.setpgid(0, 0)  # signals to the group come from rank 0 alone, once
         ours.close()
         os._exit(_front(flags, inputs, own, keys, lambda: AttachedEngine(theirs), restarts=0))
     theirs.close()
     own.close()
-    # A first SIGTERM is the front's, which drains and then lets go of the engine.
-    signal.signal(signal.SIGTERM, lambda number, _: os.kill(front, number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal the front gets it as well
+    # They are the front's, which drains and then lets go of the engine.
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, lambda received, _: os.kill(front, received))
 
     def work(llm: "LLM") -> int:
         from parallel_llama.serve.engine_process import EngineProcess
