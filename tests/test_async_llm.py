@@ -392,7 +392,7 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
             raise ValueError("something broke")
 
         broken = threading.Event()
-        monkeypatch.setattr(llm.engine.runner, "forward", fail)
+        monkeypatch.setattr(llm.engine.runner, "step", fail)
         while not broken.is_set():  # the event loop stands still: this comes when all is over
             time.sleep(0.001)
         engine._thread.join(LIMIT_S)

@@ -533,7 +533,7 @@ def test_an_interruption_in_the_middle_of_a_step_leaves_the_model_usable(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "logits", interrupt)
+        patch.setattr(llm.engine.runner, "step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["Hello"], PARAMS)
     assert llm.generate(["Hello"], PARAMS) == before

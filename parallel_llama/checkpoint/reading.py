@@ -5,7 +5,7 @@ and Inf. Beside its share a rank holds one bounded piece at a time.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def load(
     precision: Precision,
     device: torch.device,
     on_bytes: Callable[[int], None] = lambda _: None,
-) -> Iterator[tuple[str, Tensor | Groups]]:
+) -> Generator[tuple[str, Tensor | Groups], None, None]:
     """One rank's part of every weight, as the model wants it, in the order of the forward pass.
 
     `on_bytes` is told of every piece; the sum is what `plan.weight_bytes` says.

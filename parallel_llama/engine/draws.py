@@ -40,16 +40,21 @@ def draws_of(item: ScheduledTokens, history: History | None, mask: bytes | None)
 
 
 def draw_each(
-    logits: Tensor, vocab: range, draws: Sequence[Sequence[Draw]], comm: Communicator
+    logits: Tensor,
+    vocab: range,
+    draws: Sequence[Sequence[Draw]],
+    comm: Communicator,
+    largest: Tensor | None = None,
 ) -> list[list[Sampled]]:
     """The tokens of each sequence's draws, up to the first draw that forbids every token.
 
-    Shapes: logits [n, V_local] local, one row per draw, sequence after sequence.
+    Shapes: logits [n, V_local] local, one row per draw, sequence after sequence; largest as in
+    `sample`.
     Collective: like `sample`, and once more for the other rows where one has no token.
     """
     rows = [draw for own in draws for draw in own]
     try:
-        drawn = dict(enumerate(sample(logits, vocab, rows, comm)))
+        drawn = dict(enumerate(sample(logits, vocab, rows, comm, largest)))
     except NoTokenLeft as error:
         able = [row for row in range(len(rows)) if row not in error.rows]
         others = sample(logits[able], vocab, [rows[row] for row in able], comm)

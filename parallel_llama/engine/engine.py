@@ -28,6 +28,7 @@ from parallel_llama.engine.prompt_lookup import PromptLookup
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepTimes
 from parallel_llama.errors import DISAGREE, NumericalError, UsageError
+from parallel_llama.model.decode_program import Logits
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import Completion, FinishReason, Request, TokenLogprob
@@ -211,14 +212,11 @@ class Engine:
                 self.begun.append(state.ticket)
             state.has_begun = True
         drawing, scoring = self._wanted_rows(scheduled)
-        rows = [*drawing, *(row for _, row, _ in scoring)]
-        # The middle of a prompt wants no row, and a forward gives one at least.
-        hidden = self.runner.forward(chunks, rows or [0])  # [len(rows), dim] replicated
-        logits = self.runner.logits(hidden[: len(drawing)])
+        logits, hidden = self.runner.step(chunks, drawing, [row for _, row, _ in scoring])
         self.times.forward_s += clock.lap()
         items = [item for item in scheduled if item.draws]
         drawn = self._sample(items, logits) if items else []
-        self._score_prompts(scoring, hidden[len(drawing) :])
+        self._score_prompts(scoring, hidden)
         self.times.sample_s += clock.lap()
         for item in scheduled:
             if not item.draws:
@@ -360,7 +358,7 @@ class Engine:
                 state.prompt_logprobs.append(one)
 
     def _sample(
-        self, drawing: abc.Sequence[ScheduledTokens], logits: Tensor
+        self, drawing: abc.Sequence[ScheduledTokens], logits: Logits
     ) -> list[list[Sampled]]:
         """The draws of each sequence: one for its last token and one for each draft.
 
@@ -372,7 +370,7 @@ class Engine:
             state = self._states[item.sequence]
             mask = both(masks.get(item.sequence), state.allowed)
             draws.append(draws_of(item, state.history, mask))
-        return draw_each(logits, self.runner.share.vocab, draws, self.comm)
+        return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, logits.largest)
 
     def _exchange_masks(self, drawing: abc.Sequence[ScheduledTokens]) -> dict[Sequence, bytes]:
         """Which tokens each sequence's grammar allows, from rank 0's matchers."""
@@ -395,8 +393,9 @@ class Engine:
             for row, (item, own) in enumerate(zip(drawing, drawn, strict=True)):
                 ids, shown[row], end = self._read(item, [one.token for one in own])
                 rows[row] = [end, len(ids), *ids, *[0] * (width - len(ids))]
-        message = torch.tensor(rows, dtype=torch.int64, device=self.runner.device)
-        rows = self.comm.broadcast(message).tolist()
+        if self.comm.size > 1:
+            message = torch.tensor(rows, dtype=torch.int64, device=self.runner.device)
+            rows = self.comm.broadcast(message).tolist()
         outputs = []
         for row, (item, own) in enumerate(zip(drawing, drawn, strict=True)):
             end, n_kept, *ids = rows[row]

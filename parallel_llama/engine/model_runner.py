@@ -6,19 +6,22 @@ stop conditions; every rank calls it with the same chunks.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint import Checkpoint, load
+from parallel_llama.checkpoint.ahead import ahead
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.kv_capacity import memory_for
 from parallel_llama.engine.spread_cache import CachePart, mask_of
 from parallel_llama.families.model_args import layer_groups
 from parallel_llama.model.batch import Batch, GroupBatch, QueryTile, SinkTile
-from parallel_llama.model.decode_program import DecodePrograms
+from parallel_llama.model.decode_program import DecodePrograms, Logits
 from parallel_llama.model.kv_cache import Blocks, KVCache, part_of, slices_of, slots_of
 from parallel_llama.model.rope import RotaryTables, rotary_of_windows, turns_back
 from parallel_llama.model.transformer import Transformer
@@ -30,6 +33,9 @@ from parallel_llama.plan import ShardPlan
 # Queries that attention takes at once: so many that a call is worth it, so few that a long prompt's
 # first ones need not pass over its last keys.
 _MAX_QUERIES = 64
+
+# Weights that are read before the model takes them.
+_READ_AHEAD = 2
 
 # Tokens of a chunk that are decoded one by one: a token and its drafts, so that these get to the
 # last bit what they would get alone.
@@ -105,10 +111,12 @@ class ModelRunner:
             ops = choose_ops(dtype, device, args.head_dim, groups, scores, cache_dtype, forms)
         model = Transformer(args, share, comm, ops, dtype)
         with ThreadPoolExecutor(1) as thread:
-            # Beside the reading.
+            # Beside the reading, which is beside the packing.
             compiled = thread.submit(ops.compile, has_experts=args.n_experts > 0)
-            for name, value in load(checkpoint, args, share, precision, device, on_bytes):
-                model.assign(name, value)
+            weights = load(checkpoint, args, share, precision, device, on_bytes)
+            with closing(ahead(weights, _READ_AHEAD)) as read:
+                for name, value in read:
+                    model.assign(name, value)
             model.complete()
             compiled.result()
         return cls(args, plan, comm, model, kv_format)
@@ -141,6 +149,24 @@ class ModelRunner:
         """
         with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
             return self._steps(self.batch(chunks, rows))
+
+    @torch.inference_mode()
+    def step(
+        self, chunks: Sequence[Chunk], drawing: Sequence[int], others: Sequence[int] = ()
+    ) -> tuple[Logits, Tensor]:
+        """Run the chunks like `forward`; rows to draw from become logits, others stay as they are.
+
+        Shapes: [len(drawing), V_local] local, which may be gone after the next step; [len(others),
+        dim] replicated.
+        Collective: those of `Transformer.forward`.
+        """
+        if drawing and not others:
+            with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
+                logits = self._steps.logits(self.batch(chunks, drawing))
+            return logits, logits.values[:0]
+        # The middle of a prompt wants no row, and a forward gives one at least.
+        hidden = self.forward(chunks, [*drawing, *others] or [0])
+        return Logits(self.logits(hidden[: len(drawing)])), hidden[len(drawing) :]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -280,7 +306,7 @@ class ModelRunner:
             )
 
     def _int64(self, values: Sequence[object]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)
 
     def _mask(self, queries: range, keys: range, window: int | None) -> Tensor | None:
         """What is added to the queries' scores; None where torch's own causal mask serves.

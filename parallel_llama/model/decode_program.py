@@ -1,13 +1,13 @@
 """Decode steps as programs: one call in the place of hundreds, for steps of equal numbers of rows.
 
 A step that is nothing but decode rows, in operators that are kernels, is recorded the first time;
-after that its batch is copied to where the recording looks, and all blocks are one call. Every
-other step runs block by block, and so does a model with operators of torch's. Both give the same
-to the last bit, and take part in the same collectives.
+after that its batch is copied to where the recording looks, and all blocks and the head are one
+call. Every other step runs block by block, and so does a model with operators of torch's. Both give
+the same to the last bit, and take part in the same collectives.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,17 @@ _LEAST_KEYS, _LEAST_RANGES = 1024, 8
 _MAX_PROGRAMS = 64
 
 
+@dataclass(frozen=True)
+class Logits:
+    """Scores of this rank's vocabulary rows, and the largest of each row where it is known.
+
+    Shapes: values [n, V_local] local; largest [n, 2] float64 local, behind it whose it is.
+    """
+
+    values: Tensor
+    largest: Tensor | None = None
+
+
 class DecodePrograms:
     """A model's forward pass over these caches, by a program where the batch is one for it.
 
@@ -38,20 +49,30 @@ class DecodePrograms:
 
     def __call__(self, batch: Batch) -> Tensor:
         """What `Transformer.forward` gives."""
-        x = self._model.embedded(batch.tokens)
-        program = self._program_for(x, batch)
+        program = self._program_for(batch)
         if program is None:
-            return self._model.blocks(x, batch, self._caches)
-        return program(x, batch)
+            return self._model(batch, self._caches)  # type: ignore[no-any-return]
+        program.run(batch)
+        return program.hidden.clone()
 
-    def _program_for(self, x: Tensor, batch: Batch) -> "_Program | None":
+    def logits(self, batch: Batch) -> Logits:
+        """What `Transformer.logits` makes of that; the next step may put its own in their place."""
+        program = self._program_for(batch)
+        if program is None:
+            return Logits(self._model.logits(self._model(batch, self._caches)))
+        program.run(batch)
+        if program.largest is None:
+            return Logits(self._model.scaled(program.scores))
+        return Logits(program.scores, program.largest)
+
+    def _program_for(self, batch: Batch) -> "_Program | None":
         if self._ops is None or not _is_decode(batch):
             return None
-        n_rows = len(x)
+        n_rows = len(batch.tokens)
         program = self._programs.get(n_rows)
         if n_rows not in self._programs or (program and not program.has_room_for(batch)):
             try:
-                program = _Program(self._model, self._ops, self._caches, x, batch)
+                program = _Program(self._model, self._ops, self._caches, batch)
             except NotRecorded:
                 program = None
             if len(self._programs) >= _MAX_PROGRAMS:
@@ -69,10 +90,11 @@ def _is_decode(batch: Batch) -> bool:
 
 
 class _Program:
-    """All blocks of a model over batches like one: of as many rows, with no more keys than it has
-    room for.
+    """A model over batches like one: of as many rows, with no more keys than it has room for.
 
-    Raises: NotRecorded if something in the blocks is no kernel.
+    Shapes: of the batch that was run last, `hidden` [T, dim] and `scores` [T, V_local], which are
+    no logits before they are `scaled`; `largest` [T, 2] float64, where they are that already.
+    Raises: NotRecorded if something behind the embedding is no kernel.
     """
 
     def __init__(
@@ -80,13 +102,22 @@ class _Program:
         model: Transformer,
         ops: CPUOps,
         caches: Sequence[KVCache],
-        x: Tensor,
         batch: Batch,
     ) -> None:
         self._groups = tuple(_with_room(group) for group in batch.groups)
-        self._x = torch.empty_like(x)
+        self._tokens, embedding = torch.empty_like(batch.tokens), model.tok_embeddings
+        self._model = model
+        shape = len(batch.tokens), embedding.dim
+        self._x = torch.empty(shape, dtype=embedding.weight.computed)
         with ops.recording() as self._recording:
-            self._y = model.blocks(self._x, replace(batch, groups=self._groups), caches)
+            x = model.embedded(self._tokens) if model.embeds_plainly else self._x
+            self.hidden = model.blocks(x, replace(batch, groups=self._groups), caches)
+            scores = model.scores(self.hidden)
+            first = embedding.rows.start
+            self.largest = None if model.scales_logits else ops.largest(scores, first)
+            # By far the largest of a step's tensors: all programs may have theirs in one place,
+            # which the next step's first kernels may take as well.
+            self.scores = self._recording.borrowed(scores)
 
     def has_room_for(self, batch: Batch) -> bool:
         return all(
@@ -94,15 +125,17 @@ class _Program:
             for own, other in zip(self._groups, batch.groups, strict=True)
         )
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """The residual stream after the last block. Shapes: x [T, dim], and so is the result."""
-        self._x.copy_(x)
+    def run(self, batch: Batch) -> None:
+        """Run the batch through the model."""
+        if self._model.embeds_plainly:
+            self._tokens.copy_(batch.tokens)
+        else:
+            self._x.copy_(self._model.embedded(batch.tokens))
         for own, other in zip(self._groups, batch.groups, strict=True):
             own.slots.copy_(other.slots)
             own.rotations.copy_(other.rotations)
             _decode(own).fill(_decode(other))
         self._recording.replay()
-        return self._y.clone()
 
 
 def _with_room(group: GroupBatch) -> GroupBatch:

@@ -108,21 +108,16 @@ class VocabParallelEmbedding(nn.Module):
     Collective: one all_reduce.
     """
 
-    def __init__(self, rows: range, dim: int, comm: Communicator, dtype: torch.dtype) -> None:
+    def __init__(
+        self, rows: range, dim: int, comm: Communicator, ops: TorchOps, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.comm, self.rows, self.dim = comm, rows, dim
+        self.comm, self.ops, self.rows, self.dim = comm, ops, rows, dim
         self.weight = unfilled(dtype, len(rows), dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.comm.size == 1:
-            return self.weight.lookup(tokens)
-        if len(self.rows) == 0:  # a tiny vocabulary may leave a rank without rows
-            x = torch.zeros(len(tokens), self.dim, dtype=self.weight.computed, device=tokens.device)
-        else:
-            elsewhere = (tokens < self.rows.start) | (tokens >= self.rows.stop)
-            own = (tokens - self.rows.start).masked_fill(elsewhere, 0)
-            x = self.weight.lookup(own).masked_fill(elsewhere[:, None], 0)
-        return self.comm.all_reduce(x)  # [T, dim] partial -> replicated
+        x = self.weight.lookup(tokens, self.rows.start, self.ops)  # [T, dim] partial
+        return self.ops.all_reduce(x, self.comm)  # [T, dim] replicated
 
 
 class RMSNorm(nn.Module):

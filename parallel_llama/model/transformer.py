@@ -145,11 +145,13 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = ops
-        self._embedding_scale = torch.tensor(args.embedding_scale, dtype=dtype)
+        # Rounded as the stream is; None where there is nothing to scale.
+        scale = args.embedding_scale
+        self._embedding_scale = None if scale == 1 else torch.tensor(scale, dtype=dtype)
         self._logit_scale, self._logit_soft_cap = args.logit_scale, args.logit_soft_cap
         block = ParallelBlock if args.parallel_block else TransformerBlock
         self._huge_pages: HugePages | None = None  # on a CPU, from the first weight on
-        self.tok_embeddings = VocabParallelEmbedding(share.vocab, args.dim, comm, dtype)
+        self.tok_embeddings = VocabParallelEmbedding(share.vocab, args.dim, comm, ops, dtype)
         self.layers = nn.ModuleList(
             block(args, share, layer, comm, ops, dtype) for layer in range(args.n_layers)
         )
@@ -181,7 +183,7 @@ class Transformer(nn.Module):
         Collective: one all_reduce.
         """
         x: Tensor = self.tok_embeddings(tokens)
-        if self._embedding_scale != 1:
+        if self._embedding_scale is not None:
             x.mul_(self._embedding_scale)
         return x
 
@@ -197,8 +199,26 @@ class Transformer(nn.Module):
 
         Shapes: x [n, dim] replicated, rows of the residual stream; the result [n, V_local] local.
         """
+        return self.scaled(self.scores(x))
+
+    def scores(self, x: Tensor) -> Tensor:
+        """What `scaled` makes logits of. Shapes: as `logits`."""
         head = self.tok_embeddings if self.output is None else self.output
-        scores = head.weight.apply(self.norm(x), self.ops)  # [n, V_local] local
+        return head.weight.apply(self.norm(x), self.ops)  # [n, V_local] local
+
+    @property
+    def embeds_plainly(self) -> bool:
+        """Whether the residual stream begins with what the files have for each token."""
+        is_dense = isinstance(self.tok_embeddings.weight, DenseWeight)
+        return is_dense and self._embedding_scale is None
+
+    @property
+    def scales_logits(self) -> bool:
+        """Whether logits are not what the head's product gives."""
+        return self._logit_scale != 1 or self._logit_soft_cap is not None
+
+    def scaled(self, scores: Tensor) -> Tensor:
+        """Logits from `scores`, whose place they may take."""
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self._logit_scale != 1:
             scores.mul_(self._logit_scale)

@@ -22,7 +22,9 @@ from parallel_llama.ops.cpu import (
     make_add,
     make_attention,
     make_group_linear,
+    make_largest,
     make_linear,
+    make_lookup,
     make_norm,
     make_rotary,
     make_route,
@@ -74,11 +76,12 @@ class CPUOps(TorchOps):
                 make_group_linear(form)
                 continue
             make_linear(self._dtype, form)
+            make_lookup(self._dtype, form)
             if has_experts:
                 make_routed_linear(self._dtype, form)
         if torch.bfloat16 in self._matrices:
             make_tile_linear()
-        for kernel in (make_norm, make_silu_and_mul, make_add):
+        for kernel in (make_norm, make_silu_and_mul, make_add, make_largest):
             kernel(self._dtype)
         make_walk()
         if has_experts:
@@ -105,6 +108,11 @@ class CPUOps(TorchOps):
         finally:
             self._recording, self._run = None, at_once
         recording.complete()
+
+    def lookup(
+        self, tokens: Tensor, weight: Tensor, first: int = 0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return make_lookup(dtype or weight.dtype, weight.dtype)(tokens, weight, first, self._run)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > MAX_ROWS:
@@ -177,6 +185,9 @@ class CPUOps(TorchOps):
         self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
     ) -> None:
         self._attention(k.dtype, q.shape[1] // len(k))(q, k, v, batch, out, self._run)
+
+    def largest(self, x: Tensor, first: int = 0) -> Tensor:
+        return make_largest(x.dtype)(x, first, self._run)
 
     def _table(self, addresses: Sequence[int]) -> "array[int]":
         """Addresses where a kernel finds them, now and later."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,8 +35,10 @@ class DecodeBatch:
         # The longest come first, so that no thread is left with one while the others have finished.
         rows.sort(key=lambda row: row[1], reverse=True)
         return cls(
-            torch.tensor(rows, dtype=torch.int64),
-            torch.tensor(slot_ranges, dtype=torch.int64),
+            torch.from_numpy(
+                np.array(rows, dtype=np.int64)
+            ),  # several times as fast as torch.tensor
+            torch.from_numpy(np.array(slot_ranges, dtype=np.int64)),
             max_len=rows[0][1],
             taken=torch.zeros(1, dtype=torch.int64),
         )

@@ -6,7 +6,6 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_llama.dtypes import (
@@ -70,9 +69,12 @@ class DenseWeight:
         """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
         out.copy_(self.apply(x, ops))
 
-    def lookup(self, rows: Tensor) -> Tensor:
-        """Some rows of the weight. Shapes: int64 [T] -> [T, in]."""
-        return F.embedding(rows, self.values).to(self.computed)
+    def lookup(self, tokens: Tensor, first: int, ops: TorchOps) -> Tensor:
+        """The rows of some tokens, the first row being that of `first`; zeros for other tokens.
+
+        Shapes: int64 [T] -> [T, in].
+        """
+        return ops.lookup(tokens, self.values, first, self.computed)
 
     @staticmethod
     def end_to_end(weights: Sequence["DenseWeight"]) -> "DenseWeight":
@@ -132,9 +134,14 @@ class GroupWeight:
         """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
         ops.group_linear(x, self.values, self.panels, out)
 
-    def lookup(self, rows: Tensor) -> Tensor:
-        """Some rows of the weight, in float32. Shapes: int64 [T] -> [T, in]."""
-        return self.panels.unpack_rows(self.values, rows).values()
+    def lookup(self, tokens: Tensor, first: int, _: TorchOps) -> Tensor:
+        """The same in float32. Shapes: int64 [T] -> [T, in]."""
+        if not self.n_outputs:  # a tiny vocabulary may leave a rank without rows
+            return torch.zeros(len(tokens), self.panels.n_inputs, device=tokens.device)
+        own = tokens - first
+        elsewhere = (own < 0) | (own >= self.n_outputs)
+        rows = self.panels.unpack_rows(self.values, own.masked_fill(elsewhere, 0)).values()
+        return rows.masked_fill_(elsewhere[:, None], 0)
 
     @staticmethod
     def end_to_end(weights: Sequence["GroupWeight"]) -> "GroupWeight":

@@ -29,6 +29,22 @@ class TorchOps:
     def compile(self, *, has_experts: bool = False) -> None:
         """Make ready what takes a while, so that the first step does not wait for it."""
 
+    def lookup(
+        self, tokens: Tensor, weight: Tensor, first: int = 0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The rows of a weight for some tokens, of which it has those from `first` on.
+
+        Zeros for the other tokens; `dtype` is the result's, perhaps with more bits.
+
+        Shapes: tokens [T] int64, weight [n, dim] -> [T, dim].
+        """
+        own = tokens - first
+        elsewhere = (own < 0) | (own >= len(weight))
+        if not len(weight):  # a tiny vocabulary may leave a rank without rows
+            return weight.new_zeros((len(tokens), weight.shape[1]), dtype=dtype)
+        rows = F.embedding(own.masked_fill(elsewhere, 0), weight)
+        return rows.to(dtype or weight.dtype).masked_fill_(elsewhere[:, None], 0)
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Y = X A + b, the weight in torch's order, perhaps in 16 bits where x has more.
 
@@ -98,6 +114,18 @@ class TorchOps:
         for number in range(1, shares.shape[1]):
             total += each[:, number] * shares[:, number : number + 1]
         return total.to(parts.dtype)
+
+    def largest(self, x: Tensor, first: int = 0) -> Tensor:
+        """The largest number of each row, and the first place where it is, counted from `first`.
+
+        It is NaN where a row has one, and -inf where it has nothing else.
+
+        Shapes: [n, m] -> [n, 2] float64.
+        """
+        if not x.shape[1]:
+            return x.new_tensor([[-torch.inf, first]], dtype=torch.float64).repeat(len(x), 1)
+        values, places = x.max(1)
+        return torch.stack((values.double(), (places + first).double()), dim=1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x / rms(x) * (weight + offset), with the mean of squares in at least float32.

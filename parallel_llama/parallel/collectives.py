@@ -88,7 +88,7 @@ class Solo(Communicator):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return x.detach().clone(memory_format=torch.contiguous_format).unsqueeze(0)
+        return torch.stack((x.detach(),))
 
     # There is only rank 0, which waits for nobody.
     def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:  # noqa: ARG002
@@ -113,6 +113,8 @@ def broadcast_bytes(comm: Communicator, data: bytes | None, *, patient: bool = F
     if comm.rank == 0 and (data is None or len(data) > MAX_MESSAGE_BYTES):
         size = "nothing" if data is None else f"{len(data)} bytes"
         raise ValueError(f"rank 0 broadcasts {size}; give 0 to {MAX_MESSAGE_BYTES} bytes")
+    if comm.size == 1:
+        return data or b""
     length = torch.tensor([len(data or b"")], dtype=torch.int64)
     n_bytes = int(comm.broadcast(length, patient=patient)[0])
     if not 0 <= n_bytes <= MAX_MESSAGE_BYTES:

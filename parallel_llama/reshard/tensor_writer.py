@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from parallel_llama.checkpoint.ahead import ahead, started_thread
 from parallel_llama.checkpoint.canonical import CanonicalTensor, Piece
 from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
 from parallel_llama.errors import UsageError
-from parallel_llama.reshard.ahead import ahead, started_thread
 from parallel_llama.reshard.direct_file import DirectFile, Staging
 from parallel_llama.reshard.hashes import FileHash, UnitHashes
 from parallel_llama.reshard.layout import Layout

@@ -51,13 +51,20 @@ _N_FIXED = 5
 
 
 def sample(
-    logits: Tensor, vocab: range, draws: Sequence[Draw], comm: Communicator
+    logits: Tensor,
+    vocab: range,
+    draws: Sequence[Draw],
+    comm: Communicator,
+    largest: Tensor | None = None,
 ) -> list[Sampled]:
     """Draw one token per row; the same on all ranks, and at every tp_size.
 
     Equal logits rank by token id: greedy takes the smallest, top_k keeps exactly k.
 
-    Shapes: logits [n, V_local] local, the scores of the token ids in `vocab`; n draws.
+    Whoever knows the largest logit of each row already, and whose it is, gives it as `largest`.
+
+    Shapes: logits [n, V_local] local, the scores of the token ids in `vocab`; n draws; largest
+    [n, 2] float64 local.
     Raises: on all ranks, NumericalError where a row holds nan or +inf or nothing but -inf, and
     NoTokenLeft where only what the draw forbids made it so.
     Collective: one all_gather; another where the candidates do not settle a row's filters, and
@@ -68,27 +75,43 @@ def sample(
         return []
     adjusted, ways = adjust(logits, vocab, draws), _Ways.of(draws)
     if len(ways.greedy) == len(draws):
-        picked = _pick_largest(adjusted, vocab, draws, comm)
+        known = largest if adjusted is logits else None
+        tokens = _pick_largest(_largest(adjusted, vocab) if known is None else known, draws, comm)
     else:
-        picked = _pick(adjusted, vocab, draws, ways, comm)
-    scored = _score_drawn(logits, vocab, picked, draws, comm)
-    return [Sampled(token, scored.get(row)) for row, token in enumerate(picked.tolist())]
+        tokens = _pick(adjusted, vocab, draws, ways, comm).tolist()
+    scored = _score_drawn(logits, vocab, tokens, draws, comm)
+    return [Sampled(token, scored.get(row)) for row, token in enumerate(tokens)]
 
 
-def _pick_largest(
-    logits: Tensor, vocab: range, draws: Sequence[Draw], comm: Communicator
-) -> Tensor:
-    """The tokens where all draws are greedy: a head exchange of two numbers a row, and few calls.
-
-    Collective: one all_gather.
-    """
-    own = logits.new_full((len(draws), 2), -math.inf, dtype=torch.float64)
+def _largest(logits: Tensor, vocab: range) -> Tensor:
+    """The largest logit of each row, and whose it is. Shapes: [n, 2] float64 local."""
+    own = logits.new_full((len(logits), 2), -math.inf, dtype=torch.float64)
     if len(vocab):
         own[:, :1], own[:, 1:] = Tiles.of(logits, vocab).leaders(1)
-    blocks = comm.all_gather(own).cpu()  # [tp_size, n, 2]
-    largest, ranks = blocks[:, :, 0].max(0)  # nan wherever a rank has one; of equal ones the first
-    _require_tokens(largest, draws)
-    return blocks[:, :, 1].gather(0, ranks[None])[0].long()
+    return own
+
+
+def _pick_largest(own: Tensor, draws: Sequence[Draw], comm: Communicator) -> list[int]:
+    """The tokens where all draws are greedy: a head exchange of two numbers a row.
+
+    From there on in Python, for a call of torch takes as long as some dozens of rows.
+
+    Shapes: own [n, 2] float64 local.
+    Collective: one all_gather.
+    """
+    of_ranks: list[list[tuple[float, float]]] = comm.all_gather(own).tolist()
+    leaders = [_leader(row) for row in zip(*of_ranks, strict=True)]
+    _require_tokens([largest for largest, _ in leaders], draws)
+    return [int(token) for _, token in leaders]
+
+
+def _leader(of_ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The largest logit and its token: nan where a rank has one, and of equal ones the first."""
+    leader = of_ranks[0]
+    for other in of_ranks[1:]:
+        if other[0] > leader[0] or math.isnan(other[0]):
+            leader = other
+    return leader
 
 
 def _pick(
@@ -99,7 +122,7 @@ def _pick(
     Collective: one all_gather, and another where the candidates do not settle a row's filters.
     """
     head = _Head(comm.all_gather(_local_block(adjusted, vocab, draws, ways)).cpu())
-    _require_tokens(head.largest, draws)
+    _require_tokens(head.largest.tolist(), draws)
     picked = torch.full((len(draws),), -1)
     if ways.greedy:
         picked[ways.greedy] = head.tokens[ways.greedy, 0]
@@ -200,7 +223,7 @@ def _pick_settled(
 
 
 def _score_drawn(
-    logits: Tensor, vocab: range, tokens: Tensor, draws: Sequence[Draw], comm: Communicator
+    logits: Tensor, vocab: range, tokens: Sequence[int], draws: Sequence[Draw], comm: Communicator
 ) -> dict[int, TokenLogprob]:
     """Log-probabilities of the drawn tokens, by row, where they are asked for."""
     rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
@@ -208,7 +231,8 @@ def _score_drawn(
         return {}
     n_top = [draws[row].params.logprobs or 0 for row in rows]
     own = logits if len(rows) == len(logits) else logits[rows]
-    scored = score_tokens(own, vocab, tokens[rows].to(logits.device), n_top, comm)
+    targets = torch.tensor([tokens[row] for row in rows], device=logits.device)
+    scored = score_tokens(own, vocab, targets, n_top, comm)
     return dict(zip(rows, scored, strict=True))
 
 
@@ -255,10 +279,10 @@ def _n_candidates(draw: Draw) -> int:
     return 1 if params.is_greedy else 0
 
 
-def _require_tokens(largest: Tensor, draws: Sequence[Draw]) -> None:
+def _require_tokens(largest: Sequence[float], draws: Sequence[Draw]) -> None:
     """Check that every row has a largest logit that is a number."""
     without: list[int] = []
-    for row, value in enumerate(largest.tolist()):
+    for row, value in enumerate(largest):
         if math.isfinite(value):
             continue
         if value == -math.inf and draws[row].is_adjusted:

@@ -238,11 +238,11 @@ def plain_request(index: int, **params: object) -> Request:
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, error: BaseException) -> None:
-    def forward(*_: object) -> torch.Tensor:
+    def step(*_: object) -> torch.Tensor:
         monkeypatch.undo()
         raise error
 
-    monkeypatch.setattr(runner, "forward", forward)
+    monkeypatch.setattr(runner, "step", step)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])

@@ -7,11 +7,12 @@ no more than the window and one step.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mixes import WINDOWED, make_runner
-from parity_steps import full_logits, load_runner
+from parity_steps import load_runner
 from ranks import Pools
 from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
@@ -20,9 +21,11 @@ from transformers_oracle import reference_logits, reference_logits_token_by_toke
 
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
+from parallel_llama.model.decode_program import Logits
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import blocks_held
 from parallel_llama.request import Request, SamplingParams
+from parallel_llama.sampling.scoring import gather_logits
 
 WINDOW, BLOCK_SIZE, STEP_TOKENS = 16, 4, 12
 MODELS = {
@@ -69,26 +72,21 @@ class Recorded:
         capacity = Capacity(sizes, BLOCK_SIZE, 0, windows)
         self.engine = Engine(runner, capacity, step_tokens=STEP_TOKENS, max_drafts=max_drafts)
         self.logits: dict[tuple[int, tuple[int, ...]], Tensor] = {}  # by request and tokens before
-        forward = runner.logits
+        step = runner.step
 
-        def recording(hidden: Tensor) -> Tensor:
+        def recording(*arguments: Any) -> tuple[Logits, Tensor]:
             wanted = [item for item in self.engine.scheduler._scheduled.values() if item.draws]
-            rows = iter(full_logits_of(hidden))
+            logits, hidden = step(*arguments)
+            vocabs = [share.vocab for share in runner.plan.shares]
+            rows = iter(gather_logits(logits.values, vocabs, comm))
             for item in wanted:
                 known = [*item.sequence.tokens[: item.start], *item.tokens]
                 for n_drafts in range(item.n_drafts + 1):
                     seen = known[: len(known) - item.n_drafts + n_drafts]
                     self.logits[item.request.index, tuple(seen)] = next(rows)
-            return forward(hidden)
+            return logits, hidden
 
-        def full_logits_of(hidden: Tensor) -> Tensor:
-            runner.logits = forward
-            try:
-                return full_logits(runner, hidden)
-            finally:
-                runner.logits = recording
-
-        runner.logits = recording
+        runner.step = recording
 
     @staticmethod
     def ring() -> int:

@@ -23,6 +23,8 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.model.batch import Batch
+from parallel_llama.model.decode_program import Logits
+from parallel_llama.ops import TorchOps
 from parallel_llama.ops.cpu.program import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
 
@@ -59,6 +61,15 @@ class Both:
             assert torch.equal(_bytes(cache._kv), _bytes(before))
         self.n_programs += self.steps._programs.get(len(batch.tokens)) is not None
         return ours
+
+    def logits(self, batch: Batch) -> Logits:
+        ours = self.steps.logits(batch)
+        kept = replace(ours, values=ours.values.clone())
+        assert torch.equal(kept.values, self.runner.model.logits(self(batch)))
+        if ours.largest is not None:
+            first = self.runner.share.vocab.start
+            assert torch.equal(ours.largest, TorchOps().largest(kept.values, first))
+        return kept
 
 
 def _bytes(kv: Tensor) -> Tensor:

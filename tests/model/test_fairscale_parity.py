@@ -105,7 +105,7 @@ def run_embedding(comm: Communicator, cut: Cut) -> Pair:
     own, even = cut(comm, VOCAB_SIZE), even_range(comm, VOCAB_SIZE)
     with float64_by_default():
         theirs = fairscale_layers.VocabParallelEmbedding(VOCAB_SIZE, DIM, init_method=lambda w: w)
-    ours = layers.VocabParallelEmbedding(own, DIM, comm, torch.float64)
+    ours = layers.VocabParallelEmbedding(own, DIM, comm, OPS, torch.float64)
     fill(ours, weight[own.start : own.stop], None)
     fill(theirs, weight[even.start : even.stop], None)
     tokens = torch.arange(VOCAB_SIZE)

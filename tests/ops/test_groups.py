@@ -228,7 +228,18 @@ def test_inputs_are_rounded_alike_by_kernels_and_torch():
 def test_a_token_is_looked_up_in_any_order(form):
     weight = a_matrix(form, 37, 64)
     rows = torch.tensor([36, 0, 17, 0, 5])
-    assert torch.equal(GroupWeight(weight, 16).lookup(rows), weight.values()[rows])
+    assert torch.equal(GroupWeight(weight, 16).lookup(rows, 0, TorchOps()), weight.values()[rows])
+
+
+@FORMS
+def test_tokens_of_other_ranks_are_looked_up_as_zeros(form):
+    weight, tokens = a_matrix(form, 37, 64), torch.tensor([50, 8, 51, 14, 7, 0])
+    found = GroupWeight(weight, 16).lookup(tokens, 14, TorchOps())
+    zeros = torch.zeros(64)
+    expected = [weight.values()[36], zeros, zeros, weight.values()[0], zeros, zeros]
+    assert torch.equal(found, torch.stack(expected))
+    none = GroupWeight(weight.some(slice(0)), 16).lookup(tokens, 14, TorchOps())
+    assert torch.equal(none, torch.zeros(6, 64))
 
 
 @FORMS

@@ -97,6 +97,40 @@ def test_routes_of(backend: Backend, own: range) -> None:
         assert sorted(routes.targets.tolist()) == list(range(6))
 
 
+@pytest.mark.parametrize("tokens", [[], [7], [9, 2, 28, 27, 7, 0, 10]])
+@pytest.mark.parametrize("n_rows", [0, 21])
+def test_lookup(backend: Backend, tokens: list[int], n_rows: int) -> None:
+    """The weight has the tokens from 7 on; the others are zeros."""
+    ops, dtype, device = backend
+    for stored in {dtype, *([torch.bfloat16] if dtype == torch.float32 else [])}:
+        weight = torch.randn(n_rows, 37, device=device).to(stored)
+        rows = ops.lookup(torch.tensor(tokens, dtype=torch.int64, device=device), weight, 7, dtype)
+        assert rows.shape == (len(tokens), 37) and rows.dtype == dtype
+        for row, token in zip(rows, tokens, strict=True):
+            is_there = 7 <= token < 7 + n_rows
+            assert torch.equal(row, weight[token - 7].to(dtype) if is_there else 0 * row)
+
+
+@pytest.mark.parametrize("n_columns", [1, 5, 16, 101, 70_000])
+@pytest.mark.parametrize("n_rows", [0, 1, 5])
+def test_the_first_of_the_largest(backend: Backend, n_rows: int, n_columns: int) -> None:
+    ops, dtype, device = backend
+    x = torch.randint(-40, 40, (n_rows, n_columns), device=device).to(dtype)
+    expected = [[max(row), row.index(max(row)) + 9] for row in x.tolist()]
+    assert ops.largest(x, 9).tolist() == expected
+
+
+def test_the_largest_tells_of_what_is_no_number(backend: Backend) -> None:
+    ops, dtype, device = backend
+    x = torch.zeros(5, 101, dtype=dtype, device=device)
+    x[0], x[1, 60], x[2, 3], x[3, 100] = -torch.inf, torch.nan, torch.inf, -torch.inf
+    x[4, 2], x[4, 90] = torch.inf, torch.nan
+    values, places = ops.largest(x, 9).T.tolist()
+    assert [str(value) for value in values] == ["-inf", "nan", "inf", "0.0", "nan"]
+    assert (places[0], places[2], places[3]) == (9, 12, 9)
+    assert ops.largest(x[:, :0], 9).tolist() == [[-torch.inf, 9]] * 5
+
+
 def test_weighted_sum(backend: Backend) -> None:
     ops, dtype, device = backend
     parts = torch.randn(5 * 3, 37, dtype=dtype, device=device)

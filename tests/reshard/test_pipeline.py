@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 
+from parallel_llama.checkpoint.ahead import ahead
 from parallel_llama.checkpoint.manifest import tensor_bytes
 from parallel_llama.checkpoint.reused_memory import ReusedMemory
 from parallel_llama.cli.reshard import Progress
 from parallel_llama.reshard import direct_file
-from parallel_llama.reshard.ahead import ahead
 from parallel_llama.reshard.direct_file import DirectFile, Staging
 from parallel_llama.reshard.hashes import UnitHashes
 

@@ -13,7 +13,9 @@ Kernels take a `run`: a call is made at once, or recorded, for `walk` to make th
 from parallel_llama.ops.cpu.add import make_add
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
 from parallel_llama.ops.cpu.group_linear import make_group_linear
+from parallel_llama.ops.cpu.largest import make_largest
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
+from parallel_llama.ops.cpu.lookup import make_lookup
 from parallel_llama.ops.cpu.norm import make_norm
 from parallel_llama.ops.cpu.program import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.recording import KernelsOnly, NotRecorded, Pieces, Recording
@@ -41,7 +43,9 @@ __all__ = [
     "make_add",
     "make_attention",
     "make_group_linear",
+    "make_largest",
     "make_linear",
+    "make_lookup",
     "make_norm",
     "make_rotary",
     "make_route",

@@ -95,6 +95,10 @@ class Recording:
         """
         return partial(_call_at, function, _Place(x.data_ptr(), x.shape, x.dtype))
 
+    def borrowed(self, x: Tensor) -> Tensor:
+        """A tensor that lies where x lies now, which may be another's when a replay is over."""
+        return _Place(x.data_ptr(), x.shape, x.dtype).tensor()
+
     def replay(self) -> None:
         """Make all calls."""
         start, stop = 0, len(self._calls)
