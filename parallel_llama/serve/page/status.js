@@ -86,7 +86,6 @@ export class StatusPanel {
   }
 
   showSpeed({ tokens_per_s, step_ms, step_age_s, n_running, n_waiting }) {
-    this.part("rate").hidden = tokens_per_s === undefined;
     this.text("speed", known(tokens_per_s, (value) => decimal(value, 1)));
     this.text("step", known(step_ms, (value) => `${decimal(value, 1)} ms`));
     this.text("running", known(n_running, count));
