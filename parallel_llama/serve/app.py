@@ -26,6 +26,7 @@ from parallel_llama.serve.completions import completions
 from parallel_llama.serve.errors import Refused, error_response, json_response
 from parallel_llama.serve.events import ClientGone
 from parallel_llama.serve.exposition import make_registry
+from parallel_llama.serve.openapi import description
 from parallel_llama.serve.page_files import page_routes
 from parallel_llama.serve.replies import Detokenized, Model, Models, Tokens
 from parallel_llama.serve.service import Service
@@ -68,6 +69,9 @@ def make_app(service: Service) -> Starlette:
     async def versions(_: Request) -> Response:
         return _plain({"version": parallel_llama.__version__})
 
+    async def openapi(_: Request) -> Response:
+        return _plain(description(parallel_llama.__version__))
+
     routes = [
         Route("/v1/chat/completions", _post(service, ChatBody, chat), methods=["POST"]),
         Route("/v1/completions", _post(service, CompletionBody, completions), methods=["POST"]),
@@ -81,6 +85,7 @@ def make_app(service: Service) -> Starlette:
         Route("/status", _guarded(status)),
         Route("/metrics", metrics),
         Route("/version", versions),
+        Route("/openapi.json", openapi),
         *page_routes(),
     ]
     return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_method})

@@ -58,7 +58,10 @@ def page_routes() -> list[Route]:
             return Response("no such file\n", 404, SECURITY_HEADERS, "text/plain")
         return _answer(request, name, contents[name])
 
-    return [Route("/", index), Route("/page/{file:path}", file)]
+    return [
+        Route("/", index, include_in_schema=False),
+        Route("/page/{file:path}", file, include_in_schema=False),
+    ]
 
 
 def _answer(request: Request, name: str, content: bytes) -> Response:

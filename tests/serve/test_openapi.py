@@ -1,0 +1,70 @@
+"""The description of the API is valid, and describes the API that is there."""
+
+import json
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+from starlette.routing import Route
+
+from parallel_llama.serve.app import make_app
+from parallel_llama.serve.openapi import OPERATIONS, description
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def described(smollm2):
+    return smollm2.get("/openapi.json")
+
+
+def test_every_route_is_described():
+    engine = SimpleNamespace(metrics=SimpleNamespace(labels=None))
+    app = make_app(SimpleNamespace(engine=engine))
+    paths = {
+        route.path.replace(":path}", "}")
+        for route in app.routes
+        if isinstance(route, Route) and route.include_in_schema
+    }
+    assert paths == {operation.path for operation in OPERATIONS}
+
+
+def test_every_reference_leads_to_a_schema():
+    text = json.dumps(description("1"))
+    schemas = json.loads(text)["components"]["schemas"]
+    named = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert named <= schemas.keys() and len(named) > 20
+    for schema in schemas.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 2, "logprobs": True}),
+        ("/v1/completions", {"prompt": "One", "max_tokens": 2, "logprobs": 1, "echo": True}),
+        ("/v1/completions", {"prompt": "One", "temperature": -1}),
+        ("/v1/chat/completions", {"messages": QUESTION, "model": "another"}),
+        ("/tokenize", {"prompt": "One", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [1, 2]}),
+        ("/v1/models", None),
+        ("/v1/models/smollm2", None),
+        ("/v1/models/another", None),
+        ("/status", None),
+    ],
+)
+def test_replies_are_as_described(smollm2, described, path, body):
+    method = "get" if body is None else "post"
+    status, _, reply = smollm2.send(method.upper(), path, body)
+    pattern = path if path in described["paths"] else "/v1/models/{name}"
+    response = described["paths"][pattern][method]["responses"][str(status)]
+    schema = response["content"]["application/json"]["schema"]
+    jsonschema.validate(json.loads(reply), {**schema, "components": described["components"]})
+
+
+def test_events_are_as_described(smollm2, described):
+    operation = described["paths"]["/v1/chat/completions"]["post"]
+    schema = operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    events = list(smollm2.events("/v1/chat/completions", messages=QUESTION, max_tokens=2))
+    for event in events:
+        jsonschema.validate(event, {**schema, "components": described["components"]})
