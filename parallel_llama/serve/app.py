@@ -31,7 +31,7 @@ from parallel_llama.serve.page_files import page_routes
 from parallel_llama.serve.replies import Detokenized, Model, Models, Tokens
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.status import status_of
-from parallel_llama.tokenizer import Chat
+from parallel_llama.serve.tool_prompt import conversation
 
 BODY_LIMIT_S = 30.0
 
@@ -101,9 +101,9 @@ async def tokenize(service: Service, _: Request, body: TokenizeBody) -> Response
     def encoded() -> list[int]:
         if body.prompt is not None:
             return inputs.tokenizer.encode(body.prompt, bos=body.add_special_tokens)
-        names = body.chat_template_kwargs or {}
-        tools = [msgspec.to_builtins(tool) for tool in body.tools or ()]
-        return list(inputs.encode(Chat(body.messages or (), tools, template_vars=names)))
+        template, names = inputs.chat_template, body.chat_template_kwargs or {}
+        chat = conversation(template, body.messages or (), body.tools or (), names)
+        return list(inputs.encode(chat))
 
     tokens = await service.in_thread(encoded)
     vocabulary = inputs.tokenizer.vocabulary

@@ -145,9 +145,9 @@ class ChatBody(SamplingBody, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[Object, Meta(max_length=16)] | None = None
     # Taken without effect.
-    parallel_tool_calls: bool | None = None
     store: Literal[False] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
     add_generation_prompt: Literal[True] | None = None

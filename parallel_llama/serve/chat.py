@@ -2,20 +2,21 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from secrets import token_hex
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from parallel_llama.errors import UsageError
-from parallel_llama.request import TokenLogprob
+from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.bodies import ChatBody
 from parallel_llama.serve.errors import json_response
 from parallel_llama.serve.events import DONE, event, unless_gone
 from parallel_llama.serve.params import grammar_of, sampling_params
 from parallel_llama.serve.replies import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -23,13 +24,17 @@ from parallel_llama.serve.replies import (
     ChatLogprobs,
     ChatMessage,
     ChatReply,
+    FinishReason,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.spelling import chat_logprobs
+from parallel_llama.serve.tool_prompt import conversation
+from parallel_llama.serve.tools import Tools, tools_of
 from parallel_llama.serve.wire import Output
 from parallel_llama.serve.writing import finish_reason, streamed, usage_of
-from parallel_llama.tokenizer import Chat
 
 _CHUNK = "chat.completion.chunk"
 
@@ -41,6 +46,7 @@ class _Asked:
     service: Service
     body: ChatBody
     answer: Answer
+    tools: Tools | None
     id: str
     created: int
 
@@ -74,8 +80,6 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
 
 
 async def _begin(service: Service, body: ChatBody) -> _Asked:
-    if body.tools and body.tool_choice != "none":
-        raise UsageError("tools are not taken yet; leave them out")
     if body.top_logprobs is not None and not body.logprobs:
         raise UsageError("top_logprobs without logprobs; set logprobs to true")
     limits = [n for n in (body.max_completion_tokens, body.max_tokens) if n is not None]
@@ -83,27 +87,34 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
         raise UsageError(
             f"max_completion_tokens={limits[0]} and max_tokens={limits[1]}; give one of them"
         )
+    tools, grammar = tools_of(body, service.inputs), grammar_of(body)
     params = sampling_params(
         service.inputs,
         body,
         max_tokens=limits[0] if limits else None,
-        grammar=grammar_of(body),
+        grammar=grammar if tools is None else tools.grammar(grammar),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    prompt = Chat(body.messages, template_vars=body.chat_template_kwargs or {})
+    if tools is not None and tools.has_special_marks:
+        params = replace(params, skip_special_tokens=False)
+    template, names = service.inputs.chat_template, body.chat_template_kwargs or {}
+    functions = [] if tools is None else body.tools or []
+    prompt = conversation(template, body.messages, functions, names)
     (answer,) = await service.submit([prompt], params)
-    return _Asked(service, body, answer, f"chatcmpl-{token_hex(12)}", int(time.time()))
+    return _Asked(service, body, answer, tools, f"chatcmpl-{token_hex(12)}", int(time.time()))
 
 
 def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
     ended = [output.completion for output in outputs if output.completion is not None]
     choices = []
     for completion in sorted(ended, key=lambda each: each.choice):
-        reason, stop_reason = finish_reason(completion)
+        own = _Choice(asked, completion.choice)
+        message = own.message(completion.text)
+        reason, stop_reason = own.finish_reason(completion)
         choices.append(
             ChatChoice(
                 index=completion.choice,
-                message=ChatMessage(role="assistant", content=completion.text, refusal=None),
+                message=message,
                 logprobs=asked.logprobs(completion.logprobs or ()),
                 finish_reason=reason,
                 stop_reason=stop_reason,
@@ -121,30 +132,18 @@ def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
 async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
     """The events of an answer: the role of each choice, its text, its end; then the usage."""
     ended = []
-    begun: set[int] = set()
+    begun: dict[int, _Choice] = {}
     try:
         async for outputs in asked.answer.outputs():
             pieces = []
             for output in outputs:
                 if output.choice not in begun:
-                    begun.add(output.choice)
+                    begun[output.choice] = _Choice(asked, output.choice)
                     delta = ChatDelta(role="assistant", content="")
                     pieces.append(asked.chunk([ChatChunkChoice(index=output.choice, delta=delta)]))
-                if output.text or output.logprobs:
-                    choice = ChatChunkChoice(
-                        index=output.choice,
-                        delta=ChatDelta(content=output.text),
-                        logprobs=asked.logprobs(output.logprobs),
-                    )
-                    pieces.append(asked.chunk([choice]))
+                pieces += (asked.chunk([choice]) for choice in begun[output.choice].take(output))
                 if output.completion is not None:
                     ended.append(output.completion)
-                    choice = ChatChunkChoice(
-                        index=output.choice,
-                        delta=ChatDelta(),
-                        finish_reason=finish_reason(output.completion)[0],
-                    )
-                    pieces.append(asked.chunk([choice]))
             yield b"".join(pieces)
         options = asked.body.stream_options
         if options is not None and options.include_usage:
@@ -152,3 +151,63 @@ async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
         yield DONE
     finally:
         asked.answer.abandon()
+
+
+class _Choice:
+    """One choice of an answer as it is told: text, and calls of functions."""
+
+    def __init__(self, asked: _Asked, index: int) -> None:
+        self._asked, self._index = asked, index
+        self._reader = None if asked.tools is None else asked.tools.reader()
+        self._n_calls = 0
+
+    def message(self, text: str) -> ChatMessage:
+        """The whole of it."""
+        parts = self._parts(text, is_last=True)
+        texts = [part for part in parts if isinstance(part, str)]
+        calls = [
+            ToolCall(id=_call_id(), function=part) for part in parts if not isinstance(part, str)
+        ]
+        self._n_calls = len(calls)
+        return ChatMessage(
+            role="assistant",
+            content="".join(texts) if texts or not calls else None,
+            refusal=None,
+            tool_calls=calls or None,
+        )
+
+    def take(self, output: Output) -> list[ChatChunkChoice]:
+        """What is to be told of an output, with its end where it is the last."""
+        parts = self._parts(output.text, is_last=output.completion is not None)
+        if not parts and output.logprobs:
+            parts = [""]
+        told = [ChatChunkChoice(index=self._index, delta=self._delta(part)) for part in parts]
+        if told:
+            told[0].logprobs = self._asked.logprobs(output.logprobs)
+        if output.completion is not None:
+            reason, _ = self.finish_reason(output.completion)
+            end = ChatChunkChoice(index=self._index, delta=ChatDelta(), finish_reason=reason)
+            told.append(end)
+        return told
+
+    def finish_reason(self, completion: Completion) -> tuple[FinishReason, str | None]:
+        """Why it ended; to be asked once all of it has been read."""
+        reason, stop_reason = finish_reason(completion)
+        return ("tool_calls" if self._n_calls and reason == "stop" else reason), stop_reason
+
+    def _parts(self, text: str, is_last: bool) -> list[str | CalledFunction]:
+        if self._reader is None:
+            return [text] if text else []
+        return self._reader.push(text) + (self._reader.finish() if is_last else [])
+
+    def _delta(self, part: str | CalledFunction) -> ChatDelta:
+        if isinstance(part, str):
+            return ChatDelta(content=part)
+        call = ToolCallDelta(index=self._n_calls, id=_call_id(), function=part)
+        self._n_calls += 1
+        return ChatDelta(tool_calls=[call])
+
+
+def _call_id() -> str:
+    """Nine letters and digits: Mistral's templates take no other."""
+    return token_hex(5)[:9]

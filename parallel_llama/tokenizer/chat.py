@@ -65,11 +65,15 @@ class Chat:
 class ChatTemplate(Protocol):
     """How one model wants a conversation written.
 
-    `stop_ids` end the assistant's turn, as far as the model's files tell.
+    `stop_ids` end the assistant's turn, as far as the model's files tell. `template_text` is its
+    template as the files have it, "" for a format that is built in.
     """
 
     @property
     def stop_ids(self) -> frozenset[int]: ...
+
+    @property
+    def template_text(self) -> str: ...
 
     def encode(self, chat: Chat) -> list[int]:
         """Tokens of the conversation up to where the assistant's next answer begins.

@@ -95,7 +95,7 @@ class JinjaChat:
         self._renderer = renderer or TemplateRenderer()
         self._takes_parts: dict[tuple[str, str], bool] = {}
         special_ids = tokenizer.vocabulary.special_ids
-        written = template + self._tool_use
+        self.template_text = written = template if tool_use is None else template + tool_use
         self.stop_ids = tokenizer.eos_ids | {
             special_ids[text] for text in _TURN_ENDS if text in special_ids and text in written
         }

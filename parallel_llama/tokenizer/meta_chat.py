@@ -21,6 +21,7 @@ class Llama3Chat:
         "system": "system", "user": "user", "assistant": "assistant", "tool": "ipython",
         "ipython": "ipython",
     }  # fmt: skip
+    template_text = ""
 
     def __init__(self, tokenizer: TiktokenTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -57,6 +58,7 @@ class Llama2Chat:
     """
 
     TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
+    template_text = ""
 
     def __init__(self, tokenizer: SentencePieceTokenizer, bos_id: int, eos_id: int) -> None:
         self._tokenizer = tokenizer

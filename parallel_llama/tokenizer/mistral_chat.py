@@ -26,6 +26,7 @@ class MistralChat:
 
     VERSIONS = (1, 2, 3, 7, 11, 13)
     TAGS = ("[INST]", "[/INST]")
+    template_text = ""
 
     def __init__(self, tokenizer: Tokenizer, version: int) -> None:
         self._tokenizer, self._version = tokenizer, version

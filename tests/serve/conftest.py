@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 from served import Served
 
@@ -11,3 +12,16 @@ def smollm2() -> Iterator[Served]:
     """The embedded chat model on two ranks."""
     with Served("--nproc=2", "--dtype=float32") as served:
         yield served
+
+
+@pytest.fixture(scope="module")
+def client(smollm2: Served) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client, checking every field of every reply."""
+    with openai.OpenAI(
+        base_url=f"{smollm2.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        _strict_response_validation=True,
+    ) as client:
+        yield client

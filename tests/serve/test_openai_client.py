@@ -4,22 +4,9 @@ import asyncio
 
 import openai
 import pytest
-from served import Served
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
-
-
-@pytest.fixture(scope="module")
-def client(smollm2: Served):
-    with openai.OpenAI(
-        base_url=f"{smollm2.url}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=120,
-        _strict_response_validation=True,
-    ) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

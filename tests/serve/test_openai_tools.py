@@ -1,0 +1,117 @@
+"""Functions that OpenAI's client offers to the model, checking every field of every reply."""
+
+import json
+
+import openai
+import pytest
+
+QUESTION = [{"role": "user", "content": "How much does it rain in Oslo?"}]
+RAIN = {
+    "type": "function",
+    "function": {
+        "name": "get_rain",
+        "description": "How much rain falls in a city today",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 20},
+                "unit": {"enum": ["mm", "inch"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+
+
+def ask(client, **fields):
+    given = {"messages": QUESTION, "max_tokens": 80, "tools": [RAIN, TIME], **fields}
+    return client.chat.completions.create(model="smollm2", **given)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required", "tools": [RAIN], "parallel_tool_calls": False},
+        {"tool_choice": {"type": "function", "function": {"name": "get_rain"}}},
+    ],
+)
+def test_a_call_that_has_to_come_comes(client, fields):
+    (answer,) = ask(client, **fields).choices
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    (call,) = answer.message.tool_calls
+    assert call.type == "function" and call.id.isalnum() and len(call.id) == 9
+    assert call.function.name == "get_rain"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] and arguments["unit"] in ("mm", "inch")
+
+
+def test_a_stream_has_the_same_calls(client):
+    given = {"tool_choice": "required", "parallel_tool_calls": False}
+    (whole,) = ask(client, **given).choices
+    chunks, told = list(ask(client, **given, stream=True)), {}
+    for chunk in chunks:
+        for call in chunk.choices[0].delta.tool_calls or ():
+            assert call.index not in told and call.id
+            told[call.index] = call.function
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason == "tool_calls"
+    assert [(call.function.name, call.function.arguments) for call in whole.message.tool_calls] == [
+        (told[index].name, told[index].arguments) for index in range(len(told))
+    ]
+
+
+def test_the_client_s_own_helper_reads_a_stream(client):
+    with client.chat.completions.stream(
+        model="smollm2",
+        messages=QUESTION,
+        tools=[RAIN],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=80,
+    ) as stream:
+        names = [event.type for event in stream]
+        (choice,) = stream.get_final_completion().choices
+    assert "tool_calls.function.arguments.done" in names
+    assert choice.message.tool_calls[0].function.parsed_arguments["city"]
+
+
+def test_what_a_function_returned_is_answered(client):
+    call = {"id": "a1b2c3d4e", "type": "function"}
+    call["function"] = {"name": "get_rain", "arguments": '{"city": "Oslo", "unit": "mm"}'}
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "7 mm"},
+    ]
+    (answer,) = ask(client, messages=messages, tools=openai.omit).choices
+    assert answer.finish_reason == "stop" and "7" in answer.message.content
+
+
+def test_functions_that_are_not_to_be_called_are_not(client):
+    (answer,) = ask(client, tool_choice="none", max_tokens=8).choices
+    (plain,) = ask(client, tools=openai.omit, max_tokens=8).choices
+    assert answer.message.tool_calls is None and answer.message.content == plain.message.content
+
+
+def test_tokens_are_those_of_the_prompt_with_functions(client, smollm2):
+    given = {"messages": QUESTION, "tools": [RAIN, TIME]}
+    count = smollm2.post("/tokenize", **given)["count"]
+    assert ask(client, tool_choice="auto", max_tokens=1).usage.prompt_tokens == count
+    assert count > 2 * smollm2.post("/tokenize", messages=QUESTION)["count"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tool_choice": "required", "tools": openai.omit}, "no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "regex"),
+        ({"tools": [TIME] * 2}, "more than once"),
+        ({"extra_body": {"chat_template_kwargs": {"thinking": True}}}, "does not read"),
+    ],
+)
+def test_functions_that_cannot_be_called_are_refused(client, fields, says):
+    with pytest.raises(openai.BadRequestError, match=says):
+        ask(client, **fields)

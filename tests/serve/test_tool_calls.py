@@ -1,0 +1,137 @@
+"""Calls in what a model writes: read in every form, and however the text is cut."""
+
+import json
+
+import pytest
+
+from parallel_llama.serve.replies import CalledFunction
+from parallel_llama.serve.tool_calls import HERMES, LLAMA3, MISTRAL, CallReader, format_of
+
+NAMES = frozenset(("rain", "time"))
+OSLO = {"city": "Oslo"}
+
+
+def read(form, pieces, **settings):
+    """What a reader tells of a text in pieces: its text, and its calls with their arguments."""
+    reader = CallReader(form, NAMES, **settings)
+    told = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+    text = "".join(part for part in told if isinstance(part, str))
+    calls = [part for part in told if isinstance(part, CalledFunction)]
+    return text, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def hermes(name, arguments):
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+# (form, what the model writes, its text, its calls)
+WRITTEN = [
+    (HERMES, "It rains.", "It rains.", []),
+    (HERMES, "", "", []),
+    (HERMES, hermes("rain", OSLO), "", [("rain", OSLO)]),
+    (
+        HERMES,
+        "Let me see.\n" + hermes("rain", OSLO) + "\n" + hermes("time", {}) + "\n",
+        "Let me see.\n",
+        [("rain", OSLO), ("time", {})],
+    ),
+    (HERMES, " \n" + hermes("time", {}) + "\nDone.", "\nDone.", [("time", {})]),
+    (
+        HERMES,
+        hermes("rain", {"city": 'a "}" \\ </tool_call> {[', "n": [1, {"x": None}]}),
+        "",
+        [("rain", {"city": 'a "}" \\ </tool_call> {[', "n": [1, {"x": None}]})],
+    ),
+    (HERMES, '<tool_call>{"name": "time"}</tool_call>', "", [("time", {})]),
+    (HERMES, '<tool_call>{"name": "time", "arguments": {}}', "", [("time", {})]),
+    (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "rain", "arguments": {"city": "Oslo"}}]',
+        "",
+        [("rain", OSLO)],
+    ),
+    (
+        MISTRAL,
+        'See: [TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "rain", "arguments": {}}]',
+        "See: ",
+        [("time", {}), ("rain", {})],
+    ),
+    (LLAMA3, '{"name": "rain", "parameters": {"city": "Oslo"}}', "", [("rain", OSLO)]),
+    (
+        LLAMA3,
+        '<|python_tag|>{"name": "time", "parameters": {}}; {"name": "rain", "parameters": {}}',
+        "",
+        [("time", {}), ("rain", {})],
+    ),
+    # What is no call is text, to the last character.
+    *(
+        (form, text, text, [])
+        for form, text in (
+            (HERMES, "a < b, and <tool"),
+            (HERMES, "\n \n"),
+            (HERMES, "\n <tool_call> it is"),
+            (HERMES, '<tool_call>{"name": "snow", "arguments": {}}</tool_call>'),
+            (HERMES, '<tool_call>{"name": ["rain"], "arguments": {}}</tool_call>'),
+            (HERMES, '<tool_call>{"name": "rain", "arguments": []}</tool_call>'),
+            (HERMES, '<tool_call>{"name": "rain", arguments: {}}</tool_call>'),
+            (HERMES, '<tool_call>{"name": "rain", "argum'),
+            (HERMES, '<tool_call>{"name": "rain"}</tool_ca.'),
+            (HERMES, "<tool_call>" + "[" * 5000 + "]" * 5000),
+            (MISTRAL, "[TOOL_CALLS] []"),
+            (MISTRAL, '[TOOL_CALLS][{"name": "rain"}, {"name": "snow"}]'),
+            (LLAMA3, '{"answer": 42}'),
+            (LLAMA3, 'As JSON: {"name": "rain", "parameters": {}}'),
+            (LLAMA3, '<|python_tag|>rain.call(city="Oslo")'),
+        )
+    ),
+    (
+        HERMES,
+        "<tool_call><tool_call>" + hermes("time", {}),
+        "<tool_call><tool_call>",
+        [("time", {})],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "written", "text", "calls"), WRITTEN)
+def test_text_and_calls_are_told_apart_however_the_answer_is_cut(form, written, text, calls):
+    assert read(form, [written]) == (text, calls)
+    assert read(form, written) == (text, calls)
+    for at in range(len(written) if len(written) < 500 else 0):
+        assert read(form, [written[:at], written[at:]]) == (text, calls)
+
+
+def test_text_is_held_back_only_where_it_may_become_a_call():
+    reader = CallReader(HERMES, NAMES)
+    told = ["".join(reader.push(char)) for char in "a <b> <tool_x"]
+    assert told == ["a", " ", "", "<b", ">", " ", "", "", "", "", "", "", "<tool_x"]
+
+
+def test_a_list_whose_opening_is_not_written_is_read():
+    written = '[{"name": "rain", "arguments": {"city": "Oslo"}}]'
+    assert read(MISTRAL, written, begins_inside=True) == ("", [("rain", OSLO)])
+    assert read(MISTRAL, written[:-1], begins_inside=True) == (written[:-1], [])
+
+
+def test_calls_beyond_the_most_are_left_out():
+    written = hermes("rain", OSLO) + hermes("time", {})
+    assert read(HERMES, written, most=1) == ("", [("rain", OSLO)])
+    both = '[TOOL_CALLS][{"name": "time"}, {"name": "rain"}]'
+    assert read(MISTRAL, both, most=1) == ("", [("time", {})])
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{{ tools }} <tool_call>\\n{{ call | tojson }}</tool_call>", HERMES),
+        ("[AVAILABLE_TOOLS]{{ tools }} [TOOL_CALLS] [{{ call }}]", MISTRAL),
+        ("<|python_tag|>{{ tools }}", LLAMA3),
+        ("{{ '\"parameters\": ' }}{{ tools }}", LLAMA3),
+        ("<tool_call><function={{ tools }}>", None),
+        ("[TOOL_CALLS]{{ tools }}[ARGS]", None),
+        ("{{ tools }}", None),
+    ],
+)
+def test_the_form_is_that_of_the_template(template, form):
+    assert format_of(template) == form

@@ -1,0 +1,180 @@
+"""What tools make of a prompt and of a grammar, in each form."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from llguidance import LLTokenizer
+
+from parallel_llama.errors import UsageError
+from parallel_llama.request import Grammar
+from parallel_llama.serve.bodies import ChatBody, ChosenFunction, Tool, ToolChoice, ToolFunction
+from parallel_llama.serve.tool_prompt import conversation
+from parallel_llama.serve.tools import tools_of
+from parallel_llama.structured.trial import compile_grammar
+
+RAIN = ToolFunction(
+    name="rain",
+    description="How much rain falls",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/city"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"city": {"type": "string", "maxLength": 8}},
+    },
+)
+TIME = ToolFunction(name="time", strict=True)
+TOOLS = [Tool(type="function", function=each) for each in (RAIN, TIME)]
+MESSAGES = [{"role": "user", "content": "?"}]
+BYTES = LLTokenizer("byte")
+
+RAINS = '"name": "rain", "{}": {{"city":"Oslo"}}'
+HERMES_RAIN = "<tool_call>\n{" + RAINS.format("arguments") + "}\n</tool_call>"
+HERMES_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+LLAMA_RAIN = "{" + RAINS.format("parameters") + "}"
+
+
+def inputs(template_text, special=()):
+    """The text side of a model as far as tools look at it."""
+    vocabulary = SimpleNamespace(special_ids=dict.fromkeys(special, 1))
+    return SimpleNamespace(
+        chat_template=SimpleNamespace(template_text=template_text),
+        tokenizer=SimpleNamespace(vocabulary=vocabulary),
+    )
+
+
+HERMES = inputs("tools <tool_call>")
+SPECIAL = inputs("tools <tool_call>", ["<tool_call>"])
+MISTRAL = inputs("tools [TOOL_CALLS]", ["[TOOL_CALLS]"])
+LLAMA3 = inputs("tools <|python_tag|>", ["<|python_tag|>"])
+GENERIC = inputs("")
+
+
+def matches(grammar, text):
+    """Whether a text is a whole answer of a grammar."""
+    matcher = compile_grammar(grammar.kind, grammar.text, BYTES)
+    tokens = BYTES.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def body(choice=None, tools=TOOLS, **fields):
+    return ChatBody(messages=MESSAGES, tools=tools, tool_choice=choice, **fields)
+
+
+@pytest.mark.parametrize(
+    ("model", "call"),
+    [
+        (HERMES, HERMES_RAIN),
+        (GENERIC, HERMES_RAIN),
+        (SPECIAL, "[{" + RAINS.format("arguments") + "}]"),
+        (MISTRAL, "[{" + RAINS.format("arguments") + "}]"),
+        (LLAMA3, LLAMA_RAIN),
+    ],
+)
+def test_a_call_that_has_to_come_follows_its_schema_and_is_read(model, call):
+    tools = tools_of(body("required"), model)
+    grammar = tools.grammar(None)
+    assert matches(grammar, call)
+    loose = call.replace(':"Oslo"', ': "Oslo"')
+    for wrong in ("", "It rains.", call.replace("Oslo", "Longyearbyen"), call + "x", loose):
+        assert not matches(grammar, wrong)
+    reader = tools.reader()
+    (found,) = [*reader.push(call), *reader.finish()]
+    assert (found.name, json.loads(found.arguments)) == ("rain", {"city": "Oslo"})
+
+
+def test_only_the_function_that_is_named_can_be_called_and_once():
+    choice = ToolChoice(type="function", function=ChosenFunction(name="time"))
+    grammar = tools_of(body(choice), HERMES).grammar(None)
+    assert matches(grammar, HERMES_TIME)
+    assert not matches(grammar, HERMES_RAIN)
+    assert not matches(grammar, f"{HERMES_TIME}\n{HERMES_TIME}")
+
+
+def test_calls_are_parallel_unless_the_body_says_no():
+    both = f"{HERMES_TIME}\n{HERMES_RAIN}"
+    assert matches(tools_of(body("required"), HERMES).grammar(None), both)
+    alone = tools_of(body("required", parallel_tool_calls=False), HERMES)
+    assert not matches(alone.grammar(None), both)
+    lists = tools_of(body("required"), MISTRAL).grammar(None)
+    assert matches(lists, '[{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]')
+
+
+def test_a_strict_function_has_its_schema_kept_behind_any_text():
+    grammar = tools_of(body(), HERMES).grammar(None)
+    for text in ("", "It rains.", f"See: {HERMES_RAIN}\n{HERMES_TIME}", "a <tool_c", HERMES_TIME):
+        assert matches(grammar, text), text
+    for text in ("<tool_call>", HERMES_TIME.replace("{}", '{"a":1}'), f"{HERMES_TIME} and"):
+        assert not matches(grammar, text), text
+    bare = tools_of(body(), LLAMA3).grammar(None)
+    assert matches(bare, "It {rains}.") and matches(bare, "") and matches(bare, LLAMA_RAIN)
+    assert not matches(bare, '{"name": "snow", "parameters": {}}')
+
+
+def test_without_a_strict_function_text_is_free():
+    assert tools_of(body(tools=TOOLS[:1]), HERMES).grammar(None) is None
+    assert tools_of(body(), MISTRAL).grammar(None) is None  # its mark is no text
+
+
+def test_an_answer_with_a_schema_may_be_calls_instead():
+    answer = Grammar("json_schema", '{"type":"object","properties":{"n":{"type":"integer"}}}')
+    grammar = tools_of(body(), HERMES).grammar(answer)
+    assert matches(grammar, '{"n":1}') and matches(grammar, HERMES_TIME)
+    assert not matches(grammar, "one")
+    for model, given in ((HERMES, Grammar("regex", "a+")), (MISTRAL, answer)):
+        with pytest.raises(UsageError, match="no room for calls"):
+            tools_of(body(), model).grammar(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (body("required", tools=None), "no tools"),
+        (body(ToolChoice(type="function", function=ChosenFunction(name="snow"))), "'snow'"),
+        (body(tools=TOOLS * 2), "more than once"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(given, says):
+    with pytest.raises(UsageError, match=says):
+        tools_of(given, HERMES)
+
+
+def test_a_form_that_is_not_known_is_refused_and_not_guessed():
+    with pytest.raises(UsageError, match="not known here"):
+        tools_of(body(), inputs("tools <function="))
+    assert tools_of(body("none"), inputs("tools <function=")) is None
+
+
+def test_a_template_without_a_place_for_tools_gets_them_in_words():
+    call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+        {"role": "tool", "tool_call_id": "2", "content": "wet"},
+    ]
+    chat = conversation(GENERIC.chat_template, messages, TOOLS, {})
+    first, question, called, returned = chat.messages
+    assert first["content"].startswith("Be brief.\n\n") and not chat.tools
+    assert '{"name": "time", "strict": true}' in first["content"]
+    assert question == messages[1]
+    assert called == {"role": "assistant", "content": HERMES_TIME}
+    assert returned["role"] == "user"
+    assert returned["content"].count("<tool_response>") == 2 and "noon" in returned["content"]
+
+
+def test_a_template_with_a_place_for_tools_gets_them_as_they_are():
+    chat = conversation(HERMES.chat_template, MESSAGES, TOOLS, {})
+    assert chat.messages == MESSAGES
+    assert chat.tools[1] == {"type": "function", "function": {"name": "time", "strict": True}}
+
+
+def test_a_name_that_the_template_does_not_read_is_refused():
+    model = inputs("{{ enable_thinking }}").chat_template
+    assert conversation(model, MESSAGES, (), {"enable_thinking": False}).template_vars
+    with pytest.raises(UsageError, match="does not read 'thinking'"):
+        conversation(model, MESSAGES, (), {"thinking": False})
+    with pytest.raises(UsageError, match="bos_token"):
+        conversation(inputs("bos_token").chat_template, MESSAGES, (), {"bos_token": "x"})
