@@ -15,6 +15,7 @@ from ranks import Pools
 SLOW = (
     "tests/checkpoint/test_gguf.py::test_a_real_model_",
     "tests/checkpoint/test_gguf.py::test_every_type_is_decoded_",
+    "tests/checkpoint/test_gptq_and_awq.py::test_greedy_tokens_",
     "tests/checkpoint/test_hf_folders.py::test_a_folder_that_transformers_made_of_a_gguf_file_",
     "tests/checkpoint/test_load.py::test_a_load_reads_each_byte_once",
     "tests/checkpoint/test_manifest.py::test_every_single_flipped_bit_",

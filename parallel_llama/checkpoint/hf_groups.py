@@ -11,7 +11,7 @@ the four of even number, then those of odd.
 Source: the layers of AutoGPTQ 0.7 and AutoAWQ 0.2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,10 @@ Read = Callable[[str, range, range], Tensor]
 
 # The dtypes of these tensors, as the files call them.
 PACKED_DTYPES = {"qweight": ("I32",), "qzeros": ("I32",), "g_idx": ("I32",), "scales": ("F16",)}
+
+
+# Which four bits of a word of eight outputs, counted from the lowest, belong to each of them.
+_ORDER = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}
 
 
 @dataclass(frozen=True)
@@ -64,23 +68,22 @@ def read_groups(packing: Packing, block: Block, read: Read) -> Groups:
     groups = range(inputs.start // form.block, -(-inputs.stop // form.block))
     words = range(outputs.start // PER_WORD, -(-outputs.stop // PER_WORD))
     own = slice(outputs.start - words.start * PER_WORD, outputs.stop - words.start * PER_WORD)
+    order = _ORDER[packing.method]
     if packing.method == "gptq":
         held = range(inputs.start // PER_WORD, inputs.stop // PER_WORD)
-        integers = _halves(read("qweight", held, outputs)).transpose(0, 1)  # [out, in / 8, 8]
-        zeros = _halves(read("qzeros", groups, words))
+        integers = _along(read("qweight", held, outputs))
     else:
-        integers = _in_order(_halves(read("qweight", inputs, words)))
-        integers = integers.flatten(1)[:, own].transpose(0, 1)  # [out, in]
-        zeros = _in_order(_halves(read("qzeros", groups, words)))
-    zeros = (zeros.flatten(1)[:, own] + packing.lowered) & 15  # 0 is stored as 15 where lowered
+        integers = _across(read("qweight", inputs, words), order)[own]
+    zeros = _across(read("qzeros", groups, words), order)[own]
+    zeros = (zeros + packing.lowered) & 15  # 0 is stored as 15 where lowered
     n_before = inputs.start % form.block // GROUP_SIZE
-    factors = zeros.transpose(0, 1).repeat_interleave(form.n_shared, 1)
+    factors = zeros.repeat_interleave(form.n_shared, 1)
     factors = factors[:, n_before:][:, : len(inputs) // GROUP_SIZE]
     halves = read("scales", groups, outputs).view(-1).view(torch.float16)
     scales = halves.view(len(groups), len(outputs)).transpose(0, 1).contiguous()
     return Groups(
         form,
-        integers.reshape(len(outputs), len(inputs)).view(torch.int8),
+        integers.view(torch.int8),
         scales,
         -scales,
         factors.contiguous().view(torch.int8),
@@ -88,12 +91,22 @@ def read_groups(packing: Packing, block: Block, read: Read) -> Groups:
     )
 
 
-def _halves(words: Tensor) -> Tensor:
-    """The integers of words, the lowest bits first. Shapes: [n, m * 4] uint8 -> [n, m, 8]."""
-    of_bytes = words.view(len(words), words.shape[1] // 4, 4)
-    return torch.stack((of_bytes & 15, of_bytes >> 4), -1).flatten(2)
+def _along(words: Tensor) -> Tensor:
+    """Words of eight inputs. Shapes: bytes [in / 8, out * 4] -> [out, in]."""
+    # Words are turned round before they are taken apart: there are fewer of them.
+    bytes_ = _turned(words).flatten(1)  # [out, in / 2]
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1)
 
 
-def _in_order(integers: Tensor) -> Tensor:
-    """AWQ's integers side by side. Shapes: [n, m, 8] -> the same."""
-    return integers.view(*integers.shape[:2], 2, 4).transpose(2, 3).flatten(2)
+def _across(words: Tensor, order: Sequence[int]) -> Tensor:
+    """Words of eight outputs. Shapes: bytes [n, out / 8 * 4] -> [out, n]."""
+    bytes_ = _turned(words).transpose(1, 2).contiguous()  # [out / 8, 4, n]
+    integers = torch.stack((bytes_ & 15, bytes_ >> 4), 2).flatten(1, 2)  # [out / 8, 8, n]
+    return integers[:, order].flatten(0, 1)
+
+
+def _turned(words: Tensor) -> Tensor:
+    """Shapes: bytes [n, m * 4] -> [m, n, 4]."""
+    n, m = len(words), words.shape[1] // 4
+    whole = words.view(-1).view(torch.int32).view(n, m)
+    return whole.transpose(0, 1).reshape(-1).view(torch.uint8).view(m, n, 4)

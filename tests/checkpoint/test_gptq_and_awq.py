@@ -14,6 +14,7 @@ from thread_ranks import run_on_threads
 from tiny_models import TinyModel, write_hf
 from transformers_oracle import reference_logits
 
+from parallel_llama import LLM, SamplingParams
 from parallel_llama.checkpoint import load, open_checkpoint
 from parallel_llama.checkpoint.byte_ranges import Block
 from parallel_llama.checkpoint.hf_groups import read_groups
@@ -151,6 +152,20 @@ def test_logits_are_those_of_transformers_with_the_values_that_are_meant(kind, m
         assert torch.equal(ours.argmax(1), expected.argmax(1))
 
 
+def test_greedy_tokens_on_processes_are_those_of_one_rank(made):
+    """The folder needs no flag."""
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+    def tokens(tp_size: int) -> tuple[int, ...]:
+        with LLM(str(made["awq"]), tp_size=tp_size, device="cpu", kv_cache_bytes=4 << 20) as llm:
+            assert llm.quant == "stored"
+            return llm.generate([TOKENS], params)[0].tokens
+
+    expected = tokens(1)
+    assert len(expected) == 12
+    assert tokens(3) == expected
+
+
 def test_what_is_not_quantised_stays_plain(source, tmp_path):
     """Some of a layer, as modules_to_not_convert has it; and the head may be quantised as well."""
 
@@ -169,6 +184,37 @@ def test_what_is_not_quantised_stays_plain(source, tmp_path):
     } | {"output.weight"}
     expected = reference_logits(meant_by(folder), TOKENS)
     for tp_size in (1, 3):
+        ours = torch.cat(run_on_threads(tp_size, logits_of, folder), 1)
+        assert (ours - expected).norm() < 0.02 * expected.norm()
+
+
+FAMILIES = {
+    "falcon": TinyModel(
+        8, 2, 32, 256, ffn_dim=512, vocab_size=101, family="falcon",
+        own={"new_decoder_architecture": True, "bias": True},
+    ),
+    "qwen3_moe": TinyModel(
+        4, 2, 32, 128, ffn_dim=256, vocab_size=101, family="qwen3_moe",
+        own={"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ("gptq", "awq"))
+def test_weights_that_share_a_tensor_and_experts_are_read_alike(kind, family, tmp_path):
+    """Falcon's queries, keys and values are in one, KV head by KV head."""
+
+    def is_quantised(name: str) -> bool:
+        is_plain = "norm" in name or ".ln_" in name or name.endswith((".gate.weight", ".bias"))
+        return not is_plain and (".layers." in name or ".h." in name)
+
+    source = write_hf(FAMILIES[family], tmp_path / "hf")
+    folder = write_packed(source, tmp_path / kind, kind, 64, is_quantised)
+    expected = reference_logits(meant_by(folder), TOKENS)
+    for tp_size in (1, 3):
+        exact = torch.cat(run_on_threads(tp_size, logits_of, folder, "none", "float64"), 1)
+        torch.testing.assert_close(exact, expected, rtol=0, atol=1e-10)
         ours = torch.cat(run_on_threads(tp_size, logits_of, folder), 1)
         assert (ours - expected).norm() < 0.02 * expected.norm()
 
