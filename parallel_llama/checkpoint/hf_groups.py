@@ -57,7 +57,7 @@ class PackedMatrix:
 
     @property
     def more_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the tensors that it may have beside them, in which nothing more may be said."""
+        """Those of the tensors that it may have beside them: groups in order, a bias of zeros."""
         n_outputs, n_inputs = self.place.shape
         return {"g_idx": (n_inputs,), "bias": (n_outputs,)}
 
