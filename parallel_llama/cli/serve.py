@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_llama.cli.arguments import Flag, Flags, Verb
+from parallel_llama.cli.arguments import Flag, Flags, Verb, warn
+from parallel_llama.cli.log import log_to_stderr
 from parallel_llama.cli.model import (
     CACHE,
     LOADING,
@@ -61,14 +62,20 @@ _RANKS_FIRST_S = 5.0  # ranks that wait for each other say which of them is late
 
 def prepare(flags: Flags) -> Job:
     """Check the model, the plan and the address, and return the job that serves."""
-    from parallel_llama.serve.access import read_keys
+    from parallel_llama.serve.access import is_loopback, read_keys
     from parallel_llama.serve.server import bound_socket
 
+    log_to_stderr()
     inputs, n_ranks = check_model(flags)
     if not leads():
         return Job(lambda: _follow(flags, inputs), n_ranks)
     key_file = flags[API_KEY_FILE]
     keys = [] if key_file is None else read_keys(key_file)
+    if not keys and not is_loopback(flags[HOST]):
+        warn(
+            f"--host {flags[HOST]} without --{API_KEY_FILE.name}: whoever reaches this machine "
+            "is served"
+        )
     own = bound_socket(flags[HOST], flags[PORT])
     if is_started_as_rank():
         return Job(lambda: _serve_as_rank(flags, inputs, own, keys), n_ranks)

@@ -8,6 +8,7 @@ import json
 import socket
 import sys
 
+from parallel_llama.cli.log import log_to_stderr
 from parallel_llama.cli.main import exit_code
 from parallel_llama.llm import LLM
 from parallel_llama.parallel.place import end_with_parent
@@ -18,6 +19,7 @@ from parallel_llama.serve.wire import FrameSocket
 def main() -> int:
     """Serve the front until it goes; the exit code."""
     end_with_parent()
+    log_to_stderr()
     settings = json.loads(sys.stdin.buffer.readline())
 
     def serve() -> int:

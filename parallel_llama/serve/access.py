@@ -1,10 +1,11 @@
 """Who may ask: API keys, and the names under which a server on loopback is called."""
 
 import base64
-import binascii
 import hashlib
 import hmac
 import ipaddress
+import os
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -23,9 +24,16 @@ MAX_KEYS = 1024
 def read_keys(path: str) -> list[str]:
     """The keys of a file, one a line; empty lines and those that begin with # are none.
 
-    Raises: UsageError for a file that has none, or a key that is too short to be one.
+    Raises: UsageError for a file that has none, a key that is too short to be one, and a file that
+    others can read: as in ssh, where it is one's own.
     """
     text = read_bytes(expanded(path), MAX_KEYS * MAX_KEY_CHARS).decode("utf-8", "replace")
+    status = expanded(path).stat()
+    if status.st_uid == os.geteuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UsageError(
+            f"{path} has the mode {stat.filemode(status.st_mode)}, so that others can read the "
+            f"keys; run: chmod 600 {path}"
+        )
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys or len(keys) > MAX_KEYS:
@@ -50,26 +58,26 @@ class Access:
     def __init__(self, app: ASGIApp, keys: Sequence[str], host: str) -> None:
         self._app = app
         self._digests = [_digest(key) for key in keys]
-        self._is_local = _is_loopback(host)
+        self._is_local = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            try:
-                self._check(scope["path"], headers)
-            except Refused as refused:
-                response = error_response(refused)
-                if refused.status == 401:
-                    response.headers["www-authenticate"] = 'Basic realm="parallel_llama"'
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        try:
+            self._check(scope["path"], Headers(scope=scope))
+        except Refused as refused:
+            response = error_response(refused)
+            if refused.status == 401:
+                response.headers["www-authenticate"] = 'Basic realm="parallel_llama"'
+            await response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> None:
         """Raises: Refused."""
-        host = headers.get("host", "")
-        if self._is_local and not _is_loopback(_name_of(host)):
-            raise Refused(403, f"the host {host!r:.200} is not this server; use localhost")
+        hosts = headers.getlist("host")
+        if len(hosts) != 1:
+            raise Refused(400, f"there are {len(hosts)} Host headers; send one")
+        if self._is_local and not is_loopback(_name_of(hosts[0])):
+            raise Refused(403, f"the host {hosts[0]!r:.200} is not this server; use localhost")
         if self._digests and path not in OPEN and not self._has_key(headers):
             raise Refused(401, "no valid API key; send one as Authorization: Bearer KEY")
 
@@ -84,7 +92,7 @@ def _key_of(header: str) -> str:
     if scheme.lower() == "bearer":
         return value.strip()
     if scheme.lower() == "basic":
-        with suppress(binascii.Error, UnicodeDecodeError):
+        with suppress(ValueError):  # no base64, or no text
             return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
     return ""
 
@@ -100,7 +108,8 @@ def _name_of(host: str) -> str:
     return host.partition(":")[0]
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name for it, is this machine's own and no other's."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:

@@ -1,13 +1,12 @@
 """The routes of the server, as an ASGI application."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -32,8 +31,6 @@ from parallel_llama.serve.replies import Detokenized, Model, Models, Tokens
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.status import status_of
 from parallel_llama.serve.tool_prompt import conversation
-
-BODY_LIMIT_S = 30.0
 
 B = TypeVar("B", bound=Body)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -88,7 +85,9 @@ def make_app(service: Service) -> Starlette:
         Route("/openapi.json", openapi),
         *page_routes(),
     ]
-    return Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_method})
+    app = Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_method})
+    app.router.redirect_slashes = False
+    return app
 
 
 async def tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
@@ -105,26 +104,32 @@ async def tokenize(service: Service, _: Request, body: TokenizeBody) -> Response
         chat = conversation(template, body.messages or (), body.tools or (), names)
         return list(inputs.encode(chat))
 
-    tokens = await service.in_thread(encoded)
-    vocabulary = inputs.tokenizer.vocabulary
-    spelled = [
-        vocabulary.piece(token, skip_special=False).decode("utf-8", "replace") for token in tokens
-    ]
-    return json_response(
-        Tokens(
-            count=len(tokens),
-            max_model_len=inputs.max_seq_len,
-            tokens=tokens,
-            token_strs=spelled if body.return_token_strs else None,
+    def reply() -> Response:
+        tokens, spelled = encoded(), None
+        if body.return_token_strs:
+            pieces = [
+                inputs.tokenizer.vocabulary.piece(each, skip_special=False) for each in tokens
+            ]
+            spelled = [piece.decode("utf-8", "replace") for piece in pieces]
+        return json_response(
+            Tokens(
+                count=len(tokens),
+                max_model_len=inputs.max_seq_len,
+                tokens=tokens,
+                token_strs=spelled,
+            )
         )
-    )
+
+    return await service.in_thread(reply)
 
 
 async def detokenize(service: Service, _: Request, body: DetokenizeBody) -> Response:
     """The text of some token ids, special ones among them."""
     service.require_model(body.model)
-    service.inputs.check_ids("tokens", body.tokens)
-    text = service.inputs.tokenizer.decode(body.tokens, skip_special=False)
+    inputs = service.inputs
+    inputs.check_ids("tokens", body.tokens)
+    decode = inputs.tokenizer.decode
+    text = await service.in_thread(lambda: decode(body.tokens, skip_special=False))
     return json_response(Detokenized(prompt=text))
 
 
@@ -144,7 +149,7 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
     async def guarded(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):
             return Response(status_code=499)  # which nobody sees
         except Exception as error:
             return error_response(error)
@@ -153,7 +158,7 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
 
 
 async def _body(request: Request) -> bytes:
-    """The body of a request, which must be JSON and within the limit of size and time.
+    """The body of a request, which must be JSON and within the limit of size.
 
     Raises: Refused.
     """
@@ -161,18 +166,14 @@ async def _body(request: Request) -> bytes:
     if kind != "application/json":
         # A web page could otherwise send one from a browser without asking first.
         raise Refused(415, f"content-type is {kind!r:.80}; send application/json")
-    try:
-        return await asyncio.wait_for(_bounded(request), BODY_LIMIT_S)
-    except asyncio.TimeoutError:  # another class before Python 3.11
-        raise Refused(408, f"the body did not come within {BODY_LIMIT_S:g} s") from None
-
-
-async def _bounded(request: Request) -> bytes:
+    too_long = Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes; shorten it")
+    if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        raise too_long
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BODY_BYTES:
-            raise Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes; shorten it")
+            raise too_long
     return bytes(body)
 
 
@@ -188,5 +189,8 @@ async def _no_route(request: Request, _: Exception) -> Response:
     return error_response(Refused(404, f"there is no {request.url.path!r:.200} here"))
 
 
-async def _no_method(request: Request, _: Exception) -> Response:
-    return error_response(Refused(405, f"{request.method} is not for {request.url.path!r:.200}"))
+async def _no_method(request: Request, error: Exception) -> Response:
+    refused = Refused(405, f"{request.method} is not for {request.url.path!r:.200}")
+    response = error_response(refused)
+    response.headers.update(getattr(error, "headers", None) or {})  # those that are allowed
+    return response

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 
 from parallel_llama.errors import UsageError
 from parallel_llama.serve.engine_client import EngineClient, EngineEnded
+from parallel_llama.serve.protocol import BoundedProtocol
+from parallel_llama.serve.request_id import RequestIds
 
 BACKLOG = 512
 _LOOK_S = 0.05
@@ -45,11 +47,13 @@ async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s:
     """
     server = _Server(
         uvicorn.Config(
-            app,
-            http="httptools",
+            RequestIds(app),
+            http=BoundedProtocol,
+            ws="none",
             loop="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # below it, what clients do wrong
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_CLOSING_S,

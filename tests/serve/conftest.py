@@ -1,10 +1,12 @@
 """The servers that many tests ask."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 from served import Served
+from tiny_folder import write_chat_folder
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +27,15 @@ def client(smollm2: Served) -> Iterator[openai.OpenAI]:
         _strict_response_validation=True,
     ) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> Iterator[Served]:
+    """A model of random weights, which answers nonsense at once."""
+    with Served(f"--model={tiny_folder}", "--served-model-name=tiny") as served:
+        yield served

@@ -1,0 +1,362 @@
+"""Who is served: keys, names of hosts, what a web page may ask, and what the log tells."""
+
+import base64
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from served import Served
+from starlette.routing import Route
+from tiny_folder import write_chat_folder
+
+from parallel_llama.cli.log import _Lines
+from parallel_llama.errors import UsageError
+from parallel_llama.serve import access
+from parallel_llama.serve.access import OPEN, is_loopback, read_keys
+from parallel_llama.serve.app import make_app
+from parallel_llama.serve.bodies import MAX_BODY_BYTES
+
+KEYS = ["sk-of-one-person", "sk-of-another-person"]
+APP = make_app(MagicMock())
+ROUTES = [route for route in APP.routes if isinstance(route, Route)]
+PATHS = [
+    *[re.sub("{name:path}|{file:path}", "x", route.path) for route in ROUTES],
+    *["/", "/docs", "/metrics", "/v1", "/admin", "/health/", "/health/../v1/models", "//health"],
+    *["/health%00", "/HEALTH", "/%68ealth/x", "/v1/models/health"],
+]
+METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"]
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory):
+    folder = write_chat_folder(tmp_path_factory.mktemp("model"))
+    path = folder / "keys"
+    path.write_text("# ours\n\n" + "\n".join(KEYS) + "\n")
+    path.chmod(0o600)
+    with Served(f"--model={folder}", f"--api-key-file={path}", "--host=localhost") as served:
+        yield served
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def basic(text: str | bytes) -> dict[str, str]:
+    data = text if isinstance(text, bytes) else text.encode()
+    return {"authorization": "Basic " + base64.b64encode(data).decode()}
+
+
+# Keys
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_key_only_health_answers(keyed, path):
+    for method in METHODS:
+        status, headers, body = keyed.send(method, path)
+        if path in OPEN:
+            assert status in ((200,) if method in ("GET", "HEAD") else (405,)), (method, body)
+            continue
+        assert status == 401, (method, body)
+        assert headers["www-authenticate"].startswith("Basic ")
+        if method != "HEAD":
+            assert json.loads(body)["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *[bearer(key) for key in KEYS],
+        {"authorization": f"bearer {KEYS[0]}"},
+        basic(f"anybody:{KEYS[0]}"),
+        basic(f":{KEYS[1]}"),
+    ],
+)
+def test_each_key_is_let_in(keyed, headers):
+    assert keyed.send("GET", "/v1/models", headers=headers)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        bearer(""),
+        bearer("sk-of-one-perso"),
+        bearer("sk-of-one-person-"),
+        bearer("sk-of-one-person, sk-of-another-person"),
+        bearer("# ours"),
+        bearer("None"),
+        {"authorization": KEYS[0]},
+        {"authorization": f"Token {KEYS[0]}"},
+        {"api-key": KEYS[0]},
+        {"x-api-key": KEYS[0]},
+        {"cookie": f"key={KEYS[0]}"},
+        basic(KEYS[0]),
+        basic(f"{KEYS[0]}:"),
+        basic(b"\xff\xfe:\xff"),
+        {"authorization": "Basic \xff"},
+        {"authorization": "Basic ===="},
+        {"authorization": "Basic"},
+        {"authorization": "Bearer \xe4\xf6\xfc"},
+        {"authorization": "Bearer " + "a" * 60_000},
+    ],
+)
+def test_nothing_but_a_whole_key_is_let_in(keyed, headers):
+    """Basic with bytes beyond ASCII ended in a 500."""
+    assert keyed.send("GET", "/v1/models", headers=headers)[0] == 401
+    assert keyed.send("GET", f"/v1/models?api_key={KEYS[0]}", headers=headers)[0] == 401
+
+
+def test_a_body_is_not_read_for_who_has_no_key(keyed):
+    connection = keyed.connect(10)
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("content-length", str(MAX_BODY_BYTES))
+    connection.endheaders()
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+def test_keys_are_compared_in_constant_time_and_all_of_them(monkeypatch):
+    """Whichever key is right, and whatever the given one begins with, as much is compared."""
+    compared = []
+
+    def compare(given: bytes, kept: bytes) -> bool:
+        compared.append((len(given), len(kept)))
+        return given == kept
+
+    monkeypatch.setattr(access.hmac, "compare_digest", compare)
+    held = access.Access(None, [*KEYS, "sk-of-a-third"], "127.0.0.1")
+    for key in (*KEYS, "sk-of-", "x" * 1000, ""):
+        compared.clear()
+        headers = access.Headers(bearer(key))
+        assert held._has_key(headers) == (key in KEYS)
+        assert compared == [(32, 32)] * 3  # digests, which do not tell of a key's length
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o620, 0o601])
+def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path, mode: int):
+    path = tmp_path / "keys"
+    path.write_text(KEYS[0])
+    path.chmod(mode)
+    with pytest.raises(UsageError, match=f"others can read the keys; run: chmod 600 {path}"):
+        read_keys(str(path))
+    for own in (0o600, 0o400):
+        path.chmod(own)
+        assert read_keys(str(path)) == [KEYS[0]]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_file_of_keys_of_another_owner_is_theirs_to_protect(tmp_path: Path):
+    path = tmp_path / "keys"
+    path.write_text(KEYS[0])
+    path.chmod(0o644)
+    os.chown(path, 65534, 65534)
+    assert read_keys(str(path)) == [KEYS[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has 0 keys"),
+        ("# none\n\n", "has 0 keys"),
+        ("short", "key 1 has 5 characters"),
+        ("a" * 513, "key 1 has 513 characters"),
+        ("sk-of-one-person\n\x1b[2Jsk-of-one", "key 2"),
+        ("sk-\xe4\xf6\xfc\xe4\xf6\xfc", "key 1"),
+        ("a" * 10 + "\x00", "key 1"),
+        ("sk-of-one-person\n" * 1025, "has 1025 keys"),
+    ],
+)
+def test_what_is_no_file_of_keys_is_refused(tmp_path: Path, text: str, says: str):
+    path = tmp_path / "keys"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(UsageError, match=says) as refused:
+        read_keys(str(path))
+    assert "sk-" not in str(refused.value).replace(str(path), "")
+
+
+def test_a_host_beyond_this_machine_without_keys_is_warned_of(tiny_folder):
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "parallel_llama", "serve", f"--model={tiny_folder}"]
+        done = subprocess.run(
+            [*command, "--host=0.0.0.0", f"--port={port}"], capture_output=True, text=True
+        )
+    assert "--host 0.0.0.0 without --api-key-file: whoever reaches" in done.stderr
+    assert done.returncode == 2
+
+
+# Web pages
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "",
+     "0.0.0.0", "192.168.0.1", "[::2]", "[", "localhost@evil.example", "127.1", "0x7f000001"],
+)  # fmt: skip
+def test_the_name_of_another_host_is_refused(tiny, host):
+    """A page whose name leads here could otherwise read what this server says."""
+    status, _, body = tiny.send("GET", "/v1/models", headers={"host": host})
+    assert status == 403 and b"use localhost" in body
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "localhost.", "127.0.0.1", "127.9.9.9:80", "[::1]:80"]
+)
+def test_names_of_this_machine_are_taken(tiny, host):
+    assert tiny.send("GET", "/v1/models", headers={"host": host})[0] == 200
+
+
+@pytest.mark.parametrize("hosts", [[], ["localhost", "evil.example"], ["localhost", "localhost"]])
+def test_there_is_one_host_header(tiny, hosts):
+    connection = tiny.connect(10)
+    connection.putrequest("GET", "/v1/models", skip_host=True)
+    for host in hosts:
+        connection.putheader("host", host)
+    connection.endheaders()
+    response = connection.getresponse()
+    assert response.status == 400 and b"Host headers; send one" in response.read()
+    connection.close()
+
+
+def test_loopback_is_told_from_other_addresses():
+    assert all(map(is_loopback, ("127.0.0.1", "::1", "localhost", "127.0.0.53")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "", "10.0.0.1", "example.org", "::2")))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_other_page_may_read_a_reply(tiny, path):
+    """No header lets a page of another origin in, and its preflight is refused."""
+    asks = {
+        "origin": "https://evil.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type, authorization",
+        "access-control-request-private-network": "true",
+    }
+    for method in METHODS:
+        status, headers, _ = tiny.send(method, path, headers=asks)
+        assert not [name for name in headers if name.lower().startswith("access-control")]
+        assert method != "OPTIONS" or status in (404, 405)
+
+
+POSTS = [route.path for route in ROUTES if "POST" in (route.methods or ())]
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "kind",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None,
+     "text/plain; application/json", "application/jsonp", "text/json"],
+)  # fmt: skip
+def test_a_form_of_another_page_changes_nothing(tiny, path, kind):
+    """These are what a page can send without asking; it can also leave the type out."""
+    body = json.dumps({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}).encode()
+    headers = {} if kind is None else {"content-type": kind}
+    status, _, text = tiny.send("POST", path, body, headers)
+    if kind is not None:
+        assert status == 415 and b"send application/json" in text
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8"])
+def test_json_is_taken(tiny, kind):
+    status, _, _ = tiny.send("POST", "/tokenize", b'{"prompt":"a"}', {"content-type": kind})
+    assert status == 200
+
+
+# Sizes
+
+
+def padded(n_bytes: int) -> bytes:
+    return b'{"prompt":"a"' + b" " * (n_bytes - 14) + b"}"
+
+
+def test_a_body_is_bounded_with_and_without_its_length(tiny):
+    kind = {"content-type": "application/json"}
+    assert tiny.send("POST", "/tokenize", padded(MAX_BODY_BYTES), kind)[0] == 200
+    status, _, body = tiny.send("POST", "/tokenize", padded(MAX_BODY_BYTES + 1), kind)
+    assert status == 413 and b"more than 2097152 bytes" in body
+
+    def chunked(n_bytes: int) -> int:
+        connection = tiny.connect(30)
+        pieces = (padded(n_bytes)[at : at + 65536] for at in range(0, n_bytes, 65536))
+        connection.request("POST", "/tokenize", pieces, kind, encode_chunked=True)
+        with connection.getresponse() as response:
+            return response.status
+
+    assert chunked(MAX_BODY_BYTES) == 200
+    assert chunked(MAX_BODY_BYTES + 1) == 413
+
+
+def test_a_length_beyond_the_bound_is_refused_before_the_body_comes(tiny):
+    connection = tiny.connect(10)
+    connection.putrequest("POST", "/tokenize")
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", str(MAX_BODY_BYTES + 1))
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_who_leaves_within_a_body_is_no_error_of_ours(tiny):
+    """It was logged with a traceback."""
+    before = len(tiny.lines)
+    for _ in range(3):
+        connection = tiny.connect(10)
+        connection.putrequest("POST", "/tokenize")
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", "100")
+        connection.endheaders(b'{"prompt"')
+        connection.close()
+    tiny.get("/status")
+    assert tiny.lines[before:] == []
+
+
+# What the log tells
+
+MARK = "no-one-else-may-read-this"
+
+
+def test_what_clients_write_is_not_in_the_log(tiny):
+    """Nor an escape sequence of theirs; and no client can fill it."""
+    before = len(tiny.lines)
+    text = f"{MARK}\x1b[2J\x1b]0;title\x07\r\nFORGED"
+    messages = [{"role": "user", "content": text}]
+    for path, fields in [
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 10**6}),
+        ("/v1/chat/completions", {"messages": [{"role": text, "content": text, "x": text}]}),
+        ("/v1/chat/completions", {"messages": messages, text: 1}),
+        ("/v1/chat/completions", {"messages": messages, "model": text[:60]}),
+        ("/v1/completions", {"prompt": text, "max_tokens": 2, "user": text, "stop": [text[:60]]}),
+        ("/v1/completions", {"prompt": text, "structured_outputs": {"regex": f"({text}"}}),
+        ("/v1/completions", {"prompt": text, "structured_outputs": {"grammar": text}}),
+        ("/v1/completions", {"prompt": text, "logit_bias": {text: 1}}),
+        ("/tokenize", {"prompt": text}),
+        ("/" + MARK, {}),
+    ]:
+        assert tiny.send("POST", path, fields)[0] < 500
+    for name in ("user-agent", "authorization", "x-request-id", "cookie", "host"):
+        tiny.send("GET", f"/v1/models?{MARK}", headers={name: MARK})
+    with socket.create_connection((tiny.connect().host, tiny.connect().port), 10) as raw:
+        raw.sendall(f"{MARK}\x1b[2J\r\n\r\n".encode())
+        assert raw.recv(65536).startswith(b"HTTP/1.1 400 ")
+    assert tiny.lines[before:] == []
+
+
+def test_a_record_of_the_log_steers_no_terminal_and_passes_for_no_other():
+    def record(text: str, error: Exception | None = None) -> str:
+        info = (type(error), error, None) if error else None
+        made = logging.LogRecord("a", logging.ERROR, "", 0, "%s", (text,), info)
+        return _Lines("%(levelname)s %(message)s").format(made)
+
+    assert record("a\x1b[2Jb\x07\r\x9b\u202ec") == r"ERROR a\x1b[2Jb\x07\r\x9b\u202ec"
+    assert record("a\nERROR forged").splitlines() == ["ERROR a", "  ERROR forged"]
+    told = record("a", ValueError("b\x1b[2J\nERROR forged")).splitlines()
+    assert told[0] == "ERROR a" and all(line.startswith("  ") for line in told[1:])
+    assert "\x1b" not in "".join(told) and not re.search(r"^ERROR forged", told[-1])

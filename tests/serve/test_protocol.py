@@ -1,0 +1,285 @@
+"""What may come over a connection, and how slowly: raw bytes to an application that reads them."""
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from parallel_llama.serve import protocol
+from parallel_llama.serve.protocol import (
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    MAX_URL_BYTES,
+    BoundedProtocol,
+)
+from parallel_llama.serve.request_id import RequestIds
+
+GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def reads_all(_scope, receive, send) -> None:
+    """Answers with the number of bytes of the body, and holds no more than a piece of it."""
+    n_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        n_bytes += len(message["body"])
+        if not message["more_body"]:
+            break
+    body = str(n_bytes).encode()
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@asynccontextmanager
+async def listening(app):
+    config = uvicorn.Config(
+        RequestIds(app), http=BoundedProtocol, ws="none", lifespan="off", log_config=None
+    )
+    config.load()
+    state = ServerState()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: BoundedProtocol(config, state, {}), "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1], state
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.transport.abort()
+
+
+def talk(told: Talk, app=reads_all) -> None:
+    async def run() -> None:
+        async with listening(app) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.wait_for(told(reader, writer), 10)
+            writer.close()
+
+    asyncio.run(run())
+
+
+async def reply(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    first, *lines = head.strip().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    body = await reader.readexactly(int(headers["content-length"]))
+    return int(first.split()[1]), headers, body
+
+
+def asked(data: bytes, app=reads_all) -> tuple[int, dict[str, str], bytes]:
+    """The reply to these bytes."""
+    got = []
+
+    async def told(reader, writer) -> None:
+        writer.write(data)
+        got.append(await reply(reader))
+
+    talk(told, app)
+    return got[0]
+
+
+def refused(data: bytes, status: int, says: str) -> None:
+    """The reply to these bytes is an error in OpenAI's form, and the connection's last."""
+    found, headers, body = asked(data)
+    assert found == status, body
+    error = json.loads(body)["error"]
+    assert re.search(says, error["message"]) and error["type"].endswith("_error")
+    assert headers["connection"] == "close" and headers["x-request-id"]
+
+
+def header(n_bytes: int, name: bytes = b"x") -> bytes:
+    """A header line of so many bytes of name and value."""
+    return name + b": " + b"a" * (n_bytes - len(name)) + b"\r\n"
+
+
+def test_the_bytes_of_headers_are_bounded():
+    room = MAX_HEADER_BYTES - len("hostlocalhost")
+    assert asked(GET + header(room) + b"\r\n")[0] == 200
+    refused(GET + header(room + 1) + b"\r\n", 431, "more than 65536 bytes")
+    half = header(room // 2 + 1)
+    refused(GET + half + half + b"\r\n", 431, "more than 65536 bytes")
+
+
+def test_the_number_of_headers_is_bounded():
+    most = MAX_HEADERS - 1
+    assert asked(GET + header(2) * most + b"\r\n")[0] == 200
+    refused(GET + header(2) * (most + 1) + b"\r\n", 431, "more than 100 headers")
+
+
+def test_the_length_of_a_url_is_bounded():
+    def get(n_bytes: int) -> bytes:
+        return b"GET /" + b"a" * (n_bytes - 1) + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+    assert asked(get(MAX_URL_BYTES))[0] == 200
+    refused(get(MAX_URL_BYTES + 1), 414, "more than 8192 bytes")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        GET + b"x: ",
+        GET,
+        b"",
+        POST + b"transfer-encoding: chunked\r\n\r\n0\r\nx: ",
+        POST + b"transfer-encoding: chunked\r\n\r\n1;x=",
+    ],
+    ids=["value", "name", "method", "trailer", "chunk extension"],
+)
+def test_what_never_ends_is_cut_off_before_it_fills_memory(before):
+    """The parser keeps a header until it is whole: 64 MB of one were kept."""
+
+    async def told(reader, writer) -> None:
+        writer.write(before)
+        n_sent = 0
+        with pytest.raises(ConnectionError):
+            while n_sent < 16 << 20:
+                writer.write(b"a" * 65536)
+                n_sent += 65536
+                await writer.drain()
+                await asyncio.sleep(0)
+                if reader.at_eof():
+                    raise ConnectionResetError
+        assert n_sent < 8 << 20  # most of it in the buffers of both ends
+
+    talk(told)
+
+
+def test_a_long_body_is_no_long_header():
+    body = b"a" * (1 << 20)
+    length = f"content-length: {len(body)}\r\n\r\n".encode()
+    assert asked(POST + length + body)[2] == b"1048576"
+    chunks = b"".join(b"1000\r\n" + body[:0x1000] + b"\r\n" for _ in range(256))
+    assert (
+        asked(POST + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")[2] == b"1048576"
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        GET + b"a b: c\r\n\r\n",
+        GET + b"x: a\x00b\r\n\r\n",
+        GET + b"x: a\rb\r\n\r\n",
+        POST + b"content-length: -1\r\n\r\n",
+        POST + b"content-length: 99999999999999999999\r\n\r\n",
+        POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\nab",
+        POST + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"GET http://[ HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_http_is_refused_in_the_same_form(data):
+    refused(data, 400, "no request of HTTP/1.1")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (GET, "headers did not come"),
+        (b"G", "headers did not come"),
+        (POST + b"content-length: 9\r\n\r\nabc", "body did not come"),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n", "body did not come"),
+    ],
+)
+def test_who_is_slow_is_turned_away(monkeypatch, data, says):
+    monkeypatch.setattr(protocol, "HEAD_LIMIT_S", 0.2)
+    monkeypatch.setattr(protocol, "BODY_LIMIT_S", 0.2)
+    refused(data, 408, says)
+
+
+def test_a_byte_now_and_then_does_not_keep_a_connection(monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_LIMIT_S", 0.3)
+
+    async def told(reader, writer) -> None:
+        writer.write(GET + b"\r\n")
+        assert (await reply(reader))[0] == 200
+        started = asyncio.get_running_loop().time()
+        sending = asyncio.create_task(_drip(writer))
+        status, headers, _ = await reply(reader)
+        sending.cancel()
+        assert status == 408 and headers["connection"] == "close"
+        assert asyncio.get_running_loop().time() - started < 2
+
+    talk(told)
+
+
+async def _drip(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"\r\n")
+        await asyncio.sleep(0.02)
+
+
+def test_an_answer_that_takes_long_is_not_cut_off(monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_LIMIT_S", 0.1)
+    monkeypatch.setattr(protocol, "BODY_LIMIT_S", 0.1)
+
+    async def slow(scope, receive, send) -> None:
+        await asyncio.sleep(0.4)
+        await reads_all(scope, receive, send)
+
+    for data in (GET + b"\r\n", POST + b"content-length: 3\r\n\r\nabc"):
+        assert asked(data, slow)[0] == 200
+    # Nor where the next request waits behind it, unread.
+    long = POST + b"content-length: 200000\r\n\r\n" + b"a" * 200_000
+
+    async def told(reader, writer) -> None:
+        writer.write(GET + b"\r\n" + long)
+        assert [(await reply(reader))[2], (await reply(reader))[2]] == [b"0", b"200000"]
+
+    talk(told, slow)
+
+
+def test_a_connection_too_many_is_told_to_come_again(monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 3)
+
+    async def run() -> None:
+        async with listening(reads_all) as (port, _):
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            status, headers, _ = await reply(reader)
+            assert status == 503 and headers["retry-after"]
+            writer.close()
+            for _, each in held:
+                each.close()
+            await asyncio.sleep(0.05)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(GET + b"\r\n")
+            assert (await reply(reader))[0] == 200
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_another_protocol_is_not_spoken(caplog):
+    upgrade = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-key: x\r\n\r\n"
+    assert asked(GET + upgrade)[0] == 200
+    assert (
+        asked(POST + b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length: 0\r\n\r\n")[0] == 200
+    )
+    assert not caplog.records
+
+
+def test_every_reply_has_an_id():
+    ids = {asked(GET + b"\r\n")[1]["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+    own = b"x-request-id: abc-123\r\n\r\n"
+    assert asked(GET + own)[1]["x-request-id"] == "abc-123"
+
+
+@pytest.mark.parametrize("given", [b"", b"a" * 129, b"a\xff", b"a\tb"])
+def test_an_id_that_is_long_or_not_printable_is_not_given_back(given):
+    own = asked(GET + b"x-request-id: " + given + b"\r\n\r\n")[1]["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{32}", own)
