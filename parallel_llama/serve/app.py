@@ -138,7 +138,12 @@ def _post(service: Service, kind: type[B], handler: Handler[B]) -> Endpoint:
     decoder = msgspec.json.Decoder(kind)
 
     async def endpoint(request: Request) -> Response:
-        return await handler(service, request, decoder.decode(await _body(request)))
+        data = await _body(request)
+        try:
+            body = decoder.decode(data)
+        except UnicodeDecodeError as error:
+            raise Refused(400, f"the body is no JSON: {error}") from error
+        return await handler(service, request, body)
 
     return _guarded(endpoint)
 

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE_CHARS = 1000
 
 
 class Refused(Exception):
@@ -36,8 +37,9 @@ def error_reply(error: Exception) -> tuple[int, ErrorReply]:
         case UsageError():
             return 400, _reply(message, "invalid_request_error")
         case msgspec.ValidationError():
-            _what, _, where = message.partition(" - at `$.")
-            return 400, _reply(message, "invalid_request_error", where.rstrip("`") or None)
+            _what, found, where = message.rpartition(" - at `$.")
+            param = where.rstrip("`") if found else None
+            return 400, _reply(message, "invalid_request_error", param)
         case msgspec.DecodeError() | RecursionError():
             return 400, _reply(f"the body is no JSON: {message}", "invalid_request_error")
         case UnknownModel():
@@ -73,4 +75,7 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 def _reply(
     message: str, type: str, param: str | None = None, code: str | None = None
 ) -> ErrorReply:
+    # Some messages hold what the client sent, however long it is.
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[:MAX_MESSAGE_CHARS] + "..."
     return ErrorReply(error=ErrorDetail(message=message, type=type, param=param, code=code))

@@ -1,0 +1,295 @@
+"""Every field of every body: at its bound, beyond it, of other types, and what is hardly JSON."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from canary import Canary
+from msgspec import inspect
+from served import Served
+
+from parallel_llama.serve.bodies import BODIES, ChatBody, CompletionBody, DetokenizeBody
+
+HI = [{"role": "user", "content": "hi"}]
+ROUTES: dict[type, tuple[str, dict[str, Any]]] = {
+    ChatBody: ("/v1/chat/completions", {"messages": HI, "max_tokens": 1}),
+    CompletionBody: ("/v1/completions", {"prompt": "hi", "max_tokens": 1}),
+    DetokenizeBody: ("/detokenize", {"tokens": [5, 6]}),
+}
+TOKENIZE: tuple[str, dict[str, Any]] = ("/tokenize", {"prompt": "hi"})
+VALUE = "the value goes here"  # what hostile text takes the place of
+Place = tuple[str | int, ...]
+
+
+def fields(of: inspect.Type, at: Place = ()) -> Iterator[tuple[Place, inspect.Type]]:
+    """Every field of a struct and of the structs in it, with its type."""
+    match of:
+        case inspect.StructType():
+            for field in of.fields:
+                yield (*at, field.name), field.type
+                yield from fields(field.type, (*at, field.name))
+        case inspect.UnionType():
+            for member in of.types:
+                yield from fields(member, at)
+        case inspect.ListType():
+            yield from fields(of.item_type, (*at, 0))
+
+
+FIELDS = [
+    (body, place, kind)
+    for body in BODIES
+    for place, kind in fields(inspect.type_info(body))
+]  # fmt: skip
+NAMES = [f"{body.__name__}.{'.'.join(map(str, place))}" for body, place, _ in FIELDS]
+# What both kinds of completion have in common is tried with one of them.
+COMMON = {place[0] for body, place, _ in FIELDS if body is CompletionBody}
+PLACES = [
+    pytest.param(body, place, id=name)
+    for (body, place, _), name in zip(FIELDS, NAMES, strict=True)
+    if body is not ChatBody or place[0] not in COMMON
+]
+
+
+def example(of: inspect.Type) -> Any:
+    """The least value of a type."""
+    match of:
+        case inspect.StructType():
+            return {field.name: example(field.type) for field in of.fields if field.required}
+        case inspect.UnionType():
+            return example(of.types[0])
+        case inspect.LiteralType():
+            return of.values[0]
+        case inspect.ListType():
+            return [example(of.item_type)] * (of.min_length or 0)
+        case inspect.StrType():
+            return "a" * (of.min_length or 0)
+        case inspect.IntType():
+            return of.ge or 0
+        case inspect.DictType():
+            return {}
+    raise AssertionError(of)
+
+
+def placed(of: inspect.Type, given: Any, place: Place, value: Any) -> Any:
+    """A body with a value at a place, and examples of whatever it takes to get there."""
+    if not place:
+        return value
+    name, *rest = place
+    match of:
+        case inspect.UnionType():
+            types = [t for t in of.types if any(at[0] == name for at, _ in fields(t) if at)]
+            lists = [t for t in of.types if isinstance(t, inspect.ListType)]
+            return placed((types if name != 0 else lists)[0], given, place, value)
+        case inspect.ListType():
+            return [placed(of.item_type, None, tuple(rest), value)]
+        case inspect.StructType():
+            (own,) = (field for field in of.fields if field.name == name)
+            whole = {**example(of), **(given or {})}
+            return {**whole, str(name): placed(own.type, whole.get(str(name)), tuple(rest), value)}
+    raise AssertionError(of)
+
+
+def values(of: inspect.Type) -> Iterator[tuple[Any, bool]]:
+    """Values at the bounds of a type, with True, and just beyond them, with False."""
+    match of:
+        case inspect.StrType():
+            if of.max_length is not None:
+                yield "a" * of.max_length, True
+                yield "a" * (of.max_length + 1), False
+            if of.min_length:
+                yield "a" * of.min_length, True
+                yield "a" * (of.min_length - 1), False
+        case inspect.IntType() | inspect.FloatType():
+            step = 1 if isinstance(of, inspect.IntType) else 1e-9
+            if of.ge is not None:
+                yield of.ge, True
+                yield of.ge - step, False
+            if of.le is not None:
+                yield of.le, True
+                yield of.le + (step if abs(of.le) < 1000 else 1), False
+        case inspect.ListType():
+            item = example(of.item_type)
+            if of.max_length is not None and len(json.dumps(item)) * of.max_length < 1 << 20:
+                yield [item] * of.max_length, True
+                yield [item] * (of.max_length + 1), False
+            if of.min_length:
+                yield [item] * (of.min_length - 1), False
+            for value, is_fit in values(of.item_type):
+                yield [value], is_fit
+        case inspect.DictType():
+            if of.max_length is not None:
+                value = {"a": "a"} if isinstance(of.value_type, inspect.StrType) else {"a": 0}
+                (item,) = value.values()
+                yield {str(n): item for n in range(of.max_length)}, True
+                yield {str(n): item for n in range(of.max_length + 1)}, False
+        case inspect.LiteralType():
+            for value in of.values:
+                yield value, True
+            yield "something else", False
+
+
+def beyond(of: inspect.Type) -> Iterator[Any]:
+    """Values just beyond a bound, and of types that a field does not have."""
+    members = of.types if isinstance(of, inspect.UnionType) else (of,)
+    texts = any(isinstance(member, inspect.StrType) for member in members)
+    for member in members:
+        for value, is_fit in values(member):
+            if not is_fit and not (texts and isinstance(value, str) and value == "something else"):
+                yield value
+    literals = [v for m in members if isinstance(m, inspect.LiteralType) for v in m.values]
+    wrong = [
+        (inspect.StrType, "\x00"),
+        (inspect.IntType, 7),
+        (inspect.FloatType, 0.5),
+        (inspect.BoolType, True),
+        (inspect.ListType, [[[]]]),
+        (inspect.DictType, {"a": {}}),
+    ]
+    for kind, value in wrong:
+        if any(isinstance(member, inspect.AnyType | kind) for member in members):
+            continue
+        is_number = kind is inspect.IntType
+        if is_number and any(isinstance(member, inspect.FloatType) for member in members):
+            continue
+        if value not in literals:
+            yield value
+
+
+def send(served: Served, body: type, data: bytes) -> tuple[int, bytes]:
+    path, _ = ROUTES.get(body, TOKENIZE)
+    status, _, reply = served.send("POST", path, data, {"content-type": "application/json"})
+    return status, reply
+
+
+def of_body(body: type, place: Place, value: Any) -> bytes:
+    _, given = ROUTES.get(body, TOKENIZE)
+    return json.dumps(placed(inspect.type_info(body), given, place, value)).encode()
+
+
+def require_error(reply: tuple[int, bytes], data: bytes) -> dict[str, Any]:
+    """What was asked for is refused, in OpenAI's form, and not said back at length."""
+    status, text = reply
+    error = json.loads(text)["error"]
+    assert status == (404 if error["code"] == "model_not_found" else 400), (data[:200], text[:500])
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert len(text) < 4096
+    return error
+
+
+@pytest.fixture(scope="module")
+def canary(tiny: Served) -> Iterator[Canary]:
+    with Canary(tiny) as canary:
+        yield canary
+
+
+@pytest.mark.parametrize(("body", "place", "kind"), FIELDS, ids=NAMES)
+def test_a_field_has_bounds_and_a_type(tiny, canary, body, place, kind):
+    members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    for member in members:
+        for value, is_fit in values(member):
+            if is_fit:
+                data = of_body(body, place, value)
+                reply = send(tiny, body, data)
+                if reply[0] != 200:  # another rule, such as the length of the context
+                    assert require_error(reply, data)["param"] in (None, "model"), data[:200]
+    for value in beyond(kind):
+        data = of_body(body, place, value)
+        require_error(send(tiny, body, data), data)
+    canary.check()
+
+
+DEEP = 100_000
+HOSTILE = [
+    b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"1e-999", b"-0.0",
+    b"9" * 5000, b"-" + b"9" * 5000, b"9223372036854775808", b"18446744073709551616",
+    b"0." + b"9" * 5000, b"0x10", b"01", b"+1", b".5", b"'a'", b'"a', b'"\xff\xfe"',
+    b'"\xed\xa0\x80"', b'"\\ud800"', b'"\\udc00\\ud800"', b'"\\u0000"', b'"\x00"', b'"\\x41"',
+    b'"\x1b[2J"', b'"\\u001b[2J\\u202e"', b'""', b'"' + b"a" * (1 << 20) + b'"',
+    b'"' + "\U0001f999".encode() * (1 << 18) + b'"', b"[" * DEEP, b"[" * DEEP + b"]" * DEEP,
+    b'{"a":' * DEEP + b"1" + b"}" * DEEP, b"[" * 500 + b"]" * 500,
+    b'{"a":' * 500 + b"1" + b"}" * 500, b"[" + b'"a",' * 10_000 + b'"b"]',
+    b"[" + b"1," * 10_000 + b"1]", b"[[1," + b"1," * 10_000 + b"1]]",
+    b"{" + b",".join(b'"%d":1' % n for n in range(10_000)) + b"}",
+    b"{" + b",".join(b'"%d":1' % 7 for _ in range(10_000)) + b"}", b"{}", b"[]", b"[null]",
+    b"[{}]", b"null", b"true", b'{"__class__":"x","$ref":"#"}', b'{"$ref":"file:///etc/passwd"}',
+    b'{"type":"text","text":"a"},"max_tokens":1', b"1,2", b"1}", b"/**/1", b"1//", b"",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "place"), PLACES)
+def test_no_value_of_a_field_is_an_error_of_ours(tiny, canary, body, place):
+    """A body that is not UTF-8 ended in a 500, and a long value came back whole."""
+    around = of_body(body, place, VALUE)
+    assert around.count(json.dumps(VALUE).encode()) == 1
+    for text in HOSTILE:
+        data = around.replace(json.dumps(VALUE).encode(), text)
+        reply = send(tiny, body, data)
+        if reply[0] != 200:
+            require_error(reply, data)
+    canary.check()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_body_is_one_object(tiny, canary, body):
+    _, given = ROUTES.get(body, TOKENIZE)
+    good = json.dumps(given).encode()
+    for data in (*HOSTILE, b"\xef\xbb\xbf" + good, good + good, good.decode().encode("utf-16")):
+        require_error(send(tiny, body, data), data)
+    canary.check()
+
+
+@pytest.mark.parametrize(("body", "place"), PLACES)
+def test_a_field_that_is_no_field_is_refused_by_name(tiny, body, place):
+    """Whoever misspells a field hears of it, at every depth."""
+    data = of_body(body, place, VALUE)
+    wrong = data.replace(f'"{place[-1]}": "{VALUE}"'.encode(), b'"tempreture": 0')
+    assert wrong != data
+    message = require_error(send(tiny, body, wrong), wrong)["message"]
+    assert "tempreture" in message or f"missing required field `{place[-1]}`" in message
+
+
+def test_the_last_of_a_field_that_comes_twice_is_checked(tiny):
+    data = b'{"prompt":"a","max_tokens":1,"max_tokens":-1}'
+    require_error(send(tiny, CompletionBody, data), data)
+
+
+def test_every_text_and_list_has_a_bound():
+    """But for those that are free in JSON, of which the body's own bound is the bound."""
+
+    def unbounded(of: inspect.Type, at: str) -> Iterator[str]:
+        match of:
+            case inspect.StructType():
+                for field in of.fields:
+                    yield from unbounded(field.type, f"{at}.{field.name}")
+            case inspect.UnionType():
+                for member in of.types:
+                    yield from unbounded(member, at)
+            case inspect.ListType():
+                if of.max_length is None:
+                    yield at
+                yield from unbounded(of.item_type, f"{at}[]")
+            case inspect.StrType():
+                if of.max_length is None:
+                    yield at
+            case inspect.IntType() | inspect.FloatType():
+                if of.ge is None or of.le is None:
+                    yield at
+            case inspect.DictType():
+                if of.max_length is None and not isinstance(of.value_type, inspect.AnyType):
+                    yield at
+
+    found = [
+        name
+        for body in BODIES
+        for name in unbounded(inspect.type_info(body), body.__name__)
+        if not name.endswith(".logit_bias")  # its values are checked with the other settings
+    ]
+    assert found == []
+
+
+def test_every_body_has_a_route_here():
+    assert {*ROUTES} < {*BODIES} and len(BODIES) == len(ROUTES) + 1
+    assert all(issubclass(body, msgspec.Struct) for body in BODIES)
