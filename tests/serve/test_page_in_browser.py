@@ -19,6 +19,7 @@ if CHROMIUM is None:
     pytest.skip("needs Chromium: apt install chromium", allow_module_level=True)
 
 expect = sync_api.expect
+expect.set_options(timeout=15_000)
 Page = Any
 DESKTOP, PHONE = (1280, 800), (360, 740)
 
@@ -209,6 +210,18 @@ def test_the_policy_stops_what_would_come_through_all_the_same(
     assert refused == directive
     assert page.evaluate("window.ran") is None
     page.close()
+
+
+@pytest.mark.parametrize(("question", "text"), [("deep", ">" * 24_000), ("slow", "*a_" * 8_000)])
+def test_an_answer_that_marked_cannot_parse_in_time_is_shown_as_it_is(
+    page: Page, question: str, text: str
+) -> None:
+    """The first overflowed marked's stack, the second took it 33 s; models do repeat themselves."""
+    ask_and_wait(page, question)
+    assert page.locator(".answer .body .plain").text_content() == text
+    page.reload()
+    ask_and_wait(page, "hello")
+    expect(page.locator(".answer .body").last).to_contain_text("Hello!")
 
 
 def test_thoughts_fold_away(page: Page) -> None:

@@ -103,6 +103,10 @@ class StandIn:
                 )
             case ["break"]:
                 pieces = _events(["Half an "], end=False)
+            case ["deep"]:
+                pieces = _events([">" * 4000] * 6)
+            case ["slow"]:
+                pieces = _events(["*a_" * 400] * 20)
             case ["fail"]:
                 error = {"error": {"message": "rank 1 is lost"}}
                 pieces = _events(["Half an "], end=False, last=error)

@@ -2,7 +2,7 @@
 //
 // A question is {role: "user", content}. An answer is {role: "assistant", content} and, once it has
 // ended, `ended` ("stop", "length", "stopped" by the reader, or "failed"), `trouble` where it failed,
-// and `measures`.
+// and `measures`. It is `plain` where its markdown cannot be shown.
 
 import { load, save } from "./stored.js";
 

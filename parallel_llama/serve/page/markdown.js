@@ -6,6 +6,8 @@
 import { Marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 
+const SLOW_MS = 500;
+
 const marked = new Marked({
   gfm: true,
   breaks: true,
@@ -46,17 +48,40 @@ function escaped(text) {
 
 // Show `text` in an element. Called again with a longer text, it replaces only the paragraphs, lists
 // and so on that changed: the others keep the reader's selection, and cost nothing.
+//
+// Returns false where the text nests too deep to be parsed, or took so long that the page would soon
+// stand still. Such a text is to be shown with `showPlain` from then on.
 export function showMarkdown(element, text) {
-  const blocks = marked
-    .lexer(text)
-    .map((token) => marked.parser([token]))
-    .filter(Boolean);
+  const started = performance.now();
+  let blocks;
+  try {
+    blocks = blocksOf(text);
+  } catch {
+    return false;
+  }
+  const parsed = performance.now();
   const shown = (element.shownBlocks ??= []);
   const changed = blocks.findIndex((html, index) => html !== shown[index]);
   const from = changed < 0 ? blocks.length : changed;
   while (element.children.length > from) element.lastElementChild.remove();
   element.append(...blocks.slice(from).map(blockElement));
   element.shownBlocks = blocks;
+  return parsed - started < SLOW_MS;
+}
+
+export function showPlain(element, text) {
+  const block = document.createElement("div");
+  block.className = "plain";
+  block.textContent = text;
+  element.replaceChildren(block);
+  element.shownBlocks = [];
+}
+
+function blocksOf(text) {
+  return marked
+    .lexer(text)
+    .map((token) => marked.parser([token]))
+    .filter(Boolean);
 }
 
 function blockElement(html) {

@@ -66,8 +66,8 @@ async function answer(message) {
   } catch (error) {
     fail(message, error, stop.signal);
   }
-  conversation.save();
   showAnswer(element, message);
+  conversation.save();
   if (answering === stop) setAnswering(null);
   showContext();
   followEnd();

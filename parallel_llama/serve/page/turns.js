@@ -1,6 +1,6 @@
 // Questions and answers as elements of the page.
 
-import { showMarkdown } from "./markdown.js";
+import { showMarkdown, showPlain } from "./markdown.js";
 import { count, decimal } from "./status.js";
 
 export function questionElement({ content }) {
@@ -16,12 +16,14 @@ export function answerElement(message) {
 }
 
 // Bring an answer's element up to what its message holds by now.
-export function showAnswer(element, { content, ended, trouble, measures }) {
+export function showAnswer(element, message) {
+  const { content, ended, trouble, measures } = message;
   const part = (selector) => element.querySelector(selector);
   const { thinking, body } = withoutThinking(content);
   part(".thinking").hidden = !thinking;
-  showMarkdown(part(".thinking .prose"), thinking);
-  showMarkdown(part(".body"), body);
+  showPlain(part(".thinking .prose"), thinking);
+  message.plain ||= !showMarkdown(part(".body"), body);
+  if (message.plain) showPlain(part(".body"), body);
   // Screen readers read an answer once it is whole, and not word by word.
   element.ariaBusy = String(!ended);
   part(".waiting").hidden = Boolean(ended || body);
