@@ -42,8 +42,14 @@ def status_of(service: Service) -> dict[str, Any]:
             }
             for rank in ranks
         ],
-        "defaults": service.inputs.defaults.sampling,
+        "defaults": _defaults(service),
     }
+
+
+def _defaults(service: Service) -> dict[str, float]:
+    """What a request without settings of its own is drawn with."""
+    params = service.inputs.sampling_params()
+    return {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
 
 def _kv(service: Service) -> dict[str, int] | None:

@@ -1,0 +1,49 @@
+"""Many clients at once: no answer changes, nothing is lost, and nothing is kept."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from load import load, overload, resident_bytes
+from served import Served
+from tiny_folder import write_chat_folder
+
+MAX_GROWTH_BYTES = 8 << 20  # what allocators keep; a leak of 2 kB a request would be more
+LONG = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def tiny(folder: Path) -> Iterator[Served]:
+    with Served("--model", str(folder), "--nproc=2") as served:
+        yield served
+
+
+def test_five_thousand_answers_beside_others_are_those_given_alone(tiny):
+    asyncio.run(load(tiny, 1000, 64))
+    front = psutil.Process(tiny.process.pid)
+    n_files, n_bytes = front.num_fds(), resident_bytes(tiny)
+    tally = asyncio.run(load(tiny, 4000, 64))
+    assert tally.wrong == [] and tally.statuses == {200: tally.n_right}
+    assert tally.n_right + tally.n_left == tally.n_asked == 4000 and tally.n_left > 600
+    time.sleep(1)
+    assert front.num_fds() <= n_files + 2  # one may be closing
+    assert resident_bytes(tiny) - n_bytes < MAX_GROWTH_BYTES
+    status = tiny.get("/status")
+    assert (status["n_running"], status["n_waiting"], status["kv"]["tokens_used"]) == (0, 0, 0)
+
+
+def test_ten_times_what_a_server_takes_is_answered_all_the_same(folder):
+    with Served("--model", str(folder), "--nproc=2", "--max-requests=8") as served:
+        served.post("/v1/completions", **LONG)
+        met = asyncio.run(overload(served, LONG, 80, 5.0))
+        assert met.n_without_reply == 0 and set(met.statuses) == {200, 429}
+        assert sorted(met.rejected_s)[len(met.rejected_s) * 99 // 100] < 0.25
+        assert served.send("POST", "/v1/completions", LONG)[0] == 200
