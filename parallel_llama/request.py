@@ -334,6 +334,7 @@ class Completion:
     string included; `text` ends before them. So `tokens` may decode to more than `text`.
     `prompt_logprobs` has an entry per token of the prompt; the first, which nothing predicts, is
     None. A request with this `seed` gets the same again; greedy decoding has none.
+    `n_cached_tokens` of the prompt were in the prefix cache when it began.
     """
 
     index: int
@@ -346,6 +347,7 @@ class Completion:
     n_choices: int = 1
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     seed: int | None = None
+    n_cached_tokens: int = field(default=0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The line of `generate --json`.

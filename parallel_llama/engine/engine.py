@@ -45,7 +45,7 @@ BLOCK_SIZE = 16
 MAX_DRAFTS, _MAX_ROWS = 8, 16
 
 # Prompt positions whose logits exist at once.
-_SCORE_ROWS = 128
+SCORE_ROWS = 128
 
 _RUNNING, _STOP, _LENGTH, _NO_TOKEN = 0, 1, 2, 3
 _REASONS: dict[int, FinishReason] = {_STOP: "stop", _LENGTH: "length", _NO_TOKEN: "no_token"}
@@ -345,8 +345,8 @@ class Engine:
     def _score_prompts(
         self, wanted: abc.Sequence[tuple[_SequenceState, int, int]], hidden: Tensor
     ) -> None:
-        for start in range(0, len(wanted), _SCORE_ROWS):
-            part = wanted[start : start + _SCORE_ROWS]
+        for start in range(0, len(wanted), SCORE_ROWS):
+            part = wanted[start : start + SCORE_ROWS]
             scored = score_tokens(
                 self.runner.logits(hidden[start : start + len(part)]),
                 self.runner.share.vocab,
@@ -495,6 +495,7 @@ class Engine:
             n_choices=params.n,
             prompt_logprobs=prompt_logprobs if params.prompt_logprobs is not None else None,
             seed=None if params.is_greedy else request.seed,
+            n_cached_tokens=sequence.n_found or 0,
         )
 
     def _spelled(self, scored: TokenLogprob) -> TokenLogprob:

@@ -10,13 +10,11 @@ import msgspec
 import torch
 
 from parallel_llama.engine.block_group import BlockTable
-from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.engine import SCORE_ROWS, Engine
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.model_runner import Chunk
 from parallel_llama.errors import NumericalError
 from parallel_llama.sampling import score
-
-_SCORED_AT_ONCE = 256  # positions whose logits exist at once
 
 _SCORE, _MEASURE, _CLOSE = b"s", b"m", b"c"
 
@@ -56,20 +54,28 @@ def close(engine: Engine) -> None:
 
 
 def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
-    """Every rank's part, in chunks."""
+    """Every rank's part, in chunks.
+
+    The chunks, and the order of their rows, are those of a request that is alone and wants the
+    probabilities of its prompt: it gets the same to the last bit.
+    """
     runner, groups = engine.runner, engine.scheduler.groups
     tables = [BlockTable() for _ in groups]
-    n_at_once = min(_SCORED_AT_ONCE, engine.step_tokens)
+    n_scored = len(tokens) - 1
     logprobs: list[float] = []
     try:
-        for start in range(0, len(tokens) - 1, n_at_once):
-            targets = torch.tensor(tokens[start + 1 : start + 1 + n_at_once], device=runner.device)
-            stop = start + len(targets)
+        for start in range(0, n_scored, engine.step_tokens):
+            stop = min(start + engine.step_tokens, len(tokens))
             for group, table in zip(groups, tables, strict=True):
                 group.extend(table, start, stop, len(tokens))
             chunk = Chunk(tokens[start:stop], start, tables, len(tokens))
-            logits = runner.logits(runner.forward([chunk]))
-            logprobs += score(logits, runner.share.vocab, targets, engine.comm).tolist()
+            last = [n_scored - start] if stop == len(tokens) else []  # which would be drawn from
+            hidden = runner.forward([chunk], [*last, *range(min(stop, n_scored) - start)])
+            for at in range(len(last), len(hidden), SCORE_ROWS):
+                rows, first = hidden[at : at + SCORE_ROWS], 1 + len(logprobs)
+                targets = torch.tensor(tokens[first : first + len(rows)], device=runner.device)
+                logits = runner.logits(rows)
+                logprobs += score(logits, runner.share.vocab, targets, engine.comm).tolist()
     finally:
         for group, table in zip(groups, tables, strict=True):
             group.release(table)

@@ -42,6 +42,7 @@ class Sequence:
     tokens: list[int]
     tables: list[BlockTable] = field(default_factory=list)
     n_cached: int = 0
+    n_found: int | None = None  # tokens that the prefix cache held when it began
     keys: list[bytes] = field(default_factory=list, repr=False)  # of the full blocks of `tokens`
     # The unfinished sequences of the request, oldest first.
     siblings: list["Sequence"] = field(default_factory=list, repr=False)
@@ -348,6 +349,8 @@ class Scheduler:
             group.start(table, n_known, most)
         sequence.tables = tables
         sequence.n_cached = n_found * self.block_size
+        if sequence.n_found is None:
+            sequence.n_found = sequence.n_cached
         self.n_prompt_tokens += n_known
         self.n_prefix_tokens += sequence.n_cached
         return True

@@ -108,7 +108,6 @@ class SamplingBody(Body):
     user: Name | None = None
     service_tier: Literal["auto", "default"] | None = None
     priority: Literal[0] | None = None
-    add_special_tokens: bool | None = None
 
 
 class ToolFunction(Body):
@@ -147,11 +146,12 @@ class ChatBody(SamplingBody, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[Object, Meta(max_length=16)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     # Taken without effect.
     store: Literal[False] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
-    add_generation_prompt: Literal[True] | None = None
-    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -166,6 +166,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     )
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     # Taken without effect.
     best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     suffix: Literal[""] | None = None

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from secrets import token_hex
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -50,14 +51,20 @@ class _Asked:
     id: str
     created: int
 
+    def token_ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
+        return ids if self.body.return_token_ids else UNSET
+
     def logprobs(self, scored: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
         vocabulary = self.service.inputs.tokenizer.vocabulary
         return chat_logprobs(vocabulary, scored, self.body.top_logprobs or 0)
 
-    def chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
-        model = self.service.names[0]
+    def chunk(
+        self, choices: list[ChatChunkChoice], usage: Usage | None = None, is_first: bool = False
+    ) -> bytes:
+        """An event; the first of a choice has the prompt's token ids."""
+        model, prompt = self.service.names[0], self.answer.request.prompt
         chunk = ChatChunk(
             id=self.id,
             object=_CHUNK,
@@ -65,6 +72,7 @@ class _Asked:
             model=model,
             choices=choices,
             usage=usage,
+            prompt_token_ids=self.token_ids(prompt) if is_first else UNSET,
         )
         return event(chunk.encode())
 
@@ -99,9 +107,16 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
         params = replace(params, skip_special_tokens=False)
     template, names = service.inputs.chat_template, body.chat_template_kwargs or {}
     functions = [] if tools is None else body.tools or []
-    prompt = conversation(template, body.messages, functions, names)
+    continues = bool(body.continue_final_message)
+    if (body.add_generation_prompt is False) != continues:
+        raise UsageError(
+            "continue_final_message=true and add_generation_prompt=false go together; give both or "
+            "none"
+        )
+    prompt = conversation(template, body.messages, functions, names, continues)
     (answer,) = await service.submit([prompt], params)
-    return _Asked(service, body, answer, tools, f"chatcmpl-{token_hex(12)}", int(time.time()))
+    id = f"chatcmpl-{body.request_id or token_hex(12)}"
+    return _Asked(service, body, answer, tools, id, int(time.time()))
 
 
 def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
@@ -118,6 +133,7 @@ def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
                 logprobs=asked.logprobs(completion.logprobs or ()),
                 finish_reason=reason,
                 stop_reason=stop_reason,
+                token_ids=asked.token_ids(completion.tokens),
             )
         )
     return ChatReply(
@@ -126,6 +142,7 @@ def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
         model=asked.service.names[0],
         choices=choices,
         usage=usage_of([asked.answer], ended),
+        prompt_token_ids=asked.token_ids(asked.answer.request.prompt),
     )
 
 
@@ -140,7 +157,8 @@ async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
                 if output.choice not in begun:
                     begun[output.choice] = _Choice(asked, output.choice)
                     delta = ChatDelta(role="assistant", content="")
-                    pieces.append(asked.chunk([ChatChunkChoice(index=output.choice, delta=delta)]))
+                    choice = ChatChunkChoice(index=output.choice, delta=delta)
+                    pieces.append(asked.chunk([choice], is_first=True))
                 pieces += (asked.chunk([choice]) for choice in begun[output.choice].take(output))
                 if output.completion is not None:
                     ended.append(output.completion)
@@ -179,11 +197,12 @@ class _Choice:
     def take(self, output: Output) -> list[ChatChunkChoice]:
         """What is to be told of an output, with its end where it is the last."""
         parts = self._parts(output.text, is_last=output.completion is not None)
-        if not parts and output.logprobs:
+        if not parts and (output.logprobs or (output.tokens and self._asked.body.return_token_ids)):
             parts = [""]
         told = [ChatChunkChoice(index=self._index, delta=self._delta(part)) for part in parts]
         if told:
             told[0].logprobs = self._asked.logprobs(output.logprobs)
+            told[0].token_ids = self._asked.token_ids(output.tokens)
         if output.completion is not None:
             reason, _ = self.finish_reason(output.completion)
             end = ChatChunkChoice(index=self._index, delta=ChatDelta(), finish_reason=reason)

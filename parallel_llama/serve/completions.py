@@ -6,9 +6,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.prompts import Prompt
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
@@ -50,6 +52,9 @@ class _Asked:
             choices=choices,
             usage=usage,
         )
+
+    def token_ids(self, ids: Sequence[int]) -> Sequence[int] | UnsetType:
+        return ids if self.body.return_token_ids else UNSET
 
     def index(self, number: int, choice: int) -> int:
         """The place of a choice among those of all prompts."""
@@ -96,15 +101,29 @@ async def _begin(service: Service, body: CompletionBody) -> _Asked:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    answers = await service.submit(_prompts(body), params)
-    return _Asked(service, body, answers, f"cmpl-{token_hex(12)}", int(time.time()))
+    prompts = await service.in_thread(lambda: prompts_of(body, service.inputs))
+    answers = await service.submit(prompts, params)
+    id = f"cmpl-{body.request_id or token_hex(12)}"
+    return _Asked(service, body, answers, id, int(time.time()))
 
 
-def _prompts(body: CompletionBody) -> list[Prompt]:
+def prompts_of(body: CompletionBody, inputs: InputProcessor) -> list[Prompt]:
     """The prompts of a body: texts, or token ids, one or a list.
+
+    Texts that are to get no special token in front are token ids already.
 
     Raises: UsageError for a list of several kinds, or of too many.
     """
+    prompts = _listed(body)
+    if body.add_special_tokens is not False:
+        return prompts
+    return [
+        inputs.tokenizer.encode(each, bos=False) if isinstance(each, str) else each
+        for each in prompts
+    ]
+
+
+def _listed(body: CompletionBody) -> list[Prompt]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -148,6 +167,8 @@ def _choice(
         logprobs=asked.logprobs(answer, scored, at),
         finish_reason="length" if is_prompt_alone else reason,
         stop_reason=stop_reason,
+        token_ids=asked.token_ids(completion.tokens),
+        prompt_token_ids=asked.token_ids(answer.request.prompt),
     )
 
 
@@ -193,7 +214,8 @@ async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
 
 def _piece(asked: _Asked, number: int, output: Output, shown: dict[int, int]) -> CompletionChoice:
     answer, index = asked.answers[number], asked.index(number, output.choice)
-    text = output.text if index in shown else asked.prompt_text(answer) + output.text
+    is_first = index not in shown
+    text = asked.prompt_text(answer) + output.text if is_first else output.text
     at = shown.get(index, 0)
     shown[index] = at + len(text)
     reason, stop_reason = (
@@ -205,6 +227,8 @@ def _piece(asked: _Asked, number: int, output: Output, shown: dict[int, int]) ->
         logprobs=asked.logprobs(answer, output.logprobs, at) if output.logprobs else None,
         finish_reason=reason,
         stop_reason=stop_reason,
+        token_ids=asked.token_ids(output.tokens),
+        prompt_token_ids=asked.token_ids(answer.request.prompt) if is_first else UNSET,
     )
 
 

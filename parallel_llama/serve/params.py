@@ -31,6 +31,8 @@ def sampling_params(
 
     Raises: UsageError.
     """
+    if body.stream_options is not None and not body.stream:
+        raise UsageError("stream_options are for a stream; set stream to true, or leave them out")
     given: dict[str, Any] = {
         name: value for name in _SAME if (value := getattr(body, name)) is not None
     }

@@ -3,15 +3,17 @@
 Source: the API reference of OpenAI; the models of its Python client, which can check them strictly.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """What all replies have in common: their encoding."""
+    """What all replies have in common: their encoding. What is UNSET was not asked for."""
 
     def encode(self) -> bytes:
         return _ENCODER.encode(self)
@@ -28,12 +30,17 @@ class ErrorReply(Reply):
     error: ErrorDetail
 
 
+class PromptTokensDetails(Reply):
+    cached_tokens: int
+
+
 class Usage(Reply):
     """Units: tokens. `prompt_tokens_details` says how many the prefix cache held."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(Reply):
@@ -75,6 +82,7 @@ class ChatChoice(Reply):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatReply(Reply):
@@ -84,6 +92,7 @@ class ChatReply(Reply):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ToolCallDelta(Reply):
@@ -104,6 +113,7 @@ class ChatChunkChoice(Reply):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatChunk(Reply, omit_defaults=True):
@@ -113,6 +123,7 @@ class ChatChunk(Reply, omit_defaults=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class CompletionLogprobs(Reply):
@@ -130,6 +141,8 @@ class CompletionChoice(Reply):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class CompletionReply(Reply, omit_defaults=True):

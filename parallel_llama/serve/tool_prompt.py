@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -30,6 +31,7 @@ def conversation(
     messages: Sequence[Message],
     tools: Sequence[Tool],
     template_vars: Mapping[str, Any],
+    continues: bool = False,
 ) -> Chat:
     """The chat of some messages for this template.
 
@@ -42,7 +44,8 @@ def conversation(
                 f"chat_template_kwargs: the model's template does not read {name!r:.80}; leave it "
                 "out"
             )
-    chat = Chat(messages, list(map(_described, tools)), template_vars=template_vars)
+    described = list(map(_described, tools))
+    chat = Chat(messages, described, template_vars=template_vars, continues=continues)
     return chat if has_place_for_tools(template) else _in_words(chat)
 
 
@@ -81,7 +84,7 @@ def _in_words(chat: Chat) -> Chat:
         if messages[0]["role"] == "system":
             text = f"{text_of(messages.pop(0))}\n\n{text}"
         messages.insert(0, {"role": "system", "content": text})
-    return Chat(messages, template_vars=chat.template_vars)
+    return replace(chat, messages=messages, tools=())
 
 
 def _with_calls(message: Message) -> Message:

@@ -6,7 +6,7 @@ from parallel_llama.request import Completion
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.errors import error_reply
 from parallel_llama.serve.events import EventStream, event
-from parallel_llama.serve.replies import FinishReason, Usage
+from parallel_llama.serve.replies import FinishReason, PromptTokensDetails, Usage
 
 
 async def streamed(chunks: AsyncGenerator[bytes]) -> EventStream:
@@ -43,4 +43,10 @@ def usage_of(answers: Sequence[Answer], ended: Sequence[Completion]) -> Usage:
     """The tokens of some requests, each prompt counted once."""
     n_prompt = sum(len(answer.request.prompt) for answer in answers)
     n_drawn = sum(len(completion.tokens) for completion in ended)
-    return Usage(prompt_tokens=n_prompt, completion_tokens=n_drawn, total_tokens=n_prompt + n_drawn)
+    n_cached = sum(completion.n_cached_tokens for completion in ended if completion.choice == 0)
+    return Usage(
+        prompt_tokens=n_prompt,
+        completion_tokens=n_drawn,
+        total_tokens=n_prompt + n_drawn,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=n_cached),
+    )

@@ -26,6 +26,8 @@ RESERVED_NAMES = frozenset(
 
 Message = Mapping[str, Any]
 
+_FOR_TEMPLATES = ("tools", "documents", "template_vars", "continues")
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -33,7 +35,8 @@ class Chat:
 
     A message has a `role` and a `content`: text, a list of parts {"type": "text", "text": ..}, or
     nothing beside `tool_calls`. Its other keys, `tools`, `documents` and `template_vars`, which are
-    names for the template, mean what the model's template makes of them.
+    names for the template, mean what the model's template makes of them. With `continues` the last
+    message, which is the assistant's, is the beginning of the next answer.
 
     Raises: UsageError for what is no conversation, or one beyond the limits above.
     """
@@ -42,6 +45,7 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()
     documents: Sequence[Mapping[str, Any]] = ()
     template_vars: Mapping[str, Any] = field(default_factory=dict)
+    continues: bool = False
 
     def __post_init__(self) -> None:
         for name in ("messages", "tools", "documents"):
@@ -54,6 +58,8 @@ class Chat:
         for number, message in enumerate(self.messages):
             _require_message(message, f"messages[{number}]")
         _require_names(self.template_vars)
+        if self.continues:
+            _require_answer(self.messages[-1])
         size = sum(_size(value, name, MAX_DEPTH) for name, value in vars(self).items())
         if size > MAX_CHARS:
             raise UsageError(
@@ -94,7 +100,7 @@ def require_plain(chat: Chat) -> None:
 
     Raises: UsageError for tools, documents, template_vars and tool_calls.
     """
-    given = [name for name in ("tools", "documents", "template_vars") if getattr(chat, name)]
+    given = [name for name in _FOR_TEMPLATES if getattr(chat, name)]
     given += [
         f"messages[{number}] has tool_calls, which"
         for number, message in enumerate(chat.messages)
@@ -127,6 +133,14 @@ def _require_message(message: Message, where: str) -> None:
             _require_text(part, f"{where}.content[{number}]")
     elif not isinstance(content, str) and (content is not None or not calls):
         raise UsageError(f"{where} has content={content!r:.80}; give text or a list of text parts")
+
+
+def _require_answer(message: Message) -> None:
+    if message["role"] != "assistant" or not text_of(message).strip():
+        raise UsageError(
+            f"the last message, of role {message['role']!r:.80}, is no answer that could be "
+            "continued; give one of the assistant, with text"
+        )
 
 
 def _require_text(part: Mapping[str, Any], where: str) -> None:

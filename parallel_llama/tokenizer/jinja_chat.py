@@ -105,17 +105,28 @@ class JinjaChat:
         return self._tokenizer.encode(text, bos=self._adds_bos and not self._begins_with_bos(text))
 
     def render(self, chat: Chat) -> str:
-        """The text of the conversation, up to where the assistant's next answer begins."""
+        """The text of the conversation, up to where the assistant's next answer goes on."""
         template = self._tool_use if chat.tools else self._template
         messages = [self._message(message, template) for message in chat.messages]
-        return self._render(template, replace(chat, messages=messages))
+        text = self._render(template, replace(chat, messages=messages))
+        return self._up_to(text, text_of(messages[-1]).strip()) if chat.continues else text
+
+    def _up_to(self, text: str, answer: str) -> str:
+        """A conversation's text without what the template writes behind its last answer."""
+        before, found, _ = text.rpartition(answer)
+        if not found:
+            raise UsageError(
+                f"{self._source}: the chat template does not write the last message as it is, so "
+                "it cannot be continued"
+            )
+        return before + found
 
     def _render(self, template: str, chat: Chat) -> str:
         context = {
             **self._names,
             **chat.template_vars,
             "messages": chat.messages,
-            "add_generation_prompt": True,
+            "add_generation_prompt": not chat.continues,
             "tools": chat.tools or None,
             "documents": chat.documents or None,
         }

@@ -1,9 +1,12 @@
 """OpenAI's own client, checking every field of every reply."""
 
 import asyncio
+import json
+from pathlib import Path
 
 import openai
 import pytest
+from smollm2 import parallel_llama
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
@@ -95,6 +98,19 @@ def test_an_echo_has_the_probabilities_of_its_prompt(lenient):
         assert top[text] == value <= max(top.values())
 
 
+def test_an_echo_has_the_log_probabilities_that_score_gives(lenient, smollm2, tmp_path):
+    """They differed in the last digits: the two ran a text in other pieces."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    tokens = smollm2.post("/tokenize", prompt=text)["tokens"][:600]
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps([tokens, tokens[:400], tokens[:2]]))
+    command = ("score", f"--tokens-file={file}", "--nproc=2", "--dtype=float32")
+    for line in parallel_llama(*command):
+        given = {"prompt": line["tokens"], "max_tokens": 0, "echo": True, "logprobs": 0}
+        (choice,) = lenient.completions.create(model="smollm2", **given).choices
+        assert choice.logprobs.token_logprobs == line["logprobs"]
+
+
 def test_a_schema_is_kept(client):
     schema = {
         "type": "object",
@@ -158,3 +174,59 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client, fields, kind, sa
     with pytest.raises(kind, match=says) as refused:
         client.chat.completions.create(**given)
     assert refused.value.body["type"] == "invalid_request_error"
+
+
+def test_token_ids_come_where_they_are_asked_for(client, lenient, smollm2):
+    prompt = smollm2.post("/tokenize", messages=QUESTION)["tokens"]
+    given = {"model": "smollm2", "messages": QUESTION, "max_tokens": 6}
+    given["extra_body"] = {"return_token_ids": True, "request_id": "mine"}
+    whole = client.chat.completions.create(**given)
+    (choice,) = whole.choices
+    assert whole.id == "chatcmpl-mine" and whole.prompt_token_ids == prompt
+    assert smollm2.post("/detokenize", tokens=choice.token_ids)["prompt"] == choice.message.content
+    chunks = list(client.chat.completions.create(**given, stream=True))
+    told = [each.choices[0] for each in chunks]
+    ids = [id for each in told for id in getattr(each, "token_ids", ())]
+    assert ids == choice.token_ids
+    assert [getattr(each, "prompt_token_ids", None) for each in chunks[:2]] == [prompt, None]
+
+    given = {"model": "smollm2", "prompt": "The sky is", "max_tokens": 3}
+    plain = client.completions.create(**given)
+    assert "token_ids" not in plain.to_json()
+    given["extra_body"] = {"return_token_ids": True, "request_id": "mine"}
+    whole = client.completions.create(**given)
+    assert whole.id == "cmpl-mine" and len(whole.choices[0].token_ids) == 3
+    told = [each.choices[0] for each in lenient.completions.create(**given, stream=True)]
+    assert [id for each in told for id in each.token_ids] == whole.choices[0].token_ids
+    assert told[0].prompt_token_ids == whole.choices[0].prompt_token_ids
+    assert not hasattr(told[1], "prompt_token_ids")
+
+
+def test_tokens_of_the_prefix_cache_are_counted(client):
+    text = "The prefix cache holds whole blocks of sixteen tokens. " * 4
+    found = [
+        client.completions.create(model="smollm2", prompt=text, max_tokens=1).usage
+        for _ in range(2)
+    ]
+    first, again = (each.prompt_tokens_details.cached_tokens for each in found)
+    assert first == 0 and again == (found[1].prompt_tokens - 1) // 16 * 16
+
+
+def test_an_answer_that_has_begun_goes_on(client):
+    begun = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    given = {"model": "smollm2", "messages": begun, "max_tokens": 8}
+    reply = client.chat.completions.create(**given, extra_body=going_on)
+    assert reply.choices[0].message.content.startswith(" Paris")
+    for wrong in ({"continue_final_message": True}, {"add_generation_prompt": False}):
+        with pytest.raises(openai.BadRequestError, match="go together"):
+            client.chat.completions.create(**given, extra_body=wrong)
+    with pytest.raises(openai.BadRequestError, match="no answer"):
+        client.chat.completions.create(**{**given, "messages": QUESTION}, extra_body=going_on)
+
+
+def test_options_of_a_stream_are_refused_without_one(client):
+    with pytest.raises(openai.BadRequestError, match="set stream to true"):
+        client.completions.create(
+            model="smollm2", prompt="a", max_tokens=1, stream_options={"include_usage": True}
+        )

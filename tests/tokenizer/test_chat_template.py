@@ -167,6 +167,35 @@ def test_smollm2_equals_transformers() -> None:
     assert chat.stop_ids == {2}
 
 
+@pytest.mark.parametrize("answer", ["It is", " It is \n", "hi"])
+@pytest.mark.parametrize("smollm2_s_own", [True, False])
+def test_an_answer_that_is_continued_equals_transformers(
+    renderer: TemplateRenderer, smollm2_s_own: bool, answer: str
+) -> None:
+    """The word stands in the question too, and one template trims what the other does not."""
+    oracle = smollm2_of_transformers()
+    template = oracle.chat_template if smollm2_s_own else QWEN
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    messages = [*USER, {"role": "assistant", "content": answer}]
+    expected = oracle.apply_chat_template(
+        messages, chat_template=template, tokenize=False, continue_final_message=True
+    )
+    assert chat.render(Chat(messages, continues=True)) == expected.rstrip()
+
+
+def test_an_answer_that_the_template_changes_cannot_be_continued(
+    renderer: TemplateRenderer,
+) -> None:
+    template = "{{ messages[-1].content | upper }}"
+    chat = JinjaChat(template, real_tokenizer(SMOLLM2), {}, "a model", renderer)
+    messages = [*USER, {"role": "assistant", "content": "a"}]
+    with pytest.raises(UsageError, match="does not write the last message"):
+        chat.render(Chat(messages, continues=True))
+    for wrong in (USER, [*USER, {"role": "assistant", "content": " "}]):
+        with pytest.raises(UsageError, match="no answer that could be continued"):
+            Chat(wrong, continues=True)
+
+
 def test_real_constructs_of_templates_equal_transformers(renderer: TemplateRenderer) -> None:
     oracle = smollm2_of_transformers()
     template = """
@@ -606,6 +635,7 @@ def test_built_in_formats_join_parts_and_refuse_what_they_have_no_place_for(
         (Chat(USER, documents=[{"text": "x"}]), "documents"),
         (Chat(USER, template_vars={"x": 1}), "template_vars"),
         (Chat([*ASKED[:2], *USER]), "tool_calls"),
+        (Chat([*USER, {"role": "assistant", "content": "a"}], continues=True), "continues"),
     ):
         with pytest.raises(UsageError, match=f"{name}.* folder has none"):
             chat.encode(refused)

@@ -1,0 +1,35 @@
+"""From the body of a completion to its prompts."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from parallel_llama.errors import UsageError
+from parallel_llama.serve.bodies import CompletionBody
+from parallel_llama.serve.completions import prompts_of
+
+
+class Tokenizer:
+    def encode(self, text, *, bos=True):
+        return [1] * bos + list(text.encode())
+
+
+INPUTS = SimpleNamespace(tokenizer=Tokenizer())
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [5, 6], [[5], [6, 7]]])
+def test_texts_and_ids_are_prompts_as_they_are(prompt):
+    expected = prompt if isinstance(prompt, list) and prompt != [5, 6] else [prompt]
+    assert prompts_of(CompletionBody(prompt=prompt), INPUTS) == expected
+
+
+def test_a_text_without_special_tokens_gets_none():
+    body = CompletionBody(prompt=["a", "b"], add_special_tokens=False)
+    assert prompts_of(body, INPUTS) == [[97], [98]]
+    assert prompts_of(CompletionBody(prompt=[5], add_special_tokens=False), INPUTS) == [[5]]
+
+
+@pytest.mark.parametrize("prompt", [["a", 5], ["a"] * 65])
+def test_a_list_of_several_kinds_or_too_many_is_refused(prompt):
+    with pytest.raises(UsageError, match="prompt"):
+        prompts_of(CompletionBody(prompt=prompt), INPUTS)
