@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import Flag, Flags, Verb, warn
-from parallel_llama.cli.log import log_to_stderr
+from parallel_llama.cli.log import FORMATS, log_to_stderr
 from parallel_llama.cli.model import (
     CACHE,
     LOADING,
@@ -22,7 +22,7 @@ from parallel_llama.cli.model import (
     in_dtype,
     llm_options,
 )
-from parallel_llama.cli.parsers import filled_text, number, whole
+from parallel_llama.cli.parsers import filled_text, number, one_of, whole
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import DIM, painted
@@ -56,6 +56,11 @@ DRAIN: Flag[float] = Flag(
     number(0, 1e6), "SECONDS", 30.0,
 )  # fmt: skip
 
+LOG_FORMAT: Flag[str] = Flag(
+    "log-format", "text, or json for a line of JSON for each event", one_of(*FORMATS), "FORMAT",
+    default="text",
+)  # fmt: skip
+
 STEP_TIMEOUT_S = 30.0
 _RANKS_FIRST_S = 5.0  # ranks that wait for each other say which of them is late
 
@@ -65,7 +70,7 @@ def prepare(flags: Flags) -> Job:
     from parallel_llama.serve.access import is_loopback, read_keys
     from parallel_llama.serve.server import bound_socket
 
-    log_to_stderr()
+    log_to_stderr(flags[LOG_FORMAT])
     inputs, n_ranks = check_model(flags)
     if not leads():
         return Job(lambda: _follow(flags, inputs), n_ranks)
@@ -89,7 +94,14 @@ def prepare(flags: Flags) -> Job:
         from parallel_llama.serve.engine_child import EngineChild
 
         print(painted(f"loading {flags[MODEL]}", DIM, sys.stderr), file=sys.stderr, flush=True)
-        return _front(flags, inputs, own, keys, lambda: EngineChild(settings), flags[RESTARTS])
+        return _front(
+            flags,
+            inputs,
+            own,
+            keys,
+            lambda: EngineChild(settings, flags[LOG_FORMAT]),
+            flags[RESTARTS],
+        )
 
     return Job(run)
 
@@ -195,8 +207,8 @@ VERB = Verb(
     "Serves a model over HTTP, to OpenAI's clients and to a browser.",
     "[--model PATH_OR_NAME] [--nproc N] [flags]",
     (
-        MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, MAX_REQUESTS, RESTARTS, DRAIN, *RANKS, *CACHE,
-        *LOADING,
+        MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, MAX_REQUESTS, RESTARTS, DRAIN, LOG_FORMAT,
+        *RANKS, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",
     prepare,

@@ -1,7 +1,7 @@
-"""`python -m parallel_llama.cli.serve_engine FD`: the engine that a server's front has started.
+"""`python -m parallel_llama.cli.serve_engine FD LOG_FORMAT`: a server's engine.
 
-It reads the settings of its LLM from stdin, as one line of JSON, starts the other ranks, and serves
-the front through the socket with that number until the front goes.
+The server's front starts it. It reads the settings of its LLM from stdin, as one line of JSON,
+starts the other ranks, and serves the front through the socket with that number until it goes.
 """
 
 import json
@@ -19,7 +19,7 @@ from parallel_llama.serve.wire import FrameSocket
 def main() -> int:
     """Serve the front until it goes; the exit code."""
     end_with_parent()
-    log_to_stderr()
+    log_to_stderr(sys.argv[2])
     settings = json.loads(sys.stdin.buffer.readline())
 
     def serve() -> int:

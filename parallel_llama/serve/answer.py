@@ -5,7 +5,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from parallel_llama.request import Request
+from parallel_llama.request import FinishReason, Request
+from parallel_llama.serve.request_id import current_id
 from parallel_llama.serve.wire import Output
 
 # Outputs that nobody has taken: whoever asked has stopped reading.
@@ -28,7 +29,7 @@ class _Told:
     n_chars: int = 0
     n_tokens_again: int = 0
     n_chars_again: int = 0
-    is_over: bool = False
+    end: FinishReason | None = None
 
 
 class Answer:
@@ -41,7 +42,7 @@ class Answer:
     """
 
     def __init__(self, key: int, request: Request, cancel: Callable[["Answer"], None]) -> None:
-        self.key, self.request = key, request
+        self.key, self.request, self.request_id = key, request, current_id.get()
         self.is_abandoned = False  # nobody waits for it any more
         # When things happened to it, on the monotonic clock.
         self.submitted_s = time.monotonic()
@@ -55,6 +56,11 @@ class Answer:
         self._came = asyncio.Event()
 
     @property
+    def ends(self) -> list[FinishReason]:
+        """Why the choices ended that have."""
+        return [told.end for told in self._told if told.end is not None]
+
+    @property
     def n_tokens(self) -> int:
         """Tokens of all choices so far."""
         return sum(len(told.tokens) for told in self._told)
@@ -62,7 +68,7 @@ class Answer:
     @property
     def has_ended(self) -> bool:
         """Whether the engine has nothing more to say."""
-        return all(told.is_over for told in self._told)
+        return all(told.end is not None for told in self._told)
 
     def abandon(self) -> None:
         """End it within a step, if it has not ended."""
@@ -125,13 +131,14 @@ class Answer:
     def _unknown(self, output: Output) -> Output | None:
         """What of an output has not been told before."""
         told = self._told[output.choice]
-        if told.is_over:
+        if told.end is not None:
             return None
         n_known = len(told.tokens) - told.n_tokens_again
         n_known_chars = told.n_chars - told.n_chars_again
         told.n_tokens_again += len(output.tokens)
         told.n_chars_again += len(output.text)
-        told.is_over = output.completion is not None
+        if output.completion is not None:
+            told.end = output.completion.finish_reason
         if not n_known and not n_known_chars:  # the usual case
             told.tokens += output.tokens
             told.n_chars = told.n_chars_again

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, read_report
 
+_COMMAND = sys.executable, "-m", "parallel_llama.cli.serve_engine"
 _TERM_GRACE_S = 2.0
 _LOOK_S = 0.02
 
@@ -21,10 +22,11 @@ _LOOK_S = 0.02
 class EngineChild:
     """A running engine, in a session of its own, which no Ctrl-C reaches.
 
-    `settings` are keyword arguments of LLM. It ends with the thread that started it.
+    `settings` are keyword arguments of LLM, `log_format` is one of cli.log's. It ends with the
+    thread that started it.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], log_format: str) -> None:
         self.socket, theirs = socket.socketpair()
         self._report: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in `end`
         paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
@@ -35,7 +37,7 @@ class EngineChild:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "parallel_llama.cli.serve_engine", str(theirs.fileno())],
+                [*_COMMAND, str(theirs.fileno()), log_format],
                 stdin=subprocess.PIPE,
                 stdout=2,  # stderr's number
                 env=env,

@@ -245,6 +245,7 @@ class EngineClient:
             self._forget(answer.key)
             if is_counted:
                 self.metrics.ended(answer)
+                _log(answer)
 
     def _begin(self, loaded: Loaded, writer: asyncio.StreamWriter) -> None:
         """The engine is there: what a former one had not finished runs again."""
@@ -274,6 +275,21 @@ class EngineClient:
     def _fail_all(self, error: Exception) -> None:
         for key in list(self._answers):
             self._forget(key).fail(error)
+
+
+def _log(answer: Answer) -> None:
+    """One line for an answer that has ended; never what was asked or said. Units: seconds."""
+    now, asked_s = time.monotonic(), answer.submitted_s
+    first_s = answer.first_token_s
+    told = {
+        "request_id": answer.request_id,
+        "prompt_tokens": len(answer.request.prompt),
+        "completion_tokens": answer.n_tokens,
+        "finish_reason": ",".join(answer.ends),
+        "first_token_s": None if first_s is None else round(first_s - asked_s, 4),
+        "total_s": round(now - asked_s, 4),
+    }
+    logger.info("answered", extra={"told": told})
 
 
 _WHY = {

@@ -130,11 +130,14 @@ class Metrics:
 
     def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(name, says, list(self.labels), registry=None, buckets=buckets)
+        made.labels(*self.labels.values())  # so that it is shown before anything happens
         self._kept.append(made)
         return made
 
     def _counter(self, name: str, says: str, *labels: str) -> Counter:
         made = Counter(name, says, [*self.labels, *labels], registry=None)
+        if not labels:
+            made.labels(*self.labels.values())
         self._kept.append(made)
         return made
 

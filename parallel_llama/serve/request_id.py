@@ -1,5 +1,7 @@
-"""The name of each request, in the header of its reply, for people who compare notes."""
+"""The name of each request, in the header of its reply and in the log."""
 
+import logging
+from contextvars import ContextVar
 from secrets import token_hex
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -8,13 +10,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 HEADER = "x-request-id"
 MAX_CHARS = 128
 
+# That of the request whose handler runs.
+current_id: ContextVar[str] = ContextVar("current_id", default="")
+
+logger = logging.getLogger(__name__)
+
 
 def new_request_id() -> str:
     return token_hex(16)
 
 
 class RequestIds:
-    """Puts a request's id on its reply: the client's own where it is short and printable ASCII."""
+    """Puts a request's id on its reply: the client's own where it is short and printable ASCII.
+
+    What is turned away, or fails, is logged.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -27,6 +37,10 @@ class RequestIds:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[HEADER] = request_id
+                if message["status"] >= 400 and not scope["path"].startswith("/health"):
+                    told = {"status": message["status"], "path": scope["path"][:MAX_CHARS]}
+                    logger.info("refused", extra={"told": {"request_id": request_id, **told}})
             await send(message)
 
+        current_id.set(request_id)
         await self._app(scope, receive, named)
