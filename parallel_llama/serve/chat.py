@@ -113,7 +113,9 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
             "continue_final_message=true and add_generation_prompt=false go together; give both or "
             "none"
         )
-    prompt = conversation(template, body.messages, functions, names, continues)
+    prompt = await service.in_thread(
+        lambda: conversation(template, body.messages, functions, names, continues)
+    )
     (answer,) = await service.submit([prompt], params)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"
     return _Asked(service, body, answer, tools, id, int(time.time()))

@@ -5,7 +5,7 @@ import logging
 import msgspec
 from starlette.responses import Response
 
-from parallel_llama.errors import ContextExceeded, NumericalError, UsageError
+from parallel_llama.errors import CheckpointError, ContextExceeded, NumericalError, UsageError
 from parallel_llama.serve.answer import Diverged, Stalled
 from parallel_llama.serve.engine_client import Busy, NotReady
 from parallel_llama.serve.replies import ErrorDetail, ErrorReply, Reply
@@ -48,6 +48,9 @@ def error_reply(error: Exception) -> tuple[int, ErrorReply]:
             return 429, _reply(message, "rate_limit_error", code="overloaded")
         case NotReady():
             return 503, _reply(message, "service_unavailable_error")
+        case CheckpointError():  # its chat template: a conversation showed what it is
+            logger.error("%s", message)
+            return 500, _reply(message, "server_error")
         case NumericalError():
             return 500, _reply(message, "server_error", code="numerical_error")
         case Stalled() | Diverged():

@@ -4,6 +4,7 @@ It imports nothing of this package, so that the worker can load it.
 """
 
 import json
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +28,9 @@ class Library:
     def encode(self, text: str, special: bool) -> list[int]:
         with self._lock:  # the switch is one of the whole object
             self.tokenizer.encode_special_tokens = not special
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+            # As a batch: for a text alone the library keeps all other threads waiting.
+            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
         return ids
 
     def contents(self) -> dict[str, Any]:
@@ -53,6 +56,10 @@ class Job:
     """Loads the tokenizer.json that a request brings, then encodes the text of each further one."""
 
     _library: Library
+
+    def __init__(self) -> None:
+        # Its threads would take of the memory that this process may have.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def answer(self, request: Mapping[str, Any], data: bytes) -> dict[str, Any]:
         """Contents or ids; or the reason for a failure."""

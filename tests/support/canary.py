@@ -17,7 +17,7 @@ class Canary:
         self._served = served
         self._expected = self._ask()
         self._wrong: list[Any] = []
-        self._n_answers = 0
+        self.n_answers = 0
         self._answered = threading.Condition()
         self._is_over = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -39,15 +39,15 @@ class Canary:
             with self._answered:
                 if answer != self._expected:
                     self._wrong.append(answer)
-                self._n_answers += 1
+                self.n_answers += 1
                 self._answered.notify_all()
                 self._answered.wait_for(lambda: self._is_over, _PAUSE_S)
 
     def check(self) -> None:
         """Two more answers come, so that one was asked for after this; all were the same."""
         with self._answered:
-            wanted = self._n_answers + 2
-            assert self._answered.wait_for(lambda: self._n_answers >= wanted, PATIENCE_S)
+            wanted = self.n_answers + 2
+            assert self._answered.wait_for(lambda: self.n_answers >= wanted, PATIENCE_S)
             wrong, self._wrong = self._wrong, []
         assert not wrong, f"{len(wrong)} differ, the first: {wrong[0]}\nexpected: {self._expected}"
 

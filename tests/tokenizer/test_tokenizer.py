@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -549,3 +550,25 @@ def test_a_tokenizer_that_is_partly_code_is_refused_without_a_tokenizer_json(
         load_tokenizer(tmp_path)
     byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).vocab_size > 0
+
+
+def test_a_long_text_keeps_no_other_thread_waiting() -> None:
+    """`tokenizers` held Python's lock for 1.2 s over a megabyte: all streams of a server stood."""
+    tokenizer = real_tokenizer(SMOLLM2)
+    tokenizer.encode("a")
+    took_s: list[float] = []
+
+    def encode() -> None:
+        started = time.monotonic()
+        tokenizer.encode("hello world " * 87_000)
+        took_s.append(time.monotonic() - started)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    gaps, before = [], time.monotonic()
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.monotonic()
+        gaps.append(now - before)
+        before = now
+    assert max(gaps) < took_s[0] / 2
