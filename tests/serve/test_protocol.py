@@ -279,7 +279,7 @@ def test_every_reply_has_an_id():
     assert asked(GET + own)[1]["x-request-id"] == "abc-123"
 
 
-@pytest.mark.parametrize("given", [b"", b"a" * 129, b"a\xff", b"a\tb"])
+@pytest.mark.parametrize("given", [b"", b"a" * 129, b"a\xff", b"a\tb", b"a b=c"])
 def test_an_id_that_is_long_or_not_printable_is_not_given_back(given):
     own = asked(GET + b"x-request-id: " + given + b"\r\n\r\n")[1]["x-request-id"]
     assert re.fullmatch("[0-9a-f]{32}", own)
