@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from served import Served
 from tiny_folder import write_chat_folder
 
 from parallel_llama.config import load_model_args
@@ -107,7 +108,12 @@ def test_a_command(desk: Path, command: str) -> None:
     command = command.replace("/path/to/", f"{desk}/")
     if " bench " in command:
         command += " --repeat 1 --max-tokens 4"  # its figures are for people, and take long
-    done = run(shlex.split(command), desk)
+    argv = shlex.split(command)
+    if argv[1] == "serve":  # until it is told to end
+        with Served(*argv[2:]) as server:
+            assert server.send("GET", "/health")[0] == 200 and server.stop() == 0
+        return
+    done = run(argv, desk)
     assert done.stdout or "--output" in command or " chat " in command
 
 
