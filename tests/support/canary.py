@@ -28,7 +28,7 @@ class Canary:
         reply = self._served.post("/v1/completions", **QUESTION, logprobs=0)
         (choice,) = reply["choices"]
         logprobs = [round(value, 9) for value in choice["logprobs"]["token_logprobs"]]
-        return choice["text"], choice["logprobs"]["tokens"], logprobs, reply["usage"]
+        return choice["text"], choice["logprobs"]["tokens"], logprobs
 
     def _run(self) -> None:
         while not self._is_over:

@@ -1,0 +1,257 @@
+"""Requests that did harm to other servers, one test for each that a table of SECURITY.md names."""
+
+import json
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from canary import Canary
+from served import Served
+
+from parallel_llama.serve.wire import Frames, from_engine, to_engine
+
+HI = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+@pytest.fixture(scope="module")
+def canary(tiny: Served) -> Iterator[Canary]:
+    with Canary(tiny) as canary:
+        yield canary
+
+
+def refused(served: Served, canary: Canary, path: str, says: str, **fields: Any) -> None:
+    """Such a request is answered with a 400, and another one beside it as ever."""
+    status, _, body = served.send("POST", path, {"max_tokens": 1, **fields})
+    assert status == 400 and says in json.loads(body)["error"]["message"], body
+    canary.check()
+
+
+class _Harm:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_on_the_engines_socket_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "done"
+    data = pickle.dumps(_Harm(path))
+    (body,) = Frames().feed(len(data).to_bytes(4, "little") + data)
+    for decoder in (to_engine, from_engine):
+        with pytest.raises(msgspec.MsgspecError):
+            decoder.decode(body)
+    assert not path.exists()
+
+
+def test_a_server_listens_once_and_on_loopback(tiny: Served) -> None:
+    parent = psutil.Process(tiny.process.pid)
+    every = [parent, *parent.children(recursive=True)]
+    found = [
+        each.laddr
+        for process in every
+        for each in process.net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    port = int(tiny.url.rpartition(":")[2])
+    assert [tuple(address) for address in found] == [("127.0.0.1", port)]
+
+
+def test_a_request_brings_no_template(tiny: Served, canary: Canary) -> None:
+    text = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    refused(tiny, canary, "/v1/chat/completions", "chat_template", messages=HI, chat_template=text)
+    names = {"chat_template": text}
+    status, _, body = tiny.send(
+        "POST", "/v1/chat/completions",
+        {"messages": HI, "max_tokens": 1, "chat_template_kwargs": names},
+    )  # fmt: skip
+    assert status in (200, 400), body
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
+def test_names_for_the_template_replace_none_of_ours(
+    tiny: Served, canary: Canary, name: str
+) -> None:
+    refused(
+        tiny, canary, "/v1/chat/completions", name,
+        messages=HI, chat_template_kwargs={name: [1, 2]},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_the_number_of_choices_is_bounded(tiny: Served, canary: Canary, name: str) -> None:
+    for n in (17, 16_384, 10**9):
+        refused(tiny, canary, "/v1/completions", "", prompt="a", **{name: n})
+
+
+def test_min_tokens_beside_an_open_max_tokens_is_bounded_by_the_context(
+    tiny: Served, canary: Canary
+) -> None:
+    for least in (513, 10**6, 2**31 - 1):
+        refused(
+            tiny, canary, "/v1/chat/completions", "", messages=HI, min_tokens=least, max_tokens=None
+        )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logprobs": True, "top_logprobs": 21},
+        {"logprob_token_ids": list(range(129))},
+        {"logprobs": True, "top_logprobs": 10**9},
+    ],
+)
+def test_the_number_of_probabilities_is_bounded(tiny: Served, canary: Canary, fields: Any) -> None:
+    refused(tiny, canary, "/v1/chat/completions", "logprob", messages=HI, **fields)
+
+
+def test_penalties_of_a_long_answer_cost_little(tiny: Served, canary: Canary) -> None:
+    def took_s(**fields: Any) -> float:
+        started = time.monotonic()
+        tiny.post("/v1/completions", prompt="a" * 50, max_tokens=400, ignore_eos=True, **fields)
+        return time.monotonic() - started
+
+    took_s()
+    plain_s = min(took_s() for _ in range(3))
+    penalties = {"frequency_penalty": 2, "presence_penalty": 2, "repetition_penalty": 100}
+    assert min(took_s(**penalties) for _ in range(3)) < 10 * plain_s
+    refused(tiny, canary, "/v1/completions", "", prompt="a", repetition_penalty=1e308)
+    refused(tiny, canary, "/v1/completions", "", prompt="a", frequency_penalty=-1e308)
+
+
+def test_a_budget_for_thoughts_that_we_do_not_keep_is_refused(tiny: Served, canary: Canary) -> None:
+    for name in ("thinking_token_budget", "max_thinking_tokens"):
+        refused(tiny, canary, "/v1/chat/completions", name, messages=HI, **{name: 10**9})
+
+
+def test_a_prompt_is_text_or_ids_and_no_tensor(tiny: Served, canary: Canary) -> None:
+    refused(tiny, canary, "/v1/completions", "prompt_embeds", prompt="a", prompt_embeds="UEsDBA==")
+    refused(tiny, canary, "/v1/completions", "prompt", prompt={"data": "UEsDBA=="})
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "*"}}},
+        {"type": "object", "properties": {"a": {"type": "something given"}}},
+        {"type": 7},
+        {"type": "object", "properties": 7},
+    ],
+)
+def test_parameters_of_a_tool_that_are_no_schema_are_refused(
+    tiny: Served, canary: Canary, parameters: Any
+) -> None:
+    function = {"name": "f", "parameters": parameters, "strict": True}
+    status, _, body = tiny.send(
+        "POST", "/v1/chat/completions",
+        {"messages": HI, "max_tokens": 4, "tool_choice": "required",
+         "tools": [{"type": "function", "function": function}]},
+    )  # fmt: skip
+    assert status == 400, body
+    canary.check()
+
+
+def test_a_schema_that_is_none_is_refused(tiny: Served, canary: Canary) -> None:
+    for schema in ({"type": "nothing"}, {"$ref": "#/nowhere"}, {"properties": 7}):
+        refused(
+            tiny, canary, "/v1/completions", "", prompt="a", structured_outputs={"json": schema}
+        )
+
+
+def test_a_regular_expression_that_is_none_is_refused(tiny: Served, canary: Canary) -> None:
+    for regex in ("(", "*", "[", "(?P<a", "a{99999999999}"):
+        refused(
+            tiny, canary, "/v1/completions", "", prompt="a", structured_outputs={"regex": regex}
+        )
+
+
+def test_a_malformed_grammar_behind_a_good_one_is_refused(tiny: Served, canary: Canary) -> None:
+    good = {"prompt": "a", "max_tokens": 3, "structured_outputs": {"grammar": 'start: "abc"'}}
+    for _ in range(3):
+        assert tiny.post("/v1/completions", **good)["choices"][0]["text"] == "abc"
+        bad = {"grammar": 'start: "abc" )'}
+        refused(tiny, canary, "/v1/completions", "grammar", prompt="a", structured_outputs=bad)
+
+
+@pytest.mark.parametrize("salt", ["a" * 257, "\U0001f999" * 65, 7, ["a"], {}])
+def test_a_salt_is_a_short_text(tiny: Served, canary: Canary, salt: Any) -> None:
+    refused(tiny, canary, "/v1/completions", "cache_salt", prompt="a", cache_salt=salt)
+
+
+def test_the_name_of_a_tool_is_checked_in_one_pass(tiny: Served, canary: Canary) -> None:
+    """Whatever a pattern could go back over, a megabyte of it is refused at once."""
+    for name in ("a" * (1 << 20), "a." * (1 << 19) + "!", "f(" * (1 << 19)):
+        function = {"name": name, "parameters": SCHEMA}
+        started = time.monotonic()
+        refused(
+            tiny, canary, "/v1/chat/completions", "name",
+            messages=HI, tools=[{"type": "function", "function": function}],
+        )  # fmt: skip
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("own", ["a", "a" * 32, ""])
+def test_no_client_ends_anothers_request_by_its_id(tiny: Served, own: str) -> None:
+    """Ids of clients are for their notes: whoever leaves, or has the same one, ends their own."""
+    fields = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "request_id": "a" * 32}
+    texts: list[str] = []
+
+    def read() -> None:
+        stream = tiny.events("/v1/completions", **fields)
+        texts.append("".join(event["choices"][0]["text"] for event in stream))
+
+    reading = [threading.Thread(target=read) for _ in range(2)]
+    for thread in reading:
+        thread.start()
+    leaving = tiny.connect()
+    body = json.dumps({**fields, "request_id": own, "stream": True, "max_tokens": 400}).encode()
+    kind = {"content-type": "application/json", "x-request-id": own or "a"}
+    leaving.request("POST", "/v1/completions", body, kind)
+    leaving.getresponse().read(1)
+    leaving.close()
+    for thread in reading:
+        thread.join()
+    assert len(texts[0]) > 100 and texts[0] == texts[1]
+
+
+def test_nothing_is_fetched_for_a_client(tiny: Served, canary: Canary) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        own.settimeout(0.2)
+        url = f"http://127.0.0.1:{own.getsockname()[1]}/"
+        for part in (
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "input_audio", "input_audio": {"data": url}},
+            {"type": "file", "file": {"url": url}},
+            {"type": "text", "text": "a", "url": url, "$ref": url},
+        ):
+            messages = [{"role": "user", "content": [part]}]
+            fields = {"messages": messages, "max_tokens": 1}
+            status, _, _ = tiny.send("POST", "/v1/chat/completions", fields)
+            assert status == (200 if part["type"] == "text" else 400)
+        schema = {"$ref": url}
+        tiny.send(
+            "POST", "/v1/completions", {"prompt": "a", "structured_outputs": {"json": schema}}
+        )
+        with pytest.raises(TimeoutError):
+            own.accept()
+    canary.check()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/invocations", "/pause", "/resume", "/sleep", "/wake_up", "/collective_rpc", "/server_info",
+     "/reset_prefix_cache", "/start_profile", "/stop_profile", "/v1/load_lora_adapter", "/dumper",
+     "/set_internal_state", "/update_weights_from_disk", "/flush_cache", "/abort_request",
+     "/inference/v1/generate", "/debug", "/docs", "/shutdown", "/props", "/slots"],
+)  # fmt: skip
+def test_there_is_nothing_to_administer_or_debug(tiny: Served, path: str) -> None:
+    for method in ("GET", "POST", "PUT", "DELETE"):
+        assert tiny.send(method, path, b"{}", {"content-type": "application/json"})[0] == 404
