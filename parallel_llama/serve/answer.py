@@ -44,6 +44,7 @@ class Answer:
     def __init__(self, key: int, request: Request, cancel: Callable[["Answer"], None]) -> None:
         self.key, self.request, self.request_id = key, request, current_id.get()
         self.is_abandoned = False  # nobody waits for it any more
+        self.n_engines = 1  # that have had it
         # When things happened to it, on the monotonic clock.
         self.submitted_s = time.monotonic()
         self.begun_s: float | None = None
@@ -125,6 +126,7 @@ class Answer:
 
     def begin_again(self) -> None:
         """A new engine runs it from the prompt."""
+        self.n_engines += 1
         for told in self._told:
             told.n_tokens_again = told.n_chars_again = 0
 

@@ -35,6 +35,7 @@ State = Literal["loading", "ready", "restarting", "draining", "ended"]
 PROBE_EVERY_S = 5.0  # an idle engine shows that often that it can still step
 FORGIVEN_AFTER_S = 600.0  # a restart that long ago is no part of a crash loop
 MAX_BACKOFF_S = 30.0
+MAX_ENGINES = 3  # that may have a request: it may be what ends them
 WRONG_USE = 2  # the exit code of an engine that would end in the same way again
 _READ_BYTES = 1 << 18
 
@@ -141,10 +142,10 @@ class EngineClient:
 
     def _submit(self, request: Request) -> Answer:
         answer = Answer(next(self._keys), request, self._cancel)
+        self._send(Submit(answer.key, request))
         if not self._answers:
             self._asked_s = time.monotonic()
         self._answers[answer.key] = answer
-        self._send(Submit(answer.key, request))
         return answer
 
     def drain(self) -> None:
@@ -254,6 +255,8 @@ class EngineClient:
         for key, answer in list(self._answers.items()):
             if answer.is_abandoned or key == self._probe_key:
                 self._forget(key)
+            elif answer.n_engines == MAX_ENGINES:
+                self._forget(key).fail(NotReady("every engine that had this request has ended"))
             else:
                 answer.begin_again()
                 self._send(Submit(key, answer.request))

@@ -1,0 +1,228 @@
+"""The front's side of an engine, with engines that a test plays."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from parallel_llama.engine.statistics import EngineStatistics, StepTimes
+from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.serve.engine_client import Busy, EngineClient, EngineEnded, NotReady
+from parallel_llama.serve.metrics import Metrics
+from parallel_llama.serve.wire import (
+    Cancel,
+    Failed,
+    Frames,
+    Loaded,
+    Output,
+    RankFacts,
+    Refused,
+    Stepped,
+    Submit,
+    framed,
+    to_engine,
+)
+
+LOADED = Loaded("float32", "none", 1, 1000, 16, 1000, (RankFacts(0, 1),))
+STATISTICS = EngineStatistics(1, 0, 1, 0, 9, 1, 0, 0, StepTimes())
+
+
+class Played:
+    """An engine of the test's: what it hears, and what it says."""
+
+    def __init__(self, code: int = 1) -> None:
+        self.socket, self._theirs = socket.socketpair()
+        self._code = code
+        self._frames, self._heard = Frames(), []
+
+    async def end(self, grace_s: float = 0.0) -> tuple[int, str]:
+        del grace_s
+        self.socket.close()
+        self._theirs.close()
+        return self._code, "it was played"
+
+    async def hear(self) -> Submit | Cancel:
+        self._theirs.setblocking(False)
+        while not self._heard:
+            data = await asyncio.get_running_loop().sock_recv(self._theirs, 1 << 16)
+            self._heard += map(to_engine.decode, self._frames.feed(data))
+        return self._heard.pop(0)
+
+    def say(self, message: object) -> None:
+        self._theirs.sendall(framed(message))
+
+    def die(self) -> None:
+        self._theirs.close()
+
+
+def request(**settings: object) -> Request:
+    params = SamplingParams(**{"max_tokens": 4, **settings})
+    return Request(0, (1, 2), params, 0, frozenset())
+
+
+def step(key: int, *tokens: int, ends: bool = False) -> Stepped:
+    completion = Completion(0, "x", tokens, "length", 2) if ends else None
+    output = Output(key, 0, tokens, "x" * len(tokens), (), completion)
+    return Stepped((output,), (), 0.01, STATISTICS)
+
+
+Story = Callable[[EngineClient, list[Played]], Awaitable[None]]
+
+
+def play(story: Story, **settings: float) -> None:
+    """Run a story with a client, and the engines that it starts one after the other."""
+
+    async def run() -> None:
+        engines: list[Played] = []
+
+        def start() -> Played:
+            engines.append(Played())
+            return engines[-1]
+
+        given = {"max_choices": 4, "restarts": 9, "step_timeout_s": 5.0, **settings}
+        client = EngineClient(start, request(), Metrics("m"), **given)
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(0.01)
+        try:
+            await asyncio.wait_for(story(client, engines), 20)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def ready(client: EngineClient, engines: list[Played], number: int = 0) -> Played:
+    """The engine with this number, once it is loaded."""
+    while len(engines) <= number:
+        await asyncio.sleep(0.01)
+    engines[number].say(LOADED)
+    while client.state != "ready":
+        await asyncio.sleep(0.01)
+    return engines[number]
+
+
+def test_nothing_is_taken_in_before_the_engine_is_there():
+    async def story(client, engines):
+        with pytest.raises(NotReady, match="being loaded"):
+            client.submit(request())
+        assert not client.is_ready
+        await ready(client, engines)
+        assert client.is_ready
+
+    play(story)
+
+
+def test_a_bound_of_choices_is_kept_and_room_comes_back():
+    async def story(client, engines):
+        engine = await ready(client, engines)
+        with pytest.raises(UsageError, match="5 completions at once, and 4 are the most"):
+            client.submit(request(n=5))
+        first = client.submit(request(n=1))
+        client.submit(request(n=3))
+        with pytest.raises(Busy):
+            client.submit(request())
+        engine.say(step(first.key, 5, ends=True))
+        assert [output.tokens for output in await first.whole()] == [(5,)]
+        client.submit(request())
+
+    play(story)
+
+
+def test_what_an_engine_refuses_or_fails_ends_that_request_alone():
+    async def story(client, engines):
+        engine = await ready(client, engines)
+        refused, failed, good = (client.submit(request()) for _ in range(3))
+        engine.say(Refused(refused.key, "no such grammar"))
+        engine.say(Failed((failed.key,), "nan"))
+        engine.say(step(good.key, 7, ends=True))
+        with pytest.raises(UsageError, match="no such grammar"):
+            await refused.whole()
+        with pytest.raises(NumericalError):
+            await failed.whole()
+        assert len(await good.whole()) == 1 and client.n_choices == 0
+
+    play(story)
+
+
+def test_a_request_goes_to_the_next_engines_but_not_to_a_fourth():
+    """Or one request that ends engines would end the server."""
+
+    async def story(client, engines):
+        for number in range(3):
+            engine = await ready(client, engines, number)
+            if number == 0:
+                answer = client.submit(request())
+            assert (await engine.hear()).request == answer.request
+            engine.say(step(answer.key, 5))
+            engine.die()
+        await ready(client, engines, 3)
+        with pytest.raises(NotReady, match="every engine that had this request has ended"):
+            await answer.whole()
+        assert client.n_choices == 0 and client.n_restarts == 3
+
+    play(story)
+
+
+def test_what_nobody_waits_for_is_cancelled_and_not_run_again():
+    async def story(client, engines):
+        engine = await ready(client, engines)
+        answer = client.submit(request())
+        answer.abandon()
+        assert isinstance(await engine.hear(), Submit)
+        assert await engine.hear() == Cancel(answer.key)
+        engine.die()
+        await ready(client, engines, 1)
+        assert client.n_choices == 0
+
+    play(story)
+
+
+def test_an_engine_that_does_not_step_is_ended():
+    async def story(client, engines):
+        await ready(client, engines)
+        client.submit(request())
+        while len(engines) < 2:
+            await asyncio.sleep(0.01)
+        assert not client.is_ready
+
+    play(story, step_timeout_s=0.3)
+
+
+def test_an_idle_engine_is_asked_to_step_and_says_so_by_stepping():
+    async def story(client, engines):
+        engine = await ready(client, engines)
+        probe = await engine.hear()
+        engine.say(step(probe.key, 1, ends=True))
+        while client.step_age_s is None or client.step_age_s > 0.1:
+            await asyncio.sleep(0.01)
+        assert client.is_ready and client.n_choices == 0 and len(engines) == 1
+
+    play(story, step_timeout_s=0.6)
+
+
+def test_an_engine_that_ends_too_often_ends_the_client_and_all_requests():
+    async def run() -> None:
+        engines: list[Played] = []
+
+        def start() -> Played:
+            engines.append(Played())
+            return engines[-1]
+
+        client = EngineClient(
+            start, request(), Metrics("m"), max_choices=4, restarts=1, step_timeout_s=5
+        )
+        running = asyncio.create_task(client.run())
+        await asyncio.sleep(0.01)
+        engine = await ready(client, engines)
+        answer = client.submit(request())
+        engine.die()
+        (await ready(client, engines, 1)).die()
+        with pytest.raises(EngineEnded, match="it was played"):
+            await running
+        with pytest.raises(NotReady, match="it was played"):
+            await answer.whole()
+
+    asyncio.run(run())
