@@ -30,7 +30,7 @@ FLOORS = [
     {"model", "reshard"},
     {"engine"},
     {"llm"},
-    {"async_llm", "serve"},
+    {"async_llm", "lm_eval", "serve"},
     {"cli"},
     {"__main__"},
 ]

@@ -1,6 +1,6 @@
 """The routes of the server, as an ASGI application."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,7 +27,7 @@ from parallel_llama.serve.events import ClientGone
 from parallel_llama.serve.exposition import make_registry
 from parallel_llama.serve.openapi import description
 from parallel_llama.serve.page_files import page_routes
-from parallel_llama.serve.replies import Detokenized, Model, Models, Tokens
+from parallel_llama.serve.replies import Detokenized, Model, Models, TokenizerInfo, Tokens
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.status import status_of
 from parallel_llama.serve.tool_prompt import conversation
@@ -47,6 +47,9 @@ def make_app(service: Service) -> Starlette:
         name = request.path_params["name"]
         service.require_model(name)
         return json_response(_model(service, name))
+
+    async def tokenizer_info(_: Request) -> Response:
+        return json_response(_tokenizer_info(service))
 
     async def live(_: Request) -> Response:
         return _plain({"status": "live"})
@@ -74,6 +77,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/completions", _post(service, CompletionBody, completions), methods=["POST"]),
         Route("/tokenize", _post(service, TokenizeBody, tokenize), methods=["POST"]),
         Route("/detokenize", _post(service, DetokenizeBody, detokenize), methods=["POST"]),
+        Route("/tokenizer_info", _guarded(tokenizer_info)),
         Route("/v1/models", _guarded(models)),
         Route("/v1/models/{name:path}", _guarded(model)),
         Route("/health/live", live),
@@ -131,6 +135,21 @@ async def detokenize(service: Service, _: Request, body: DetokenizeBody) -> Resp
     decode = inputs.tokenizer.decode
     text = await service.in_thread(lambda: decode(body.tokens, skip_special=False))
     return json_response(Detokenized(prompt=text))
+
+
+def _tokenizer_info(service: Service) -> TokenizerInfo:
+    tokenizer, template = service.inputs.tokenizer, service.inputs.chat_template
+
+    def text_of(ids: Iterable[int]) -> str | None:
+        first = min(ids, default=None)
+        return None if first is None else tokenizer.decode([first], skip_special=False)
+
+    return TokenizerInfo(
+        bos_token=text_of(() if tokenizer.bos_id is None else (tokenizer.bos_id,)),
+        eos_token=text_of(tokenizer.eos_ids),
+        chat_template=(template.template_text or None) if template else None,
+        max_model_len=service.inputs.max_seq_len,
+    )
 
 
 def _post(service: Service, kind: type[B], handler: Handler[B]) -> Endpoint:

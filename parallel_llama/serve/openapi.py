@@ -26,6 +26,7 @@ from parallel_llama.serve.replies import (
     Model,
     Models,
     Reply,
+    TokenizerInfo,
     Tokens,
 )
 
@@ -89,6 +90,9 @@ OPERATIONS = (
     _COMPLETE,
     _Operation("tokenize", "/tokenize", "The token ids of a text or a chat", TokenizeBody, Tokens),
     _Operation("detokenize", "/detokenize", "The text of token ids", DetokenizeBody, Detokenized),
+    _Operation(
+        "tokenizer_info", "/tokenizer_info", "What clients that count know", reply=TokenizerInfo
+    ),
     _Operation("models", "/v1/models", "The names of the model", reply=Models),
     _Operation("model", "/v1/models/{name}", "One of them", reply=Model),
     _Operation("status", "/status", "What runs here and how busy it is"),

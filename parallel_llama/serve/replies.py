@@ -178,7 +178,17 @@ class Detokenized(Reply):
     prompt: str
 
 
+class TokenizerInfo(Reply):
+    """What a client that counts tokens has to know; `chat_template` where it is not built in."""
+
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
+    max_model_len: int
+
+
 REPLIES: tuple[type[Any], ...] = (
     ErrorReply, ChatReply, ChatChunk, CompletionReply, Models, Model, Tokens, Detokenized,
+    TokenizerInfo,
 )  # fmt: skip
 _ENCODER = msgspec.json.Encoder()

@@ -47,6 +47,7 @@ def test_every_reference_leads_to_a_schema():
         ("/v1/chat/completions", {"messages": QUESTION, "model": "another"}),
         ("/tokenize", {"prompt": "One", "return_token_strs": True}),
         ("/detokenize", {"tokens": [1, 2]}),
+        ("/tokenizer_info", None),
         ("/v1/models", None),
         ("/v1/models/smollm2", None),
         ("/v1/models/another", None),

@@ -1,0 +1,136 @@
+"""`parallel_llama` as a model of lm-evaluation-harness, which this module alone needs.
+
+Source: the model guide of lm-evaluation-harness 0.4.13.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lm_eval.models  # noqa: F401, whose models are registered only where no other is before
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from parallel_llama.errors import UsageError
+from parallel_llama.llm import LLM
+from parallel_llama.request import Completion, SamplingParams
+
+MAX_GEN_TOKS = 256
+
+Scored = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, continuation
+
+
+@register_model("parallel_llama")
+class ParallelLlama(TemplateLM):  # type: ignore[misc]
+    """A model on some ranks of this host; further arguments are those of `LLM`.
+
+    With a batch size of 1 every log-likelihood is what `LLM.score` gives, to the last bit; more at
+    once share steps, which changes last digits.
+
+    Raises: UsageError as `LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        tp_size: int = 1,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        # The command line's default names a card, whether there is one or not.
+        device = "auto" if device == "cuda:0" else device
+        self.llm = LLM(model, tp_size=tp_size, device=device, **options)
+        self.max_length = self.llm.input_processor.max_seq_len
+        given = max_batch_size or 64 if batch_size == "auto" else batch_size
+        self._n_at_once = int(given)
+
+    @property
+    def eot_token_id(self) -> int:
+        """Raises: UsageError for a model whose texts have no end."""
+        eos_ids = self.llm.get_tokenizer().eos_ids
+        if not eos_ids:
+            raise UsageError("the model's tokenizer has no end of text")
+        return min(eos_ids)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a context."""
+        bos_id = self.llm.get_tokenizer().bos_id
+        return self.eot_token_id if bos_id is None else bos_id
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        return self.llm.get_tokenizer().encode(string, bos=bool(add_special_tokens))
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+        """Log-likelihoods of whole texts, in windows of the context's length."""
+        return [self._rolling(request.args[0]) for request in requests]
+
+    def _rolling(self, text: str) -> float:
+        windows = get_rolling_token_windows(
+            token_list=self.tok_encode(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length - 1,
+            context_len=1,
+        )
+        scored = [(None, *make_disjoint_window(window)) for window in windows]
+        total = sum(value for value, _ in self._loglikelihood_tokens(scored))
+        self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return total
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Scored], **_: Any
+    ) -> list[tuple[float, bool]]:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        # One token is drawn, for which there must be room.
+        prompts = [(before + after)[1 - self.max_length :] for _texts, before, after in requests]
+        found = []
+        completions = self._completions(prompts, [params] * len(prompts))
+        for (texts, _before, after), completion in zip(requests, completions, strict=True):
+            assert completion.prompt_logprobs is not None
+            scored = [one for one in completion.prompt_logprobs[-len(after) :] if one is not None]
+            is_greedy = all(not one.top or one.logprob >= one.top[0][1] for one in scored)
+            found.append((sum(one.logprob for one in scored), is_greedy))
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, found[-1])
+        return found
+
+    def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+        """Texts up to one of the stop strings of each request."""
+        prompts, params = [], []
+        for context, settings in (request.args for request in requests):
+            params.append(_sampling(dict(settings)))
+            room = self.max_length - (params[-1].max_tokens or 0)
+            prompts.append(self.tok_encode(context)[-room:])
+        texts = []
+        completions = self._completions(prompts, params)
+        for request, completion in zip(requests, completions, strict=True):
+            texts.append(completion.text)
+            self.cache_hook.add_partial("generate_until", request.args, completion.text)
+        return texts
+
+    def _completions(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+    ) -> Iterator[Completion]:
+        for start in range(0, len(prompts), self._n_at_once):
+            some = slice(start, start + self._n_at_once)
+            yield from self.llm.generate(prompts[some], params[some])
+
+
+def _sampling(settings: dict[str, Any]) -> SamplingParams:
+    """The settings of a generation; without `do_sample` it is greedy.
+
+    Raises: UsageError for one that is not known.
+    """
+    until: Any = settings.pop("until", None) or []
+    most = settings.pop("max_gen_toks", MAX_GEN_TOKS)
+    if not settings.pop("do_sample", False):
+        settings["temperature"] = 0.0
+    try:
+        return SamplingParams(**{"stop": until, "max_tokens": most, **settings})
+    except TypeError as error:
+        raise UsageError(f"generation settings: {error}") from error

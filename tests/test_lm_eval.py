@@ -1,0 +1,124 @@
+"""lm-evaluation-harness, unmodified, over HTTP and in one process, on this project's own prose."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from served import Served
+from smollm2 import parallel_llama
+
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import find_model
+from parallel_llama.tokenizer import load_tokenizer
+
+pytest.importorskip("lm_eval")
+
+ROOT = Path(__file__).parents[1]
+MODEL = {"model": "smollm2", "tp_size": 2, "dtype": "float32"}
+QUESTIONS = [
+    {"question": "The capital of France is", "choices": ["Oslo", "Paris", "Rome"], "answer": 1},
+    {"question": "Two and two make", "choices": ["four", "seven", "a hat"], "answer": 0},
+]
+TASKS = {
+    "own_prose": """
+task: own_prose
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/prose.jsonl}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}]
+""",
+    "own_questions": """
+task: own_questions
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/questions.jsonl}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list: [{{metric: acc}}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tasks of this project's own, and what they ask."""
+    folder = tmp_path_factory.mktemp("tasks")
+    prose = (ROOT / "CONTRIBUTING.md").read_text().split("\n## ")
+    write_lines(folder / "prose.jsonl", [{"text": text} for text in prose])
+    write_lines(folder / "questions.jsonl", QUESTIONS)
+    for name, text in TASKS.items():
+        (folder / f"{name}.yaml").write_text(text.format(folder=folder))
+    return folder
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def evaluate(folder, model, arguments, monkeypatch, tmp_path):
+    """The results of both tasks, and every log-likelihood in their order."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    import parallel_llama.lm_eval  # noqa: F401, which registers it
+
+    found = lm_eval.simple_evaluate(
+        model=model,
+        model_args=arguments,
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        bootstrap_iters=0,
+    )
+    likelihoods = {
+        task: [one for sample in samples for one in sample["filtered_resps"]]
+        for task, samples in found["samples"].items()
+    }
+    return found["results"], likelihoods
+
+
+def test_both_ways_give_what_score_gives(folder, monkeypatch, tmp_path):
+    """To the last bit, in float32 on two ranks."""
+    direct, likelihoods = evaluate(folder, "parallel_llama", MODEL, monkeypatch, tmp_path)
+    with Served("--nproc=2", "--dtype=float32") as served:
+        arguments = {
+            "model": "smollm2",
+            "base_url": f"{served.url}/v1/completions",
+            "tokenized_requests": True,
+            "max_length": 8192,
+        }
+        over_http = evaluate(folder, "local-completions", arguments, monkeypatch, tmp_path)
+    assert over_http == (direct, likelihoods)
+    assert direct["own_questions"]["acc,none"] == 1.0
+    assert 1.5 < direct["own_prose"]["byte_perplexity,none"] < 4
+
+    tokenizer = load_tokenizer(find_model("smollm2").path)
+    texts = [json.loads(line)["text"] for line in (folder / "prose.jsonl").open()]
+    sequences = [[tokenizer.bos_id, *tokenizer.encode(text, bos=False)] for text in texts]
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps(sequences))
+    lines = parallel_llama("score", f"--tokens-file={file}", "--nproc=2", "--dtype=float32")
+    assert likelihoods["own_prose"] == [sum(line["logprobs"][1:]) for line in lines]
+
+
+def test_texts_end_where_their_settings_say():
+    from parallel_llama.lm_eval import ParallelLlama
+
+    model = ParallelLlama("smollm2", dtype="float32", batch_size="auto", device="cuda:0")
+    asked = [
+        ("One, two, three,", {"until": [" five"], "max_gen_toks": 12, "do_sample": False}),
+        ("One, two, three,", {"until": [], "max_gen_toks": 2}),
+    ]
+    requests = [SimpleNamespace(args=each) for each in asked]
+    assert model.generate_until(requests) == [" four,", " four,"]
+    unknown = SimpleNamespace(args=("One", {"tempreture": 1}))
+    with pytest.raises(UsageError, match="tempreture"):
+        model.generate_until([unknown])
+    model.llm.close()
