@@ -348,7 +348,7 @@ def test_every_module_is_in_the_readme_tree() -> None:
     assert not absent
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_every_link_in_the_documents_leads_somewhere(document: str) -> None:
     text = (ROOT / document).read_text()
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
