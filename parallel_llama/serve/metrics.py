@@ -78,51 +78,51 @@ class Metrics:
     # What happens
 
     def submitted(self, answer: Answer) -> None:
-        self._add(self._prompt_tokens, len(answer.request.prompt))
-        self._observe(self._prompt_sizes, len(answer.request.prompt))
+        self._prompt_tokens.inc(len(answer.request.prompt))
+        self._prompt_sizes.observe(len(answer.request.prompt))
 
     def rejected(self, reason: str) -> None:
         """A request was not taken in: busy, or not_ready."""
         self._rejected.labels(*self.labels.values(), reason).inc()
 
     def stepped(self, message: Stepped) -> None:
-        self._observe(self._step_s, message.step_s)
+        self._step_s.observe(message.step_s)
         n_drawn = sum(len(output.tokens) for output in message.outputs)
         if n_drawn:
-            self._observe(self._step_tokens, n_drawn)
-            self._add(self._drawn_tokens, n_drawn)
+            self._step_tokens.observe(n_drawn)
+            self._drawn_tokens.inc(n_drawn)
             self.token_rate.add(n_drawn)
 
     def told(self, answer: Answer, output: Output, before_s: float | None) -> None:
         """An answer was given this output; `before_s` is when it was last given tokens."""
         if output.tokens and answer.last_token_s is not None:
             if before_s is None:
-                self._observe(self._first_token_s, answer.last_token_s - answer.submitted_s)
+                self._first_token_s.observe(answer.last_token_s - answer.submitted_s)
             else:
-                self._observe(self._between_s, answer.last_token_s - before_s)
+                self._between_s.observe(answer.last_token_s - before_s)
         if output.completion is not None:
             reason = output.completion.finish_reason
             self._ended.labels(*self.labels.values(), reason).inc()
-            self._observe(self._drawn_sizes, len(output.completion.tokens))
+            self._drawn_sizes.observe(len(output.completion.tokens))
 
     def ended(self, answer: Answer) -> None:
         """An answer has all its completions."""
         now = time.monotonic()
-        self._observe(self._whole_s, now - answer.submitted_s)
+        self._whole_s.observe(now - answer.submitted_s)
         begun_s, first_s = answer.begun_s, answer.first_token_s
         if begun_s is not None:
-            self._observe(self._queue_s, begun_s - answer.submitted_s)
-            self._observe(self._inference_s, now - begun_s)
+            self._queue_s.observe(begun_s - answer.submitted_s)
+            self._inference_s.observe(now - begun_s)
         if begun_s is not None and first_s is not None:
-            self._observe(self._prefill_s, first_s - begun_s)
+            self._prefill_s.observe(first_s - begun_s)
         if first_s is not None:
-            self._observe(self._decode_s, now - first_s)
+            self._decode_s.observe(now - first_s)
             if (n_after := answer.n_tokens - answer.request.params.n) > 0:
-                self._observe(self._per_token_s, (now - first_s) / n_after)
+                self._per_token_s.observe((now - first_s) / n_after)
 
     def mismatched(self) -> None:
         """The engine has ended because its ranks drew different tokens."""
-        self._add(self._mismatches, 1)
+        self._mismatches.inc(1)
 
     def collect(self) -> Iterator[Metric]:
         for each in self._kept:
@@ -130,19 +130,10 @@ class Metrics:
 
     def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
         made = Histogram(name, says, list(self.labels), registry=None, buckets=buckets)
-        made.labels(*self.labels.values())  # so that it is shown before anything happens
         self._kept.append(made)
-        return made
+        return made.labels(*self.labels.values())
 
     def _counter(self, name: str, says: str, *labels: str) -> Counter:
         made = Counter(name, says, [*self.labels, *labels], registry=None)
-        if not labels:
-            made.labels(*self.labels.values())
         self._kept.append(made)
-        return made
-
-    def _observe(self, metric: Histogram, value: float) -> None:
-        metric.labels(*self.labels.values()).observe(value)
-
-    def _add(self, metric: Counter, value: float) -> None:
-        metric.labels(*self.labels.values()).inc(value)
+        return made if labels else made.labels(*self.labels.values())
