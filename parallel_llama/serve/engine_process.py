@@ -14,7 +14,7 @@ from contextlib import suppress
 from parallel_llama.engine.engine import StepOutput
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.llm import LLM
-from parallel_llama.request import Grammar
+from parallel_llama.request import Grammar, SamplingParams
 from parallel_llama.serve.wire import (
     Cancel,
     Failed,
@@ -27,6 +27,8 @@ from parallel_llama.serve.wire import (
     Submit,
     to_engine,
 )
+
+_WARM_TOKENS = 15  # fewer than a block, of which the prefix cache keeps nothing
 
 
 class EngineProcess:
@@ -49,11 +51,22 @@ class EngineProcess:
 
         Raises: what ends the engine: RankError and whatever else a step raises.
         """
+        self._warm_up()
         with suppress(BrokenPipeError, ConnectionError):  # the front has gone: nobody listens
             self._frames.send(self._loaded())
             while True:
                 self._take_in()
                 self._step()
+
+    def _warm_up(self) -> None:
+        """Answer something, so that the first client does not wait for what is made once.
+
+        Raises: NumericalError for a model that gives no numbers.
+        """
+        longest = self._engine.capacity.longest(self._llm.input_processor.max_seq_len)
+        if n_prompt := min(_WARM_TOKENS, longest // 2):
+            params = SamplingParams(max_tokens=min(3, longest - n_prompt), ignore_eos=True)
+            self._llm.generate([[0] * n_prompt], params)
 
     def _loaded(self) -> Loaded:
         llm, capacity = self._llm, self._engine.capacity
