@@ -1,6 +1,7 @@
 """Every field of every body: at its bound, beyond it, of other types, and what is hardly JSON."""
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,10 @@ PLACES = [
     for (body, place, _), name in zip(FIELDS, NAMES, strict=True)
     if body is not ChatBody or place[0] not in COMMON
 ]
+
+
+def members(of: inspect.Type) -> tuple[inspect.Type, ...]:
+    return of.types if isinstance(of, inspect.UnionType) else (of,)
 
 
 def example(of: inspect.Type) -> Any:
@@ -132,13 +137,13 @@ def values(of: inspect.Type) -> Iterator[tuple[Any, bool]]:
 
 def beyond(of: inspect.Type) -> Iterator[Any]:
     """Values just beyond a bound, and of types that a field does not have."""
-    members = of.types if isinstance(of, inspect.UnionType) else (of,)
-    texts = any(isinstance(member, inspect.StrType) for member in members)
-    for member in members:
+    own = members(of)
+    texts = any(isinstance(member, inspect.StrType) for member in own)
+    for member in own:
         for value, is_fit in values(member):
             if not is_fit and not (texts and isinstance(value, str) and value == "something else"):
                 yield value
-    literals = [v for m in members if isinstance(m, inspect.LiteralType) for v in m.values]
+    literals = [v for m in own if isinstance(m, inspect.LiteralType) for v in m.values]
     wrong = [
         (inspect.StrType, "\x00"),
         (inspect.IntType, 7),
@@ -148,10 +153,10 @@ def beyond(of: inspect.Type) -> Iterator[Any]:
         (inspect.DictType, {"a": {}}),
     ]
     for kind, value in wrong:
-        if any(isinstance(member, inspect.AnyType | kind) for member in members):
+        if any(isinstance(member, inspect.AnyType | kind) for member in own):
             continue
         is_number = kind is inspect.IntType
-        if is_number and any(isinstance(member, inspect.FloatType) for member in members):
+        if is_number and any(isinstance(member, inspect.FloatType) for member in own):
             continue
         if value not in literals:
             yield value
@@ -187,8 +192,7 @@ def canary(tiny: Served) -> Iterator[Canary]:
 
 @pytest.mark.parametrize(("body", "place", "kind"), FIELDS, ids=NAMES)
 def test_a_field_has_bounds_and_a_type(tiny, canary, body, place, kind):
-    members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    for member in members:
+    for member in members(kind):
         for value, is_fit in values(member):
             if is_fit:
                 data = of_body(body, place, value)
@@ -249,6 +253,40 @@ def test_a_field_that_is_no_field_is_refused_by_name(tiny, body, place):
     assert wrong != data
     message = require_error(send(tiny, body, wrong), wrong)["message"]
     assert "tempreture" in message or f"missing required field `{place[-1]}`" in message
+
+
+N_RANDOM = 500  # of each body; `python -m launch.fuzz` makes more of them
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_random_bodies_are_answered_or_refused(tiny, canary, body):
+    """Several fields at once, each at a bound; in half of the bodies one is beyond its bound."""
+    rng = random.Random(5)
+    _, given = ROUTES.get(body, TOKENIZE)
+    kinds = {place[0]: kind for of, place, kind in FIELDS if of is body and len(place) == 1}
+    good: dict[str, list[Any]] = {name: [] for name in kinds}
+    for name, kind in kinds.items():
+        for value, is_fit in (each for member in members(kind) for each in values(member)):
+            if is_fit and len(json.dumps(value)) < 5000:
+                good[name].append(value)
+    bad = {
+        name: [value for value in beyond(kind) if len(json.dumps(value)) < 5000]
+        for name, kind in kinds.items()
+    }
+    n_answered = 0
+    for number in range(N_RANDOM):
+        chosen = [name for name in rng.sample(sorted(good), min(3, len(good))) if good[name]]
+        fields = {**given, **{name: rng.choice(good[name]) for name in chosen}}
+        wrong = rng.choice([name for name in bad if bad[name]])
+        if number % 2:
+            fields[wrong] = rng.choice(bad[wrong])
+        data = json.dumps(fields).encode()
+        reply = send(tiny, body, data)
+        if reply[0] != 200 or number % 2:
+            require_error(reply, data)
+        n_answered += reply[0] == 200
+    assert n_answered > N_RANDOM // 20 or body is DetokenizeBody  # has no bound but wrong ids
+    canary.check()
 
 
 def test_the_last_of_a_field_that_comes_twice_is_checked(tiny):
