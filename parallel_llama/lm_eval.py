@@ -1,5 +1,7 @@
 """`parallel_llama` as a model of lm-evaluation-harness, which this module alone needs.
 
+Run as a program it is the harness itself, for versions that look for models nowhere else.
+
 Source: the model guide of lm-evaluation-harness 0.4.13.
 """
 
@@ -7,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lm_eval.models  # noqa: F401, whose models are registered only where no other is before
+from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -134,3 +137,7 @@ def _sampling(settings: dict[str, Any]) -> SamplingParams:
         return SamplingParams(**{"stop": until, "max_tokens": most, **settings})
     except TypeError as error:
         raise UsageError(f"generation settings: {error}") from error
+
+
+if __name__ == "__main__":
+    cli_evaluate()

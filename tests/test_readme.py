@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ COMMANDS = [
 ]
 # These install packages, run all tests, or compare speeds for minutes with runtimes of others.
 TOO_MUCH = ("bash launch/", "python -m launch.bench.compare")
+SERVER = "http://127.0.0.1:8000"
 RUN = [command for command in COMMANDS if not command.startswith(TOO_MUCH)]
 
 
@@ -74,7 +76,7 @@ def run(argv: list[str], desk: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def test_every_block_is_known():
-    assert len(PYTHON) == 3 and len(RUN) >= 14
+    assert len(PYTHON) == 4 and len(RUN) >= 16
     assert sum(command.startswith("torchrun") for command in RUN) == 2
     for script in re.findall(r"bash (launch/\w+\.sh)", "\n".join(COMMANDS)):
         assert (ROOT / script).is_file()
@@ -109,6 +111,12 @@ def test_a_command(desk: Path, command: str) -> None:
     if " bench " in command:
         command += " --repeat 1 --max-tokens 4"  # its figures are for people, and take long
     argv = shlex.split(command)
+    if argv[0] == "curl":
+        with Served("--nproc=2") as server:
+            asked = [each.replace(SERVER, server.url) for each in argv]
+            done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60)
+        assert json.loads(done.stdout)["choices"]
+        return
     if argv[1] == "serve":  # until it is told to end
         with Served(*argv[2:]) as server:
             assert server.send("GET", "/health")[0] == 200 and server.stop() == 0
@@ -119,8 +127,11 @@ def test_a_command(desk: Path, command: str) -> None:
 
 @pytest.mark.parametrize("text", PYTHON)
 def test_a_python_block(desk: Path, tmp_path: Path, text: str) -> None:
-    (tmp_path / "block.py").write_text(text)
-    assert run(["python", str(tmp_path / "block.py")], desk).stdout.strip()
+    with Served("--nproc=2") if SERVER in text else nullcontext() as server:
+        if server is not None:
+            text = text.replace(SERVER, server.url)
+        (tmp_path / "block.py").write_text(text)
+        assert run(["python", str(tmp_path / "block.py")], desk).stdout.strip()
 
 
 def test_the_example_under_torchrun_prints_once(desk: Path) -> None:
