@@ -174,29 +174,11 @@ def _choice(
 
 async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
     """The events of all prompts as they come, and then the usage."""
-    inbox: asyncio.Queue[tuple[int, list[Output]] | Exception | None] = asyncio.Queue(1)
-
-    async def read(number: int, answer: Answer) -> None:
-        try:
-            async for outputs in answer.outputs():
-                await inbox.put((number, outputs))
-            await inbox.put(None)
-        except Exception as error:
-            await inbox.put(error)
-
-    readers = [asyncio.create_task(read(n, answer)) for n, answer in enumerate(asked.answers)]
     ended: list[Completion] = []
     shown: dict[int, int] = {}  # characters of each choice
+    told = _merged(asked.answers)
     try:
-        n_open = len(readers)
-        while n_open:
-            told = await inbox.get()
-            if isinstance(told, Exception):
-                raise told
-            if told is None:
-                n_open -= 1
-                continue
-            number, outputs = told
+        async for number, outputs in told:
             yield b"".join(
                 event(asked.reply([_piece(asked, number, output, shown)]).encode())
                 for output in outputs
@@ -207,9 +189,40 @@ async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
             yield event(asked.reply([], usage_of(asked.answers, ended)).encode())
         yield DONE
     finally:
+        await told.aclose()
+        _abandon(asked)
+
+
+async def _merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Output]]]:
+    """What comes of some answers, as it comes, with the number of the answer."""
+    if len(answers) == 1:  # the usual case costs no queue
+        async for outputs in answers[0].outputs():
+            yield 0, outputs
+        return
+    inbox: asyncio.Queue[tuple[int, list[Output]] | Exception | None] = asyncio.Queue(1)
+
+    async def read(number: int, answer: Answer) -> None:
+        try:
+            async for outputs in answer.outputs():
+                await inbox.put((number, outputs))
+            await inbox.put(None)
+        except Exception as error:
+            await inbox.put(error)
+
+    readers = [asyncio.create_task(read(n, answer)) for n, answer in enumerate(answers)]
+    try:
+        n_open = len(readers)
+        while n_open:
+            told = await inbox.get()
+            if isinstance(told, Exception):
+                raise told
+            if told is None:
+                n_open -= 1
+            else:
+                yield told
+    finally:
         for reader in readers:
             reader.cancel()
-        _abandon(asked)
 
 
 def _piece(asked: _Asked, number: int, output: Output, shown: dict[int, int]) -> CompletionChoice:

@@ -9,6 +9,7 @@ import pytest
 from smollm2 import parallel_llama
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+TOOL = {"type": "function", "function": {"name": "look"}}
 ANSWER = "The capital of France is Paris."
 
 
@@ -230,3 +231,8 @@ def test_options_of_a_stream_are_refused_without_one(client):
         client.completions.create(
             model="smollm2", prompt="a", max_tokens=1, stream_options={"include_usage": True}
         )
+
+
+def test_what_a_prompt_has_no_use_for_is_refused_and_not_ignored(smollm2):
+    status, _, body = smollm2.send("POST", "/tokenize", {"prompt": "Hi", "tools": [TOOL]})
+    assert status == 400 and b"go with messages" in body
