@@ -213,6 +213,7 @@ class Announcing(Solo):
 
     announced: int
     rank: int = 1
+    size: int = 2
     seen: list[int] = field(default_factory=list)
 
     def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
