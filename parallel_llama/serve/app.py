@@ -100,9 +100,7 @@ async def tokenize(service: Service, _: Request, body: TokenizeBody) -> Response
     if (body.prompt is None) == (body.messages is None):
         raise UsageError("give one of prompt and messages")
     if body.prompt is not None and (body.tools or body.chat_template_kwargs):
-        raise UsageError(
-            "tools and chat_template_kwargs go with messages; a prompt has no template"
-        )
+        raise UsageError("tools and chat_template_kwargs go with messages, not with a prompt")
     inputs = service.inputs
 
     def encoded() -> list[int]:

@@ -74,9 +74,8 @@ class AttachedEngine:
     def __init__(self, own: socket.socket) -> None:
         self.socket = own
 
-    async def end(self, grace_s: float = 0.0) -> tuple[int, str]:
+    async def end(self, _grace_s: float = 0.0) -> tuple[int, str]:
         """It ends when nobody holds the socket any more, and says itself why."""
-        del grace_s
         self.socket.close()
         return 1, "the engine has ended"
 
