@@ -1,9 +1,11 @@
 """What all tests share, and which of them the fast tier leaves out."""
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 from parity_steps import use_torch_operators
 from ranks import Pools
@@ -74,6 +76,11 @@ SLOW = (
     "tests/tokenizer/test_tokenizer_damage.py",
     "tests/tokenizer/test_tokenizer_gguf.py::test_patterns_mean_the_same_",
 )
+
+# Kernels in Triton run in its interpreter where no GPU is. It is asked for before anything imports
+# Triton, as transformers does.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples on every machine and in every run, however slow.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -44,8 +44,9 @@ TORCH_FREE = {
 }  # fmt: skip
 MATH = {"model", "ops"}
 
-# Installed by whoever wants them; imported where they are used, so that all else works without.
-OPTIONAL: set[str] = set()
+# What needs a package that not every machine has; imported where it is used, so that all else works
+# without.
+OPTIONAL = {"parallel_llama.ops.cuda_ops"}
 
 OBJECT_COLLECTIVES = re.compile(r"(broadcast|all_gather|gather|scatter|send|recv)_object(_list)?$")
 ASKS = {"is_file", "is_dir", "exists", "iterdir", "isfile", "isdir"}
@@ -103,7 +104,7 @@ def imports_nothing_inside_functions(module: str, tree: ast.AST) -> Iterator[str
     for outer in ast.walk(tree):
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             for name, node in imports(outer):
-                if name.split(".")[0] not in OPTIONAL:
+                if name not in OPTIONAL and name.rpartition(".")[0] not in OPTIONAL:
                     yield f"line {node.lineno}: {name} is imported inside a function"
 
 
@@ -135,6 +136,15 @@ def keeps_process_groups_in_parallel(module: str, tree: ast.AST) -> Iterator[str
     for use in ast.walk(tree):
         if isinstance(use, ast.Attribute) and dotted(use) == "torch.distributed":
             yield f"line {use.lineno}: uses torch.distributed"
+
+
+def keeps_triton_in_one_folder(module: str, tree: ast.AST) -> Iterator[str]:
+    """Nobody who computes on a CPU has it."""
+    kernels = "parallel_llama.ops.cuda"
+    for name, node in imports(tree):
+        is_kernel = name == kernels or name.startswith(f"{kernels}.")
+        if (name.split(".")[0] == "triton" or is_kernel) and not module.startswith(kernels):
+            yield f"line {node.lineno}: imports {name}"
 
 
 def loads_torch_files_safely(module: str, tree: ast.AST) -> Iterator[str]:
@@ -215,6 +225,9 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (keeps_process_groups_in_parallel, "layers", "from torch import distributed"),
     (keeps_process_groups_in_parallel, "layers", "import torch\ntorch.distributed.barrier()"),
     (keeps_process_groups_in_parallel, "layers", "from fairscale.nn import model_parallel"),
+    (keeps_triton_in_one_folder, "ops.cpu.norm", "import triton.language as tl"),
+    (keeps_triton_in_one_folder, "ops.choice", "from parallel_llama.ops.cuda.norm import x"),
+    (keeps_triton_in_one_folder, "ops.choice", "from parallel_llama.ops import cuda"),
     (loads_torch_files_safely, "checkpoint.meta", "import torch\ntorch.load('x')"),
     (loads_torch_files_safely, "checkpoint.meta", "torch.load('x', weights_only=False)"),
     (loads_torch_files_safely, "checkpoint.meta", "from torch import load\nload('x')"),

@@ -4,8 +4,9 @@ A model is given one set of operators when it is loaded, calls them as `ops.rms_
 never asks which device it is on. torch's are always there, and what all others are compared with.
 """
 
+from parallel_llama.ops.choice import choose_ops
 from parallel_llama.ops.cpu import NotRecorded, Recording
-from parallel_llama.ops.cpu_ops import CPUOps, choose_ops
+from parallel_llama.ops.cpu_ops import CPUOps
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import Scores

@@ -18,7 +18,6 @@ from parallel_llama.ops.cpu import (
     Run,
     TileLinearKernel,
     at_once,
-    computes,
     make_add,
     make_attention,
     make_group_linear,
@@ -210,21 +209,3 @@ def _has_few_rows(routes: Routes) -> bool:
     if routes.max_rows <= MAX_ROWS:
         return True
     return max(stop - start for start, stop in zip(*routes.bounds(), strict=True)) <= MAX_ROWS
-
-
-def choose_ops(
-    dtype: torch.dtype,
-    device: torch.device,
-    head_dim: int,
-    groups: Collection[int],
-    scores: Scores = PLAIN,
-    cache_dtype: torch.dtype | None = None,
-    matrices: Collection[torch.dtype | GroupFormat] = (),
-) -> TorchOps:
-    """The fastest operators for a model of this kind, whose KV cache has that dtype or its own.
-
-    `matrices` are the forms in which it keeps matrices, beside its dtype.
-    """
-    if computes(dtype, device):
-        return CPUOps(dtype, head_dim, groups, scores, cache_dtype, matrices)
-    return TorchOps(scores)

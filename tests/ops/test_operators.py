@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import CPUOps, DecodeBatch, Routes, Scores, TorchOps, choose_ops, kv_rows
+from parallel_llama.ops import DecodeBatch, Routes, Scores, TorchOps, choose_ops, kv_rows
 
 HEAD_DIM, N_GROUP, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -243,14 +243,3 @@ def test_decode_attention(backend: Backend, scores: Scores, cache: torch.dtype |
         seen = [slot for each in own for slot in range(each.start, each.stop)]
         check(out[row], by_definition(q[row], k, v, seen, scores))
     assert (out[2] == -7).all()
-
-
-def test_kernels_are_chosen_for_the_types_they_compute_in() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    chosen = {
-        (dtype, device): type(choose_ops(dtype, device, HEAD_DIM, {N_GROUP}))
-        for dtype in TOLERANCE
-        for device in (cpu, cuda)
-    }
-    assert chosen.pop((torch.float32, cpu)) is chosen.pop((torch.float64, cpu)) is CPUOps
-    assert set(chosen.values()) == {TorchOps}

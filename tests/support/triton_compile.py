@@ -1,0 +1,140 @@
+"""What kernels in Triton become on GPUs, compiled where there is none.
+
+`compiled(__file__, "launches")` calls a test module's function of that name, which calls operators
+on tensors of typical shapes, in a process in which every launch is compiled and none is made.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TARGETS = (80, 90, 100)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel for one architecture; what does not fit into registers is on the stack."""
+
+    kernel: str
+    target: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+def compiled(test_file: str, function: str) -> list[Compiled]:
+    """Every different launch of a function, compiled for every target."""
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, __file__, test_file, function],
+            cwd=ROOT,
+            env={
+                **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support"), *sys.path]),
+                "TRITON_CACHE_DIR": cache,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def main(test_file: str, function: str) -> None:
+    from triton.runtime.jit import JITFunction
+
+    seen: set[str] = set()
+
+    def run(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        source, options = _source(kernel, arguments, constants)
+        key = f"{kernel.__name__} {source.signature} {source.constants} {source.attrs} {options}"
+        if key not in seen:
+            seen.add(key)
+            for target in TARGETS:
+                print(json.dumps(asdict(_compile(source, options, target))), flush=True)
+
+    JITFunction.run = run
+    spec = importlib.util.spec_from_file_location("launches", test_file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    getattr(module, function)()
+
+
+def _source(
+    kernel: Any, arguments: tuple[Any, ...], constants: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel with the types of its arguments, and what the compiler is told besides.
+
+    As in a launch, integers of 1 are constants, and what 16 divides is known to be.
+    """
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    options = {name: constants[name] for name in constants.keys() - {*names, "grid", "warmup"}}
+    own = {name: value for name, value in constants.items() if name in names}
+    given = {**dict(zip(names, arguments, strict=False)), **own}
+    signature, constexprs, attrs = {}, {}, {}
+    for place, param in enumerate(kernel.params):
+        value = given.get(param.name, param.default)
+        kind = "constexpr" if param.is_constexpr else _type_of(value)
+        signature[param.name] = kind
+        if kind == "constexpr":
+            constexprs[(place,)] = value
+        elif _is_divisible(value):
+            attrs[(place,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constexprs, attrs), options
+
+
+def _type_of(value: Any) -> str:
+    import torch
+    from triton.runtime.jit import type_canonicalisation_dict
+
+    if isinstance(value, torch.Tensor):
+        return f"*{type_canonicalisation_dict[str(value.dtype).removeprefix('torch.')]}"
+    if value is None or (value == 1 and type(value) is int):
+        return "constexpr"
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
+
+
+def _is_divisible(value: Any) -> bool:
+    import torch
+
+    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return type(number) is int and number % 16 == 0
+
+
+def _compile(source: Any, options: dict[str, Any], target: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=dict(options))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, shared = (
+        int(re.search(rf"{name}:(\d+)", usage)[1])  # type: ignore[index]
+        for name in ("REG", "STACK", "SHARED")
+    )
+    return Compiled(source.name, target, registers, stack, max(shared, made.metadata.shared))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
