@@ -8,6 +8,7 @@ from parallel_llama.ops.choice import choose_ops
 from parallel_llama.ops.cpu import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
 from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
 from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import Scores
 from parallel_llama.ops.torch_ops import TorchOps
@@ -15,7 +16,9 @@ from parallel_llama.ops.torch_ops import TorchOps
 __all__ = [
     "CPUOps",
     "DecodeBatch",
+    "HeadMap",
     "NotRecorded",
+    "PagedQueries",
     "Recording",
     "Routes",
     "Scores",

@@ -63,5 +63,12 @@ def store(x: Tensor, slots: Tensor, cache: Tensor) -> None:
     cache.index_copy_(1, slots, rows)
 
 
+def take(cache: Tensor, slots: Tensor) -> Tensor:
+    """The rows in some slots. Shapes: [K, n_slots, W], [S] -> [K, S, W]."""
+    if cache.dtype not in LARGEST:
+        return cache[:, slots]
+    return _bytes(cache)[:, slots].view(cache.dtype)
+
+
 def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape, group_linear
+from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
 from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.parallel.collectives import Communicator
@@ -285,6 +287,40 @@ class TorchOps:
             own = [slice(*each) for each in ranges[first:end]]
             keys, values = (torch.cat([each[:, s] for s in own], 1)[None] for each in (k, v))
             out[row : row + 1] = self.prefill_attention(q[row : row + 1], keys, values, None)
+
+    def paged_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, queries: PagedQueries, heads: HeadMap, out: Tensor
+    ) -> None:
+        """Softmax attention of consecutive queries over keys in blocks, into their rows of out.
+
+        Rows of no query stay as they are.
+
+        Shapes: q, out [T, H, D]; k, v [K, n_slots, W].
+        """
+        groups = [slice(*bounds) for bounds in pairwise(heads.bounds.tolist())]
+        window = queries.window
+        for row, n_queries, start, first_key, blocks in queries.rows.tolist():
+            if not n_queries:
+                continue
+            first = first_key if window is None else max(first_key, start - window + 1)
+            seen = range(first, start + n_queries)
+            slots = queries.slots_of(blocks, range(first - first_key, seen.stop - first_key))
+            keys, values = (kv_rows.take(each, slots)[None] for each in (k, v))
+            own = slice(row, row + n_queries)
+            mask = _causal(range(start, seen.stop), seen, window, q)
+            for head, group in enumerate(groups):
+                of_head = slice(head, head + 1)
+                out[own, group] = self.prefill_attention(
+                    q[own, group], keys[:, of_head], values[:, of_head], mask
+                )
+
+
+def _causal(queries: range, keys: range, window: int | None, like: Tensor) -> Tensor:
+    """0 where a query sees a key, and -inf elsewhere. Shapes: [len(queries), len(keys)]."""
+    at, of = (torch.arange(each.start, each.stop, device=like.device) for each in (queries, keys))
+    behind = at[:, None] - of
+    hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
 def rotate_(x: Tensor, rotations: Tensor) -> None:

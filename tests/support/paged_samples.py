@@ -1,0 +1,147 @@
+"""Queries over keys in scattered blocks, in memory where everything else is poison."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel_llama.ops import HeadMap, PagedQueries, Scores, TorchOps, kv_rows
+from parallel_llama.ops.scores import PLAIN
+from parallel_llama.plan import Run
+
+POISON = -7.0  # of results that nobody wrote
+
+
+def runs_of(groups: Sequence[int]) -> tuple[Run, ...]:
+    """A run for each KV head, which so many query heads see."""
+    ends = [sum(groups[: i + 1]) for i in range(len(groups))]
+    return tuple(
+        Run(range(end - n, end), range(i, i + 1))
+        for i, (n, end) in enumerate(zip(groups, ends, strict=True))
+    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Ranges of queries, the keys that each has (from position 0 on), and where these are kept.
+
+    Shapes: `q` [T, H, D], a part of a wider product; `k`, `v` [K, n_slots, W]; a range's `keys`
+    and `values` [K, S, D], as they come out of the cache.
+    """
+
+    groups: Sequence[int]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    queries: PagedQueries
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @property
+    def heads(self) -> HeadMap:
+        return HeadMap.of(runs_of(self.groups), self.q.device)
+
+    def run(self, ops: TorchOps) -> Tensor:
+        """The result, of which rows of no query are POISON; nothing may be written beside it."""
+        n_rows, n_heads, head_dim = self.q.shape
+        wide = self.q.new_full((n_rows + 1, n_heads + 1, head_dim), POISON)
+        out = wide[:-1, :-1]
+        ops.paged_attention(self.q, self.k, self.v, self.queries, self.heads, out)
+        assert (wide[-1] == POISON).all() and (wide[:, -1] == POISON).all()
+        return out
+
+    def expected(self, scores: Scores = PLAIN) -> Tensor:
+        """The same in float64, from each sequence as a whole."""
+        result = torch.full_like(self.q, POISON, dtype=torch.float64)
+        for range_, keys, values in zip(
+            self.queries.rows.tolist(), self.keys, self.values, strict=True
+        ):
+            row, n_queries, start, *_ = range_
+            own, first = slice(row, row + n_queries), 0
+            for head, n_group in enumerate(self.groups):
+                group = slice(first, first + n_group)
+                q = self.q[own, group].transpose(0, 1).double()  # [G, n_queries, D]
+                seen = slice(start + n_queries)
+                k, v = keys[head, seen].double(), values[head, seen].double()
+                mask = _visible(start, n_queries, self.queries.window).to(q.device)
+                result[own, group] = _attention(q, k, v, mask, scores).transpose(0, 1)
+                first += n_group
+        return result
+
+
+def _visible(start: int, n_queries: int, window: int | None) -> Tensor:
+    behind = torch.arange(start, start + n_queries)[:, None] - torch.arange(start + n_queries)
+    return (behind >= 0) & (behind < (window or start + n_queries))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    if (cap := scores.soft_cap) is None:
+        k, v = (each.expand(len(q), -1, -1) for each in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale)
+    products = q @ k.T * scores.scale_of(q.shape[-1])
+    products = cap * (products / cap).tanh()
+    return products.masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def make_sample(
+    ranges: Sequence[tuple[int, int]],
+    groups: Sequence[int],
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+    window: int | None = None,
+    block_size: int = 4,
+    device: torch.device | str = "cpu",
+) -> Sample:
+    """Ranges of so many queries, the first at such a position, each of a sequence of its own.
+
+    Their blocks are shuffled, and their rows of the batch are not in the ranges' order. What no
+    query may see is NaN: free blocks, slots after the last query, and blocks before a window.
+    """
+    stored = cache_dtype or dtype
+    n_kv_heads = len(groups)
+    n_blocks = sum(-(-(n + start) // block_size) for n, start in ranges) + 3
+    width = kv_rows.row_width(head_dim, stored)
+    nothing = torch.full((2, n_kv_heads, n_blocks * block_size, head_dim), torch.nan)
+    cache = kv_rows.pack(nothing, stored).to(device)
+    assert cache.shape[-1] == width
+    free = iter(torch.randperm(n_blocks).tolist())
+    firsts = dict(_rows_of(ranges))
+    rows: list[tuple[int, ...]] = []
+    blocks: list[int] = []
+    keys, values = [], []
+    for number, (n_queries, start) in enumerate(ranges):
+        n_keys = start + n_queries
+        seen = 0 if window is None else max(start - window + 1, 0)
+        first_key = seen // block_size * block_size
+        own = [next(free) for _ in range(first_key, n_keys, block_size)] if n_queries else []
+        rows.append((firsts[number], n_queries, start, first_key, len(blocks)))
+        kv = torch.randn(2, n_kv_heads, n_keys, head_dim).to(device=device, dtype=dtype)
+        packed = kv_rows.pack(kv, stored)
+        keys.append(kv_rows.unpack(packed[0], dtype))
+        values.append(kv_rows.unpack(packed[1], dtype))
+        for at in range(seen, n_keys if n_queries else seen):
+            slot = own[(at - first_key) // block_size] * block_size + at % block_size
+            cache[:, :, slot] = packed[:, :, at]
+        blocks += own
+    n_rows, n_heads = sum(n for n, _ in ranges), sum(groups)
+    q = torch.randn(n_rows, n_heads + 2, head_dim).to(device=device, dtype=dtype)[:, 1:-1]
+    queries = PagedQueries(
+        torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 5),
+        torch.tensor(blocks, dtype=torch.int32, device=device),
+        block_size,
+        max((n for n, _ in ranges), default=1) or 1,
+        window,
+    )
+    return Sample(groups, q, cache[0], cache[1], queries, keys, values)
+
+
+def _rows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """A range's first row of the batch: the last range has the first rows."""
+    row = 0
+    for number, (n_queries, _) in reversed(list(enumerate(ranges))):
+        yield number, row
+        row += n_queries
