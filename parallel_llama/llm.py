@@ -109,7 +109,7 @@ class LLM:
 
     Whoever has made the model's text side already gives it as `input_processor`; `facts` are more
     that must be the same on all ranks. `on_bytes` hears of weights as they are read, `on_wait` of
-    the ranks that are awaited.
+    the ranks that are awaited, `on_graph` of decode steps as they are recorded, by their rows.
 
     Raises: UsageError for what cannot be done, CheckpointError for files that cannot be used
     (before any weight is read), DamagedWeights for what only reading them shows, RankError for a
@@ -141,6 +141,7 @@ class LLM:
         facts: Mapping[str, str] | None = None,
         on_bytes: Callable[[int], None] = lambda _: None,
         on_wait: Callable[[Sequence[int]], None] = lambda _: None,
+        on_graph: Callable[[int], None] = lambda _: None,
     ) -> None:
         started = time.monotonic()
         settings = {
@@ -194,6 +195,7 @@ class LLM:
                 self.rank, self.tp_size = comm.rank, comm.size
                 runner = self._load(checkpoint, plan, comm, torch.device(kind), on_bytes)
                 self.engine = self._group.engine = self._engine(runner, cache_size, max_drafts)
+                self._record(runner, on_graph)
         except BaseException:
             self._end()
             raise
@@ -414,6 +416,18 @@ class LLM:
             )
         runner.comm.barrier()
         return engine
+
+    def _record(self, runner: ModelRunner, on_graph: Callable[[int], None]) -> None:
+        """Record the decode steps where the device can play them back."""
+
+        def note(n_rows: int) -> None:
+            runner.comm.pulse()
+            on_graph(n_rows)
+
+        if runner.device.type == "cuda":
+            with memory_for("recorded decode steps", "lower kv_cache_bytes, or use more ranks"):
+                runner.record(on_graph=note)
+            runner.comm.barrier()
 
     def _require_open(self) -> None:
         if not self._end.alive:

@@ -22,7 +22,8 @@ from parity_steps import full_logits
 from tiny_folder import write_chat_folder
 
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
-from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
 

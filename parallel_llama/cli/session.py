@@ -40,6 +40,9 @@ def lead(flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **o
         if missing:
             activity.what = f"waiting for rank {listed_ranks(missing)} of {world()[1]}"
 
+    def show_graph(n_rows: int) -> None:
+        activity.what = f"recording decode steps of {n_rows} row{'s' * (n_rows > 1)}"
+
     # The other ranks share rank 0's terminal.
     stream = sys.stderr if leads() else io.StringIO()
     with _no_garbage(), Activity("loading torch", stream) as activity:
@@ -58,6 +61,7 @@ def lead(flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **o
             facts={"command": flags.verb},
             on_bytes=show_bytes,
             on_wait=show_missing,
+            on_graph=show_graph,
         )
     with llm:
         line = capacity_line(llm.engine.capacity, llm.input_processor.max_seq_len)

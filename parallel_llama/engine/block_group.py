@@ -7,6 +7,7 @@ that a long sequence goes round in the same blocks, however long it becomes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.plan import blocks_held
@@ -37,8 +38,18 @@ class BlockTable:
         """The number of blocks that are held or given up."""
         return self.n_given_up + len(self.blocks)
 
-    def __getitem__(self, number: int) -> int:
-        """The sequence's block of this number, which it still holds."""
+    @overload
+    def __getitem__(self, number: int) -> int: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[int]: ...
+
+    def __getitem__(self, number: int | slice) -> int | list[int]:
+        """The sequence's block of this number, or those from one to another; all are still held."""
+        if isinstance(number, slice):
+            first, stop, step = number.indices(self.stop)
+            assert step == 1 and (first >= self.first or not self.n_given_up)
+            return self.blocks[first - self.n_given_up : stop - self.n_given_up]
         if number < self.n_kept:
             return self.blocks[number]
         assert number >= self.first

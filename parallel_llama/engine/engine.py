@@ -19,11 +19,12 @@ from torch import Tensor
 
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.block_pool import BlockPool
+from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.detokenizer import Detokenizer
 from parallel_llama.engine.draws import draw_each, draws_of
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.messages import MAX_SIZE, StepMessage, decode_message, size_of
-from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompt_lookup import PromptLookup
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepTimes
@@ -394,8 +395,7 @@ class Engine:
                 ids, shown[row], end = self._read(item, [one.token for one in own])
                 rows[row] = [end, len(ids), *ids, *[0] * (width - len(ids))]
         if self.comm.size > 1:
-            message = torch.tensor(rows, dtype=torch.int64, device=self.runner.device)
-            rows = self.comm.broadcast(message).tolist()
+            rows = self.comm.broadcast(torch.tensor(rows, dtype=torch.int64)).tolist()
         outputs = []
         for row, (item, own) in enumerate(zip(drawing, drawn, strict=True)):
             end, n_kept, *ids = rows[row]

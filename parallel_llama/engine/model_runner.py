@@ -7,7 +7,6 @@ stop conditions; every rank calls it with the same chunks.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,13 +16,16 @@ from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.checkpoint.ahead import ahead
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
+from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import memory_for
 from parallel_llama.engine.spread_cache import CachePart, mask_of
+from parallel_llama.engine.step_buffer import Paging, StepBuffer, StepSize
 from parallel_llama.families.model_args import layer_groups
 from parallel_llama.model.batch import Batch, GroupBatch, QueryTile, SinkTile
 from parallel_llama.model.decode_program import DecodePrograms, Logits
-from parallel_llama.model.kv_cache import Blocks, KVCache, part_of, slices_of, slots_of
-from parallel_llama.model.rope import RotaryTables, rotary_of_windows, turns_back
+from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
+from parallel_llama.model.rope import RotaryTables, base_len, rotary_of_windows, turns_back
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
@@ -36,28 +38,6 @@ _MAX_QUERIES = 64
 
 # Weights that are read before the model takes them.
 _READ_AHEAD = 2
-
-# Tokens of a chunk that are decoded one by one: a token and its drafts, so that these get to the
-# last bit what they would get alone.
-_MAX_DECODED = 9
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive tokens of one sequence, the first of them at position `start`.
-
-    `tables` are the sequence's block tables, one for each group of layers, as far as the chunk's
-    last token or longer; `n_prompt` is the number of tokens that the sequence began with.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    tables: Sequence[Blocks]
-    n_prompt: int
-
-    @property
-    def positions(self) -> range:
-        return range(self.start, self.start + len(self.tokens))
 
 
 class ModelRunner:
@@ -125,12 +105,13 @@ class ModelRunner:
         """Replace the caches by empty ones of so many blocks, one for each group of layers."""
         self.block_size, n_parts = block_size, self.share.kv_parts
         self._part = CachePart(self.comm.rank, n_parts, block_size) if n_parts > 1 else None
+        is_paged = self._is_paged()
         self.caches = tuple(
             KVCache(
                 self.args,
                 self.share,
                 len(group.layers),
-                self._part.n_blocks(n) if self._part else n,
+                self._part.n_blocks(n) if self._part else n + is_paged,
                 block_size,
                 form=self.kv_format,
                 device=self.device,
@@ -138,6 +119,38 @@ class ModelRunner:
             for group, n in zip(self.groups, n_blocks, strict=True)
         )
         self._steps = DecodePrograms(self.model, self.caches)
+        self._paging = self._graphs = None
+        if is_paged:
+            tables = tuple(rotary.whole() for rotary in self._rotary_of)
+            self._paging = Paging(self.groups, tables, block_size, tuple(n_blocks))
+            longest = self.args.max_seq_len
+            self._graphs = DecodeGraphs(self._logits, self._paging, longest, self.device)
+
+    def _is_paged(self) -> bool:
+        """Whether operators look for keys in the blocks themselves.
+
+        That is for whole caches, without sinks, and rotations that do not depend on the length.
+        """
+        is_plain = self._part is None and not self.args.attention_sinks
+        return self.model.ops.is_paged and is_plain and not base_len(self.args, 1)
+
+    def record(
+        self,
+        recorder: Recorder = record_cuda_graph,
+        on_graph: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Record the decode steps, where operators are those of a device that can.
+
+        Collective: those of `DecodeGraphs.record`.
+        """
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.record(self.comm, recorder, on_graph)
+
+    def close(self) -> None:
+        """Drop what holds the group of ranks; the runner is of no use any more."""
+        if self._graphs is not None:
+            self._graphs.close()
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
@@ -162,7 +175,9 @@ class ModelRunner:
         """
         if drawing and not others:
             with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
-                logits = self._steps.logits(self.batch(chunks, drawing))
+                logits = self._graphs(chunks, drawing) if self._graphs else None
+                if logits is None:
+                    logits = self._logits(self.batch(chunks, drawing))
             return logits, logits.values[:0]
         # The middle of a prompt wants no row, and a forward gives one at least.
         hidden = self.forward(chunks, [*drawing, *others] or [0])
@@ -172,6 +187,9 @@ class ModelRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of this rank's vocabulary rows. Shapes: [n, dim] replicated -> [n, V_local]."""
         return self.model.logits(hidden)
+
+    def _logits(self, batch: Batch) -> Logits:
+        return self._steps.logits(batch)
 
     def _rotary_tables(self) -> list[RotaryTables]:
         """Those of each group; groups that rotate alike share them."""
@@ -185,6 +203,8 @@ class ModelRunner:
     def batch(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Batch:
         """What the model is told of some chunks: their tokens, places, and what each sees."""
         assert all(chunk.tokens for chunk in chunks)
+        if self._paging is not None:
+            return self._paged_batch(chunks, rows, self._paging)
         rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
         tokens = [token for chunk in chunks for token in chunk.tokens]
         is_all = rows is None or list(rows) == list(range(len(tokens)))
@@ -196,6 +216,15 @@ class ModelRunner:
             ),
             rows=None if rows is None or is_all else self._int64(rows),
         )
+
+    def _paged_batch(
+        self, chunks: Sequence[Chunk], rows: Sequence[int] | None, paging: Paging
+    ) -> Batch:
+        """The same for operators that look for keys themselves."""
+        n_rows = None if rows is None else len(rows)
+        buffer = StepBuffer(StepSize.of(chunks, n_rows, paging), paging, self.device)
+        buffer.fill(chunks, rows or ())
+        return buffer.batch()
 
     def _group_batch(self, number: int, chunks: Sequence[Chunk], rotations: Tensor) -> GroupBatch:
         if self._part is not None:
@@ -213,7 +242,7 @@ class ModelRunner:
                 continue
             seen = self._seen(number, near)
             slices = slices_of(blocks, self.block_size, seen)
-            if len(chunk.tokens) > _MAX_DECODED:
+            if not chunk.is_decoded:
                 tiles += self._tiles(number, row, near, slices)
                 continue
             for at in near:
@@ -237,7 +266,7 @@ class ModelRunner:
         for chunk in chunks:
             row, blocks = len(slots), chunk.tables[number]
             slots += part.slots_of(blocks, chunk.positions, spare=cache.n_slots - 1)
-            n_queries = 1 if len(chunk.tokens) <= _MAX_DECODED else _MAX_QUERIES
+            n_queries = 1 if chunk.is_decoded else _MAX_QUERIES
             for first in range(0, len(chunk.tokens), n_queries):
                 queries = chunk.positions[first : first + n_queries]
                 held, slices = part.kept(blocks, self._seen(number, queries))
@@ -269,7 +298,7 @@ class ModelRunner:
             pasts = tuple(cache.past(run.kv_heads, slots) for run in self.share.runs)
             return QueryTile(slice(at, at + len(queries)), pasts, mask)
 
-        n_queries = 1 if len(chunk.tokens) <= _MAX_DECODED else _MAX_QUERIES
+        n_queries = 1 if chunk.is_decoded else _MAX_QUERIES
         for start in range(first, chunk.positions.stop, n_queries):
             queries = range(start, min(start + n_queries, chunk.positions.stop))
             assert window is not None

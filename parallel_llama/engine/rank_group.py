@@ -75,6 +75,8 @@ class RankGroup:
         with suppress(RankError):
             if self.engine is not None and self.engine.comm.rank == 0:
                 rank_calls.close(self.engine)
+        if self.engine is not None:
+            self.engine.runner.close()
         self.engine = None
         if self._comm is not None:
             self._comm.close()

@@ -101,6 +101,8 @@ def attend(
     """
     o = q.new_empty(q.shape)
     k, v = cache.layer(layer)
+    for queries in batch.paged:
+        ops.paged_attention(q, k, v, queries, cache.heads, o)
     for number, run in enumerate(runs):
         heads = slice(run.heads.start, run.heads.stop)
         own = slice(run.kv_heads.start, run.kv_heads.stop)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parallel_llama.model.kv_cache import Past
-from parallel_llama.ops import DecodeBatch
+from parallel_llama.ops import DecodeBatch, PagedQueries
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,18 @@ class SinkTile:
 class GroupBatch:
     """The batch to the layers of one group: where its tokens are kept, and what they see.
 
-    Each token is in one of the `tiles` or the `sink_tiles`, or a row of `decode`.
+    Each token is in one of the `tiles` or the `sink_tiles`, or a row of `decode`. For operators
+    that find keys by their blocks it is among the `paged` queries.
 
     Shapes: slots [T] int64, rotations [T, 1, head_dim / 2] complex; replicated.
     """
 
     slots: Tensor
     rotations: Tensor
-    tiles: tuple[QueryTile, ...]
-    decode: DecodeBatch | None
+    tiles: tuple[QueryTile, ...] = ()
+    decode: DecodeBatch | None = None
     sink_tiles: tuple[SinkTile, ...] = ()
+    paged: tuple[PagedQueries, ...] = ()
 
 
 @dataclass(frozen=True)

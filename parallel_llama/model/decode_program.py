@@ -44,6 +44,7 @@ class DecodePrograms:
     def __init__(self, model: Transformer, caches: Sequence[KVCache]) -> None:
         self._model, self._caches = model, caches
         self._ops = model.ops if isinstance(model.ops, CPUOps) else None
+        self._is_paged, self._first = model.ops.is_paged, model.tok_embeddings.rows.start
         # By number of rows; None where something was no kernel.
         self._programs: dict[int, _Program | None] = {}
 
@@ -59,7 +60,9 @@ class DecodePrograms:
         """What `Transformer.logits` makes of that; the next step may put its own in their place."""
         program = self._program_for(batch)
         if program is None:
-            return Logits(self._model.logits(self._model(batch, self._caches)))
+            logits = self._model.logits(self._model(batch, self._caches))
+            largest = self._model.ops.largest(logits, self._first) if self._is_paged else None
+            return Logits(logits, largest)
         program.run(batch)
         if program.largest is None:
             return Logits(self._model.scaled(program.scores))

@@ -7,28 +7,34 @@ and not bytes; here are the tensors.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
+from parallel_llama.ops import HeadMap
 from parallel_llama.ops.formats import kv_dtype
 from parallel_llama.plan import Share
 
 
 class Blocks(Protocol):
-    """A block table: which block a sequence's block of this number is."""
+    """A block table: which block a sequence's block of this number is, or those of some numbers."""
 
+    @overload
     def __getitem__(self, number: int, /) -> int: ...
+
+    @overload
+    def __getitem__(self, number: slice, /) -> Sequence[int]: ...
 
 
 class KVCache:
     """Keys and values of one group's layers for `n_blocks` blocks; layers count from 0 in it.
 
     Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, W] local, in rows as `ops.kv_rows`
-    describes them; keys are rotated and in the interleaved order of `rope`.
+    describes them; keys are rotated and in the interleaved order of `rope`. `heads` says which of
+    the rank's query heads see them.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.n_blocks, self.block_size, self.n_slots = n_blocks, block_size, n_blocks * block_size
+        self.heads = HeadMap.of(share.runs, device)
         n_kv = share.n_local_kv_heads
         dtype = kv_dtype(form)
         width = form.n_bytes(args.head_dim) // dtype.itemsize

@@ -85,6 +85,17 @@ class RotaryTables:
         rows = rows.to(device=self._device, dtype=self._dtype)
         return torch.cat([self._from_table(together, n_prompt), rows]) if together else rows
 
+    def whole(self) -> Tensor:
+        """Rotations of all positions up to the model's `max_seq_len`, of no dynamic scaling.
+
+        Shapes: [max_seq_len, 1, head_dim / 2] complex.
+        """
+        assert not base_len(self._args, 1)
+        if len(self._tables.get(0, ())) < self._args.max_seq_len:
+            table = rotations(self._args, range(self._args.max_seq_len), 1)
+            self._tables[0] = table.to(device=self._device, dtype=self._dtype)
+        return self._tables[0]
+
     def _from_table(self, positions: range, n_tokens: int) -> Tensor:
         """Rotations of positions in a sequence of this length."""
         key = base_len(self._args, n_tokens)

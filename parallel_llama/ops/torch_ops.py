@@ -24,6 +24,7 @@ class TorchOps:
     """
 
     panel_rows = 16  # of a matrix in small integers
+    is_paged = False  # whether a batch tells of queries by the blocks of their keys
 
     def __init__(self, scores: Scores = PLAIN) -> None:
         self._scores = scores

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
-from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.model.batch import Batch
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.ops import TorchOps

@@ -12,9 +12,11 @@ import torch
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
+from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
-from parallel_llama.engine.model_runner import Chunk, ModelRunner
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import KVSplit, blocks_held, make_plan
 from parallel_llama.request import FinishReason, Request, SamplingParams
@@ -130,6 +132,7 @@ def make_runner(
     args: ModelArgs = ARGS,
     kv_format: KVFormat | None = None,
     kv_split: KVSplit = "heads",
+    ops: TorchOps | None = None,
 ) -> ModelRunner:
     return ModelRunner.load(
         args,
@@ -139,6 +142,7 @@ def make_runner(
         precision=Precision.plain("float64"),
         device=torch.device("cpu"),
         kv_format=kv_format,
+        ops=ops,
     )
 
 

@@ -1,0 +1,113 @@
+"""Decode steps as CUDA graphs: one launch in the place of a thousand.
+
+A graph is a step recorded once, kernels and all_reduces with the addresses that they were given.
+There is one for each of some numbers of rows; a batch takes the smallest that has room for it and
+pads what is left. A batch for which there is none runs as it is: the same code, launched anew.
+
+Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.step_buffer import Paging, StepBuffer, StepSize
+from parallel_llama.model.batch import Batch
+from parallel_llama.model.decode_program import Logits
+from parallel_llama.parallel.collectives import Communicator
+
+# Rows of the graphs, so close together that padding costs little.
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# How long the graphs of a start may take; those that are missing then are done without.
+LIMIT_S = 120.0
+
+Recorder = Callable[[Callable[[], Logits]], tuple[Logits, Callable[[], object]]]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A recorded step: where it looks for its batch, where it leaves its logits, and its launch."""
+
+    buffer: StepBuffer
+    logits: Logits
+    replay: Callable[[], object]
+
+
+class DecodeGraphs:
+    """A model's decode steps over some caches, recorded; none before `record`.
+
+    `step` is the step that is recorded; `longest` is the length of the longest sequence.
+    """
+
+    def __init__(
+        self, step: Callable[[Batch], Logits], paging: Paging, longest: int, device: torch.device
+    ) -> None:
+        self._step, self._paging, self._device = step, paging, device
+        # A token and its drafts are rows that share their blocks, so this is enough for any batch.
+        self._blocks_of_row = paging.most_blocks(longest)
+        self._graphs: dict[int, _Graph] = {}
+
+    def record(
+        self, comm: Communicator, recorder: Recorder, on_graph: Callable[[int], None]
+    ) -> None:
+        """Record the buckets, the smallest first, until LIMIT_S have passed.
+
+        `on_graph` is told how many rows the one has that comes next.
+
+        Collective: a broadcast for each bucket, and its steps.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        for n_rows in BUCKETS:
+            goes_on = torch.tensor([time.monotonic() < deadline])
+            if not comm.broadcast(goes_on):
+                break
+            on_graph(n_rows)
+            self._graphs[n_rows] = self._recorded(n_rows, recorder)
+
+    def __call__(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Logits | None:
+        """The logits of these rows; None where the step is none that is recorded.
+
+        The next step puts its own in their place.
+        """
+        n_rows = len(rows)
+        if not all(chunk.is_decoded for chunk in chunks):
+            return None
+        is_all = n_rows == sum(len(chunk.tokens) for chunk in chunks)
+        room = min((each for each in self._graphs if each >= n_rows), default=0)
+        if not room or not is_all:
+            return None
+        graph = self._graphs[room]
+        graph.buffer.fill(chunks)
+        graph.replay()
+        values, largest = graph.logits.values, graph.logits.largest
+        return Logits(values[:n_rows], None if largest is None else largest[:n_rows])
+
+    def close(self) -> None:
+        """Forget them: a group of ranks cannot be left while a graph holds it."""
+        self._graphs.clear()
+
+    def _recorded(self, n_rows: int, recorder: Recorder) -> _Graph:
+        n_blocks = n_rows * self._blocks_of_row
+        size = StepSize(n_rows, None, n_rows, 0, n_blocks, 1)
+        buffer = StepBuffer(size, self._paging, self._device)
+        buffer.fill(())
+        logits, replay = recorder(lambda: self._step(buffer.batch()))
+        return _Graph(buffer, logits, replay)
+
+
+def record_cuda_graph(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
+    """The default recorder: a graph of what `step` launches, which runs once before."""
+    side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()  # compiles kernels and makes workspaces, which a recording may not
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may launch meanwhile; what they do is none of this graph's.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        logits = step()
+    return logits, graph.replay

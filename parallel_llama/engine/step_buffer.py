@@ -1,0 +1,197 @@
+"""What a device with memory of its own is told of a step, in one copy.
+
+There each copy costs more than a small kernel, and a recorded step finds its numbers where they lay
+when it was recorded. So a step's tokens, their places and the blocks of their keys lie end to end
+in one buffer, on the host and on the device.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallel_llama.engine.chunk import Chunk
+from parallel_llama.families.model_args import LayerGroup
+from parallel_llama.model.batch import Batch, GroupBatch
+from parallel_llama.ops import PagedQueries
+
+_RANGE = 5  # numbers of a range of queries, as PagedQueries lists them
+
+
+@dataclass(frozen=True)
+class Paging:
+    """What is the same in all steps: the groups of layers, how each rotates, and blocks.
+
+    Padding goes to the slots of a spare block.
+
+    Shapes: `rotations` has a table for each group, [n_positions, 1, head_dim / 2] complex.
+    """
+
+    groups: tuple[LayerGroup, ...]
+    rotations: tuple[Tensor, ...]
+    block_size: int
+    spare_blocks: tuple[int, ...]
+
+    def blocks_of(self, number: int, positions: range) -> range:
+        """The numbers of the blocks that these tokens see in a group of layers."""
+        window = self.groups[number].window
+        first = 0 if window is None else max(positions.start - window + 1, 0)
+        return range(first // self.block_size, (positions.stop - 1) // self.block_size + 1)
+
+    def most_blocks(self, longest: int) -> int:
+        """How many blocks a token of a sequence of `longest` tokens can see in all groups."""
+        most = -(-longest // self.block_size)
+        # A window may begin at the last token of a block, and end at the first of another.
+        windows = (group.window for group in self.groups)
+        return sum(
+            most if w is None else min((w + 2 * self.block_size - 2) // self.block_size, most)
+            for w in windows
+        )
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """For how much there is room: tokens, of which some are decoded, chunks of the others, blocks.
+
+    `n_rows` is the number of tokens whose result is wanted, None for all in their order; `n_blocks`
+    counts a block for each chunk and group of layers that sees it.
+    """
+
+    n_tokens: int
+    n_rows: int | None
+    n_decoded: int
+    n_chunks: int
+    n_blocks: int
+    max_queries: int  # of one chunk
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], n_rows: int | None, paging: Paging) -> "StepSize":
+        """Room for exactly these."""
+        tiled = [len(chunk.tokens) for chunk in chunks if not chunk.is_decoded]
+        n_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        n_blocks = sum(
+            len(paging.blocks_of(number, chunk.positions))
+            for chunk in chunks
+            for number in range(len(paging.groups))
+        )
+        n_decoded = n_tokens - sum(tiled)
+        return cls(n_tokens, n_rows, n_decoded, len(tiled), n_blocks, max(tiled, default=0))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a buffer. Shapes: ranges [n_groups, n_decoded + n_chunks, 5], slots [.., T]."""
+
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    slots: Tensor
+    ranges: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, words: Tensor, size: StepSize, n_groups: int) -> "_Parts":
+        n, n_ranges = size.n_tokens, size.n_decoded + size.n_chunks
+        ends = accumulate((n, n, size.n_rows or 0, n_groups * n))
+        tokens, positions, rows, slots, rest = words.tensor_split(tuple(ends))
+        ints = rest.view(torch.int32)
+        n_fields = n_groups * n_ranges * _RANGE
+        ints = rest.view(torch.int32)
+        return cls(
+            tokens,
+            positions,
+            rows,
+            slots.view(n_groups, n),
+            ints[:n_fields].view(n_groups, n_ranges, _RANGE),
+            ints[n_fields:],
+        )
+
+
+class StepBuffer:
+    """Room for the numbers of a step, filled on the host and sent to the device.
+
+    It may be filled again once the device is through with the step before.
+    """
+
+    def __init__(self, size: StepSize, paging: Paging, device: torch.device) -> None:
+        self.size, self._paging = size, paging
+        n_groups = len(paging.groups)
+        n_ints = n_groups * (size.n_decoded + size.n_chunks) * _RANGE + size.n_blocks
+        n_words = (2 + n_groups) * size.n_tokens + (size.n_rows or 0) + -(-n_ints // 2)
+        self._host = torch.zeros(n_words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._device = torch.empty(n_words, dtype=torch.int64, device=device)
+        self._here = _Parts.of(self._host, size, n_groups)
+        self._there = _Parts.of(self._device, size, n_groups)
+
+    def fill(self, chunks: Sequence[Chunk], rows: Sequence[int] = ()) -> None:
+        """Take in some chunks, no more than there is room for, and send them to the device.
+
+        What is left of the room is padding: tokens that nobody sees, and that see nothing.
+        """
+        here = self._here
+        n_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        for part, values in (
+            (here.tokens, chain.from_iterable(chunk.tokens for chunk in chunks)),
+            (here.positions, chain.from_iterable(chunk.positions for chunk in chunks)),
+        ):
+            part.numpy()[:n_tokens] = np.fromiter(values, np.int64, n_tokens)
+            part[n_tokens:] = 0
+        here.rows.numpy()[:] = rows
+        n_blocks = 0
+        for number in range(len(self._paging.groups)):
+            n_blocks = self._fill_group(number, chunks, n_blocks)
+        n_spare = len(here.blocks) - n_blocks
+        used = len(self._host) - n_spare // 2
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
+
+    def batch(self) -> Batch:
+        """What the model is told, as it lies on the device."""
+        there, tables = self._there, self._paging.rotations
+        rotations = {table: table.index_select(0, there.positions) for table in set(tables)}
+        groups = tuple(
+            GroupBatch(slots, rotations[table], paged=tuple(self._queries(number)))
+            for number, (slots, table) in enumerate(zip(there.slots, tables, strict=True))
+        )
+        return Batch(there.tokens, groups, None if self.size.n_rows is None else there.rows)
+
+    def _queries(self, number: int) -> Iterator[PagedQueries]:
+        ranges, size = self._there.ranges[number], self.size
+        for own, most in (
+            (ranges[: size.n_decoded], 1),
+            (ranges[size.n_decoded :], size.max_queries),
+        ):
+            if len(own):
+                window, block_size = self._paging.groups[number].window, self._paging.block_size
+                yield PagedQueries(own, self._there.blocks, block_size, most, window)
+
+    def _fill_group(self, number: int, chunks: Sequence[Chunk], n_blocks: int) -> int:
+        """Returns: how many blocks there are now, `n_blocks` being those of other groups."""
+        here, block_size = self._here, self._paging.block_size
+        slots, blocks = here.slots[number].numpy(), here.blocks.numpy()
+        decoded: list[tuple[int, ...]] = []
+        tiled: list[tuple[int, ...]] = []
+        row = 0
+        for chunk in chunks:
+            positions, numbers = chunk.positions, self._paging.blocks_of(number, chunk.positions)
+            own = blocks[n_blocks : n_blocks + len(numbers)]
+            own[:] = chunk.tables[number][numbers.start : numbers.stop]
+            first_key = numbers.start * block_size
+            if chunk.is_decoded:
+                decoded += [(row + i, 1, at, first_key, n_blocks) for i, at in enumerate(positions)]
+            else:
+                tiled.append((row, len(positions), positions.start, first_key, n_blocks))
+            keys = np.arange(positions.start - first_key, positions.stop - first_key)
+            places = own[keys // block_size].astype(np.int64) * block_size + keys % block_size
+            slots[row : row + len(positions)] = places
+            row += len(positions)
+            n_blocks += len(numbers)
+        slots[row:] = self._paging.spare_blocks[number] * block_size
+        ranges = here.ranges[number].numpy()
+        ranges[: self.size.n_decoded] = 0
+        for start, found in ((0, decoded), (self.size.n_decoded, tiled)):
+            if found:
+                ranges[start : start + len(found)] = found
+        return n_blocks

@@ -1,0 +1,86 @@
+"""Steps that are told of blocks, and decode steps recorded once, give what any step gives.
+
+No card is needed: the operators are torch's, and a recording that runs its step again, into the
+tensors of the first time, is to the engine what a graph is.
+"""
+
+from collections.abc import Callable
+
+import pytest
+from mixes import (
+    ARGS,
+    HYBRID,
+    OF_FAMILIES,
+    differences,
+    make_engine,
+    make_runner,
+    random_mix,
+    run_mix,
+)
+from thread_ranks import run_on_threads
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.model.decode_program import Logits
+from parallel_llama.ops import Scores, TorchOps
+from parallel_llama.parallel.collectives import Communicator, Solo
+
+CARRIED = ["qwen3", "gemma2", "mistral", "mixtral", "falcon 40b", "palm"]
+
+
+class PagedOps(TorchOps):
+    """torch's operators, as a device would have them told."""
+
+    is_paged = True
+
+
+class Recorded:
+    """The graphs of a runner, played by steps that run again."""
+
+    def __init__(self) -> None:
+        self.n_replays = 0
+
+    def __call__(self, step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
+        logits = step()
+
+        def replay() -> None:
+            self.n_replays += 1
+            again = step()
+            logits.values.copy_(again.values)
+            assert logits.largest is not None and again.largest is not None
+            logits.largest.copy_(again.largest)
+
+        return logits, replay
+
+
+def paged_ops(args: ModelArgs) -> PagedOps:
+    return PagedOps(Scores(args.attention_scale, args.attention_soft_cap))
+
+
+def run(comm: Communicator, args: ModelArgs, seeds: range, *, records: bool) -> int:
+    """Mixes of requests, none of whom gets anything but what it gets alone.
+
+    Returns: how many steps were graphs.
+    """
+    runner, recorded = make_runner(comm, args, ops=paged_ops(args)), Recorded()
+    for seed in seeds:
+        mix = random_mix(seed)
+        engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
+        if records:
+            runner.record(recorded)
+        assert not differences(mix, run_mix(engine, mix), args), seed
+    return recorded.n_replays
+
+
+@pytest.mark.parametrize("args", [ARGS, HYBRID, *(OF_FAMILIES[name] for name in CARRIED)])
+def test_every_request_gets_what_it_gets_alone_where_operators_read_blocks(args):
+    assert run(Solo(), args, range(6), records=False) == 0
+
+
+@pytest.mark.parametrize("args", [ARGS, HYBRID, *(OF_FAMILIES[name] for name in CARRIED)])
+def test_every_request_gets_what_it_gets_alone_where_steps_are_recorded(args):
+    assert run(Solo(), args, range(6), records=True) > 30
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
+def test_ranks_replay_the_same_steps(tp_size):
+    assert min(run_on_threads(tp_size, run, ARGS, range(3), records=True)) > 20
