@@ -136,6 +136,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight.values, self.eps, self.offset)
 
+    def of_sum(self, x: Tensor, y: Tensor) -> Tensor:
+        """x += y. Returns: the norm of x then."""
+        return self.ops.add_rms_norm(x, y, self.weight.values, self.eps, self.offset)
+
     def in_place(self, x: Tensor) -> None:
         """The same of heads where they lie. Shapes: x [T, H, dim]."""
         self.ops.rms_norm_(x, self.weight.values, self.eps, self.offset)
@@ -158,6 +162,10 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.values
         return self.ops.layer_norm(x, self.weight.values, bias, self.eps)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> Tensor:
+        """x += y. Returns: the norm of x then."""
+        return self.forward(self.ops.add_(x, y))
 
 
 def norm_of(args: ModelArgs, ops: TorchOps, dtype: torch.dtype) -> RMSNorm | LayerNorm:

@@ -108,9 +108,9 @@ class TransformerBlock(nn.Module):
         o = self.attention(self.attention_norm(x), batch, caches, rows)
         if self.post_norms:
             o = self.post_attention_norm(o)
-        x = self.ops.add_(o, x if rows is None else x[rows])
-        y = self.feed_forward(self.ffn_norm(x))
-        return self.ops.add_(x, self.post_ffn_norm(y) if self.post_norms else y)
+        normed = self.ffn_norm.of_sum(o, x if rows is None else x[rows])
+        y = self.feed_forward(normed)
+        return self.ops.add_(o, self.post_ffn_norm(y) if self.post_norms else y)
 
 
 class ParallelBlock(TransformerBlock):

@@ -1,14 +1,37 @@
-"""The operators on a CUDA device: kernels of our own, and torch's where these are as good."""
+"""The operators on a CUDA device: kernels of our own where torch's take several launches, or read
+more than they need.
+"""
 
 import torch
 from torch import Tensor
 
-from parallel_llama.ops.cuda.norm import rms_norm
+from parallel_llama.ops.cuda.gate import gelu_and_mul, silu_and_mul
+from parallel_llama.ops.cuda.largest import largest
+from parallel_llama.ops.cuda.linear import linear, takes
+from parallel_llama.ops.cuda.lookup import lookup
+from parallel_llama.ops.cuda.norm import add_rms_norm, rms_norm
+from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
 from parallel_llama.ops.torch_ops import TorchOps
 
 
 class CUDAOps(TorchOps):
     """For a model in float32, bfloat16 or float16; sums are in float32."""
+
+    def lookup(
+        self, tokens: Tensor, weight: Tensor, first: int = 0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return lookup(tokens, weight, first, dtype or weight.dtype)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As in torch. Up to 16 rows are multiplied as each would be alone, to the last bit.
+
+        More go to cuBLAS, which chooses by their number how it sums: a row may differ in its last
+        bits with the company that it has.
+        """
+        return linear(x, weight, bias) if takes(x, weight) else super().linear(x, weight, bias)
+
+    def largest(self, x: Tensor, first: int = 0) -> Tensor:
+        return largest(x, first) if x.shape[1] else super().largest(x, first)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -18,3 +41,22 @@ class CUDAOps(TorchOps):
 
     def rms_norm_(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         rms_norm(x, weight, eps, offset, x)
+
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> Tensor:
+        return add_rms_norm(x, y, weight, eps, offset)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return silu_and_mul(x)
+
+    def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
+        return gelu_and_mul(x, is_tanh=is_tanh)
+
+    def rotate_and_store(
+        self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        if can_store(qkv.shape[2], k.dtype):
+            rotate_and_store(qkv, rotations, slots, k, v)
+        else:
+            super().rotate_and_store(qkv, rotations, slots, k, v)

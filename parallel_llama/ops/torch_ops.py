@@ -157,6 +157,12 @@ class TorchOps:
         """x += y. Returns: x. Shapes: x [T, n], y [T, n], or [n] for every row."""
         return x.add_(y)
 
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+    ) -> Tensor:
+        """x += y. Returns: `rms_norm` of x then. Shapes: x, y [T, dim], and so is the result."""
+        return self.rms_norm(self.add_(x, y), weight, eps, offset)
+
     def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
         """`comm.all_reduce`, where an operator comes before and after it."""
         return comm.all_reduce(x)

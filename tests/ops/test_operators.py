@@ -149,6 +149,16 @@ def test_rms_norm_counts_squares_in_float32_and_leaves_its_input(backend: Backen
     assert torch.equal(x, before)
 
 
+def test_a_sum_is_kept_and_normed(backend: Backend) -> None:
+    """As by the two operators, to the last bit."""
+    ops, dtype, device = backend
+    x, y = torch.randn(2, 5, 96, device=device).to(dtype)
+    weight, expected = torch.randn(96, device=device).to(dtype), x + y
+    normed = ops.add_rms_norm(x, y, weight, 1e-5)
+    assert torch.equal(x, expected)
+    assert torch.equal(normed, ops.rms_norm(expected, weight, 1e-5))
+
+
 def test_a_row_that_is_too_large_to_be_normed_becomes_nan(backend: Backend) -> None:
     """It became zeros, and the model went on to token 0 with exit code 0."""
     ops, dtype, device = backend
