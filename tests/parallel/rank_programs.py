@@ -5,12 +5,17 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
 
 from parallel_llama.parallel.failures import report_crash, report_error
 from parallel_llama.parallel.launch import hear_ctrl_c
 from parallel_llama.parallel.place import world
 
 RANK = int(os.environ.get("RANK", "0"))
+FOR_EVER_S = 600  # longer than any test waits
 hear_ctrl_c()
 
 
@@ -37,17 +42,28 @@ def environment() -> None:
     write(f"rank {RANK} on stdout" + (f" heard {sys.stdin.read()}" if RANK == 0 else ""))
 
 
-def fail(rank: str, code: str, delay_s: str) -> None:
-    """One rank reports an error and ends, after the others fail for that very reason or hang."""
+def fail(rank: str, code: str) -> None:
+    """One rank reports an error and ends, and the others hang."""
     if int(rank) == RANK:
         report_error("the cause of it all")
-        time.sleep(float(delay_s))
         sys.exit(int(code))
-    if delay_s != "0":
-        time.sleep(float(delay_s) / 2)
-        report_error("another rank failed")
-        sys.exit(1)
-    time.sleep(60)
+    time.sleep(FOR_EVER_S)
+
+
+def fail_first(rank: str, code: str, reported: str) -> None:
+    """One rank reports an error, and ends a moment after the others have for that very reason.
+
+    `reported` is the path of a file that says that it has.
+    """
+    if int(rank) == RANK:
+        report_error("the cause of it all")
+        Path(reported).touch()
+        time.sleep(0.3)
+        sys.exit(int(code))
+    while not Path(reported).exists():
+        time.sleep(0.01)
+    report_error("another rank failed")
+    sys.exit(1)
 
 
 def fail_alike(code: str) -> None:
@@ -58,7 +74,7 @@ def fail_alike(code: str) -> None:
 def die(rank: str, number: str) -> None:
     if int(rank) == RANK:
         os.kill(os.getpid(), int(number))
-    time.sleep(60)
+    time.sleep(FOR_EVER_S)
 
 
 def crash(rank: str) -> None:
@@ -68,7 +84,7 @@ def crash(rank: str) -> None:
         except ZeroDivisionError as error:
             report_crash(error)
             sys.exit(1)
-    time.sleep(60)
+    time.sleep(FOR_EVER_S)
 
 
 def end_with(code: str) -> None:
@@ -84,34 +100,50 @@ def sleep(behaviour: str = "") -> None:
         signal.signal(signal.SIGINT, lambda *_: presses.append(time.monotonic()))
     try:
         say(pid=os.getpid())
-        for _ in range(3000):
+        for _ in range(100 * FOR_EVER_S):
             time.sleep(0.01)
-            if presses and time.monotonic() - presses[0] > 3:
+            if presses and time.monotonic() - presses[0] > 1.5:
                 sys.exit(7)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def meet(timeout_s: str, color: str = "") -> None:
-    """Join, saying what came of it and after how long."""
+def meet(timeout_s: str, color: str = "", stopped: str = "") -> None:
+    """Join, saying what came of it and after how long.
+
+    The rank that is `stopped` is so before it has met another: rank 0 where it waits for them.
+    """
     import torch  # noqa: F401, so that its own time is not counted
 
     from parallel_llama.parallel.failures import RankError
     from parallel_llama.parallel.groups import join
 
     awaited: list[list[int]] = []
-    started = time.monotonic()
+
+    def look(missing: Sequence[int]) -> None:
+        awaited.append(list(missing))
+        if stopped == "0" and RANK == 0 and 0 not in missing:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     say(pid=os.getpid())
+    if stopped == "1" and RANK == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if stopped and int(stopped) != RANK:
+        wait_until_another_is_stopped()
+    started = time.monotonic()
     try:
-        join(
-            timeout_s=float(timeout_s),
-            facts={"color": color},
-            look=lambda missing: awaited.append(list(missing)),
-        ).close()
+        join(timeout_s=float(timeout_s), facts={"color": color}, look=look).close()
         outcome = "met"
     except RankError as error:
         outcome = str(error)
     say(outcome=outcome, seconds=time.monotonic() - started, awaited=awaited)
+
+
+def wait_until_another_is_stopped() -> None:
+    starter = psutil.Process().parent()
+    assert starter is not None
+    while all(rank.status() != psutil.STATUS_STOPPED for rank in starter.children()):
+        time.sleep(0.01)
 
 
 def reduce(then: str = "") -> None:
@@ -120,18 +152,18 @@ def reduce(then: str = "") -> None:
 
     from parallel_llama.parallel.groups import join
 
-    comm = join(timeout_s=30)
+    comm = join(timeout_s=200)
     total = comm.all_reduce(torch.tensor([comm.rank + 1]))
     say(pid=os.getpid(), kind=type(comm).__name__, total=int(total[0]))
     write(f"total {int(total[0])}")
     if then == "twice":
         try:
-            join(timeout_s=30)
+            join(timeout_s=200)
         except RuntimeError as error:
             say(error=str(error))
     if then == "stay":
         comm.barrier()
-        time.sleep(60)
+        time.sleep(FOR_EVER_S)
     comm.close()
     comm.close()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from ranks import RankFailed, Ranks
+from ranks import SILENCE_S, SOON_S, RankFailed, Ranks, call_late_after
 from torch import Tensor
 
 from parallel_llama.parallel.collectives import (
@@ -238,55 +238,52 @@ def test_rank_0_must_have_something_to_say():
 def wait_for_a_late_word(comm: Communicator) -> float:
     """Rank 0 has something to say after longer than any collective may take."""
     comm.barrier()
+    call_late_after(comm, 0.5)
     started = time.monotonic()
     if comm.rank == 0:
-        time.sleep(2.5)
+        time.sleep(1.5)
     word = broadcast_bytes(comm, b"word" if comm.rank == 0 else None, patient=True)
     waited = time.monotonic() - started
+    call_late_after(comm, SILENCE_S)
     assert word == b"word"
     assert float(comm.all_reduce(torch.ones(1))) == comm.size
     return waited
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_a_rank_without_work_waits_longer_than_the_timeout(shared_memory):
+def test_a_rank_without_work_waits_longer_than_the_timeout(ranks, shared_memory):
     """Rank 0 may wait for a person for hours; the others must not take that for a fault."""
-    pool = Ranks(2, shared_memory, timeout_s=1.5)
-    try:
-        for waited in pool.run(wait_for_a_late_word):
-            assert waited > 2.0
-    finally:
-        pool.end()
+    for waited in ranks(2, shared_memory).run(wait_for_a_late_word):
+        assert waited > 1.0
 
 
 def load_for_long(comm: Communicator) -> float:
-    """Rank 1 takes twice the timeout to load, and pulses; the others wait at the barrier."""
+    """Rank 1 takes longer than the timeout to load, and pulses; the others wait at the barrier."""
+    call_late_after(comm, 3)
     started = time.monotonic()
     if comm.rank == 1:
-        for _ in range(30):
+        for _ in range(40):
             time.sleep(0.1)
             comm.pulse()
     comm.barrier()
+    call_late_after(comm, SILENCE_S)
     assert float(comm.all_reduce(torch.ones(1))) == comm.size
     return time.monotonic() - started
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_a_rank_that_gets_on_with_loading_is_not_late(shared_memory):
+def test_a_rank_that_gets_on_with_loading_is_not_late(ranks, shared_memory):
     """Ranks load from disks of different speed; one that reads its last file held up nobody."""
-    pool = Ranks(3, shared_memory, timeout_s=1.5)
-    try:
-        for waited in pool.run(load_for_long):
-            assert waited > 2.9
-    finally:
-        pool.end()
+    for waited in ranks(3, shared_memory).run(load_for_long):
+        assert waited > 3.5
 
 
 def stop_loading(comm: Communicator) -> tuple[float, str]:
     """Rank 1 stops getting on in the middle of loading."""
     if comm.rank == 1:
         comm.pulse()
-        time.sleep(60)
+        time.sleep(1000)
+    call_late_after(comm, 1.5)
     started = time.monotonic()
     try:
         comm.barrier()
@@ -297,12 +294,12 @@ def stop_loading(comm: Communicator) -> tuple[float, str]:
 
 @pytest.mark.parametrize("shared_memory", KINDS)
 def test_a_rank_that_gets_stuck_in_loading_is_named(shared_memory):
-    pool = Ranks(3, shared_memory, timeout_s=1.5, silence_s=6)
+    pool = Ranks(3, shared_memory)
     try:
-        for rank, outcome in enumerate(pool.outcomes(stop_loading)):
+        for rank, outcome in enumerate(pool.outcomes(stop_loading, lost=[1])):
             if rank != 1:
                 waited, message = outcome
-                assert 1.4 < waited < 4
+                assert 1.4 < waited < SOON_S
                 assert message.startswith("rank 1 of 3 is late")
     finally:
         pool.end()
@@ -314,7 +311,8 @@ def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
     started = time.monotonic()
     if comm.rank == 1:
         os.kill(os.getpid(), number)
-        time.sleep(60)
+        time.sleep(1000)
+    call_late_after(comm, 1.5)
     try:
         while True:
             comm.all_reduce(torch.ones(8))
@@ -325,12 +323,12 @@ def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_gloo_too_names_the_rank_that_has_died_or_is_stopped(number):
     """Its own message has an address and a port, and no rank."""
-    pool = Ranks(3, False, timeout_s=1.5, silence_s=8)
+    pool = Ranks(3, False)
     try:
-        for rank, outcome in enumerate(pool.outcomes(fall_silent, number)):
+        for rank, outcome in enumerate(pool.outcomes(fall_silent, number, lost=[1])):
             if rank != 1:
                 waited, message = outcome
-                assert waited < 1.5 + 2
+                assert waited < SOON_S
                 assert "of 3: rank 1 has died, is stopped or cannot be reached" in message
     finally:
         pool.end()

@@ -39,10 +39,13 @@ Run = Callable[..., list[tuple[int, str, str]]]
 def run() -> Iterator[Run]:
     """Runs a command line on each rank, as torchrun on two hosts would; code, stdout and stderr."""
     processes: list[subprocess.Popen[str]] = []
+    # Bound as long as the test runs, so that nobody else gets the port; rank 0 may bind it too.
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    kept.bind(("127.0.0.1", 0))
+    port = str(kept.getsockname()[1])
 
     def run(*commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
         for rank, argv in enumerate(commands):
             env = {
                 **os.environ,
@@ -57,10 +60,11 @@ def run() -> Iterator[Run]:
             processes.append(
                 subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=env)
             )
-        ends = [process.communicate(timeout=60) for process in processes]
+        ends = [process.communicate(timeout=200) for process in processes]
         return [(p.returncode, *end) for p, end in zip(processes, ends, strict=True)]
 
     yield run
+    kept.close()
     for process in processes:
         process.kill()
         process.wait()

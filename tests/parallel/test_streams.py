@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shell(model: Path, command: str, redirection: str) -> "subprocess.CompletedProcess[str]":
     line = f"{sys.executable} -m parallel_llama {command.format(model=model)} {redirection}"
     return subprocess.run(
-        ["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=60
+        ["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=250
     )
 
 

@@ -11,8 +11,9 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from torch.distributed import FileStore
 
 from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
 from parallel_llama.parallel.groups import form_group
+from parallel_llama.parallel.process_group import ProcessGroup
 
-SILENCE_S = 60.0  # a rank that says nothing for this long fails the test
-_GRACE_S = 5.0  # for the others, once one rank has raised
+SILENCE_S = 200.0  # a rank that says nothing for this long fails the test
+SOON_S = 60.0  # what a busy machine may take for what takes a second, and no limit of a rank's
+_GRACE_S = 20.0  # for the others, once one rank has raised
 _MAX_POOLS = 4
 # A server imports these once, and every rank is a fork of it. It calls nothing of theirs, so that
 # none of its threads holds a lock while it forks.
@@ -43,14 +46,7 @@ class _Raised:
 class Ranks:
     """`tp_size` processes in one group. Use it through the `ranks` fixture."""
 
-    def __init__(
-        self,
-        tp_size: int,
-        shared_memory: bool,
-        timeout_s: float = SILENCE_S,
-        silence_s: float = SILENCE_S,
-    ) -> None:
-        self.silence_s = silence_s
+    def __init__(self, tp_size: int, shared_memory: bool) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_SLOW_TO_IMPORT)
         self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -61,7 +57,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, tp_size, store, shared_memory, timeout_s),
+                args=(theirs, rank, tp_size, store, shared_memory),
                 daemon=True,
             )
             process.start()
@@ -87,15 +83,20 @@ class Ranks:
     def _can_talk(self) -> bool:
         return self.alive and not any(isinstance(out, _Raised) for out in self.outcomes(_meet))
 
-    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Like `run`, with a `_Raised` in the place of what a rank could not give."""
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()
+    ) -> list[Any]:
+        """Like `run`, with a `_Raised` in the place of what a rank could not give.
+
+        Nobody waits for the ranks that are `lost` in the course of it; the pool is of no more use.
+        """
         # Pickled here: a Connection would move tensors through files in /dev/shm.
         message = pickle.dumps((function, args))
         for connection in self.connections:
             connection.send_bytes(message)
         results: list[Any] = [None] * len(self.connections)
-        waiting = {connection: rank for rank, connection in enumerate(self.connections)}
-        deadline = time.monotonic() + self.silence_s
+        waiting = {own: rank for rank, own in enumerate(self.connections) if rank not in lost}
+        deadline = time.monotonic() + SILENCE_S
         while waiting:
             found = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             ready = [connection for connection in waiting if connection in found]
@@ -168,6 +169,18 @@ class Pools:
             pool.end()
 
 
+def call_late_after(comm: Communicator, limit_s: float) -> None:
+    """From now on this rank waits no longer for another.
+
+    Pools are patient, so that no rank is late because a machine is busy. A test of lateness is
+    impatient only while a rank is late indeed.
+    """
+    assert not isinstance(comm, Solo)
+    comm._timeouts = Timeouts.of(limit_s)
+    if isinstance(comm, ProcessGroup):
+        comm._group.set_timeout(timedelta(seconds=limit_s))
+
+
 def _meet(comm: Communicator) -> None:
     comm.barrier()
 
@@ -178,7 +191,6 @@ def _serve(
     size: int,
     store: str,
     shared_memory: bool,
-    timeout_s: float,
 ) -> None:
     """A rank's life: call what comes, until the connection or the process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which ends the pool
@@ -188,7 +200,7 @@ def _serve(
         rank,
         size,
         FileStore(store, size),
-        timeouts=Timeouts.of(timeout_s),
+        timeouts=Timeouts.of(SILENCE_S),
         shared_memory=shared_memory,
     )
     while True:

@@ -70,7 +70,7 @@ def run_on_threads(
 
     Raises: the first rank's error; the others are released from what they wait for.
     """
-    barrier = threading.Barrier(size, timeout=30)
+    barrier = threading.Barrier(size, timeout=200)
     shelf = [torch.empty(0)] * size
     comms = [ThreadComm(rank, barrier, shelf) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
