@@ -6,16 +6,20 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops.cuda.gate import gelu_and_mul, silu_and_mul
+from parallel_llama.ops.cuda.group_linear import PANEL_ROWS, group_linear
 from parallel_llama.ops.cuda.largest import largest
 from parallel_llama.ops.cuda.linear import linear, takes
 from parallel_llama.ops.cuda.lookup import lookup
 from parallel_llama.ops.cuda.norm import add_rms_norm, rms_norm
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
+from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.torch_ops import TorchOps
 
 
 class CUDAOps(TorchOps):
     """For a model in float32, bfloat16 or float16; sums are in float32."""
+
+    panel_rows = PANEL_ROWS
 
     def lookup(
         self, tokens: Tensor, weight: Tensor, first: int = 0, dtype: torch.dtype | None = None
@@ -29,6 +33,9 @@ class CUDAOps(TorchOps):
         bits with the company that it has.
         """
         return linear(x, weight, bias) if takes(x, weight) else super().linear(x, weight, bias)
+
+    def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
+        group_linear(x, panels, shape, out)
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
         return largest(x, first) if x.shape[1] else super().largest(x, first)

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from group_samples import BLOCKS, INT4_MIN, INT8
 from triton_compile import TARGETS, compiled
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
 from parallel_llama.ops.cuda_ops import CUDAOps
+from parallel_llama.ops.groups import PanelShape
 
 HALF = torch.bfloat16
 
@@ -34,6 +36,12 @@ def launches():
             ops.linear(
                 torch.empty(1, n_inputs, dtype=dtype), torch.empty(n_outputs, n_inputs, dtype=dtype)
             )
+    for form in (INT8, INT4_MIN, BLOCKS["Q2_K"]):
+        for n in (1, 100):
+            shape = PanelShape(form, 4096, ops.panel_rows)
+            panels = torch.empty(4096, shape.n_bytes, dtype=torch.uint8)
+            x, y = torch.empty(2, n, 4096, dtype=HALF)
+            ops.group_linear(x, panels, shape, y)
 
 
 def test_nothing_is_spilled():

@@ -1,0 +1,39 @@
+"""Matrices of small integers in every format, of any size."""
+
+import pytest
+import torch
+
+from parallel_llama.config.hf_groups import HF_GROUPS
+from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat
+from parallel_llama.ops.groups import Groups
+
+INT8, INT4, INT4_MIN = GroupFormat(8), GroupFormat(4), GroupFormat(4, has_min=True)
+# All numbers of bits, and all that a block of several groups may have.
+BLOCKS = {name: GGUF_GROUPS[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q6_K")}
+EVERY = [INT8, INT4, INT4_MIN, *BLOCKS.values(), HF_GROUPS[32], HF_GROUPS[128]]
+FORMS = pytest.mark.parametrize("form", EVERY, ids=lambda form: form.name)
+
+
+def integers(form, *shape):
+    least = -127 if form.n_bits == 8 else -form.zero
+    return torch.randint(least, -form.zero + (1 << form.n_bits), shape, dtype=torch.int8)
+
+
+def blocks_of(form, n_inputs, n_before):
+    return -(-(n_before + n_inputs // GROUP_SIZE) // form.n_shared)
+
+
+def factors_of(form, n_outputs, n_inputs):
+    if not form.n_factors:
+        return None
+    n_factors = n_inputs // GROUP_SIZE * form.n_factors
+    return torch.randint(-32, 64, (n_outputs, n_factors), dtype=torch.int8)
+
+
+def a_matrix(form, n_outputs, n_inputs, n_before=0):
+    n_before %= form.n_shared
+    scales = torch.rand(n_outputs, blocks_of(form, n_inputs, n_before)).add(0.1).div(100)
+    scales = scales.to(torch.float16)
+    mins = scales * -7 if form.has_min else None
+    factors = factors_of(form, n_outputs, n_inputs)
+    return Groups(form, integers(form, n_outputs, n_inputs), scales, mins, factors, n_before)
