@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From nothing but Python 3.10 to an answer: a virtual environment in .venv, the package, a small
-# chat model, its plan on two ranks, and one answer computed by both.
+# chat model, its plan on two ranks, and one answer computed by both. Two NVIDIA GPUs take a rank
+# each; with one or none both ranks run on the CPU, and with one they say so.
 #
 #   bash launch/quickstart.sh [PROMPT...]
 set -euo pipefail

@@ -5,6 +5,7 @@ that the LLM starts itself on this host, or those that torchrun has started. It 
 or terminals.
 """
 
+import logging
 import signal
 import threading
 import time
@@ -37,7 +38,9 @@ from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_fac
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.parallel.place import world
+from parallel_llama.parallel.current_device import own_device, use_device, visible_cards
+from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
+from parallel_llama.parallel.place import local_world, world
 from parallel_llama.plan import (
     KVSplit,
     ShardPlan,
@@ -51,6 +54,8 @@ from parallel_llama.plan import (
 )
 from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -172,7 +177,9 @@ class LLM:
                 files, args, max_seq_len=max_seq_len, seed=seed, attention_sinks=attention_sinks
             )
         self.input_processor, self.args = input_processor, input_processor.args
-        kind = resolve_device(device)
+        local_rank, n_local_ranks = local_world(size)
+        kind = _device_kind(device, n_local_ranks)
+        self.device = own_device(kind, local_rank)
         self.dtype = dtype or default_dtype(self.args, kind)
         files = input_processor.files
         has_own = random_weights is None  # weights in its files
@@ -191,9 +198,11 @@ class LLM:
         self._end = weakref.finalize(self, self._group.end)
         try:
             with self._group.explaining():
-                comm = self._group.join(kind, {**(facts or {}), **shared}, timeout_s, on_wait)
+                comm = self._group.join(
+                    self.device, {**(facts or {}), **shared}, timeout_s, on_wait
+                )
                 self.rank, self.tp_size = comm.rank, comm.size
-                runner = self._load(checkpoint, plan, comm, torch.device(kind), on_bytes)
+                runner = self._load(checkpoint, plan, comm, self.device, on_bytes)
                 self.engine = self._group.engine = self._engine(runner, cache_size, max_drafts)
                 self._record(runner, on_graph)
         except BaseException:
@@ -305,6 +314,7 @@ class LLM:
         Raises: NumericalError like `Engine.step`.
         """
         self._require_open()
+        use_device(self.device)  # whichever thread this is
         try:
             with self._group.explaining():
                 return self.engine.step()
@@ -443,6 +453,7 @@ class LLM:
     @contextmanager
     def _whole_step(self) -> Iterator[None]:
         """Holds Ctrl-C back until a step is over: half a collective would be the group's end."""
+        use_device(self.device)
         handler = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
         if self.tp_size == 1 or not is_main or not callable(handler):
@@ -502,12 +513,10 @@ def _open_weights(
     return checkpoint
 
 
-def resolve_device(device: str) -> str:
-    """'cpu' or 'cuda' for a request of auto, cpu or cuda."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device=cuda: torch sees no CUDA device here; use --device cpu")
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"device={device!r}: use auto, cpu or cuda")
-    return device
+def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
+    """The device for auto, cpu or cuda of this host's ranks; says so where they get no cards."""
+    n_cards = visible_cards()
+    kind = choose_device(asked, n_ranks, n_cards)
+    if n_cards and asked == "auto" and kind == "cpu" and world()[0] == 0:
+        logger.warning("running on the CPU: %s", too_few(n_ranks, n_cards))
+    return kind

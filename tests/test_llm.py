@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,8 +23,12 @@ from parity_steps import full_logits
 from tiny_folder import write_chat_folder
 
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
+from parallel_llama.config import load_model_args
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.rank_group import shared_facts
+from parallel_llama.files.model_files import find_model
+from parallel_llama.parallel.handshake import Card, require_same
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
 
@@ -117,6 +122,61 @@ def test_a_number_of_ranks_that_torchrun_contradicts_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(UsageError, match="tp_size=2 and there are 1 ranks"):
         LLM(str(model), tp_size=2)
+
+
+def test_two_ranks_share_no_card_and_say_so(
+    model: Path,
+    llm: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They died in set_device on a host with one card, and that was the quickstart."""
+    monkeypatch.setattr("parallel_llama.llm.visible_cards", lambda: 1)
+    with pytest.raises(UsageError, match=r"2 ranks on this host and 1 CUDA card, .* at most 1 on"):
+        LLM(str(model), tp_size=2, device="cuda")
+    assert local_ranks() == []
+    with LLM(str(model), dtype="float64", tp_size=2) as two:
+        assert two.device == torch.device("cpu")
+        (found,) = two.generate("Hello", PARAMS)
+    (alone,) = llm.generate("Hello", PARAMS)
+    assert found.tokens == alone.tokens
+    says = "running on the CPU: 2 ranks on this host and 1 CUDA card, and a rank needs one of its"
+    assert [says in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_ranks_of_two_devices_do_not_meet(model: Path) -> None:
+    """On auto each rank decides for itself, and one of them may see no card."""
+    files = find_model(str(model))
+    args = load_model_args(files, lambda _: 0)
+    settings = {"random_weights": None, "device": "auto"}
+    cards = [
+        Card.of_this_process(rank, 2, shared_facts(settings, files, args, make_plan(args, 2), kind))
+        for rank, kind in enumerate(("cuda", "cpu"))
+    ]
+    with pytest.raises(RankError, match="device: rank 1 of 2 has cpu and rank 0 has cuda"):
+        require_same(cards)
+
+
+def test_every_thread_that_touches_the_model_uses_its_device(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread begins with card 0, whichever is this rank's."""
+    users, readers = set(), set()
+    for name in ("llm", "engine.model_runner", "parallel.groups"):
+        monkeypatch.setattr(
+            f"parallel_llama.{name}.use_device", lambda _: users.add(threading.get_ident())
+        )
+    with LLM(
+        str(model), dtype="float64", on_bytes=lambda _: readers.add(threading.get_ident())
+    ) as own:
+        assert readers and threading.get_ident() not in readers
+        assert users > readers | {threading.get_ident()}  # and who compiles
+        for work in (own.machine, lambda: own.score([TOKENS]), lambda: own.generate("Hi", PARAMS)):
+            users.clear()
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            assert users == {thread.ident}
 
 
 def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(

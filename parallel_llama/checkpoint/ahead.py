@@ -1,20 +1,24 @@
 """Work in a thread of its own: a generator that runs a little ahead of who takes its items."""
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def ahead(items: Generator[T, None, None], n_ahead: int) -> Generator[T, None, None]:
+def ahead(
+    items: Generator[T, None, None], n_ahead: int, begin: Callable[[], None] = lambda: None
+) -> Generator[T, None, None]:
     """The same items; at most `n_ahead` are made before they are asked for.
+
+    They are made in one thread, which calls `begin` first.
 
     What making one raises is raised where it is taken. Closed early, it waits for those on their
     way and closes `items`.
     """
-    with started_thread() as thread:
+    with started_thread(begin) as thread:
         try:
             made = deque(thread.submit(next, items, None) for _ in range(n_ahead))
             while (item := made.popleft().result()) is not None:
@@ -26,12 +30,14 @@ def ahead(items: Generator[T, None, None], n_ahead: int) -> Generator[T, None, N
             thread.submit(items.close).result()
 
 
-def started_thread() -> ThreadPoolExecutor:
+def started_thread(begin: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
     """An executor that has its one thread already, and waits for all that is submitted.
+
+    The thread calls `begin` first.
 
     A Ctrl-C while the thread starts would leave one that the executor does not know of; it comes
     here, where there is no work yet.
     """
-    executor = ThreadPoolExecutor(1)
+    executor = ThreadPoolExecutor(1, initializer=begin)
     executor.submit(int).result()
     return executor

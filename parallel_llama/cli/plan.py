@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
@@ -35,6 +34,7 @@ from parallel_llama.config import ModelArgs, context_length, default_quant, stor
 from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
+from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
 from parallel_llama.plan import ShardPlan, default_dtype, kv_format, make_precision
 
 CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
@@ -71,7 +71,8 @@ def prepare(flags: Flags) -> Job:
     nproc, memory = flags[NPROC], flags[MEMORY]
     files = find_model(flags[MODEL])
     args = args_of(files)
-    device = _kind(flags[DEVICE])
+    first, *last = nproc or [len(memory) if isinstance(memory, list) else 1]
+    device = _device_kind(flags[DEVICE], first)
     dtype = flags[DTYPE] or default_dtype(args, device)
     quant = flags[QUANT] or default_quant(files, args)
     work = Workload(
@@ -86,7 +87,6 @@ def prepare(flags: Flags) -> Job:
         found, fewer = fewest_that_fit(work, memory)
         page = [*_page(found), _answer(found, fewer)]
         return Job(lambda: _show(flags, work, _fewest_object(found, fewer), page))
-    first, *last = nproc or [len(memory) if isinstance(memory, list) else 1]
     if not last:
         one = estimate(work, first, memory)
         return Job(lambda: _show(flags, work, _object(one), _page(one)))
@@ -99,11 +99,9 @@ def prepare(flags: Flags) -> Job:
     return Job(lambda: _show(flags, work, _range_object(comparison), _overview(comparison)))
 
 
-def _kind(device: str) -> str:
-    """'cpu' or 'cuda'; where it is open, whether the NVIDIA driver is there, without torch."""
-    if device == "auto":
-        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-    return device
+def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
+    """What ranks would run on; the device that was asked for may be another machine's."""
+    return choose_device(asked, n_ranks, count_cards() if asked == "auto" else n_ranks)
 
 
 def _show(flags: Flags, work: Workload, answer: dict[str, Any], page: Sequence[str]) -> int:

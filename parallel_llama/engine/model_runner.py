@@ -7,6 +7,7 @@ stop conditions; every rank calls it with the same chunks.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.current_device import use_device
 from parallel_llama.plan import ShardPlan
 
 # Queries that attention takes at once: so many that a call is worth it, so few that a long prompt's
@@ -90,11 +92,12 @@ class ModelRunner:
             forms = matrix_forms(precision)
             ops = choose_ops(dtype, device, args.head_dim, groups, scores, cache_dtype, forms)
         model = Transformer(args, share, comm, ops, dtype)
-        with ThreadPoolExecutor(1) as thread:
+        own = partial(use_device, device)
+        with ThreadPoolExecutor(1, initializer=own) as thread:
             # Beside the reading, which is beside the packing.
             compiled = thread.submit(ops.compile, has_experts=args.n_experts > 0)
             weights = load(checkpoint, args, share, precision, device, on_bytes)
-            with closing(ahead(weights, _READ_AHEAD)) as read:
+            with closing(ahead(weights, _READ_AHEAD, own)) as read:
                 for name, value in read:
                     model.assign(name, value)
             model.complete()

@@ -49,7 +49,7 @@ class RankGroup:
 
     def join(
         self,
-        device: str,
+        device: torch.device,
         facts: Mapping[str, str],
         timeout_s: float | None,
         on_wait: Callable[[Sequence[int]], None],

@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.handshake import Card, meet
 from parallel_llama.parallel.place import (
@@ -37,9 +38,11 @@ from parallel_llama.parallel.shared_memory import share
 
 _KNOCK_S = 0.05
 
+_CPU = torch.device("cpu")
+
 
 def join(
-    device: str = "cpu",
+    device: torch.device = _CPU,
     *,
     place: Place | None = None,
     facts: Mapping[str, str] | None = None,
@@ -48,16 +51,17 @@ def join(
 ) -> Communicator:
     """The group of all ranks; one rank alone where nobody has started others.
 
-    `device` is cpu or cuda, and says where the model's tensors will be. `place` is this process's
-    own, and without it the environment's. `facts` must be the same on all ranks. `look` is called
-    with the ranks that are missing while they are awaited, and may raise. No rank is waited for
-    longer than `timeout_s`, or the default of `Timeouts`.
+    `device` is where the model's tensors will be. `place` is this process's own, and without it the
+    environment's. `facts` must be the same on all ranks. `look` is called with the ranks that are
+    missing while they are awaited, and may raise. No rank is waited for longer than `timeout_s`, or
+    the default of `Timeouts`.
 
     Raises: UsageError for an incomplete environment; RankError naming ranks that never came, or
     that are about to do something else.
     Collective: every rank calls it, once.
     """
     place = place or place_in_environment()
+    use_device(device)
     if place.size == 1:
         return Solo()
     if dist.is_initialized():
@@ -67,12 +71,11 @@ def join(
     if place.rank > 0 and threading.current_thread() is threading.main_thread():
         # Ctrl-C reaches every process of the terminal; rank 0 alone decides what it means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", place.rank)))
     timeouts = Timeouts.of(timeout_s)
     missing = set(range(place.size))
 
     def come_together() -> Communicator:
+        use_device(device)  # this is a thread of its own
         store = _open_store(place, timeouts)
         meet(store, Card.of_this_process(place.rank, place.size, facts or {}), missing)
         return form_group(place.rank, place.size, store, device, timeouts)
@@ -93,7 +96,7 @@ def form_group(
     rank: int,
     size: int,
     store: Store,
-    device: str = "cpu",
+    device: torch.device = _CPU,
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     shared_memory: bool = True,
 ) -> Communicator:
@@ -106,7 +109,7 @@ def form_group(
     """
     timeout = timedelta(seconds=timeouts.start_s)
     # Both back ends under CUDA: what is not a tensor of the model travels on the CPU.
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         with _silent_stdout():
             dist.init_process_group(
@@ -135,7 +138,7 @@ def form_group(
     try:
         # Nobody goes on before all have met: the store may end with rank 0.
         comm.barrier()
-        return share(comm, timeouts) if shared_memory and device == "cpu" else comm
+        return share(comm, timeouts) if shared_memory and device.type == "cpu" else comm
     except RankError:
         comm.close()
         raise

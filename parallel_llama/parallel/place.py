@@ -36,16 +36,20 @@ def world() -> tuple[int, int]:
 
     Raises: UsageError if RANK and WORLD_SIZE are not a rank and a number of ranks.
     """
-    texts = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if texts == (None, None):
-        return 0, 1
-    rank, size = (int(t) if t and t.isascii() and t.isdigit() else -1 for t in texts)
-    if not 0 <= rank < size:
-        raise UsageError(
-            f"RANK={texts[0]!r} and WORLD_SIZE={texts[1]!r}: need integers, "
-            "0 <= RANK < WORLD_SIZE; start with torchrun, or unset both"
-        )
-    return rank, size
+    return _numbers("RANK", "WORLD_SIZE") or (0, 1)
+
+
+def local_world(size: int) -> tuple[int, int]:
+    """This process's number among the ranks of its own host, and how many they are.
+
+    Of `size` ranks in all, those that this program starts are on one host, and so are those of an
+    environment that does not say which are.
+
+    Raises: UsageError like `world`.
+    """
+    if not is_started_as_rank():
+        return 0, size
+    return _numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE") or world()
 
 
 def place_in_environment() -> Place:
@@ -83,6 +87,20 @@ def is_started_as_rank() -> bool:
 def is_under_torchrun() -> bool:
     """Whether torchrun's agent has started this process."""
     return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+
+
+def _numbers(rank_name: str, size_name: str) -> tuple[int, int] | None:
+    """A rank and a number of ranks from the environment; None where it has neither."""
+    texts = os.environ.get(rank_name), os.environ.get(size_name)
+    if texts == (None, None):
+        return None
+    rank, size = (int(t) if t and t.isascii() and t.isdigit() else -1 for t in texts)
+    if not 0 <= rank < size:
+        raise UsageError(
+            f"{rank_name}={texts[0]!r} and {size_name}={texts[1]!r}: need integers, "
+            f"0 <= {rank_name} < {size_name}; start with torchrun, or unset both"
+        )
+    return rank, size
 
 
 def end_with_parent() -> None:

@@ -113,6 +113,12 @@ def test_a_wrong_flag_is_named(
     refused("generate", "--model", str(good), "--prompt", "Hi", *flags, says=says)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is of a host without a card")
+def test_cuda_without_a_card_is_wrong_use(good: Path, refused: Refused) -> None:
+    says = ["device=cuda: torch sees no CUDA device here"]
+    refused("generate", "--model", str(good), "--prompt", "Hi", "--device", "cuda", says=says)
+
+
 LINES: list[tuple[str, Sequence[str]]] = [
     ('{"prompt": "a"}\n{"prompt": ', ["line 2", "not JSON", "character"]),
     ('{"promt": "a"}', ["line 1", "unknown key 'promt'", "did you mean 'prompt'"]),

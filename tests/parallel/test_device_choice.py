@@ -1,0 +1,90 @@
+"""Which device ranks get on a host with no card, one or two, and that every thread uses it."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_llama.errors import UsageError
+from parallel_llama.parallel import current_device
+from parallel_llama.parallel.current_device import own_device, use_device
+from parallel_llama.parallel.device_choice import choose_device, count_cards
+from parallel_llama.parallel.place import local_world
+
+
+@pytest.mark.parametrize(
+    ("n_cards", "one_rank", "two_ranks"),
+    [(0, "cpu", "cpu"), (1, "cuda", "cpu"), (2, "cuda", "cuda"), (8, "cuda", "cuda")],
+)
+def test_auto_takes_cards_only_where_every_rank_gets_its_own(n_cards, one_rank, two_ranks):
+    """Two ranks on a host with one card died in set_device, and that was the quickstart."""
+    assert choose_device("auto", 1, n_cards) == one_rank
+    assert choose_device("auto", 2, n_cards) == two_ranks
+    assert choose_device("cpu", 2, n_cards) == "cpu"
+
+
+def test_cuda_is_refused_with_the_numbers_where_there_are_too_few_cards():
+    with pytest.raises(UsageError, match=r"3 ranks on this host and 2 CUDA cards.*at most 2 on"):
+        choose_device("cuda", 3, 2)
+    with pytest.raises(UsageError, match=r"torch sees no CUDA device here; use --device cpu"):
+        choose_device("cuda", 1, 0)
+    with pytest.raises(UsageError, match=r"device='tpu': use auto, cpu or cuda"):
+        choose_device("tpu", 1, 1)
+    assert choose_device("cuda", 2, 2) == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("visible", "n_seen"),
+    [("0", 1), ("1,0", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0, 2", 1), ("GPU-8a,GPU-07", 2)],
+)
+def test_cards_are_counted_without_torch_as_the_driver_would_show_them(tmp_path, visible, n_seen):
+    (tmp_path / "dev").mkdir()
+    assert count_cards(tmp_path, visible) == 0
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert count_cards(tmp_path, visible) == n_seen
+
+
+def test_all_cards_of_a_host_are_counted_where_nothing_hides_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert count_cards(tmp_path) == 0
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia3").touch()
+    assert count_cards(tmp_path) == 1
+
+
+def test_a_rank_has_the_card_of_its_number_on_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 5 is the second of its host; it took card 5."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert local_world(8) == (5, 8)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert local_world(8) == (1, 4)
+    assert own_device("cuda", 1) == torch.device("cuda", 1)
+    assert own_device("cpu", 1) == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(UsageError, match="LOCAL_RANK='4' and LOCAL_WORLD_SIZE='4'"):
+        local_world(8)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    assert local_world(3) == (0, 3)
+
+
+def test_a_card_becomes_the_current_one_of_the_thread_that_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        current_device.torch.cuda,
+        "set_device",
+        lambda device: taken.append((threading.current_thread().name, device)),
+    )
+    use_device(torch.device("cpu"))
+    thread = threading.Thread(target=use_device, args=(torch.device("cuda", 1),), name="other")
+    thread.start()
+    thread.join()
+    assert taken == [("other", torch.device("cuda", 1))]
