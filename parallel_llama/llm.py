@@ -28,13 +28,15 @@ from parallel_llama.checkpoint import (
 )
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
 from parallel_llama.engine import rank_calls
+from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.engine.kv_capacity import CacheSize, memory_for
+from parallel_llama.engine.kv_capacity import CacheSize, memory_for, memory_of
 from parallel_llama.engine.machine import Machine
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompts import Prompt, Prompts
 from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_facts
+from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.collectives import Communicator
@@ -51,6 +53,7 @@ from parallel_llama.plan import (
     make_precision,
     values_by_form,
     weight_bytes,
+    working_bytes,
 )
 from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.tokenizer import Tokenizer
@@ -190,7 +193,16 @@ class LLM:
         plan = make_plan(self.args, size, quant_group=self.precision.group_size, kv_split=kv_split)
         self.kv_format = kv_format(kv_cache_dtype, self.dtype)
         longest = input_processor.max_seq_len
-        cache_size = CacheSize(self.args, plan, self.kv_format, block_size, kv_cache_bytes, longest)
+        working = [
+            working_bytes(self.args, share, self.precision, STEP_TOKENS, MAX_RUNNING)
+            for share in plan.shares
+            if kind == "cuda"
+        ]
+        cache_size = CacheSize(
+            self.args, plan, self.kv_format, block_size, kv_cache_bytes, longest, working
+        )
+        values = values_by_form(self.args, self.precision)
+        weights = tuple(weight_bytes(share, values) for share in plan.shares)
         checkpoint = _open_weights(input_processor.files, self.args, random_weights, verify)
         settings["max_seq_len"] = input_processor.max_seq_len
         shared = shared_facts(settings, input_processor.files, self.args, plan, kind)
@@ -202,6 +214,8 @@ class LLM:
                     self.device, {**(facts or {}), **shared}, timeout_s, on_wait
                 )
                 self.rank, self.tp_size = comm.rank, comm.size
+                if kind == "cuda":
+                    cache_size.require_room(comm, memory_of(self.device), weights)
                 runner = self._load(checkpoint, plan, comm, self.device, on_bytes)
                 self.engine = self._group.engine = self._engine(runner, cache_size, max_drafts)
                 self._record(runner, on_graph)
@@ -209,11 +223,7 @@ class LLM:
             self._end()
             raise
         input_processor.n_cache_tokens = self.engine.capacity.longest(longest)
-        values = values_by_form(self.args, self.precision)
-        self.statistics = Statistics(
-            tuple(weight_bytes(share, values) for share in plan.shares),
-            load_s=time.monotonic() - started,
-        )
+        self.statistics = Statistics(weights, load_s=time.monotonic() - started)
         self._runs: dict[int, _Run] = {}
         if self.rank > 0:
             rank_calls.serve_rank(self.engine)
@@ -414,7 +424,7 @@ class LLM:
 
     def _engine(self, runner: ModelRunner, size: CacheSize, max_drafts: int) -> Engine:
         """The engine, once all ranks have their cache."""
-        capacity = size.agree(runner.comm, runner.device)
+        capacity = size.agree(runner.comm, memory_of(runner.device))
         writes = runner.comm.rank == 0 and self.input_processor.has_tokenizer
         with memory_for("the KV cache", "lower kv_cache_bytes"):
             engine = Engine(

@@ -32,6 +32,7 @@ from parallel_llama.dtypes import (
     DTYPES,
     GGUF_GROUPS,
     GROUP_SIZE,
+    ITEM_BYTES,
     KV_DTYPES,
     QUANTS,
     KVFormat,
@@ -54,6 +55,10 @@ MIN_WINDOW_PART = Fraction(1, 4)
 # the experts. The ranks exchange the same either way.
 MIN_EXPERT_CHANNELS = 256
 
+
+# What a card needs beside weights, cache and a step's tensors: the workspaces of CUDA's libraries,
+# NCCL's buffers, and what CUDA graphs keep. An allowance; no card has been asked yet.
+CUDA_ALLOWANCE = 1 << 30
 
 # What weights are counted by: units of an axis, channels of single experts, or ranks.
 Counted = Axis | Literal["expert ffn", "rank"]
@@ -340,6 +345,27 @@ def bytes_passed_over(args: ModelArgs, batch: int, precision: Precision) -> int:
 def weight_bytes(share: Share, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
     """Bytes of weights that a rank holds, of those that `values_by_form` has counted."""
     return sum(form.n_bytes(share.n_values(per_unit)) for form, per_unit in values.items())
+
+
+def working_bytes(
+    args: ModelArgs, share: Share, precision: Precision, step_tokens: int, n_drawn: int
+) -> int:
+    """Bytes that a rank's card needs beside weights and KV cache.
+
+    Those are the tensors of the largest step, of `step_tokens` tokens, all of a block's at once,
+    and the scores of `n_drawn` rows; and an allowance for what is not ours.
+    """
+    item = ITEM_BYTES[precision.computed]
+    q_and_kv = (len(share.heads) + 2 * share.n_local_kv_heads) * args.head_dim
+    attention = 2 * q_and_kv + share.n_local_heads * args.head_dim  # rotated, and the heads' sums
+    feed_forward = 4 * len(share.ffn)  # w1 and w3 of x, what the activation takes and gives
+    if args.n_experts:
+        feed_forward = args.n_active_experts * (feed_forward + 2 * args.dim)
+    per_token = 4 * args.dim + max(attention, feed_forward)  # the stream, normed, added to
+    # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
+    per_score = item + 3 * max(item, ITEM_BYTES["float32"])
+    scores = n_drawn * len(share.vocab) * per_score
+    return step_tokens * per_token * item + scores + CUDA_ALLOWANCE
 
 
 def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:

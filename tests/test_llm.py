@@ -25,6 +25,7 @@ from tiny_folder import write_chat_folder
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
 from parallel_llama.config import load_model_args
 from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.kv_capacity import DeviceMemory
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.rank_group import shared_facts
 from parallel_llama.files.model_files import find_model
@@ -142,6 +143,22 @@ def test_two_ranks_share_no_card_and_say_so(
     assert found.tokens == alone.tokens
     says = "running on the CPU: 2 ranks on this host and 1 CUDA card, and a rank needs one of its"
     assert [says in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was read until the card was full."""
+    n_read: list[int] = []
+    for name, gives in (
+        ("visible_cards", 1),
+        ("own_device", torch.device("cpu")),  # stands in for the card
+        ("memory_of", DeviceMemory(1 << 29, card=1)),
+    ):
+        monkeypatch.setattr(f"parallel_llama.llm.{name}", lambda *_, gives=gives: gives)
+    with pytest.raises(UsageError, match=f"rank 0 of 1 needs .* which has {1 << 29} free"):
+        LLM(str(model), device="cuda", on_bytes=n_read.append)
+    assert n_read == []
 
 
 def test_ranks_of_two_devices_do_not_meet(model: Path) -> None:

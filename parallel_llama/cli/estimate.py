@@ -8,8 +8,10 @@ from operator import mul
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.block_group import STEP_TOKENS
+from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import layer_groups
+from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.plan import (
     KVSplit,
@@ -22,12 +24,16 @@ from parallel_llama.plan import (
     pool_sizes,
     values_by_form,
     weight_bytes,
+    working_bytes,
 )
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the ranks are to hold: a model, and `batch` sequences in the KV cache."""
+    """What the ranks are to hold: a model, and `batch` sequences in the KV cache.
+
+    On a card they need room to work as well, which nobody counts on the CPU.
+    """
 
     args: ModelArgs
     precision: Precision
@@ -35,6 +41,13 @@ class Workload:
     max_seq_len: int
     batch: int
     kv_split: KVSplit = "heads"
+    device: DeviceKind = "cpu"
+
+    def working(self, share: Share) -> int:
+        """What a rank needs on its card beside weights and KV cache."""
+        if self.device == "cpu":
+            return 0
+        return working_bytes(self.args, share, self.precision, STEP_TOKENS, MAX_RUNNING)
 
     @property
     def tokens_each(self) -> tuple[int, ...]:
@@ -81,6 +94,7 @@ class RankEstimate:
     share: Share
     weights: int
     kv: KVEstimate
+    working: int
     memory: int | None
 
     @property
@@ -90,7 +104,7 @@ class RankEstimate:
 
     @property
     def needed(self) -> int:
-        return self.weights + self.kv.needed
+        return self.weights + self.kv.needed + self.working
 
 
 @dataclass(frozen=True)
@@ -122,7 +136,7 @@ class Estimate:
         None if memory is not known.
         """
         rooms = {
-            (rank.kv.per_group, rank.memory - rank.weights)
+            (rank.kv.per_group, rank.memory - rank.weights - rank.working)
             for rank in self.ranks
             if rank.memory is not None
         }
@@ -181,7 +195,8 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
             kv[share.n_local_kv_heads] = KVEstimate.of(work, share)
         weights = weight_bytes(share, values)
         memory = each[share.rank] if each else None
-        return RankEstimate(share, weights, kv[share.n_local_kv_heads], memory)
+        held = kv[share.n_local_kv_heads]
+        return RankEstimate(share, weights, held, work.working(share), memory)
 
     return Estimate(work, plan, tuple(map(rank, plan.shares)))
 

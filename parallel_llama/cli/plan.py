@@ -32,10 +32,11 @@ from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, painted, size, table
 from parallel_llama.config import ModelArgs, context_length, default_quant, stored_formats
 from parallel_llama.dtypes import ITEM_BYTES
+from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
-from parallel_llama.plan import ShardPlan, default_dtype, kv_format, make_precision
+from parallel_llama.plan import CUDA_ALLOWANCE, ShardPlan, default_dtype, kv_format, make_precision
 
 CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
 PLACEMENTS = {
@@ -82,6 +83,7 @@ def prepare(flags: Flags) -> Job:
         context_length(args, flags[MAX_SEQ_LEN]),
         flags[BATCH],
         flags[KV_SPLIT],
+        device,
     )
     if nproc is None and isinstance(memory, int):
         found, fewer = fewest_that_fit(work, memory)
@@ -143,6 +145,7 @@ def _object(found: Estimate) -> dict[str, Any]:
                 "vocab": _pair(rank.share.vocab),
                 "weight_bytes": rank.weights,
                 "kv_bytes_per_token": rank.kv_per_token,
+                "working_bytes": rank.working,
             }
             for rank in found.ranks
         ],
@@ -197,6 +200,7 @@ def _page(found: Estimate) -> list[str]:
         f"weights    {size(found.weights)} on all ranks, "
         f"{found.weights / work.weights:.3f} x the model's own {size(work.weights)}",
         f"KV cache   {size(kv_per_token)} a token on all ranks, {_copies(found)}",
+        *_working(found),
         *_window(found),
         *_experts(plan),
         *_verdict(found),
@@ -237,6 +241,17 @@ def _copies(found: Estimate) -> str:
         return "each KV head held once"
     copies = f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
     return f"{copies}; --kv-split sequence holds each once"
+
+
+def _working(found: Estimate) -> list[str]:
+    """What cards must have beside weights and cache; nothing on the CPU."""
+    most = max(rank.working for rank in found.ranks)
+    if not most:
+        return []
+    return [
+        f"to work    {size(most)} more on a card, for a step of {STEP_TOKENS} tokens, scores, and "
+        f"CUDA's libraries and graphs ({size(CUDA_ALLOWANCE)})"
+    ]
 
 
 def _window(found: Estimate) -> list[str]:

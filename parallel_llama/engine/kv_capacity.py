@@ -1,8 +1,10 @@
 """How many tokens the KV cache holds: from the memory at hand, agreed across the ranks."""
 
+import hashlib
 import re
 import resource
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import mul
@@ -25,7 +27,8 @@ from parallel_llama.plan import (
     pool_sizes,
 )
 
-# Of the memory that is free once the weights are loaded, on the CPU shared by all ranks of a host.
+# Of the memory that is free once the weights are loaded, on the CPU shared by all ranks of a host,
+# on a card before what is kept there to work with.
 CPU_SHARE, CUDA_SHARE = 0.5, 0.9
 # On the CPU no more than this without being asked: beside the model there are other programs.
 MAX_CPU_BYTES = 2 << 30
@@ -67,10 +70,33 @@ class Capacity:
         )
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes that a rank can still take, and a number that tells the card which has them.
+
+    Ranks on the CPU have no card, whose number is 0.
+    """
+
+    n_free: int
+    card: int = 0
+
+
+def memory_of(device: torch.device) -> DeviceMemory:
+    """What a device has free for this process, that which torch keeps for later included."""
+    if device.type != "cuda":
+        return DeviceMemory(available_memory())
+    torch.cuda.empty_cache()
+    n_free, _ = torch.cuda.mem_get_info(device)
+    name = str(torch.cuda.get_device_properties(device).uuid)
+    digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+    return DeviceMemory(n_free, 1 + int.from_bytes(digest, "little"))
+
+
 class CacheSize:
     """How large each rank's KV caches are to be: `n_bytes` in all, or what there is room for.
 
-    `max_seq_len` is the length of the longest sequences.
+    `max_seq_len` is the length of the longest sequences. `working` are the bytes of each rank that
+    a card must keep free, where ranks have cards.
 
     Raises: UsageError if `n_bytes` are too few for one block of each on every rank.
     """
@@ -83,9 +109,11 @@ class CacheSize:
         block_size: int,
         n_bytes: int | None,
         max_seq_len: int,
+        working: Sequence[int] = (),
     ) -> None:
         if block_size < 1:
             raise UsageError(f"block_size={block_size}: a block holds at least 1 token")
+        self._working = working or [0] * plan.tp_size
         self.args, self.max_seq_len = args, max_seq_len
         self.block_size, self.n_bytes = block_size, n_bytes
         self._block_bytes = [
@@ -98,24 +126,48 @@ class CacheSize:
                 "bytes on a rank; raise kv_cache_bytes, lower block_size, or use more ranks"
             )
 
-    def agree(self, comm: Communicator, device: torch.device) -> Capacity:
+    def require_room(
+        self, comm: Communicator, memory: DeviceMemory, weights: Sequence[int]
+    ) -> None:
+        """See that each rank's card has room for its weights, its work and the least cache.
+
+        Raises: UsageError, on all ranks alike, naming a rank whose card has not.
+        Collective: one all_gather.
+        """
+        for rank, (n_free, _) in enumerate(self._agreed(comm, memory)):
+            cache, working = self.n_bytes or sum(self._block_bytes[rank]), self._working[rank]
+            needed = weights[rank] + cache + working
+            if needed > n_free:
+                lower = " or lower kv_cache_bytes" if self.n_bytes else ""
+                raise UsageError(
+                    f"rank {rank} of {comm.size} needs {needed} bytes of its card, which has "
+                    f"{n_free} free: {weights[rank]} for weights, {cache} for the KV cache, "
+                    f"{working} to work with; use more ranks, --quant int8, a smaller dtype{lower}"
+                )
+
+    def agree(self, comm: Communicator, memory: DeviceMemory) -> Capacity:
         """As many blocks as the rank with the least room can hold.
+
+        `memory` is this rank's, once the weights are loaded.
 
         Raises: UsageError, on all ranks alike, if that is not one block, or if a rank has less free
         memory than `n_bytes`.
         Collective: one all_gather.
         """
-        free, room = _free_and_room(device, comm.size)
-        room = room if self.n_bytes is None else self.n_bytes
-        frees, rooms = comm.all_gather(torch.tensor([free, room])).unbind(1)
-        least = int(frees.argmin())
+        agreed = self._agreed(comm, memory)
+        frees = [n_free - work for (n_free, _), work in zip(agreed, self._working, strict=True)]
+        least = frees.index(min(frees))
         if self.n_bytes is not None and self.n_bytes > frees[least]:
             raise UsageError(
                 f"kv_cache_bytes={self.n_bytes} and rank {least} has {frees[least]} bytes of free "
                 "memory; lower kv_cache_bytes"
             )
+        rooms = [
+            _room(n_free, card, work, comm.size) if self.n_bytes is None else self.n_bytes
+            for (n_free, card), work in zip(agreed, self._working, strict=True)
+        ]
         n_blocks = [
-            most_blocks(self._sizes, each, int(room))
+            most_blocks(self._sizes, each, room)
             for room, each in zip(rooms, self._block_bytes, strict=True)
         ]
         tightest = n_blocks.index(min(n_blocks))
@@ -129,6 +181,12 @@ class CacheSize:
         n_bytes = max(sum(map(mul, sizes, each)) for each in self._block_bytes)
         windows = tuple(group.window for group in layer_groups(self.args))
         return Capacity(sizes, self.block_size, n_bytes, windows, self.args.attention_sinks)
+
+    def _agreed(self, comm: Communicator, memory: DeviceMemory) -> list[tuple[int, int]]:
+        """What each rank has free and on which card; ranks of one card have a part of it each."""
+        rows = comm.all_gather(torch.tensor([memory.n_free, memory.card])).tolist()
+        sharing = Counter(card for _, card in rows if card)
+        return [(n_free // max(1, sharing[card]), card) for n_free, card in rows]
 
     def _sizes(self, n_blocks: int) -> tuple[int, ...]:
         return pool_sizes(self.args, n_blocks, self.block_size, self.max_seq_len, STEP_TOKENS)
@@ -187,13 +245,11 @@ def _room_in_address_space(root: Path) -> list[int]:
     return [limit - (taken << 10)]
 
 
-def _free_and_room(device: torch.device, n_ranks: int) -> tuple[int, int]:
-    """Bytes that this rank can still take, and what its cache takes of them without being asked."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free, int(free * CUDA_SHARE)
-    free = available_memory()
-    return free, min(MAX_CPU_BYTES, int(free * CPU_SHARE) // n_ranks)
+def _room(n_free: int, card: int, working: int, n_ranks: int) -> int:
+    """What a rank's cache takes of its free bytes without being asked."""
+    if card:
+        return int(n_free * CUDA_SHARE) - working
+    return min(MAX_CPU_BYTES, int(n_free * CPU_SHARE) // n_ranks)
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -412,7 +412,7 @@ def plan_page(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_plan_json_covers_every_unit_once(capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_json(capsys, "--nproc", "4", "--dtype", "bfloat16")
     keys = {"rank", "heads", "kv_heads", "ffn", "experts", "vocab"}
-    keys |= {"weight_bytes", "kv_bytes_per_token"}
+    keys |= {"weight_bytes", "kv_bytes_per_token", "working_bytes"}
     assert [rank.keys() for rank in plan["ranks"]] == [keys] * plan["tp_size"] == [keys] * 4
     for axis, size in (("heads", 9), ("ffn", 1536), ("vocab", 49152)):
         ends = [rank[axis] for rank in plan["ranks"]]
@@ -446,6 +446,38 @@ def test_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
         for batch in (most, most + 1)
     ]
     assert fits == [True, False]
+
+
+def test_a_plan_for_cards_counts_what_they_need_to_work(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Weights and KV cache alone filled the card, and the first step found no memory."""
+    asked = ["--model", "llama-3.1-8b", "--nproc", "2", "--dtype", "bfloat16"]
+    on_cpu, on_cuda = (plan_json(capsys, *asked, "--device", each) for each in ("cpu", "cuda"))
+    assert [rank["working_bytes"] for rank in on_cpu["ranks"]] == [0, 0]
+    working = on_cuda["ranks"][0]["working_bytes"]
+    step = 512 * (4 * 4096 + 4 * 7168) * 2  # tokens, numbers of each, bytes
+    scores = 256 * 64128 * (2 + 3 * 4)
+    assert working == step + scores + (1 << 30)
+    held = on_cuda["ranks"][0]["weight_bytes"] + on_cuda["ranks"][0]["kv_bytes_per_token"] * 131072
+    for n_bytes, fits in ((held + working, True), (held + working - 1, False)):
+        memory = f"{n_bytes}B"
+        plan = plan_json(capsys, *asked, "--device", "cuda", "--memory", f"{memory},{memory}")
+        assert plan["fits"] is fits
+    page = plan_page(capsys, *asked, "--device", "cuda")
+    assert f" {terminal.size(held + working)} " in page.splitlines()[3]
+    assert "to work    1.26 GiB more on a card, for a step of 512 tokens" in page
+    assert "to work" not in plan_page(capsys, *asked, "--device", "cpu")
+
+
+def test_plan_takes_cuda_only_where_each_rank_gets_a_card(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the model would: --nproc 2 on a host with one card is float32 on the CPU."""
+    for n_cards, dtype in ((0, "float32"), (1, "float32"), (2, "bfloat16")):
+        monkeypatch.setattr("parallel_llama.cli.plan.count_cards", lambda n=n_cards: n)
+        assert plan_json(capsys, "--nproc", "2")["dtype"] == dtype
+        assert plan_json(capsys, "--nproc", "2", "--device", "cuda")["dtype"] == "bfloat16"
 
 
 def test_plan_of_a_range_gives_the_reason_for_each_refusal(

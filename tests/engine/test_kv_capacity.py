@@ -5,9 +5,10 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,14 @@ from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import kv_capacity
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import (
+    CUDA_SHARE,
     MAX_CPU_BYTES,
     CacheSize,
     Capacity,
+    DeviceMemory,
     available_memory,
     memory_for,
+    memory_of,
 )
 from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -150,7 +154,7 @@ def size_of_cache(n_ranks: int, block_size: int, n_bytes: int | None) -> CacheSi
 
 def agree(comm: Communicator, n_bytes: int | None, block_size: int = 16) -> Capacity | str:
     try:
-        return size_of_cache(comm.size, block_size, n_bytes).agree(comm, CPU)
+        return size_of_cache(comm.size, block_size, n_bytes).agree(comm, memory_of(CPU))
     except UsageError as error:
         return str(error)
 
@@ -224,7 +228,7 @@ def test_a_limit_is_of_the_caches_of_all_groups(monkeypatch):
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: 1 << 40)
     args = replace(ARGS, sliding_window=20, full_layers=(0,))
     size = CacheSize(args, make_plan(args, 1), KVFormat("float64"), 16, 1 << 20, 1 << 16)
-    found = size.agree(Solo(), CPU)
+    found = size.agree(Solo(), memory_of(CPU))
     full, windowed = found.n_blocks
     block = 16 * 2 * 3 * 4 * 8
     assert found.n_bytes == (full + windowed) * block
@@ -235,3 +239,94 @@ def test_a_limit_is_of_the_caches_of_all_groups(monkeypatch):
 def test_full_requests_are_counted_in_whole_blocks():
     assert Capacity((10,), 16, 0).n_tokens == 160
     assert Capacity((10,), 16, 0).n_full_requests(33) == 3
+
+
+# On cards.
+
+WEIGHTS, WORKING = (7 * GIB, 6 * GIB), (GIB, GIB + 5)
+
+
+def on_cards(
+    comm: Communicator, memories: Sequence[DeviceMemory], n_bytes: int | None = None
+) -> Capacity | str:
+    """What ranks with these cards make of them: first before weights are read, and then after."""
+    plan = make_plan(ARGS, comm.size)
+    form = KVFormat("float64")
+    size = CacheSize(ARGS, plan, form, 16, n_bytes, 2048, WORKING[: comm.size])
+    own = memories[comm.rank]
+    try:
+        size.require_room(comm, own, WEIGHTS[: comm.size])
+        loaded = DeviceMemory(own.n_free - WEIGHTS[comm.rank], own.card)
+        return size.agree(comm, loaded)
+    except UsageError as error:
+        return str(error)
+
+
+def test_a_card_that_is_too_small_is_refused_by_all_ranks_before_weights_are_read():
+    needed = 6 * GIB + GIB + 5 + BLOCK
+    cards = [DeviceMemory(10 * GIB, 1), DeviceMemory(needed - 1, 2)]
+    first, second = run_on_threads(2, on_cards, cards)
+    assert first == second
+    assert first.startswith(
+        f"rank 1 of 2 needs {needed} bytes of its card, which has {needed - 1} free: {6 * GIB} for "
+        f"weights, {BLOCK} for the KV cache, {GIB + 5} to work with; use more ranks, --quant int8"
+    )
+    assert "kv_cache_bytes" not in first
+    asked = run_on_threads(2, on_cards, cards, 2 * GIB)
+    assert "rank 0 of 2 needs" not in asked[0]
+    assert f"{2 * GIB} for the KV cache" in asked[0] and "or lower kv_cache_bytes" in asked[0]
+
+
+def test_a_cache_leaves_its_card_room_to_work():
+    """It took nine tenths of what was free, and the first step found no memory."""
+    n_blocks = 1000
+    free = int((n_blocks * BLOCK + WORKING[1] + 3) / CUDA_SHARE)
+    cards = [DeviceMemory(20 * GIB, 1), DeviceMemory(free + WEIGHTS[1], 2)]
+    assert run_on_threads(2, on_cards, cards) == [
+        Capacity((n_blocks,), 16, n_blocks * BLOCK),
+    ] * 2  # fmt: skip
+
+
+def test_what_is_asked_for_leaves_a_card_room_to_work_too():
+    cards = [DeviceMemory(20 * GIB, 1), DeviceMemory(8 * GIB + 4 + WORKING[1], 2)]
+    (said, _) = run_on_threads(2, on_cards, cards, 2 * GIB + 5)
+    assert f"rank 1 of 2 needs {8 * GIB + 5 + WORKING[1]} bytes" in said
+    (found, _) = run_on_threads(2, on_cards, cards, 2 * GIB)
+    assert isinstance(found, Capacity) and found.n_bytes == 2 * GIB // BLOCK * BLOCK
+
+
+def test_what_is_left_on_a_card_is_weighed_again_once_the_weights_are_there():
+    """Another program may have come meanwhile."""
+    size = CacheSize(ARGS, make_plan(ARGS, 1), KVFormat("float64"), 16, GIB, 2048, [GIB])
+    assert size.agree(Solo(), DeviceMemory(2 * GIB, 1)).n_bytes <= GIB
+    with pytest.raises(UsageError, match=f"rank 0 has {GIB - 1} bytes of free memory"):
+        size.agree(Solo(), DeviceMemory(2 * GIB - 1, 1))
+
+
+def test_ranks_of_one_card_have_a_part_of_it_each():
+    """Each took nine tenths of all of it."""
+    free = 16 * GIB  # before either has read its weights; then what both leave
+    shared = CacheSize(ARGS, make_plan(ARGS, 2), KVFormat("float64"), 16, None, 2048, WORKING)
+
+    def agree(comm: Communicator, cards: Sequence[int]) -> int:
+        return shared.agree(comm, DeviceMemory(free, cards[comm.rank])).n_bytes
+
+    whole, half = (run_on_threads(2, agree, cards)[0] for cards in ((7, 8), (7, 7)))
+    assert whole == (int(free * CUDA_SHARE) - WORKING[1]) // BLOCK * BLOCK
+    assert half == (int(free // 2 * CUDA_SHARE) - WORKING[1]) // BLOCK * BLOCK
+
+
+def test_what_torch_has_freed_counts_as_free(monkeypatch):
+    """Packing leaves blocks that torch keeps, and the card called them taken."""
+    kept = [3 * GIB]
+    cuda = kv_capacity.torch.cuda
+    monkeypatch.setattr(cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(cuda, "mem_get_info", lambda _: (10 * GIB - sum(kept), 16 * GIB))
+    uuids = {0: "GPU-a", 1: "GPU-b", 2: "GPU-a"}
+    monkeypatch.setattr(
+        cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index])
+    )
+    first, second, again = (memory_of(torch.device("cuda", index)) for index in range(3))
+    assert first.n_free == 10 * GIB
+    assert first == again and 0 < first.card != second.card < 1 << 63
+    assert memory_of(CPU).card == 0
