@@ -1,0 +1,54 @@
+"""Whole models on the kernels give the logits that they give on torch's operators."""
+
+import pytest
+import torch
+from parity_steps import logits_in_pieces
+from tiny_models import TINY_MODELS, write_hf
+
+pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+
+from parallel_llama.checkpoint import open_checkpoint
+from parallel_llama.config import load_model_args
+from parallel_llama.dtypes import Precision
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.files.model_files import find_model
+from parallel_llama.ops import Scores, TorchOps
+from parallel_llama.ops.cuda_ops import CUDAOps
+from parallel_llama.parallel.collectives import Solo
+from parallel_llama.plan import make_plan
+
+N_TOKENS = 19
+# One for every way through the operators.
+MODELS = [
+    "10/2 all biases, tied",
+    "9/3 llama3, wide heads",
+    "8/2 qwen3",
+    "8/2 glm",
+    "8/4 gemma2",
+    "8/2 mixtral",
+    "8/2 falcon, two norms, biases",
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_torchs_operators(device, tmp_path, name):
+    """A prompt of more rows than kernels multiply, and two steps of one row."""
+    tiny = TINY_MODELS[name]
+    files = find_model(str(write_hf(tiny, tmp_path)))
+    args = load_model_args(files)
+    tokens = torch.randint(tiny.vocab_size, (N_TOKENS,)).tolist()
+    scores = Scores(args.attention_scale, args.attention_soft_cap)
+    logits = []
+    for ops in (TorchOps(scores), CUDAOps(scores)):
+        runner = ModelRunner.load(
+            args,
+            open_checkpoint(files, args),
+            make_plan(args, 1),
+            Solo(),
+            precision=Precision.plain("float32"),
+            device=device,
+            ops=ops,
+        )
+        runner.reserve([1] * len(runner.groups), N_TOKENS)
+        logits.append(logits_in_pieces(runner, tokens, [N_TOKENS - 2, N_TOKENS - 1]))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
