@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.step_buffer import Paging, StepBuffer, StepSize
@@ -68,10 +69,12 @@ class DecodeGraphs:
             on_graph(n_rows)
             self._graphs[n_rows] = self._recorded(n_rows, recorder)
 
-    def __call__(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Logits | None:
+    def __call__(
+        self, chunks: Sequence[Chunk], rows: Sequence[int], tokens: Tensor | None = None
+    ) -> Logits | None:
         """The logits of these rows; None where the step is none that is recorded.
 
-        The next step puts its own in their place.
+        The next step puts its own in their place. `tokens` are as in `StepBuffer.fill`.
         """
         n_rows = len(rows)
         if not all(chunk.is_decoded for chunk in chunks):
@@ -81,7 +84,7 @@ class DecodeGraphs:
         if not room or not is_all:
             return None
         graph = self._graphs[room]
-        graph.buffer.fill(chunks)
+        graph.buffer.fill(chunks, tokens=tokens)
         graph.replay()
         values, largest = graph.logits.values, graph.logits.largest
         return Logits(values[:n_rows], None if largest is None else largest[:n_rows])

@@ -33,7 +33,16 @@ from parallel_llama.model.decode_program import Logits
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import Completion, FinishReason, Request, TokenLogprob
-from parallel_llama.sampling import History, Sampled, both, mask_of, score_tokens
+from parallel_llama.sampling import (
+    Draw,
+    History,
+    PendingDraws,
+    Sampled,
+    both,
+    can_pend,
+    mask_of,
+    score_tokens,
+)
 from parallel_llama.structured import GrammarCompiler, Matcher, MatchError
 from parallel_llama.tokenizer import Tokenizer
 
@@ -117,6 +126,7 @@ class Engine:
         self.times = StepTimes()
         self._tokenizer, self._grammars = tokenizer, grammars
         self._n_tickets = 0
+        self._ahead: _Ahead | None = None
         runner.reserve(capacity.n_blocks, capacity.block_size)
         self._reset()
 
@@ -199,21 +209,30 @@ class Engine:
         outputs = self._carry_out(message)
         self.begun = []
         self.times.messages_s += clock.lap()
-        scheduled = [] if self.call else self.scheduler.schedule()
+        ahead, self._ahead = self._ahead, None
+        scheduled: list[ScheduledTokens] = []
+        if not self.call:
+            # Of a step that is launched already, those who are still here.
+            scheduled = self.scheduler.schedule_again(ahead.sequences) if ahead else []
+            ahead = ahead if scheduled else None
+            scheduled = scheduled or self.scheduler.schedule()
         self.times.schedule_s += clock.lap()
-        return outputs + self._run(scheduled, clock) if scheduled else outputs
+        return outputs + self._run(scheduled, ahead, clock) if scheduled else outputs
 
-    def _run(self, scheduled: abc.Sequence[ScheduledTokens], clock: "_Clock") -> list[StepOutput]:
-        chunks = [
-            Chunk(item.tokens, item.start, item.sequence.tables, item.sequence.n_prompt)
-            for item in scheduled
-        ]
+    def _run(
+        self, scheduled: abc.Sequence[ScheduledTokens], ahead: "_Ahead | None", clock: "_Clock"
+    ) -> list[StepOutput]:
         for state in (self._states[item.sequence] for item in scheduled):
             if not state.has_begun and state.sequence.number == 0:
                 self.begun.append(state.ticket)
             state.has_begun = True
         drawing, scoring = self._wanted_rows(scheduled)
-        logits, hidden = self.runner.step(chunks, drawing, [row for _, row, _ in scoring])
+        if ahead is None:
+            chunks = [_chunk(item, item.start, item.tokens) for item in scheduled]
+            logits, hidden = self.runner.step(chunks, drawing, [row for _, row, _ in scoring])
+        else:
+            logits = ahead.of(scheduled)
+            hidden = logits.values[:0]
         self.times.forward_s += clock.lap()
         items = [item for item in scheduled if item.draws]
         drawn = self._sample(items, logits) if items else []
@@ -241,6 +260,7 @@ class Engine:
             context=lambda request: engine._context(request),
             draft=lambda sequence, most: engine._draft(sequence, most),
         )
+        self._ahead = None
         self._states: dict[Sequence, _SequenceState] = {}
         self._unfinished: dict[int, list[Sequence]] = {}  # by ticket; the scheduler's own lists
         # Rank 0's alone: what the others have not heard of, and when requests are late.
@@ -363,7 +383,8 @@ class Engine:
     ) -> list[list[Sampled]]:
         """The draws of each sequence: one for its last token and one for each draft.
 
-        Fewer where a draw has no token to take.
+        Fewer where a draw has no token to take. Where the device knows the tokens by itself, the
+        next step is launched before they are read.
         """
         masks = self._exchange_masks(drawing)
         draws = []
@@ -371,7 +392,26 @@ class Engine:
             state = self._states[item.sequence]
             mask = both(masks.get(item.sequence), state.allowed)
             draws.append(draws_of(item, state.history, mask))
+        flat = [draw for own in draws for draw in own]
+        if self._may_look_ahead(flat) and logits.largest is not None:
+            pending = PendingDraws(logits.largest, flat, self.comm)
+            if self.scheduler.look_ahead():
+                self._ahead = self._launch(drawing, pending.tokens)
+            return [[drawn] for drawn in pending.read()]
         return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, logits.largest)
+
+    def _may_look_ahead(self, draws: abc.Sequence[Draw]) -> bool:
+        """Whether the next step's tokens are these draws', and nobody has to see them first."""
+        n_running = len(self.scheduler.running)
+        has_guesses = self.max_drafts > 0 and _MAX_ROWS // n_running > 1
+        is_plain = not has_guesses and len(draws) == n_running
+        return self.runner.can_look_ahead and is_plain and all(map(can_pend, draws))
+
+    def _launch(self, items: abc.Sequence[ScheduledTokens], tokens: Tensor) -> "_Ahead":
+        """Launch the step after the one of these items, which drew these tokens."""
+        chunks = [_chunk(item, item.start + len(item.tokens), (0,)) for item in items]
+        logits = self.runner.step_ahead(chunks, tokens)
+        return _Ahead([item.sequence for item in items], logits)
 
     def _exchange_masks(self, drawing: abc.Sequence[ScheduledTokens]) -> dict[Sequence, bytes]:
         """Which tokens each sequence's grammar allows, from rank 0's matchers."""
@@ -517,6 +557,26 @@ class Engine:
             return matcher.mask()
         except MatchError:
             return bytes(-(-self.runner.args.vocab_size // 8))
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A step that is launched: a token of each of these sequences, a row each of the logits."""
+
+    sequences: abc.Sequence[Sequence]
+    logits: Logits
+
+    def of(self, scheduled: abc.Sequence[ScheduledTokens]) -> Logits:
+        """The rows of those that are scheduled for it: some may have ended meanwhile."""
+        if len(scheduled) == len(self.sequences):
+            return self.logits
+        rows = [self.sequences.index(item.sequence) for item in scheduled]
+        values, largest = self.logits.values, self.logits.largest
+        return Logits(values[rows], None if largest is None else largest[rows])
+
+
+def _chunk(item: ScheduledTokens, start: int, tokens: abc.Sequence[int]) -> Chunk:
+    return Chunk(tokens, start, item.sequence.tables, item.sequence.n_prompt)
 
 
 class _Clock:

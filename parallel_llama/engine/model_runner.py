@@ -186,6 +186,25 @@ class ModelRunner:
         hidden = self.forward(chunks, [*drawing, *others] or [0])
         return Logits(self.logits(hidden[: len(drawing)])), hidden[len(drawing) :]
 
+    @property
+    def can_look_ahead(self) -> bool:
+        """Whether `step_ahead` can be called."""
+        return self._paging is not None
+
+    @torch.inference_mode()
+    def step_ahead(self, chunks: Sequence[Chunk], tokens: Tensor) -> Logits:
+        """A decode step of tokens that only the device knows yet; those of the chunks do not count.
+
+        Returns: the logits of all its rows, which may be gone after the next step.
+
+        Shapes: tokens [T] int64.
+        Collective: those of `Transformer.forward`.
+        """
+        assert self._paging is not None and self._graphs is not None
+        with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
+            logits = self._graphs(chunks, range(len(tokens)), tokens)
+            return logits or self._logits(self._paged_batch(chunks, None, self._paging, tokens))
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of this rank's vocabulary rows. Shapes: [n, dim] replicated -> [n, V_local]."""
@@ -221,12 +240,16 @@ class ModelRunner:
         )
 
     def _paged_batch(
-        self, chunks: Sequence[Chunk], rows: Sequence[int] | None, paging: Paging
+        self,
+        chunks: Sequence[Chunk],
+        rows: Sequence[int] | None,
+        paging: Paging,
+        tokens: Tensor | None = None,
     ) -> Batch:
         """The same for operators that look for keys themselves."""
         n_rows = None if rows is None else len(rows)
         buffer = StepBuffer(StepSize.of(chunks, n_rows, paging), paging, self.device)
-        buffer.fill(chunks, rows or ())
+        buffer.fill(chunks, rows or (), tokens)
         return buffer.batch()
 
     def _group_batch(self, number: int, chunks: Sequence[Chunk], rotations: Tensor) -> GroupBatch:

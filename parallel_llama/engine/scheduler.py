@@ -187,6 +187,40 @@ class Scheduler:
         self._scheduled = {item.sequence.arrival: item for item in scheduled}
         return scheduled
 
+    def look_ahead(self) -> bool:
+        """Find a place for the token after the one that each sequence of this step draws.
+
+        It is called before the step is committed. False, and nothing done, where the next step is
+        not one such token of each: a sequence waits, reads its prompt or will have ended, or there
+        is no place that is nobody's.
+        """
+        if self.waiting or len(self._scheduled) < len(self.running):
+            return False
+        for sequence in self.running:
+            item = self._scheduled[sequence.arrival]
+            is_last = sequence.n_drawn + 1 >= sequence.request.max_tokens
+            if is_last or item.n_drafts or not item.draws:
+                return False
+        n_taken = [0] * len(self.groups)
+        for sequence in self.running:
+            item = self._scheduled[sequence.arrival]
+            stop = item.start + len(item.tokens) + 1
+            for number, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
+                n_taken[number] += group.n_to_take(table, sequence.n_cached, stop)
+        if any(n > group.pool.n_takeable() for n, group in zip(n_taken, self.groups, strict=True)):
+            return False
+        for sequence in self.running:
+            item = self._scheduled[sequence.arrival]
+            self._extend(sequence, item.start + len(item.tokens) + 1)
+        return True
+
+    def schedule_again(self, sequences: abc.Iterable[Sequence]) -> list[ScheduledTokens]:
+        """The step that has been looked ahead to, of those sequences that are still here."""
+        assert not self._scheduled, "the last step is not committed"
+        items = [_chunk(sequence, 1) for sequence in sequences if sequence in sequence.siblings]
+        self._scheduled = {item.sequence.arrival: item for item in items}
+        return items
+
     def commit(self, item: ScheduledTokens, drawn: abc.Sequence[int]) -> None:
         """Take in what a sequence's step gave: its tokens are cached, and `drawn` follows them.
 

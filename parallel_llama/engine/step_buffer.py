@@ -113,7 +113,7 @@ class _Parts:
 class StepBuffer:
     """Room for the numbers of a step, filled on the host and sent to the device.
 
-    It may be filled again once the device is through with the step before.
+    It may be filled again before the device is through with the step, but not a third time.
     """
 
     def __init__(self, size: StepSize, paging: Paging, device: torch.device) -> None:
@@ -121,17 +121,26 @@ class StepBuffer:
         n_groups = len(paging.groups)
         n_ints = n_groups * (size.n_decoded + size.n_chunks) * _RANGE + size.n_blocks
         n_words = (2 + n_groups) * size.n_tokens + (size.n_rows or 0) + -(-n_ints // 2)
-        self._host = torch.zeros(n_words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Two, since a copy to the device may be under way when the next step is filled in.
+        shape, is_cuda = (2, n_words), device.type == "cuda"
+        self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.empty(n_words, dtype=torch.int64, device=device)
-        self._here = _Parts.of(self._host, size, n_groups)
+        self._here = [_Parts.of(words, size, n_groups) for words in self._host]
         self._there = _Parts.of(self._device, size, n_groups)
+        self._turn = 0
 
-    def fill(self, chunks: Sequence[Chunk], rows: Sequence[int] = ()) -> None:
+    def fill(
+        self, chunks: Sequence[Chunk], rows: Sequence[int] = (), tokens: Tensor | None = None
+    ) -> None:
         """Take in some chunks, no more than there is room for, and send them to the device.
 
-        What is left of the room is padding: tokens that nobody sees, and that see nothing.
+        `tokens` are those of the chunks where the device alone knows them yet. What is left of the
+        room is padding: tokens that nobody sees, and that see nothing.
+
+        Shapes: tokens [T] int64, on the device.
         """
-        here = self._here
+        self._turn = 1 - self._turn
+        words, here = self._host[self._turn], self._here[self._turn]
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
         for part, values in (
             (here.tokens, chain.from_iterable(chunk.tokens for chunk in chunks)),
@@ -142,10 +151,11 @@ class StepBuffer:
         here.rows.numpy()[:] = rows
         n_blocks = 0
         for number in range(len(self._paging.groups)):
-            n_blocks = self._fill_group(number, chunks, n_blocks)
-        n_spare = len(here.blocks) - n_blocks
-        used = len(self._host) - n_spare // 2
-        self._device[:used].copy_(self._host[:used], non_blocking=True)
+            n_blocks = self._fill_group(here, number, chunks, n_blocks)
+        n_used = len(words) - (len(here.blocks) - n_blocks) // 2
+        self._device[:n_used].copy_(words[:n_used], non_blocking=True)
+        if tokens is not None:
+            self._there.tokens[:n_tokens].copy_(tokens)
 
     def batch(self) -> Batch:
         """What the model is told, as it lies on the device."""
@@ -167,9 +177,9 @@ class StepBuffer:
                 window, block_size = self._paging.groups[number].window, self._paging.block_size
                 yield PagedQueries(own, self._there.blocks, block_size, most, window)
 
-    def _fill_group(self, number: int, chunks: Sequence[Chunk], n_blocks: int) -> int:
+    def _fill_group(self, here: _Parts, number: int, chunks: Sequence[Chunk], n_blocks: int) -> int:
         """Returns: how many blocks there are now, `n_blocks` being those of other groups."""
-        here, block_size = self._here, self._paging.block_size
+        block_size = self._paging.block_size
         slots, blocks = here.slots[number].numpy(), here.blocks.numpy()
         decoded: list[tuple[int, ...]] = []
         tiled: list[tuple[int, ...]] = []

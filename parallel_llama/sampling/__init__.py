@@ -2,6 +2,7 @@
 
 from parallel_llama.sampling.draw import Draw, History, NoTokenLeft, Sampled, both, mask_of
 from parallel_llama.sampling.noise import gumbel, noise_key
+from parallel_llama.sampling.pending import PendingDraws, can_pend
 from parallel_llama.sampling.sampler import sample
 from parallel_llama.sampling.scoring import gather_logits, score, score_tokens
 
@@ -9,8 +10,10 @@ __all__ = [
     "Draw",
     "History",
     "NoTokenLeft",
+    "PendingDraws",
     "Sampled",
     "both",
+    "can_pend",
     "gather_logits",
     "gumbel",
     "mask_of",

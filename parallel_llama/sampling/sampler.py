@@ -76,7 +76,8 @@ def sample(
     adjusted, ways = adjust(logits, vocab, draws), _Ways.of(draws)
     if len(ways.greedy) == len(draws):
         known = largest if adjusted is logits else None
-        tokens = _pick_largest(_largest(adjusted, vocab) if known is None else known, draws, comm)
+        own = _largest(adjusted, vocab) if known is None else known
+        tokens = leading_tokens(comm.all_gather(own), draws)
     else:
         tokens = _pick(adjusted, vocab, draws, ways, comm).tolist()
     scored = _score_drawn(logits, vocab, tokens, draws, comm)
@@ -91,16 +92,15 @@ def _largest(logits: Tensor, vocab: range) -> Tensor:
     return own
 
 
-def _pick_largest(own: Tensor, draws: Sequence[Draw], comm: Communicator) -> list[int]:
-    """The tokens where all draws are greedy: a head exchange of two numbers a row.
+def leading_tokens(of_ranks: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """The tokens where all draws are greedy, from a head exchange of two numbers a row.
 
     From there on in Python, for a call of torch takes as long as some dozens of rows.
 
-    Shapes: own [n, 2] float64 local.
-    Collective: one all_gather.
+    Shapes: of_ranks [tp_size, n, 2] float64.
+    Raises: as `sample`.
     """
-    of_ranks: list[list[tuple[float, float]]] = comm.all_gather(own).tolist()
-    leaders = [_leader(row) for row in zip(*of_ranks, strict=True)]
+    leaders = [_leader(row) for row in zip(*of_ranks.tolist(), strict=True)]
     _require_tokens([largest for largest, _ in leaders], draws)
     return [int(token) for _, token in leaders]
 

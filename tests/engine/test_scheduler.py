@@ -367,6 +367,56 @@ def test_requests_that_fit_together_are_never_preempted_nor_kept_waiting():
     assert scheduler.n_preempted == 0
 
 
+def drawing(scheduler: Scheduler, n_drawn: int = 1) -> list[ScheduledTokens]:
+    """The items of a step in which every sequence draws, after so many that were drawn."""
+    for drawn in range(n_drawn):
+        for item in scheduler.schedule():
+            scheduler.commit(item, [drawn])
+    return scheduler.schedule()
+
+
+def test_a_place_is_found_for_the_token_after_the_one_that_is_being_drawn():
+    scheduler, _ = make(n_blocks=4)
+    scheduler.add(make_request(range(3)))
+    (item,) = drawing(scheduler)
+    assert item.start == 3 and len(item.sequence.tables[0].blocks) == 1
+    assert scheduler.look_ahead()
+    assert len(item.sequence.tables[0].blocks) == 2
+    scheduler.commit(item, [5])
+    (again,) = scheduler.schedule_again([item.sequence])
+    assert (again.start, again.tokens, again.draws) == (4, (5,), True)
+
+
+def test_a_step_that_is_looked_ahead_to_has_none_of_those_who_have_ended():
+    scheduler, _ = make(n_blocks=4)
+    first, second = (scheduler.add(make_request([n], n))[0] for n in range(2))
+    items = drawing(scheduler)
+    assert scheduler.look_ahead()
+    for item in items:
+        scheduler.commit(item, [5])
+    scheduler.finish(first)
+    assert [item.sequence for item in scheduler.schedule_again([first, second])] == [second]
+
+
+def test_nobody_looks_ahead_of_who_waits_ends_or_finds_no_place():
+    scheduler, _ = make(n_blocks=2)
+    scheduler.add(make_request(range(3), max_tokens=5))
+    items = drawing(scheduler)
+    (waiting,) = scheduler.add(make_request([1], 1))
+    assert not scheduler.look_ahead()
+    scheduler.finish(waiting)
+    assert scheduler.look_ahead()
+    scheduler.commit(items[0], [5])
+    drawing(scheduler, 2)
+    assert not scheduler.look_ahead()  # the fifth is being drawn
+
+    scheduler, _ = make(n_blocks=2)
+    for n in range(2):
+        scheduler.add(make_request(range(n, n + 2), n, max_tokens=3))
+    drawing(scheduler, 2)
+    assert not scheduler.look_ahead()
+
+
 def test_a_newcomer_leaves_a_block_for_each_that_can_grow():
     scheduler, model = make(3)
     for index in range(2):
