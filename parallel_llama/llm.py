@@ -32,7 +32,7 @@ from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_capacity import CacheSize, memory_for, memory_of
-from parallel_llama.engine.machine import Machine
+from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompts import Prompt, Prompts
 from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_facts
@@ -42,7 +42,8 @@ from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.current_device import own_device, use_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
-from parallel_llama.parallel.place import local_world, world
+from parallel_llama.parallel.place import is_started_as_rank, local_world, world
+from parallel_llama.parallel.slice import Slice
 from parallel_llama.plan import (
     KVSplit,
     ShardPlan,
@@ -104,8 +105,10 @@ class LLM:
     by default, unlike a GGUF file.
     `max_seq_len` lowers the model's context. Requests without a seed of their own get one from
     `seed`, and without that a new one in every call. `random_weights` fills a named shape with
-    random numbers from that seed. `verify` compares every file with the folder's manifest before
-    any is read, the files dealt to the ranks. `kv_cache_bytes` limits each rank's KV cache, which
+    random numbers from that seed. With a `slice_of` (R, N), one rank alone holds what rank R of N
+    would, filled with random numbers, and waits for no other: how long it takes means something,
+    and its tokens do not. `verify` compares every file with the folder's manifest before any is
+    read, the files dealt to the ranks. `kv_cache_bytes` limits each rank's KV cache, which
     otherwise takes a part of the memory at hand; `block_size` is its unit in tokens, and
     `kv_cache_dtype` what it keeps numbers in: bfloat16, int8, fp8, or auto for `dtype`.
     With a `kv_split` by sequence ranks share out the cache's tokens where several would hold the
@@ -136,6 +139,7 @@ class LLM:
         max_seq_len: int | None = None,
         seed: int | None = None,
         random_weights: int | None = None,
+        slice_of: tuple[int, int] | None = None,
         verify: bool = False,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: str = "auto",
@@ -152,6 +156,8 @@ class LLM:
         on_graph: Callable[[int], None] = lambda _: None,
     ) -> None:
         started = time.monotonic()
+        if slice_of is not None:
+            random_weights = random_weights or 0
         settings = {
             "model": model,
             "dtype": dtype,
@@ -160,6 +166,7 @@ class LLM:
             "max_seq_len": max_seq_len,
             "seed": seed,
             "random_weights": random_weights,
+            "slice_of": slice_of,
             "verify": verify,
             "kv_cache_bytes": kv_cache_bytes,
             "kv_cache_dtype": kv_cache_dtype,
@@ -170,6 +177,7 @@ class LLM:
             "timeout_s": timeout_s,
         }
         size = resolve_size(tensor_parallel_size if tp_size is None else tp_size)
+        _require_alone(slice_of, size)
         if verify:
             where = model if input_processor is None else str(input_processor.files.path)
             require_whole(where, part=slice(world()[0], None, size))
@@ -190,7 +198,11 @@ class LLM:
         is_stored = has_own and self.quant == "stored"
         stored = stored_formats(files, self.args) if is_stored else None
         self.precision = make_precision(self.args, self.dtype, kind, self.quant, stored)
-        plan = make_plan(self.args, size, quant_group=self.precision.group_size, kv_split=kv_split)
+        played, n_shares = slice_of or (0, size)
+        group_size = self.precision.group_size
+        plan = make_plan(self.args, n_shares, quant_group=group_size, kv_split=kv_split)
+        if slice_of is not None:
+            plan = plan.alone(played)
         self.kv_format = kv_format(kv_cache_dtype, self.dtype)
         longest = input_processor.max_seq_len
         working = [
@@ -203,7 +215,8 @@ class LLM:
         )
         values = values_by_form(self.args, self.precision)
         weights = tuple(weight_bytes(share, values) for share in plan.shares)
-        checkpoint = _open_weights(input_processor.files, self.args, random_weights, verify)
+        drawn_on = torch.device("cpu") if slice_of is None else self.device
+        checkpoint = _open_weights(files, self.args, random_weights, verify, drawn_on)
         settings["max_seq_len"] = input_processor.max_seq_len
         shared = shared_facts(settings, input_processor.files, self.args, plan, kind)
         self._group = RankGroup(settings, size)
@@ -213,9 +226,12 @@ class LLM:
                 comm = self._group.join(
                     self.device, {**(facts or {}), **shared}, timeout_s, on_wait
                 )
+                self._present = comm  # the ranks that are there
+                if slice_of is not None:
+                    comm = Slice(n_shares)
                 self.rank, self.tp_size = comm.rank, comm.size
                 if kind == "cuda":
-                    cache_size.require_room(comm, memory_of(self.device), weights)
+                    cache_size.require_room(self._present, memory_of(self.device), weights)
                 runner = self._load(checkpoint, plan, comm, self.device, on_bytes)
                 self.engine = self._group.engine = self._engine(runner, cache_size, max_drafts)
                 self._record(runner, on_graph)
@@ -359,6 +375,8 @@ class LLM:
     def machine(self) -> Machine:
         """How fast the ranks read their memory, and how much of it they have held."""
         self._require_open()
+        if self._present is not self.engine.comm:
+            return measure(self._present, self.engine.runner.device)
         with self._whole_step():
             return rank_calls.measure_machine(self.engine)
 
@@ -376,9 +394,11 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode one step of so many sequences.
 
-        See `plan.bytes_passed_over` for those that are not read.
+        Of a slice, its own. See `plan.bytes_passed_over` for those that are not read.
         """
-        passed_over = bytes_passed_over(self.args, batch, self.precision)
+        shares = self.engine.runner.plan.shares
+        one = shares[0] if len(shares) == 1 else None
+        passed_over = bytes_passed_over(self.args, batch, self.precision, one)
         return sum(self.statistics.weight_bytes) - passed_over
 
     def close(self) -> None:
@@ -424,7 +444,7 @@ class LLM:
 
     def _engine(self, runner: ModelRunner, size: CacheSize, max_drafts: int) -> Engine:
         """The engine, once all ranks have their cache."""
-        capacity = size.agree(runner.comm, memory_of(runner.device))
+        capacity = size.agree(self._present, memory_of(runner.device))
         writes = runner.comm.rank == 0 and self.input_processor.has_tokenizer
         with memory_for("the KV cache", "lower kv_cache_bytes"):
             engine = Engine(
@@ -506,12 +526,28 @@ class _Run:
     began_s: float = field(default_factory=time.monotonic)
 
 
+def _require_alone(slice_of: tuple[int, int] | None, size: int) -> None:
+    if slice_of is None:
+        return
+    rank, n_ranks = slice_of
+    if not 0 <= rank < n_ranks:
+        raise UsageError(f"slice_of={slice_of}: a rank of {n_ranks} is one from 0 on, below that")
+    if size > 1 or is_started_as_rank():
+        raise UsageError(
+            f"slice_of={slice_of} with {size} ranks: a slice runs alone; leave tp_size out"
+        )
+
+
 def _open_weights(
-    files: ModelFiles, args: ModelArgs, random_weights: int | None, verify: bool
+    files: ModelFiles,
+    args: ModelArgs,
+    random_weights: int | None,
+    verify: bool,
+    drawn_on: torch.device,
 ) -> Checkpoint:
     """The model's checkpoint, its structure checked, before any weight is read."""
     if random_weights is not None:
-        return random_checkpoint(args, random_weights)
+        return random_checkpoint(args, random_weights, drawn_on)
     files.require_weights()
     try:
         checkpoint = open_checkpoint(files, args)

@@ -176,6 +176,18 @@ class ShardPlan:
         """Ranks over which the tokens of every KV head are spread."""
         return self.shares[0].kv_parts
 
+    def alone(self, rank: int) -> "ShardPlan":
+        """The share of this rank, and no other.
+
+        Raises: UsageError where a rank alone would have queries without a key.
+        """
+        if self.kv_parts > 1:
+            raise UsageError(
+                f"rank {rank} of {self.tp_size} alone, with the cache's tokens spread over ranks: "
+                "the first queries of a text would find no key; use a kv_split by heads"
+            )
+        return replace(self, shares=(self.shares[rank],))
+
 
 def local_kv_heads(heads: range, group_size: int) -> range:
     """KV heads that a rank must hold to serve its query heads, as global head numbers.
@@ -326,18 +338,25 @@ def values_by_form(args: ModelArgs, precision: Precision) -> dict[MatrixFormat, 
     return dict(values)
 
 
-def bytes_passed_over(args: ModelArgs, batch: int, precision: Precision) -> int:
+def bytes_passed_over(
+    args: ModelArgs, batch: int, precision: Precision, share: Share | None = None
+) -> int:
     """Bytes of weights that no rank need read to decode one step of so many sequences.
+
+    Of all ranks together, or of one with a `share`.
 
     An embedding that is not the head too is looked up; of a mixture's experts those are left out
     that the batch does not meet, on average where all are chosen equally often.
     """
-    embedding = 0 if args.tied_embeddings else args.vocab_size * args.dim
+    n_rows = args.vocab_size if share is None else len(share.vocab)
+    embedding = 0 if args.tied_embeddings else n_rows * args.dim
     n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
     if args.n_experts:
         unmet = (1 - args.n_active_experts / args.n_experts) ** batch
         for form, values in values_by_form(args, precision).items():
             of_experts = values["expert ffn"] * args.ffn_dim * args.n_experts
+            if share is not None:
+                of_experts = share.n_values({"expert ffn": values["expert ffn"]})
             n_bytes += form.n_bytes(round(of_experts * unmet))
     return n_bytes
 

@@ -1,7 +1,8 @@
 """Random weights for a model's shape: the same values for every number of ranks.
 
 Values are drawn in fixed chunks of rows (or columns, where the model is cut by columns), each with
-its own key, so that a rank draws little more than its own share and never a whole tensor.
+its own key, so that a rank draws little more than its own share and never a whole tensor. Another
+kind of device draws other values.
 """
 
 import hashlib
@@ -20,20 +21,22 @@ CHUNK = 64  # rows or columns under one key; part of what a seed means
 STD = 0.02  # of matrices and biases: activations keep their size over many layers
 NORM_STD = 0.1  # of norms, around 1
 
+_CPU = torch.device("cpu")
+
 
 class RandomCheckpoint(Checkpoint):
-    """Weights drawn from a seed, as if they were read."""
+    """Weights drawn from a seed on a device, as if they were read."""
 
-    def __init__(self, args: ModelArgs, seed: int) -> None:
+    def __init__(self, args: ModelArgs, seed: int, device: torch.device) -> None:
         super().__init__(args, "half")
-        self.seed = seed
+        self.seed, self._device = seed, device
         self._dtype = torch_dtype(args.dtype)
 
     def check(self, args: ModelArgs) -> None:
         """Nothing to compare: it holds whatever the model asks for."""
 
     def _stored(self, param: Param, rows: range) -> Tensor:
-        out = torch.empty(sliced_shape(param, rows), dtype=self._dtype)
+        out = torch.empty(sliced_shape(param, rows), dtype=self._dtype, device=self._device)
         for number in range(rows.start // CHUNK, -(-rows.stop // CHUNK)):
             start = number * CHUNK
             chunk = range(start, min(start + CHUNK, param.shape[param.dim]))
@@ -46,13 +49,15 @@ class RandomCheckpoint(Checkpoint):
 
     def _drawn(self, param: Param, number: int, chunk: range) -> Tensor:
         key = hashlib.blake2b(f"{self.seed} {param.name} {number}".encode(), digest_size=8)
-        generator = torch.Generator().manual_seed(int.from_bytes(key.digest(), "little") >> 1)
-        values = torch.randn(sliced_shape(param, chunk), generator=generator, dtype=torch.float32)
+        generator = torch.Generator(self._device)
+        generator.manual_seed(int.from_bytes(key.digest(), "little") >> 1)
+        values = torch.empty(sliced_shape(param, chunk), dtype=torch.float32, device=self._device)
+        values.normal_(generator=generator)
         if param.name.endswith("norm.weight"):
             return values.mul_(NORM_STD).add_(1 - self.args.norm_offset)
         return values.mul_(STD)
 
 
-def random_checkpoint(args: ModelArgs, seed: int) -> RandomCheckpoint:
-    """Random weights in the shape of a model, stored in `args.dtype`."""
-    return RandomCheckpoint(args, seed)
+def random_checkpoint(args: ModelArgs, seed: int, device: torch.device = _CPU) -> RandomCheckpoint:
+    """Random weights in the shape of a model, stored in `args.dtype`, drawn on a device."""
+    return RandomCheckpoint(args, seed, device)

@@ -59,6 +59,10 @@ class Flags:
         value: Value = self._given.get(flag.name, flag.initial)
         return value
 
+    def having(self, flag: Flag[Value], value: Any) -> "Flags":
+        """The same, with another value of this flag."""
+        return Flags(self.verb, {**self._given, flag.name: value})
+
 
 @dataclass(frozen=True)
 class Verb:

@@ -11,12 +11,24 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
-from parallel_llama.cli.model import MODEL, RANDOM_WEIGHTS, RANKS, TIMEOUT, check_model, in_dtypes
-from parallel_llama.cli.parsers import whole
+from parallel_llama.cli.model import (
+    KV_SPLIT,
+    MODEL,
+    NPROC,
+    RANDOM_WEIGHTS,
+    RANKS,
+    TIMEOUT,
+    check_model,
+    in_dtypes,
+)
+from parallel_llama.cli.parsers import rank_of, whole
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import size, table
 from parallel_llama.engine.scheduler import MAX_RUNNING
+from parallel_llama.errors import UsageError
+from parallel_llama.parallel.place import is_started_as_rank
+from parallel_llama.plan import kv_bytes_per_token, make_plan
 from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -30,6 +42,15 @@ BATCH: Flag[int] = Flag("batch", "prompts at once", whole(1, MAX_RUNNING), "B", 
 REPEAT: Flag[int] = Flag(
     "repeat", "runs to take the median of, after one to warm up", whole(1, 1000), "R", 5
 )
+SLICE: Flag[tuple[int, int] | None] = Flag(
+    "slice", "time rank R's share of N ranks alone on this device, with random weights (which it "
+    "implies, from seed 0), and add to a step what its collectives would wait",
+    rank_of, "R/N",
+)  # fmt: skip
+
+# Microseconds that a decode step's collective waits, on cards of one host that NVLink joins: a
+# kernel that goes on with the norm, one that only sums, and NCCL.
+WAITS_US = (5, 7, 20)
 
 
 @dataclass(frozen=True)
@@ -43,7 +64,13 @@ class Run:
 
 def prepare(flags: Flags) -> Job:
     """Check the sizes, model and plan, and return the job that measures."""
+    slice_of = flags[SLICE]
+    if slice_of is not None:
+        flags = _alone(flags, "--slice {}/{}".format(*slice_of))
     inputs, n_ranks = check_model(flags)
+    if slice_of is not None:
+        rank, n_shares = slice_of
+        make_plan(inputs.args, n_shares, kv_split=flags[KV_SPLIT]).alone(rank)
     n_tokens, batch = flags[PROMPT_TOKENS], flags[BATCH]
     # Any ids will do: the arithmetic of a token does not depend on which it is.
     draw = random.Random(0)
@@ -57,11 +84,29 @@ def prepare(flags: Flags) -> Job:
         # The first run warms memory and threads, and does not count.
         _, *runs = [_measure(llm, _unseen(requests, run)) for run in range(1 + flags[REPEAT])]
         figures = _figures(llm, runs, n_tokens * batch, batch)
+        if slice_of is not None:
+            longest = n_tokens + flags[MAX_TOKENS] - 1
+            figures |= _slice_figures(llm, slice_of, figures, batch, longest)
         print(json.dumps(figures) if flags[JSON] else "\n".join(_report(flags[MODEL], figures)))
         return 0
 
     # Guesses would make a step's tokens, and so its speed, a matter of what random prompts hold.
-    return Job(lambda: lead(flags, inputs, work, max_drafts=0), n_ranks)
+    options = {"max_drafts": 0, "slice_of": slice_of}
+    return Job(lambda: lead(flags, inputs, work, **options), n_ranks)
+
+
+def _alone(flags: Flags, what: str) -> Flags:
+    """The flags of a slice, which has random weights.
+
+    Raises: UsageError where there are other ranks.
+    """
+    if is_started_as_rank():
+        raise UsageError(f"{what} under torchrun: a slice runs alone; start it without torchrun")
+    if (flags[NPROC] or 1) > 1:
+        raise UsageError(
+            f"{what} with --nproc {flags[NPROC]}: a slice runs alone; leave --nproc out"
+        )
+    return flags.having(RANDOM_WEIGHTS, flags[RANDOM_WEIGHTS] or 0)
 
 
 def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
@@ -112,6 +157,53 @@ def _figures(llm: "LLM", runs: Sequence[Run], n_prompt_tokens: int, batch: int) 
     }
 
 
+def _slice_figures(
+    llm: "LLM", slice_of: tuple[int, int], figures: dict[str, Any], batch: int, longest: int
+) -> dict[str, Any]:
+    """What is measured of a slice, and what a step of all ranks would take, by the wait.
+
+    The least that a step could take is the time to read its weights, and the keys and values of
+    sequences that end with `longest` tokens.
+    """
+    runner = llm.engine.runner
+    kv = kv_bytes_per_token(llm.args, runner.share, llm.kv_format)
+    n_seen = [min(group.window or longest, longest) for group in runner.groups]
+    kv_bytes = batch * sum(n * each for n, each in zip(n_seen, kv, strict=True))
+    n_collectives = _count_collectives(llm)
+    compute_ms = figures["decode_ms_per_step"]
+    return {
+        "slice": "{}/{}".format(*slice_of),
+        "collectives_per_step": n_collectives,
+        "compute_ms_per_step": compute_ms,
+        "modelled_ms_per_step": {
+            f"{us} us": None
+            if compute_ms is None
+            else round(compute_ms + n_collectives * us / 1e3, 4)
+            for us in WAITS_US
+        },
+        "kv_bytes_per_step": kv_bytes,
+        "byte_floor_ms": _rounded(
+            min,
+            [(figures["weight_bytes_per_step"] + kv_bytes) / figures["read_bytes_per_s"] * 1e3],
+        ),
+    }
+
+
+def _count_collectives(llm: "LLM") -> int:
+    """How many collectives a step has: counted in one that no graph replays, as a prompt is."""
+    from parallel_llama.engine.chunk import MAX_DECODED
+    from parallel_llama.parallel.slice import Slice
+
+    comm = llm.engine.comm
+    assert isinstance(comm, Slice)
+    prompt = [0] * min(MAX_DECODED + 1, llm.input_processor.max_seq_len - 1)
+    requests = llm.input_processor.requests([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+    before = comm.n_collectives
+    for _ in llm.run(requests):
+        pass
+    return comm.n_collectives - before
+
+
 def _rounded(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
     """Four significant digits; None where max-tokens 1 leaves no step to time."""
     return float(f"{choose(values):.4g}") if values else None
@@ -129,16 +221,36 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
         cells = [figures[key + suffix] for suffix in ("", "_min", "_max")]
         rows.append([*("-" if cell is None else f"{cell:g}" for cell in cells), label])
     n_ranks = f"{figures['tp_size']} rank{'s' * (figures['tp_size'] > 1)}"
+    if "slice" in figures:
+        n_ranks = f"rank {figures['slice'].partition('/')[0]} of {n_ranks}, alone, random weights"
     kinds = in_dtypes(figures["dtype"], figures["quant"], figures["kv_cache_dtype"])
+    readers = "this rank alone" if "slice" in figures else "all ranks at once"
     return [
         f"{model} on {n_ranks}, {kinds}",
         "",
         *table(["median", "min", "max", ""], rows, sys.stdout),
         "",
         f"a step reads {size(figures['weight_bytes_per_step'])} of weights; the memory gives "
-        f"{size(figures['read_bytes_per_s'])}/s to all ranks at once",
+        f"{size(figures['read_bytes_per_s'])}/s to {readers}",
         f"loaded in {figures['start_s']} s; the largest rank held "
         f"{size(figures['peak_rss_bytes'])} at its peak",
+        *_modelled(figures),
+    ]
+
+
+def _modelled(figures: dict[str, Any]) -> list[str]:
+    """What a step of all ranks would take, told apart from what was measured."""
+    if "slice" not in figures or figures["compute_ms_per_step"] is None:
+        return []
+    totals = ", ".join(
+        f"{ms:g} ms at {wait}" for wait, ms in figures["modelled_ms_per_step"].items()
+    )
+    return [
+        "",
+        f"measured   {figures['compute_ms_per_step']:g} ms a step of this rank's own work, none of "
+        f"it waiting; its bytes alone take {figures['byte_floor_ms']:g} ms",
+        f"modelled   {totals} for each of {figures['collectives_per_step']} collectives, which "
+        "nobody waited for here",
     ]
 
 
@@ -146,7 +258,18 @@ VERB = Verb(
     "bench",
     "Measures prefill and decode, and the share of the memory's bandwidth that decode reaches.",
     "[--model PATH_OR_NAME] [flags]",
-    (MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, JSON, *RANKS, RANDOM_WEIGHTS, TIMEOUT),
+    (
+        MODEL,
+        PROMPT_TOKENS,
+        MAX_TOKENS,
+        BATCH,
+        REPEAT,
+        SLICE,
+        JSON,
+        *RANKS,
+        RANDOM_WEIGHTS,
+        TIMEOUT,
+    ),
     "parallel-llama bench --nproc 2",
     prepare,
 )

@@ -134,6 +134,21 @@ def count_or_range(text: str) -> list[int]:
     return bounds
 
 
+def rank_of(text: str) -> tuple[int, int]:
+    """One rank of several as R/N.
+
+    >>> rank_of("0/8")
+    (0, 8)
+    """
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    rank, size = (int(group) for group in match.groups()) if match else (0, 0)
+    if not rank < size <= MAX_RANKS:
+        raise ValueError(
+            f"not R/N, rank R of N such as 0/8; R is from 0 to N-1, N up to {MAX_RANKS}"
+        )
+    return rank, size
+
+
 def input_file(text: str) -> str:
     """The path of something that is there to be read, a file or a pipe."""
     path = Path(filled_text(text))
