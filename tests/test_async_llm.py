@@ -22,7 +22,7 @@ from parallel_llama.request import Grammar
 ROOT = Path(__file__).parents[1]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
-LIMIT_S = 30
+LIMIT_S = 120  # for what takes a moment: a busy machine is no failure, and a hang is one
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_crowd_at_two_ranks_gets_what_each_gets_alone(model: Path) -> None:
     program = str(ROOT / "tests" / "support" / "llm_program.py")
     command = [sys.executable, "-m", *torchrun, program, "soak", str(model), "400"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     check_counts(msgspec.json.decode(lines["0"], type=Counts))
@@ -144,6 +144,7 @@ def test_a_reader_whose_task_is_cancelled_takes_its_request_along(llm: LLM) -> N
         await until_idle(engine)
         assert engine.statistics().times.n_steps < 390
 
+    slow_down(llm)
     run(llm, talk)
 
 
@@ -161,13 +162,14 @@ def test_a_call_that_is_cancelled_or_fails_takes_all_its_requests_along(llm: LLM
         await until_idle(engine)
         assert engine.statistics().times.n_steps < 390
 
+    slow_down(llm)
     run(llm, talk)
 
 
 def test_a_late_answer_ends_with_what_it_has(llm: LLM) -> None:
     async def talk(engine: AsyncLLM) -> None:
         over = await engine.submit("Hello", LONG, timeout_s=0)
-        late = await engine.submit("Hello", LONG, timeout_s=0.2)
+        late = await engine.submit("Hello", LONG, timeout_s=1)
         enough = await engine.submit("Hello", PARAMS, timeout_s=LIMIT_S)
         ends = [(await answer.completions())[0] for answer in (over, late, enough)]
         assert [end.finish_reason for end in ends] == ["timeout", "timeout", "length"]
@@ -197,11 +199,11 @@ def test_the_time_in_which_a_prompt_becomes_tokens_counts(
 
 
 def slow_down(llm: LLM) -> None:
-    """Steps of 2 ms at least, so that 400 of them take longer than a test's limits."""
+    """Steps of 20 ms at least, so that 400 of them take longer than whoever ends them before."""
     original = llm.engine.step
 
     def step() -> object:
-        time.sleep(0.002)
+        time.sleep(0.02)
         return original()
 
     llm.engine.step = step
@@ -284,6 +286,7 @@ def test_closing_ends_what_is_running(llm: LLM) -> None:
             await engine.submit("Hello", PARAMS)
         await asyncio.wait_for(engine.close(), LIMIT_S)
 
+    slow_down(llm)
     asyncio.run(serve())
     assert llm.generate(["Hello"], PARAMS) == before
 
@@ -409,6 +412,7 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
         with pytest.raises(ValueError, match="something broke"):
             await asyncio.wait_for(engine.close(), LIMIT_S)
 
+    slow_down(llm)
     asyncio.run(serve())
 
 

@@ -67,7 +67,7 @@ def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(
     program = str(Path(SUPPORT) / "llm_program.py")
     command = [sys.executable, "-m", *torchrun, program, "script", str(model)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     completions = msgspec.json.decode(line.removeprefix("0 "), type=list[Completion])
@@ -97,7 +97,7 @@ def test_an_llm_starts_its_other_ranks_and_ends_them(model: Path, llm: LLM, tp_s
         sockets = [each for rank in (psutil.Process(), *ranks) for each in rank.net_connections()]
         addresses = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
         assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    assert psutil.wait_procs(ranks, timeout=3)[1] == []
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
     assert (torch.get_num_threads(), dict(os.environ)) == (n_threads, environment)
 
 
@@ -205,21 +205,21 @@ def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(
     )
     began = time.monotonic()
     with pytest.raises(RankError, match="the ranks are not about to do the same"):
-        LLM(str(model), tp_size=2)
-    assert time.monotonic() - began < 30
+        LLM(str(model), tp_size=2, timeout_s=200)
+    assert time.monotonic() - began < 100
     assert local_ranks() == []
 
 
 def test_a_rank_that_dies_is_named_and_closing_is_quiet(model: Path) -> None:
     """`close` raised, and the ranks that were left stayed."""
-    llm = LLM(str(model), tp_size=3, timeout_s=10)
+    llm = LLM(str(model), tp_size=3, timeout_s=200)
     ranks = local_ranks()
     ranks[0].kill()
     with pytest.raises(RankError, match=r"rank 1 of 3 died of SIGKILL"):
         llm.generate("Hello", PARAMS)
     llm.close()
     llm.close()
-    assert psutil.wait_procs(ranks, timeout=3)[1] == []
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
 
 
 def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model: Path) -> None:
@@ -241,11 +241,11 @@ def test_ranks_end_with_a_program_that_forgets_them_or_is_killed(model: Path) ->
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), SUPPORT]),
             },
-            timeout=60,
+            timeout=120,
         )
         assert done.returncode == code, done.stderr
         (pid,) = map(int, done.stdout.split())
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while psutil.pid_exists(pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"

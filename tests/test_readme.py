@@ -69,7 +69,7 @@ def run(argv: list[str], desk: Path) -> "subprocess.CompletedProcess[str]":
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -114,7 +114,7 @@ def test_a_command(desk: Path, command: str) -> None:
     if argv[0] == "curl":
         with Served("--nproc=2") as server:
             asked = [each.replace(SERVER, server.url) for each in argv]
-            done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60)
+            done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=250)
         assert json.loads(done.stdout)["choices"]
         return
     if argv[1] == "serve":  # until it is told to end

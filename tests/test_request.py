@@ -466,7 +466,7 @@ def test_many_long_stop_strings_do_not_slow_a_long_stream() -> None:
     stream = StopChecker(stops)
     start = time.process_time()
     shown = "".join(stream.push("a") for _ in range(200_000))
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 20
     assert len(shown) == 200_000 - 102
     assert stream.push("b") == ""
     assert stream.found

@@ -34,7 +34,7 @@ from parallel_llama.families import parameters
 DATA_FLIPS = 60  # of each folder, anywhere in its weight files
 OTHER_FLIPS = 30  # of each folder, in headers, JSON files and the manifest
 PLACE = re.compile(r"([^:]+): damaged in (\S+), bytes (\d+) to (\d+)(?: \(unit \d+\))?")
-MAX_SECONDS = 1.0
+MAX_CPU_SECONDS = 10.0
 MAX_MEMORY = 256 << 20
 
 Copy = Callable[[str], Path]
@@ -340,9 +340,9 @@ def test_a_broken_checklist_is_a_problem(copy: Copy, line: str) -> None:
 
 def assert_bounded(folder: Path, expected: str = "") -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.monotonic()
+    started = time.process_time()
     found = problems_of(folder)
-    assert time.monotonic() - started < MAX_SECONDS
+    assert time.process_time() - started < MAX_CPU_SECONDS
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert (after - before) * 1024 < MAX_MEMORY
     assert found

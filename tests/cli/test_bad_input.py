@@ -479,7 +479,7 @@ def on_two_ranks(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     argv = ("generate", "--model", str(folder), *TEXT, "--json", "--nproc", "2", *more)
     command = [sys.executable, "-m", "parallel_llama", *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env=clean)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250, env=clean)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_figures_are_there_and_hang_together(folder, nproc):
         text=True,
         cwd=Path(__file__).parents[2],
         check=True,
-        timeout=120,
+        timeout=250,
     )
     figures = json.loads(done.stdout)
     assert figures.keys() >= KEYS

@@ -16,7 +16,7 @@ import pytest
 from tiny_folder import write_chat_folder
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 30
+LIMIT_S = 120
 PAUSE_S = 0.2  # Python's prompt is shown a moment before it listens to signals
 
 
@@ -64,7 +64,7 @@ class Terminal:
         while self.process.poll() is None and time.monotonic() < deadline:
             if select.select([self._ours], [], [], 0.05)[0]:  # else its writes would wait for us
                 self.shown += os.read(self._ours, 4096).decode("utf-8", "replace")
-        code = self.process.wait(timeout=1)
+        code = self.process.wait(timeout=LIMIT_S)
         assert termios.tcgetattr(self._theirs) == self.settings
         return code
 

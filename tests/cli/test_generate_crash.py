@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_folder import write_chat_folder
+from tiny_folder import write_chat_folder, write_endless_folder
 
 from parallel_llama.cli.main import main
 
@@ -53,7 +53,7 @@ def n_lines(output: Path) -> int:
 
 
 def wait_for_lines(process: "subprocess.Popen[str]", output: Path, n: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 200
     while n_lines(output) < n and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -72,29 +72,38 @@ def test_a_run_that_is_killed_again_and_again_ends_whole(
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     assert main(["generate", *flags(model, prompts, whole)]) == 0
     chance = random.Random(nproc)
-    for _ in range(2):
+    n_kills = 0
+    while n_kills < 2:
         process = start(model, prompts, broken, "--resume", f"--nproc={nproc}")
         wait_for_lines(process, broken, n_lines(broken) + chance.randint(1, 8))
         time.sleep(chance.uniform(0, 0.02))
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        assert 0 < n_lines(broken) < N_PROMPTS
+        if n_lines(broken) == N_PROMPTS:  # it ended first, where the machine gave us no time
+            for left in tmp_path.glob("broken.jsonl*"):
+                left.unlink()
+            n_kills = 0
+            continue
+        assert n_lines(broken) > 0
+        n_kills += 1
     with broken.open("a") as file:
         file.write('{"index": 39, "text": "')
-    _, err = start(model, prompts, broken, "--resume", f"--nproc={nproc}").communicate(timeout=60)
+    _, err = start(model, prompts, broken, "--resume", f"--nproc={nproc}").communicate(timeout=200)
     assert f"{N_PROMPTS} completions in {broken}" in err
     assert completions(broken) == completions(whole)
     assert not (tmp_path / "broken.jsonl.run").exists()
 
 
-def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(
-    model: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
-    process = start(model, prompts, output, "--nproc=2")
+    lines = prompts.read_text().splitlines()
+    lines[-1] = json.dumps({"prompt": "on and", "max_tokens": 60_000})  # nobody waits for it
+    prompts.write_text("\n".join(lines) + "\n")
+    endless = write_endless_folder(tmp_path / "endless")
+    process = start(endless, prompts, output, "--nproc=2")
     wait_for_lines(process, output, 3)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=200)
     assert process.returncode == 130, err
     assert "interrupted; the same command with --resume goes on" in err
     n = n_lines(output)

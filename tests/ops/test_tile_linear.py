@@ -108,4 +108,4 @@ def test_asking_for_tiles_is_what_allows_them():
         "y = TileLinearKernel()(torch.ones(33, 32), torch.ones(32, 32, dtype=torch.bfloat16))\n"
         "assert (y == 32).all()"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=250)

@@ -81,12 +81,12 @@ def play(story: Story, **settings: float) -> None:
             engines.append(Played())
             return engines[-1]
 
-        given = {"max_choices": 4, "restarts": 9, "step_timeout_s": 5.0, **settings}
+        given = {"max_choices": 4, "restarts": 9, "step_timeout_s": 100.0, **settings}
         client = EngineClient(start, request(), Metrics("m"), **given)
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0.01)
         try:
-            await asyncio.wait_for(story(client, engines), 20)
+            await asyncio.wait_for(story(client, engines), 120)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -196,11 +196,11 @@ def test_an_idle_engine_is_asked_to_step_and_says_so_by_stepping():
         engine = await ready(client, engines)
         probe = await engine.hear()
         engine.say(step(probe.key, 1, ends=True))
-        while client.step_age_s is None or client.step_age_s > 0.1:
+        while client.step_age_s is None or client.step_age_s > 0.5:
             await asyncio.sleep(0.01)
         assert client.is_ready and client.n_choices == 0 and len(engines) == 1
 
-    play(story, step_timeout_s=0.6)
+    play(story, step_timeout_s=2)
 
 
 def test_an_engine_that_ends_too_often_ends_the_client_and_all_requests():
@@ -212,7 +212,7 @@ def test_an_engine_that_ends_too_often_ends_the_client_and_all_requests():
             return engines[-1]
 
         client = EngineClient(
-            start, request(), Metrics("m"), max_choices=4, restarts=1, step_timeout_s=5
+            start, request(), Metrics("m"), max_choices=4, restarts=1, step_timeout_s=100
         )
         running = asyncio.create_task(client.run())
         await asyncio.sleep(0.01)

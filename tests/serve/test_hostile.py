@@ -14,9 +14,6 @@ from hostile_templates import ENDLESS, ESCAPES, LARGE
 from served import Served
 from tiny_folder import TEMPLATE, write_chat_folder
 
-# A template that is stopped by the clock has run for 1.5 s of CPU time, and a grammar for 1 s.
-MAX_GAP_S = 0.9
-
 TEMPLATES = {
     name: {**ENDLESS, **LARGE, **ESCAPES}[name]
     for name in (
@@ -48,41 +45,60 @@ def chat(served: Served, content: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(body)
 
 
+class Arrivals:
+    """When tokens came, of the streams that another client reads meanwhile."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.n_checked = 0
+
+    @contextmanager
+    def go_on(self) -> Iterator[None]:
+        """Whatever is done within it: where it takes long, tokens come all the time.
+
+        Nothing is measured in seconds. On a busy machine both take longer, and who is held up gets
+        tokens only before and after.
+        """
+        started = time.monotonic()
+        yield
+        part_s = (time.monotonic() - started) / 10
+        if part_s < 0.05:
+            return
+        self.n_checked += 1
+        parts = {int((when - started) / part_s) for when in self.times if when >= started}
+        assert len(parts) > 5, f"tokens came in {sorted(parts)} of 10 parts of {part_s} s"
+
+
 @contextmanager
-def streaming(served: Served) -> Iterator[list[float]]:
-    """The seconds between tokens of streams that another client reads meanwhile."""
-    gaps: list[float] = []
+def streaming(served: Served) -> Iterator[Arrivals]:
+    arrivals = Arrivals()
     is_over = threading.Event()
     asked = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
     served.post("/v1/completions", **asked)  # the first of its kind takes longer
 
     def read() -> None:
         while not is_over.is_set():
-            before = time.monotonic()
             for _ in served.events("/v1/completions", **asked):
-                now = time.monotonic()
-                gaps.append(now - before)
-                before = now
+                arrivals.times.append(time.monotonic())
 
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        yield gaps
+        yield arrivals
     finally:
         is_over.set()
         reader.join()
 
 
 def test_a_hostile_template_holds_nobody_up_but_who_asked(trapped):
-    with Canary(trapped) as canary, streaming(trapped) as gaps:
+    with Canary(trapped) as canary, streaming(trapped) as arrivals:
         for name in TEMPLATES:
-            started = time.monotonic()
-            status, reply = chat(trapped, name)
+            with arrivals.go_on():
+                status, reply = chat(trapped, name)
             assert status in (400, 500) and "template" in reply["error"]["message"], (name, reply)
-            assert time.monotonic() - started < 30  # 2 s of CPU time
             assert trapped.get("/health/ready") == {"status": "ready"}
         canary.check()
-    assert len(gaps) > 100 and max(gaps) < MAX_GAP_S
+    assert arrivals.n_checked >= 2  # templates that are stopped have run for 1.5 s of CPU time
     assert chat(trapped, "hi")[0] == 200
 
 
@@ -99,14 +115,17 @@ def test_hostile_templates_at_once_leave_the_server_as_it_was(trapped):
 
 
 def test_a_hostile_grammar_holds_nobody_up_but_who_asked(tiny):
-    with Canary(tiny) as canary, streaming(tiny) as gaps:
+    with Canary(tiny) as canary, streaming(tiny) as arrivals:
         for kind, text in [*HOSTILE.values()][::2]:
             form = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[kind]
             fields = {"prompt": "a", "max_tokens": 20, "structured_outputs": {form: text}}
-            status, _, body = tiny.send("POST", "/v1/completions", fields)
+            with arrivals.go_on():
+                status, _, body = tiny.send("POST", "/v1/completions", fields)
             assert status in (200, 400), body
         canary.check()
-    assert len(gaps) > 100 and max(gaps) < MAX_GAP_S
+    assert (
+        arrivals.n_checked >= 1
+    )  # a grammar that is stopped has been compiled for 1 s of CPU time
 
 
 def test_long_bodies_are_answered_beside_others(tiny):

@@ -1,6 +1,7 @@
 """Many clients at once: no answer changes, nothing is lost, and nothing is kept."""
 
 import asyncio
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +34,10 @@ def test_five_thousand_answers_beside_others_are_those_given_alone(tiny):
     tally = asyncio.run(load(tiny, 4000, 64))
     assert tally.wrong == [] and tally.statuses == {200: tally.n_right}
     assert tally.n_right + tally.n_left == tally.n_asked == 4000 and tally.n_left > 600
-    time.sleep(1)
-    assert front.num_fds() <= n_files + 2  # one may be closing
+    deadline = time.monotonic() + 60
+    while front.num_fds() > n_files + 2:  # some are closing
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert resident_bytes(tiny) - n_bytes < MAX_GROWTH_BYTES
     status = tiny.get("/status")
     assert (status["n_running"], status["n_waiting"], status["kv"]["tokens_used"]) == (0, 0, 0)
@@ -45,5 +48,6 @@ def test_ten_times_what_a_server_takes_is_answered_all_the_same(folder):
         served.post("/v1/completions", **LONG)
         met = asyncio.run(overload(served, LONG, 80, 5.0))
         assert met.n_without_reply == 0 and set(met.statuses) == {200, 429}
-        assert sorted(met.rejected_s)[len(met.rejected_s) // 2] < 0.25  # whatever else runs
+        # At once, whatever the machine is busy with: an answer takes 200 steps.
+        assert statistics.median(met.rejected_s) < statistics.median(met.answered_s) / 2
         assert served.send("POST", "/v1/completions", LONG)[0] == 200

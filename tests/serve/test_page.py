@@ -38,7 +38,7 @@ def get(
     server: StandIn, path: str, headers: dict[str, str] | None = None
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     """A path as it is written here, which urllib would tidy up."""
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=10)
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=120)
     try:
         connection.request("GET", path, headers=headers or {})
         response = connection.getresponse()

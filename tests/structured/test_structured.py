@@ -337,7 +337,7 @@ def test_a_hostile_grammar_is_refused_or_costs_little(name: str) -> None:
     started = time.process_time()
     with suppress(UsageError, MatchError):
         draw(smollm2(kind, text), seed=0, most=30)
-    assert time.process_time() - started < 2 * trial.CPU_LIMIT_S
+    assert time.process_time() - started < 10 * trial.CPU_LIMIT_S
 
 
 def test_a_grammar_that_takes_too_long_is_refused_by_name() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from served import Served
 
 QUESTION = {"prompt": "What is the capital of France?", "max_tokens": 12, "temperature": 0}
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 _PAUSE_S = 0.02
 
 

@@ -10,6 +10,7 @@ import torch
 
 from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams
 from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.parallel.collectives import Timeouts
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=2)
 N_CONCURRENT = 64
@@ -17,7 +18,8 @@ N_CONCURRENT = 64
 
 def script(folder: str) -> None:
     """A program that knows nothing of ranks: what stands below the first line is rank 0's."""
-    with LLM(folder, dtype="float64", timeout_s=4) as llm:
+    Timeouts.of = staticmethod(lambda _: Timeouts(step_s=4, start_s=200))
+    with LLM(folder, dtype="float64") as llm:
         first = llm.generate(["Hello", [5, 6, 7]], PARAMS)
         say(llm, msgspec.json.encode(first).decode())
         assert llm.generate(["Hello", [5, 6, 7]], PARAMS) == first
@@ -33,7 +35,7 @@ def script(folder: str) -> None:
         suspended = llm.stream("Hello", PARAMS)
         begun = next(suspended)
         assert llm.generate(["Hello", [5, 6, 7]], PARAMS) == first
-        time.sleep(6)  # longer than a collective may take: the program has all the time it wants
+        time.sleep(5)  # longer than a collective may take: the program has all the time it wants
         assert len(llm.score([[5, 6, 7]])[0]) == 2
         assert begun + "".join(suspended) == first[0].text
         fail_once(llm)
@@ -116,9 +118,9 @@ def soaked(llm: LLM, n_requests: int) -> Counts:
         engine = AsyncLLM(llm)
         gate = asyncio.Semaphore(N_CONCURRENT)
         await asyncio.wait_for(
-            asyncio.gather(*(ask(engine, number, gate) for number in range(n_requests))), 80
+            asyncio.gather(*(ask(engine, number, gate) for number in range(n_requests))), 200
         )
-        await asyncio.wait_for(until_idle(engine), 20)
+        await asyncio.wait_for(until_idle(engine), 100)
         counts.preempted = engine.statistics().n_preempted
         await engine.close()
 

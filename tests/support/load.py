@@ -168,6 +168,7 @@ class Overload:
     """What clients met that ask more than a server takes. Units: seconds."""
 
     statuses: dict[int, int] = field(default_factory=dict)
+    answered_s: list[float] = field(default_factory=list)
     rejected_s: list[float] = field(default_factory=list)
     n_without_reply: int = 0
 
@@ -182,14 +183,15 @@ async def overload(served: Served, fields: dict[str, Any], n: int, seconds: floa
         client = Client(host, int(port))
         while (started := time.monotonic()) < until:
             try:
-                status, _ = await asyncio.wait_for(client.texts("/v1/completions", fields), 60)
+                status, _ = await asyncio.wait_for(client.texts("/v1/completions", fields), 120)
             except (OSError, TimeoutError, asyncio.IncompleteReadError):
                 met.n_without_reply += 1
                 client.close()
                 continue
             met.statuses[status] = met.statuses.get(status, 0) + 1
+            took_s = met.answered_s if status == 200 else met.rejected_s
+            took_s.append(time.monotonic() - started)
             if status != 200:
-                met.rejected_s.append(time.monotonic() - started)
                 await asyncio.sleep(0.2)
         client.close()
 

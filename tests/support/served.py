@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[2]
-START_LIMIT_S = 120.0
+START_LIMIT_S = 250.0
 
 
 class Served:

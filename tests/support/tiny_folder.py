@@ -25,6 +25,19 @@ def write_chat_folder(folder: Path) -> Path:
     return folder
 
 
+def write_endless_folder(folder: Path) -> Path:
+    """The same with a context of 65536 tokens and without an end of text: it is never done."""
+    write_chat_folder(folder)
+    for name, changes in {
+        "config.json": {"max_position_embeddings": 65536, "eos_token_id": None},
+        "generation_config.json": {"eos_token_id": None},
+        "tokenizer_config.json": {"eos_token": None},
+    }.items():
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**settings, **changes}))
+    return folder
+
+
 def write_tokenizer(folder: Path) -> None:
     # One token per byte: space, newline and the printable ones, so that all of ASCII is there.
     alphabet = ["\u0120", "\u010a", *sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)]

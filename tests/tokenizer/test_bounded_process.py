@@ -76,12 +76,13 @@ def test_a_process_that_waits_for_a_busy_machine_is_not_stopped(process: Bounded
 def test_a_process_that_is_stopped_is_given_up_by_the_clock(
     process: BoundedProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_process, "WALL_BASE_S", 0.2)
-    monkeypatch.setattr(bounded_process, "WALL_PER_CPU_S", 1.0)
     process.ask(request("ready"))
     worker_of(process).suspend()
-    with pytest.raises(Stopped, match=r"does not end within 0\.5 s"):
-        process.ask(request("x"))
+    with monkeypatch.context() as impatient:
+        impatient.setattr(bounded_process, "WALL_BASE_S", 0.2)
+        impatient.setattr(bounded_process, "WALL_PER_CPU_S", 1.0)
+        with pytest.raises(Stopped, match=r"does not end within 0\.5 s"):
+            process.ask(request("x"))
     assert process.ask(request("next")) == {"text": "next"}
 
 
@@ -89,7 +90,7 @@ def test_a_killed_process_is_started_again(process: BoundedProcess) -> None:
     process.ask(request("ready"))
     killed = worker_of(process)
     killed.kill()
-    killed.wait(5)
+    killed.wait(60)
     assert process.ask(request("next")) == {"text": "next"}
     assert worker_of(process).pid != killed.pid
 
@@ -103,8 +104,8 @@ def test_an_interrupted_question_leaves_no_answer_for_the_next(process: BoundedP
     process.ask(request("ready"))
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
             process.ask(request(ENDLESS, cpu_s=20))
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -179,7 +180,7 @@ def test_a_process_ends_with_its_parent_however_that_ends(state: str) -> None:
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
         parent.wait()
-        assert psutil.wait_procs([child], timeout=20)[1] == []
+        assert psutil.wait_procs([child], timeout=200)[1] == []
 
 
 def test_work_that_its_parent_no_longer_waits_for_ends_by_its_own_timer() -> None:
@@ -195,5 +196,5 @@ def test_work_that_its_parent_no_longer_waits_for_ends_by_its_own_timer() -> Non
             child.stdin.write(json.dumps(line).encode() + b"\n")
         child.stdin.flush()
         started = time.monotonic()
-        assert child.wait(timeout=20) == -signal.SIGPROF
+        assert child.wait(timeout=200) == -signal.SIGPROF
         assert time.monotonic() - started > 0.1

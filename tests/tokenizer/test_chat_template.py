@@ -726,5 +726,5 @@ def test_a_dead_renderer_is_started_again(renderer: TemplateRenderer) -> None:
     rendered(renderer, "ready")
     process = psutil.Process(renderer_pid(renderer))
     process.kill()
-    process.wait(5)
+    process.wait(60)
     assert rendered(renderer, "again") == "again"
