@@ -5,6 +5,8 @@ more than they need.
 import torch
 from torch import Tensor
 
+from parallel_llama.ops.cuda.chunk_attention import chunk_attention
+from parallel_llama.ops.cuda.decode_attention import decode_attention
 from parallel_llama.ops.cuda.gate import gelu_and_mul, silu_and_mul
 from parallel_llama.ops.cuda.group_linear import PANEL_ROWS, group_linear
 from parallel_llama.ops.cuda.largest import largest
@@ -13,6 +15,7 @@ from parallel_llama.ops.cuda.lookup import lookup
 from parallel_llama.ops.cuda.norm import add_rms_norm, rms_norm
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
 from parallel_llama.ops.groups import PanelShape
+from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
 from parallel_llama.ops.torch_ops import TorchOps
 
 
@@ -67,3 +70,16 @@ class CUDAOps(TorchOps):
             rotate_and_store(qkv, rotations, slots, k, v)
         else:
             super().rotate_and_store(qkv, rotations, slots, k, v)
+
+    def paged_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, queries: PagedQueries, heads: HeadMap, out: Tensor
+    ) -> None:
+        """As in torch. Where all ranges are of one query, each gets to the last bit what it would
+        get alone.
+        """
+        if not can_store(q.shape[2], k.dtype):
+            super().paged_attention(q, k, v, queries, heads, out)
+        elif queries.max_queries == 1:
+            decode_attention(q, k, v, queries, heads, out, self._scores)
+        else:
+            chunk_attention(q, k, v, queries, heads, out, self._scores)

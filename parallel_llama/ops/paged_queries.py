@@ -9,6 +9,8 @@ from torch import Tensor
 
 from parallel_llama.plan import Run
 
+NO_WINDOW = 2**31 - 1  # one that nothing falls out of
+
 
 @dataclass(frozen=True)
 class PagedQueries:

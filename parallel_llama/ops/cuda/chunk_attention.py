@@ -1,0 +1,98 @@
+"""Attention of consecutive queries of a sequence over keys in blocks: chunks of prompts.
+
+A program takes a tile of rows, which are pairs of a query and one of the query heads of a KV head,
+query by query, so that none is lost where groups of heads are uneven. It passes over the keys from
+the first that one of its queries sees to the last.
+
+Source: FlashAttention 2, arXiv 2307.08691; grouped queries, arXiv 2305.13245.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
+from parallel_llama.ops.cuda.launch import launch, tile
+from parallel_llama.ops.cuda.softmax import add_keys, factors, nothing
+from parallel_llama.ops.paged_queries import NO_WINDOW, HeadMap, PagedQueries
+from parallel_llama.ops.scores import Scores
+
+
+def chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: PagedQueries,
+    heads: HeadMap,
+    out: Tensor,
+    scores: Scores,
+) -> None:
+    """`TorchOps.paged_attention` of ranges of any length.
+
+    Shapes: q, out [T, H, D], heads in one piece; k, v [K, n_slots, W].
+    """
+    head_dim, size = q.shape[2], tile(max(q.shape[2], 16))
+    assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+    k, v = as_stored(k), as_stored(v)
+    rows, n_keys = _tile(size, q.element_size(), k.dtype != q.dtype)
+    n_tiles = -(-queries.max_queries * heads.widest // rows)
+    factor, cap = factors(scores, head_dim)
+    launch(
+        _attention, (len(queries.rows), len(k), n_tiles),
+        q, k, v, out, queries.rows, queries.blocks, heads.bounds,
+        q.stride(0), k.stride(0), v.stride(0), out.stride(0),
+        queries.window or NO_WINDOW, factor, cap,
+        CAPPED=scores.soft_cap is not None, BLOCK=queries.block_size, ROWS=rows, TILE=n_keys,
+        HEAD_DIM=head_dim, SIZE=size, num_warps=8, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _tile(size: int, itemsize: int, is_packed: bool) -> tuple[int, int]:
+    """How many rows and keys a program takes at once: what fits into registers."""
+    if itemsize == 4:
+        return 32, 32 if size <= 128 else 16
+    if size <= 128:
+        return (64, 32) if is_packed else (128, 64)
+    return (32, 32) if is_packed else (64, 32)
+
+
+@triton.jit
+def _attention(
+    q, k, v, out, rows, blocks, bounds,
+    q_stride, k_stride, v_stride, out_stride, window, factor, cap,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    own, kv_head = rows + tl.program_id(0) * 5, tl.program_id(1).to(tl.int64)
+    n_queries, start, first_key = tl.load(own + 1), tl.load(own + 2), tl.load(own + 3)
+    row, blocks = tl.load(own).to(tl.int64), blocks + tl.load(own + 4)
+    first_head = tl.load(bounds + kv_head)
+    n_heads = tl.load(bounds + kv_head + 1) - first_head
+    # The last tiles first, for they have the most keys.
+    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS
+    if first >= n_queries * n_heads:
+        return
+    pairs = first + tl.arange(0, ROWS)
+    query, heads = pairs // n_heads, first_head + pairs % n_heads
+    columns = tl.arange(0, SIZE)
+    is_own = (query < n_queries)[:, None] & (columns < HEAD_DIM)[None, :]
+    q += (row + query)[:, None] * q_stride + heads[:, None] * HEAD_DIM + columns[None, :]
+    own_q = tl.load(q, is_own, 0)
+    k, v = k + kv_head * k_stride, v + kv_head * v_stride
+    top, total, sums = nothing(ROWS, SIZE)
+    positions = start + query
+    oldest = positions - window  # the youngest key that is out of sight
+    begin = tl.maximum(start + first // n_heads - window + 1, first_key)
+    end = start + tl.minimum((first + ROWS - 1) // n_heads + 1, n_queries)
+    for base in range(begin, end, TILE):
+        keys = base + tl.arange(0, TILE)
+        is_there = keys < end
+        is_seen = (keys[None, :] > oldest[:, None]) & (keys[None, :] <= positions[:, None])
+        slots = slots_of(blocks, keys - first_key, is_there, BLOCK)
+        own_k = read(k, slots, is_there, q.dtype.element_ty, HEAD_DIM, SIZE)
+        own_v = read(v, slots, is_there, q.dtype.element_ty, HEAD_DIM, SIZE)
+        top, total, sums = add_keys(
+            top, total, sums, own_q, own_k, own_v, is_seen, factor, cap, CAPPED
+        )
+    out += (row + query)[:, None] * out_stride + heads[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(out, (sums / total[:, None]).to(out.dtype.element_ty), is_own)

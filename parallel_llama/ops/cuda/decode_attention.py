@@ -1,0 +1,169 @@
+"""Attention of single queries over keys in blocks: a decode step.
+
+The keys of a query are cut into splits, which its own number of keys decides; programs work on them
+side by side, for all query heads of a KV head at once, and what they find is merged split by split.
+So a result is the same to the last bit in any company, and for any number of programs.
+
+Source: FlashDecoding, https://pytorch.org/blog/flash-decoding; grouped queries, arXiv 2305.13245.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
+from parallel_llama.ops.cuda.launch import launch, tile, warps
+from parallel_llama.ops.cuda.softmax import add_keys, factors, merged, nothing
+from parallel_llama.ops.paged_queries import NO_WINDOW, HeadMap, PagedQueries
+from parallel_llama.ops.scores import Scores
+
+_PROGRAMS = 2048  # enough for any GPU; those that find nothing to do take time as well
+_ROOM_BYTES = 1 << 26  # for what is found in splits
+_TILE_BYTES = 1 << 14  # of keys that a program takes at once
+_SUM_BYTES = 1 << 14  # of queries of so many heads that a program has registers for
+_MAX_SPLITS = tl.constexpr(64)  # of a query's keys
+_AT_ONCE = tl.constexpr(8)  # splits whose sums are on their way together
+# What is found in a split: sums, the largest score and the total, so that sums are well aligned.
+_BESIDE = tl.constexpr(4)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: PagedQueries,
+    heads: HeadMap,
+    out: Tensor,
+    scores: Scores,
+    n_programs: int | None = None,
+) -> None:
+    """`TorchOps.paged_attention` where no range has more than one query.
+
+    `n_programs` share the splits of a query's keys; by default what fills a GPU.
+
+    Shapes: q, out [T, H, D], heads in one piece; k, v [K, n_slots, W].
+    """
+    (_, n_heads, head_dim), n_kv_heads, n = q.shape, len(k), len(queries.rows)
+    assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+    k, v = as_stored(k), as_stored(v)
+    size, max_sums = tile(max(head_dim, 16)), _SUM_BYTES // q.element_size()
+    group = min(tile(max(heads.widest, 16)), max(max_sums // size, 16))
+    n_parts = -(-heads.widest // group)
+    width = size + _BESIDE.value
+    if n_programs is None:
+        fitting = n * n_heads * _MAX_SPLITS.value * width * 4 <= _ROOM_BYTES
+        wanted = _PROGRAMS // max(n * n_kv_heads * n_parts, 1) if fitting else 1
+        n_programs = min(max(wanted, 1), _MAX_SPLITS.value)
+    shape = (n, n_heads, _MAX_SPLITS.value, width) if n_programs > 1 else (0,)
+    found = q.new_empty(shape, dtype=torch.float32)
+    is_packed = k.dtype != q.dtype
+    n_keys = _TILE_BYTES // (size * q.element_size()) >> is_packed
+    n_keys = max(min(n_keys, max_sums // group // 2, 128), 16)
+    is_wide = group * size > max_sums // 2 or is_packed
+    factor, cap = factors(scores, head_dim)
+    window = queries.window or NO_WINDOW
+    shared = {"TILE": n_keys, "MIN_SPLIT": max(8 * group, 128), "HEAD_DIM": head_dim, "SIZE": size}
+    launch(
+        _decode, (n, n_kv_heads * n_parts, n_programs),
+        q, k, v, out, found, queries.rows, queries.blocks, heads.bounds,
+        q.stride(0), k.stride(0), v.stride(0), out.stride(0),
+        n_heads, n_parts, window, factor, cap,
+        CAPPED=scores.soft_cap is not None, BLOCK=queries.block_size, GROUP=group, **shared,
+        num_warps=8 if is_wide else 4, num_stages=2 if is_packed else 3, enable_fp_fusion=False,
+    )  # fmt: skip
+    if n_programs > 1:
+        launch(
+            _combine, (n, n_heads), found, out, queries.rows, out.stride(0), n_heads, window,
+            **shared, num_warps=warps(size), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@triton.jit
+def _seen(rows, at, window, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr):
+    """What a range's query sees: the first key, how many there are, and how long a split is.
+
+    A range of no query sees nothing.
+    """
+    own = rows + at * 5
+    position, first_key = tl.load(own + 2), tl.load(own + 3)
+    first = tl.maximum(first_key, position - window + 1)
+    n_keys = (position + 1 - first) * tl.load(own + 1)
+    length = tl.maximum(tl.cdiv(n_keys, _MAX_SPLITS * TILE) * TILE, MIN_SPLIT)
+    return first - first_key, n_keys, length
+
+
+@triton.jit
+def _decode(
+    q, k, v, out, found, rows, blocks, bounds,
+    q_stride, k_stride, v_stride, out_stride, n_heads, n_parts, window, factor, cap,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    at, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64) // n_parts
+    first, n_keys, length = _seen(rows, at, window, TILE, MIN_SPLIT)
+    if tl.program_id(2) * length >= n_keys:
+        return
+    row, blocks = tl.load(rows + at * 5).to(tl.int64), blocks + tl.load(rows + at * 5 + 4)
+    part = tl.program_id(1) % n_parts * GROUP  # of a KV head's query heads, where these are many
+    heads = tl.load(bounds + kv_head) + part + tl.arange(0, GROUP)
+    columns = tl.arange(0, SIZE)
+    is_head = heads < tl.load(bounds + kv_head + 1)
+    is_own = is_head[:, None] & (columns < HEAD_DIM)[None, :]
+    places = heads[:, None] * HEAD_DIM + columns[None, :]
+    own_q = tl.load(q + row * q_stride + places, is_own, 0)
+    k, v = k + kv_head * k_stride, v + kv_head * v_stride
+    found += (at.to(tl.int64) * n_heads + heads) * (_MAX_SPLITS * (SIZE + _BESIDE))
+    # The same code for any number of programs, so that each rounds alike.
+    is_alone = tl.num_programs(2) == 1
+    top, total, sums = nothing(GROUP, SIZE)
+    for start in range(tl.program_id(2) * length, n_keys, tl.num_programs(2) * length):
+        stop = tl.minimum(start + length, n_keys)
+        own_top, own_total, own_sums = nothing(GROUP, SIZE)
+        for base in range(start, stop, TILE):
+            keys = base + tl.arange(0, TILE)
+            is_there = keys < stop
+            slots = slots_of(blocks, first + keys, is_there, BLOCK)
+            own_k = read(k, slots, is_there, q.dtype.element_ty, HEAD_DIM, SIZE)
+            own_v = read(v, slots, is_there, q.dtype.element_ty, HEAD_DIM, SIZE)
+            own_top, own_total, own_sums = add_keys(
+                own_top, own_total, own_sums, own_q, own_k, own_v, is_there[None, :],
+                factor, cap, CAPPED,
+            )  # fmt: skip
+        if is_alone:
+            top, total, sums = merged(top, total, sums, own_top, own_total, own_sums)
+        else:
+            split = found + start // length * (SIZE + _BESIDE)
+            tl.store(split[:, None] + columns[None, :], own_sums, is_own)
+            tl.store(split + SIZE, own_top, is_head)
+            tl.store(split + SIZE + 1, own_total, is_head)
+    if is_alone:
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row * out_stride + places, result, is_own)
+
+
+@triton.jit
+def _combine(
+    found, out, rows, out_stride, n_heads, window,
+    TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    at, head = tl.program_id(0), tl.program_id(1)
+    _, n_keys, length = _seen(rows, at, window, TILE, MIN_SPLIT)
+    if n_keys == 0:
+        return
+    columns = tl.arange(0, SIZE)
+    found += (at.to(tl.int64) * n_heads + head) * (_MAX_SPLITS * (SIZE + _BESIDE))
+    n_splits = tl.cdiv(n_keys, length)
+    top, total, sums = -float("inf"), 0.0, tl.zeros([SIZE], tl.float32)
+    for base in range(0, n_splits, _AT_ONCE):
+        for each in tl.static_range(_AT_ONCE):
+            is_there = base + each < n_splits
+            split = found + (base + each) * (SIZE + _BESIDE)
+            n_columns = tl.where(is_there, HEAD_DIM, 0)
+            own_sums = tl.load(split + columns, columns < n_columns, 0)
+            own_top = tl.load(split + SIZE, is_there, -float("inf"))
+            own_total = tl.load(split + SIZE + 1, is_there, 0)
+            top, total, sums = merged(top, total, sums, own_top, own_total, own_sums)
+    row = tl.load(rows + at * 5).to(tl.int64)
+    result = (sums / total).to(out.dtype.element_ty)
+    tl.store(out + row * out_stride + head * HEAD_DIM + columns, result, columns < HEAD_DIM)

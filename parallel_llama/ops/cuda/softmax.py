@@ -1,0 +1,71 @@
+"""The softmax of attention, taken over keys as they come.
+
+Of the keys so far there is a query's largest score, the sum of its weights relative to that, and
+the sum of the values by these weights. Scores are in units of log 2, since GPUs have a power of 2.
+
+Source: online softmax, arXiv 1805.02867; FlashAttention, arXiv 2205.14135.
+"""
+
+import math
+
+import triton
+import triton.language as tl
+
+from parallel_llama.ops.scores import Scores
+
+_TWO_LOG2_E = tl.constexpr(2 * math.log2(math.e))
+
+
+def factors(scores: Scores, head_dim: int) -> tuple[float, float]:
+    """What a product of query and key is multiplied by, and then its tanh; 0 for none."""
+    scale, cap = scores.scale_of(head_dim), scores.soft_cap
+    if cap is None:
+        return scale * math.log2(math.e), 0.0
+    return scale / cap, cap * math.log2(math.e)
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """What there is of no keys, for so many queries."""
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, SIZE], tl.float32)
+
+
+@triton.jit
+def add_keys(top, total, sums, q, k, v, is_seen, factor, cap, CAPPED: tl.constexpr):
+    """The same with some more keys, of which each query sees some.
+
+    Shapes: top, total [ROWS], sums [ROWS, SIZE]; q [ROWS, SIZE]; k, v [n, SIZE]; is_seen [ROWS, n],
+    or [1, n] for all queries.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
+    if CAPPED:
+        scores = _tanh(scores) * cap
+    scores = tl.where(is_seen, scores, -float("inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A query that has seen no key yet gets weights of 0, not of nan.
+    base = tl.where(new_top == -float("inf"), 0, new_top)
+    weights = tl.exp2(scores - base[:, None])
+    shrunk = tl.exp2(top - base)
+    total = total * shrunk + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(v.dtype), v, sums * shrunk[:, None], input_precision="ieee")
+    return new_top, total, sums
+
+
+@triton.jit
+def merged(top, total, sums, top2, total2, sums2):
+    """What there is of both of two sets of keys, of which not both are empty.
+
+    Shapes: tops and totals [...], sums [..., SIZE].
+    """
+    new_top = tl.maximum(top, top2)
+    shrunk, shrunk2 = tl.exp2(top - new_top), tl.exp2(top2 - new_top)
+    total = total * shrunk + total2 * shrunk2
+    sums = sums * tl.expand_dims(shrunk, -1) + sums2 * tl.expand_dims(shrunk2, -1)
+    return new_top, total, sums
+
+
+@triton.jit
+def _tanh(x):
+    """1 - 2 / (exp(2 x) + 1), which stays finite on either side."""
+    return 1 - 2 / (tl.exp2(x * _TWO_LOG2_E) + 1)

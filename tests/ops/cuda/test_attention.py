@@ -1,0 +1,175 @@
+"""Attention in Triton sees each query's keys, in whatever blocks they are, and nothing else."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_samples import POISON, make_sample
+from triton_compile import compiled
+
+from parallel_llama.ops import HeadMap, PagedQueries, Scores, kv_rows
+
+pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+
+from parallel_llama.ops.cuda.decode_attention import decode_attention
+from parallel_llama.ops.cuda_ops import CUDAOps
+
+# About the length of a tile of keys, of a split, and of a block; and a range that is padding.
+DECODED = ((1, 0), (1, 127), (0, 9), (1, 150), (1, 300))
+CHUNKS = ((3, 0), (0, 9), (1, 33), (17, 40), (4, 2))
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# In the interpreter products in bfloat16 are none.
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)[: 3 if torch.cuda.is_available() else 2]
+HEAD_MAPS = [(3, 2), (1, 3, 3, 2), (71,), (8, 8), (1,)]
+PLAIN, CAPPED = Scores(), Scores(scale=0.7, soft_cap=2.0)
+
+
+class Decode(CUDAOps):
+    """Decode steps by so many programs for each query and KV head."""
+
+    def __init__(self, n_programs, scores=PLAIN):
+        super().__init__(scores)
+        self._n_programs = n_programs
+
+    def paged_attention(self, q, k, v, queries, heads, out):
+        assert queries.max_queries == 1
+        decode_attention(q, k, v, queries, heads, out, self._scores, self._n_programs)
+
+
+def check(sample, ops, scores=PLAIN):
+    o = sample.run(ops)
+    tolerance = TOLERANCE[o.dtype]
+    torch.testing.assert_close(o.double(), sample.expected(scores), rtol=0, atol=tolerance)
+    return o
+
+
+@pytest.mark.parametrize("groups", HEAD_MAPS, ids=str)
+def test_decoded_queries_of_any_head_map_see_their_keys(device, groups):
+    sample = make_sample(DECODED, groups, 16, dtype=torch.float32, device=device)
+    # Two programs share a query's keys; but the interpreter takes long to merge many heads'.
+    check(sample, Decode(1 if groups == (71,) else 2))
+
+
+@pytest.mark.parametrize("groups", HEAD_MAPS, ids=str)
+def test_chunks_of_any_head_map_see_their_keys(device, groups):
+    sample = make_sample(CHUNKS, groups, 16, dtype=torch.float32, device=device)
+    check(sample, CUDAOps())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [12, 80])
+@pytest.mark.parametrize("window", [None, 1, 30])
+@pytest.mark.parametrize("scores", [PLAIN, CAPPED], ids=["plain", "capped"])
+def test_windows_and_soft_caps_are_heeded(device, dtype, head_dim, window, scores):
+    own = {"dtype": dtype, "window": window, "device": device}
+    check(make_sample(((1, 7), (1, 140)), (3, 2), head_dim, **own), Decode(1, scores), scores)
+    check(make_sample(((2, 7), (9, 50)), (3, 2), head_dim, **own), CUDAOps(scores), scores)
+
+
+@pytest.mark.parametrize("n_programs", [1, 5])
+def test_more_keys_than_short_splits_have_room_for_are_cut_into_longer_ones(device, n_programs):
+    own = {"dtype": torch.float32, "block_size": 16, "device": device}
+    check(make_sample(((1, 64 * 128),), (2,), 16, **own), Decode(n_programs))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_keys_may_be_kept_in_bytes(device, cache_dtype):
+    own = {"dtype": torch.float32, "cache_dtype": cache_dtype, "device": device}
+    check(make_sample(((1, 3), (1, 70)), (3, 2), 16, **own), Decode(1))
+    check(make_sample(((2, 3), (5, 30)), (3, 2), 16, **own), CUDAOps())
+
+
+def test_every_byte_of_fp8_is_read_as_torch_reads_it(device):
+    """One key a query, so that its value is the result; a byte that is no number spoils its row."""
+    numbers = torch.arange(256, dtype=torch.uint8).repeat(2, 1)
+    scales = torch.full((2, 1), 0.5).view(torch.uint8)
+    v = torch.cat((numbers, scales), -1).view(torch.float8_e4m3fn)
+    v = v.view(2, 1, -1)[:1].to(device)
+    sample = make_sample(((1, 0),), (1,), 256, dtype=torch.float32, block_size=1, device=device)
+    queries = replace(sample.queries, blocks=torch.zeros_like(sample.queries.blocks))
+    k = kv_rows.pack(torch.ones(1, 1, 256), torch.float8_e4m3fn).to(device)
+    out = torch.empty_like(sample.q)
+    Decode(1).paged_attention(sample.q, k, v, queries, sample.heads, out)
+    expected = kv_rows.unpack(v, torch.float32)[0]
+    torch.testing.assert_close(out[0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_decoded_query_gets_to_the_last_bit_what_it_gets_alone(device, dtype):
+    """Whoever is beside it, however many programs share its keys, and wherever these lie."""
+    sample = make_sample(DECODED, (3, 2), 16, dtype=dtype, device=device)
+    together = sample.run(Decode(1))
+    for n_programs in (2, 3):
+        assert torch.equal(sample.run(Decode(n_programs)), together)
+    for own in sample.queries.rows:
+        if own[1]:
+            queries = replace(sample.queries, rows=own[None])
+            alone = replace(sample, queries=queries).run(Decode(3))
+            assert torch.equal(alone[own[0]], together[own[0]])
+            assert (alone == POISON).all((1, 2)).sum() == len(alone) - 1
+
+
+def test_how_many_programs_there_are_by_default_changes_nothing(device):
+    sample = make_sample(((1, 200),), (2,), 16, dtype=torch.float32, device=device)
+    assert torch.equal(sample.run(CUDAOps()), sample.run(Decode(1)))
+
+
+def test_a_query_of_a_chunk_does_not_depend_on_other_ranges(device):
+    sample = make_sample(CHUNKS, (3, 2), 16, dtype=torch.float32, device=device)
+    together = sample.run(CUDAOps())
+    own = sample.queries.rows[3]
+    queries = replace(sample.queries, rows=own[None])
+    alone = replace(sample, queries=queries).run(CUDAOps())
+    rows = slice(own[0], own[0] + own[1])
+    assert torch.equal(alone[rows], together[rows])
+    assert (alone[: own[0]] == POISON).all() and (alone[own[0] + own[1] :] == POISON).all()
+
+
+@pytest.mark.parametrize("ranges", [((0, 0), (0, 3)), ()])
+def test_a_batch_of_nothing_but_padding_is_left_alone(device, ranges):
+    sample = make_sample(ranges, (2,), 4, dtype=torch.float32, device=device)
+    for max_queries in (1, 5):
+        queries = replace(sample.queries, max_queries=max_queries)
+        q = sample.q.new_zeros(3, 2, 4)
+        assert (replace(sample, q=q, queries=queries).run(CUDAOps()) == POISON).all()
+
+
+@pytest.mark.parametrize("max_queries", [1, 5])
+def test_nothing_is_launched_for_tensors_without_memory(max_queries):
+    sample = make_sample(((1, 3),), (3, 2), 8, dtype=torch.float32)
+    meta = torch.device("meta")
+    queries = PagedQueries(
+        sample.queries.rows.to(meta), sample.queries.blocks.to(meta), 4, max_queries, None
+    )
+    q, k, v = (each.to(meta) for each in (sample.q, sample.k, sample.v))
+    heads = HeadMap(sample.heads.bounds.to(meta), sample.heads.widest)
+    CUDAOps().paged_attention(q, k, v, queries, heads, torch.empty_like(q))
+
+
+def launches():
+    """Heads of models that there are: Llama's, Gemma's with its cap, Falcon's 71 over one."""
+    for dtype, head_dim, n_group, cap, cache_dtype in (
+        (torch.bfloat16, 128, 4, None, None),
+        (torch.bfloat16, 256, 2, 50.0, None),
+        (torch.float16, 64, 71, None, None),
+        (torch.float32, 80, 4, None, None),
+        (torch.bfloat16, 128, 8, None, torch.float8_e4m3fn),
+    ):
+        stored = cache_dtype or dtype
+        cache = torch.empty(2, 64, kv_rows.row_width(head_dim, stored), dtype=stored)
+        q = torch.empty(4, 2 * n_group, head_dim, dtype=dtype)
+        rows, numbers = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+        heads = HeadMap(numbers[:3], n_group)
+        for max_queries in (1, 99):
+            queries = PagedQueries(rows, numbers, 16, max_queries, None)
+            CUDAOps(Scores(soft_cap=cap)).paged_attention(q, cache, cache, queries, heads, q)
+
+
+def test_what_it_computes_with_stays_in_registers():
+    kernels = compiled(__file__, "launches")
+    assert {kernel.kernel for kernel in kernels} == {"_decode", "_combine", "_attention"}
+    # A chunk of Llama's heads is eight numbers short on sm_80, whose products take registers.
+    most = {80: 32, 90: 0, 100: 0}
+    assert not [kernel for kernel in kernels if kernel.stack_bytes > most[kernel.target]]
+    # What GPUs of the 40 series have.
+    assert not [kernel for kernel in kernels if kernel.shared_bytes > 99 << 10]
