@@ -464,14 +464,14 @@ def make_precision(
 
     `stored` are the formats that its file has quantised weights in.
 
-    Raises: UsageError for another name, and for what this model or device cannot have.
+    Raises: UsageError for another name, and for what this model cannot have.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
     if quant not in QUANTS:
         raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
     if quant != "none":
-        _require_groups(args, device, quant)
+        _require_groups(args, quant)
         if dtype == "float64":
             raise UsageError(
                 f"quant={quant!r} and dtype='float64': what is quantised is computed with in "
@@ -486,12 +486,7 @@ def make_precision(
     return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
 
 
-def _require_groups(args: ModelArgs, device: str, quant: str) -> None:
-    if device != "cpu":
-        raise UsageError(
-            f"quant={quant!r} on {device}: quantised weights run on the CPU alone; use "
-            "device='cpu', or quant='none' for plain values"
-        )
+def _require_groups(args: ModelArgs, quant: str) -> None:
     for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
         if size % GROUP_SIZE:
             raise UsageError(

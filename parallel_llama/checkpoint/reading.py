@@ -78,7 +78,8 @@ def load(
     for param in filter(share.holds, parameters(args)):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, GroupFormat):
-            yield param.name, _quantised(checkpoint, param, share, form, on_bytes)
+            whole = _quantised(checkpoint, param, share, form, on_bytes)
+            yield param.name, whole.to(device)
         else:
             dtype = torch_dtype(form.dtype)
             yield param.name, _converted(checkpoint, param, share, dtype, device, on_bytes)

@@ -91,13 +91,17 @@ class DenseWeight:
 class GroupWeight:
     """A rank's part of a matrix in small integers, in the panels that `ops` multiplies fastest.
 
+    Rows are looked up in the dtype `computed`.
+
     Shapes: `values` [n_panels, n_bytes] uint8, as `ops.groups` says.
     """
 
-    computed = torch.float32
     is_filled = True
 
-    def __init__(self, groups: Groups, panel_rows: int) -> None:
+    def __init__(
+        self, groups: Groups, panel_rows: int, computed: torch.dtype = torch.float32
+    ) -> None:
+        self.computed = computed
         self.n_outputs, n_inputs = groups.shape
         self.panels = PanelShape(groups.form, n_inputs, panel_rows, groups.n_before)
         self.values = self.panels.pack(groups)
@@ -114,7 +118,7 @@ class GroupWeight:
             raise ValueError(
                 f"is {list(empty.values.shape)} on this rank, got {list(groups.shape)}"
             )
-        return cls(groups, panel_rows)
+        return cls(groups, panel_rows, empty.computed)
 
     def fill(self, _: Tensor) -> None:
         """Raises: ValueError, for it is filled from the start."""
@@ -135,21 +139,22 @@ class GroupWeight:
         ops.group_linear(x, self.values, self.panels, out)
 
     def lookup(self, tokens: Tensor, first: int, _: TorchOps) -> Tensor:
-        """The same in float32. Shapes: int64 [T] -> [T, in]."""
+        """The same. Shapes: int64 [T] -> [T, in]."""
         if not self.n_outputs:  # a tiny vocabulary may leave a rank without rows
-            return torch.zeros(len(tokens), self.panels.n_inputs, device=tokens.device)
+            shape = len(tokens), self.panels.n_inputs
+            return torch.zeros(shape, dtype=self.computed, device=tokens.device)
         own = tokens - first
         elsewhere = (own < 0) | (own >= self.n_outputs)
         rows = self.panels.unpack_rows(self.values, own.masked_fill(elsewhere, 0)).values()
-        return rows.masked_fill_(elsewhere[:, None], 0)
+        return rows.masked_fill_(elsewhere[:, None], 0).to(self.computed)
 
     @staticmethod
     def end_to_end(weights: Sequence["GroupWeight"]) -> "GroupWeight":
         """One weight with the outputs of several side by side, which give up theirs."""
         whole = joined([weight.groups() for weight in weights], dim=0)
         for weight in weights:
-            weight.values = torch.empty(0, dtype=torch.uint8)
-        return GroupWeight(whole, weights[0].panels.n_rows)
+            weight.values = weight.values.new_empty(0)
+        return GroupWeight(whole, weights[0].panels.n_rows, weights[0].computed)
 
 
 Weight = DenseWeight | GroupWeight

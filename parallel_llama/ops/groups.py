@@ -79,6 +79,10 @@ class Groups:
         integers, scales = change(self.integers), change(self.scales)
         return Groups(self.form, integers, scales, mins, factors, self.n_before)
 
+    def to(self, device: torch.device) -> "Groups":
+        """The same matrix on a device."""
+        return self.each(lambda part: part.to(device))
+
     def columns(self, inputs: range) -> "Groups":
         """Those of some inputs, whole groups of them."""
         start, stop = (at // GROUP_SIZE for at in (inputs.start, inputs.stop))
@@ -279,18 +283,18 @@ class Plane:
         """Its words. Shapes: [panels, groups, 8, rows, 4] -> [panels, groups, width, rows, 4]."""
         bits = (unsigned >> self.first) & self.mask
         bits = bits.view(*bits.shape[:2], 8 // self.width, self.width, *bits.shape[3:])
-        return (bits << self._shifts).sum(2, dtype=torch.uint8)  # no bit is in two of them
+        bits = bits << self._shifts(unsigned.device)
+        return bits.sum(2, dtype=torch.uint8)  # no bit is in two of them
 
     def in_columns(self, words: Tensor) -> Tensor:
         """The inverse, from the words of all planes: its bits, where they belong in each byte."""
         own = words[:, :, self.first : self.first + self.width, None].transpose(2, 3)
-        bits = ((own >> self._shifts) & self.mask) << self.first
+        bits = ((own >> self._shifts(words.device)) & self.mask) << self.first
         return bits.flatten(2, 3)
 
-    @property
-    def _shifts(self) -> Tensor:
+    def _shifts(self, device: torch.device) -> Tensor:
         """Those of the columns of each word. Shapes: [8 / width, 1, 1, 1]."""
-        shifts = torch.arange(0, 8, self.width, dtype=torch.uint8)
+        shifts = torch.arange(0, 8, self.width, dtype=torch.uint8, device=device)
         return shifts.view(-1, 1, 1, 1)
 
 
@@ -363,7 +367,7 @@ class PanelShape:
         """Shapes: [out, in] -> [n_panels, n_bytes] uint8."""
         assert weight.n_before == self.n_before
         n_panels = -(-weight.shape[0] // self.n_rows)
-        panels = torch.zeros(n_panels, self.n_bytes, dtype=torch.uint8)
+        panels = weight.integers.new_zeros(n_panels, self.n_bytes, dtype=torch.uint8)
         at = 0
         for numbers in (weight.scales, weight.mins, weight.factors):
             if numbers is not None:

@@ -12,6 +12,8 @@ from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
+from parallel_llama.model.transformer import Transformer
+from parallel_llama.ops import TorchOps
 from parallel_llama.ops.groups import Groups, quantise
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
@@ -195,5 +197,19 @@ def test_what_cannot_be_quantised_is_refused_with_the_remedy():
         make_precision(ARGS, "float32", "cpu", "int3")
     with pytest.raises(UsageError, match=r"dtype='float64'.*use dtype='float32'"):
         make_precision(ARGS, "float64", "cpu", "int8")
-    with pytest.raises(UsageError, match="on the CPU alone"):
-        make_precision(ARGS, "bfloat16", "cuda", "int8")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_quantised_weights_stay_on_their_device_in_what_it_computes(name):
+    """On the meta device, which refuses to meet another."""
+    meta, precision = torch.device("meta"), make_precision(ARGS, "bfloat16", "cuda", name)
+    assert precision.computed == "bfloat16"
+    comm, plan = Solo(), make_plan(ARGS, 1, quant_group=precision.group_size)
+    model = Transformer(ARGS, plan.shares[0], comm, TorchOps(), torch.bfloat16)
+    for weight, values in load(random_checkpoint(ARGS, 1), ARGS, plan.shares[0], precision, meta):
+        model.assign(weight, values)
+    x = model.embedded(torch.zeros(3, dtype=torch.int64, device=meta))
+    feed_forward = model.layers[0].feed_forward
+    for result in (x, feed_forward(x), model.logits(x)):
+        assert result.device == meta
+    assert x.dtype == feed_forward(x).dtype == torch.bfloat16

@@ -37,7 +37,7 @@ def _of_parts(x, values, places, stride, m, SIZE: tl.constexpr):
     columns = part * SIZE + tl.arange(0, SIZE)
     is_there = columns < m
     numbers = tl.load(x + row * stride + columns, is_there, -float("inf")).to(tl.float32)
-    value, place = _first_largest(numbers, columns, is_there)
+    value, place = _first_largest(numbers, columns)
     at = row * tl.num_programs(0) + part
     tl.store(values + at, value)
     tl.store(places + at, place)
@@ -50,17 +50,17 @@ def _of_rows(values, places, pairs, n_parts, first, SIZE: tl.constexpr):
     is_there = parts < n_parts
     numbers = tl.load(values + row * n_parts + parts, is_there, -float("inf"))
     where = tl.load(places + row * n_parts + parts, is_there, 0)
-    value, place = _first_largest(numbers, where, is_there)
+    value, place = _first_largest(numbers, where)
     tl.store(pairs + 2 * row, value.to(tl.float64))
     tl.store(pairs + 2 * row + 1, (place.to(tl.int64) + first).to(tl.float64))
 
 
 @triton.jit
-def _first_largest(numbers, places, is_there):
-    """The largest of the numbers that are there, and the first of its places."""
+def _first_largest(numbers, places):
+    """The largest number and the first of its places; -inf may be one that is not there."""
     is_nan = numbers != numbers
     has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
     value = tl.max(tl.where(is_nan, -float("inf"), numbers), 0)
-    is_it = tl.where(has_nan, is_nan, numbers == value) & is_there
+    is_it = tl.where(has_nan, is_nan, numbers == value)
     place = tl.min(tl.where(is_it, places, 0x7FFFFFFF), 0)
     return tl.where(has_nan, float("nan"), value), place

@@ -7,8 +7,8 @@ from tiny_models import TINY_MODELS, write_hf
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
-from parallel_llama.checkpoint import open_checkpoint
-from parallel_llama.config import load_model_args
+from parallel_llama.checkpoint import open_checkpoint, random_checkpoint
+from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.files.model_files import find_model
@@ -30,25 +30,42 @@ MODELS = [
 ]
 
 
+QUANTISED = ModelArgs(
+    dim=96, n_layers=2, n_heads=3, n_kv_heads=1, head_dim=32, ffn_dim=160, vocab_size=101
+)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_torchs_operators(device, tmp_path, name):
-    """A prompt of more rows than kernels multiply, and two steps of one row."""
-    tiny = TINY_MODELS[name]
-    files = find_model(str(write_hf(tiny, tmp_path)))
+    files = find_model(str(write_hf(TINY_MODELS[name], tmp_path)))
     args = load_model_args(files)
-    tokens = torch.randint(tiny.vocab_size, (N_TOKENS,)).tolist()
+    ours, theirs = both(args, open_checkpoint(files, args), Precision.plain("float32"), device)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_quantised_logits_are_those_of_torchs_operators(device, quant):
+    precision = Precision.on("cuda", "float32", quant)
+    ours, theirs = both(QUANTISED, random_checkpoint(QUANTISED, 1), precision, device)
+    # An input that lies between two bytes may go to either, and so it does on a CPU.
+    assert (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def both(args, checkpoint, precision, device):
+    """A prompt of more rows than kernels multiply, and two steps of one row."""
+    tokens = torch.randint(args.vocab_size, (N_TOKENS,)).tolist()
     scores = Scores(args.attention_scale, args.attention_soft_cap)
     logits = []
-    for ops in (TorchOps(scores), CUDAOps(scores)):
+    for ops in (CUDAOps(scores), TorchOps(scores)):
         runner = ModelRunner.load(
             args,
-            open_checkpoint(files, args),
-            make_plan(args, 1),
+            checkpoint,
+            make_plan(args, 1, quant_group=precision.group_size),
             Solo(),
-            precision=Precision.plain("float32"),
+            precision=precision,
             device=device,
             ops=ops,
         )
         runner.reserve([1] * len(runner.groups), N_TOKENS)
         logits.append(logits_in_pieces(runner, tokens, [N_TOKENS - 2, N_TOKENS - 1]))
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    return logits
