@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
+from functools import partial
 from io import StringIO
 
 import torch
@@ -23,6 +24,7 @@ from fairscale.nn.model_parallel import initialize as fairscale_groups
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import listed_ranks
+from parallel_llama.parallel.by_device import ByDevice
 from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError, first_line
@@ -109,9 +111,10 @@ def form_group(
     """
     timeout = timedelta(seconds=timeouts.start_s)
     # Both back ends under CUDA: what is not a tensor of the model travels on the CPU.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    has_card = device.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if has_card else "gloo"
     try:
-        with _silent_stdout():
+        with _silent_stdout(), _nccl_leaves_errors_to_us():
             dist.init_process_group(
                 backend,
                 store=PrefixStore("group", store),
@@ -134,14 +137,41 @@ def form_group(
     ):
         # fairscale's groups start with torch's default of 30 minutes.
         own.set_timeout(timedelta(seconds=timeouts.step_s))
-    comm: Communicator = ProcessGroup(group, store, timeouts, _leave)
+    abort = partial(_abort, group, device) if has_card else None
+    comm = ProcessGroup(group, store, timeouts, _leave, abort)
     try:
         # Nobody goes on before all have met: the store may end with rank 0.
         comm.barrier()
-        return share(comm, timeouts) if shared_memory and device.type == "cpu" else comm
+        host = share(comm, timeouts) if shared_memory else comm
+        if not has_card:
+            return host
+        comm.all_gather(torch.zeros(1, device=device))  # NCCL connects at the first collective
+        return ByDevice(host, comm, comm.require_whole)
     except RankError:
         comm.close()
         raise
+
+
+@contextmanager
+def _nccl_leaves_errors_to_us() -> Iterator[None]:
+    """Keeps torch's watchdog from ending the process of a rank whose peer is lost.
+
+    It would end a user's program 30 s later, with a page of C++. torch reads this once, as it makes
+    a group.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = before or "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
+def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
+    """End what is queued on this rank's card, and with it the group."""
+    group._get_backend(device).abort()
 
 
 @contextmanager

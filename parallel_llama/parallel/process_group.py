@@ -19,6 +19,7 @@ from torch.distributed import Store
 from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator, Timeouts
 from parallel_llama.parallel.failures import RankError, first_line, late
+from parallel_llama.parallel.watch import Watch
 
 Result = TypeVar("Result")
 
@@ -35,7 +36,8 @@ _LOOK_S = 0.1
 class ProcessGroup(Communicator):
     """A process group of torch whose ranks have met at a store.
 
-    `leave` is called once, on close. Every group's rank numbers must be the world's.
+    `leave` is called once, on close. Every group's rank numbers must be the world's. `abort` gives
+    up what is queued on a card; it is None where collectives are done when their calls return.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class ProcessGroup(Communicator):
         store: Store,
         timeouts: Timeouts,
         leave: Callable[[], None],
+        abort: Callable[[], None] | None = None,
     ) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._timeouts = group, timeouts
         self._leave: Callable[[], None] | None = leave
         self._signs = _Signs(store, self.rank, self.size)
+        self._watch = abort and Watch(timeouts.step_s, abort, self._culprits)
         self._n_barriers = 0
         self._pulsed_s = 0.0
 
@@ -63,7 +67,12 @@ class ProcessGroup(Communicator):
         gathered = x.new_empty((self.size, *x.shape))
         if x.numel() > 0:
             with self._naming_culprits("all_gather"):
-                dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self._group)
+                own = x.contiguous().view(-1)
+                work = self._group._allgather_base(gathered.view(-1), own)
+                # A step has one at its end; what it finds done is done before it.
+                if self._watch is not None:
+                    self._watch.add(work)
+                work.wait()
         return gathered
 
     def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
@@ -99,10 +108,17 @@ class ProcessGroup(Communicator):
             self._pulsed_s = now
             self._signs.give("pulse", str(now))
 
+    def require_whole(self) -> None:
+        """Raises: RankError once a rank is lost that a card was waiting for."""
+        if self._watch is not None:
+            self._watch.require_whole()
+
     def close(self) -> None:
         if self._leave is not None:
             leave, self._leave = self._leave, None
             self._signs.end()
+            if self._watch is not None:
+                self._watch.end()
             leave()
 
     def _receive(self, x: Tensor, src: int) -> None:
@@ -113,9 +129,11 @@ class ProcessGroup(Communicator):
 
     @contextmanager
     def _naming_culprits(self, what: str) -> Iterator[None]:
+        self.require_whole()
         try:
             yield
         except RuntimeError as error:
+            self.require_whole()
             raise RankError(
                 f"{what} failed on rank {self.rank} of {self.size}: {self._culprits()} "
                 f"({first_line(error, 200)})"

@@ -1,0 +1,243 @@
+"""Two ways between the same ranks: what is on cards goes one, what is on the host the other.
+
+No card is needed: tensors of float64 stand in for those on cards, and go through gloo as works that
+are watched; all others go through shared memory.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from ranks import SOON_S, Ranks
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from parallel_llama.parallel import groups
+from parallel_llama.parallel.by_device import ByDevice, is_on_card
+from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts, broadcast_bytes
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.process_group import ProcessGroup
+from parallel_llama.parallel.shared_memory import SharedMemory
+from parallel_llama.parallel.watch import Watch
+
+
+def is_float64(x: Tensor) -> bool:
+    return x.dtype == torch.float64
+
+
+class Told(Solo):
+    """Passes everything on, and notes by name and dtype what came this way."""
+
+    def __init__(self, group: Communicator, told: list[tuple[str, torch.dtype]]) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group, self._told = group, told
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._told.append(("all_reduce", x.dtype))
+        return self._group.all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._told.append(("all_gather", x.dtype))
+        return self._group.all_gather(x)
+
+    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+        self._told.append(("broadcast", x.dtype))
+        return self._group.broadcast(x, src, patient=patient)
+
+    def barrier(self) -> None:
+        self._told.append(("barrier", torch.bool))
+        self._group.barrier()
+
+
+def queueing(comm: Communicator, limit_s: float, abort: Callable[[], None]) -> ProcessGroup:
+    """The gloo group below some shared memory, whose works are watched as a card's are."""
+    assert isinstance(comm, SharedMemory)
+    gloo = comm._group
+    assert isinstance(gloo, ProcessGroup)
+    store = PrefixStore(f"queueing {limit_s}", gloo._signs._store)
+    return ProcessGroup(gloo._group, store, Timeouts(limit_s, 30.0), lambda: None, abort)
+
+
+def go_both_ways(comm: Communicator) -> list[list[tuple[str, torch.dtype]]]:
+    by_host: list[tuple[str, torch.dtype]] = []
+    by_card: list[tuple[str, torch.dtype]] = []
+    aborted: list[str] = []
+    cards = queueing(comm, 20.0, lambda: aborted.append("all"))
+    ways = Told(comm, by_host), Told(cards, by_card)
+    both = ByDevice(*ways, cards.require_whole, is_float64)
+    assert (both.rank, both.size) == (comm.rank, comm.size)
+    total = sum(range(1, comm.size + 1))
+    for dtype in (torch.float64, torch.float32):
+        mine = torch.full((3, 5), comm.rank + 1, dtype=dtype)
+        x = mine.clone()
+        assert both.all_reduce(x) is x and bool((x == total).all())
+        gathered = both.all_gather(mine.t())
+        assert gathered.shape == (comm.size, 5, 3)
+        assert [int(part[4, 2]) for part in gathered] == list(range(1, comm.size + 1))
+        last = comm.size - 1
+        assert bool((both.broadcast(mine.clone(), src=last) == comm.size).all())
+    both.pulse()
+    both.barrier()
+    order = broadcast_bytes(both, b"a step" if comm.rank == 0 else None, patient=True)
+    assert order == b"a step" and aborted == []
+    return [by_host, by_card]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_tensor_goes_its_own_way_and_both_give_the_same(ranks, size):
+    """Orders and ids of a CUDA model went through gloo, which takes 0.4 to 0.9 ms for each."""
+    kinds = ["all_reduce", "all_gather", "broadcast"]
+    for by_host, by_card in ranks(size).run(go_both_ways):
+        assert by_card == [(kind, torch.float64) for kind in kinds]
+        told = [*((kind, torch.float32) for kind in kinds), ("barrier", torch.bool)]
+        assert by_host == [*told, ("broadcast", torch.int64), ("broadcast", torch.uint8)]
+
+
+def gather_shapes(comm: Communicator) -> list[Tensor]:
+    cards = queueing(comm, 20.5, lambda: None)
+    shapes: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (2, 3)]
+    return [
+        cards.all_gather(torch.full(shape, comm.rank, dtype=dtype))
+        for shape in shapes
+        for dtype in (torch.float64, torch.bool, torch.bfloat16)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_shape_is_gathered_into_one_tensor(ranks, size):
+    for gathered in ranks(size).run(gather_shapes):
+        for each in gathered:
+            parts = [torch.full(each.shape[1:], rank, dtype=each.dtype) for rank in range(size)]
+            assert torch.equal(each, torch.stack(parts))
+
+
+def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list[str]]:
+    """What the others hear of it, first from the cards' way and then from the host's."""
+    aborted: list[str] = []
+    cards = queueing(comm, 1.0, lambda: aborted.append("all"))
+    both = ByDevice(comm, cards, cards.require_whole, is_float64)
+    comm.barrier()
+    began = time.monotonic()
+    if comm.rank == 1:
+        os.kill(os.getpid(), number)
+        time.sleep(1000)
+    cards._group.set_timeout(timedelta(seconds=4))  # what stands for a card waits no longer
+    heard = []
+    for dtype in (torch.float64, torch.float32):
+        try:
+            both.all_gather(torch.ones(4, dtype=dtype))
+        except RankError as error:
+            heard.append(str(error))
+    return time.monotonic() - began, heard, aborted
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_cards_wait_is_named(number):
+    """A card waits for ever, and torch's watchdog ended the process."""
+    pool = Ranks(3, shared_memory=True)
+    try:
+        for rank, outcome in enumerate(pool.outcomes(lose_rank_1, number, lost=[1])):
+            if rank != 1:
+                waited, heard, aborted = outcome
+                assert waited < SOON_S
+                assert "rank 1 has died, is stopped or cannot be reached" in heard[0]
+                if number == signal.SIGSTOP:
+                    assert aborted == ["all"] and "(nothing came for 1 s)" in heard[0]
+                    assert heard[1] == heard[0]  # before anybody else is asked
+    finally:
+        pool.end()
+
+
+class FakeWork:
+    """A work that is done at the look with this number; never at 0."""
+
+    def __init__(self, done_at: int) -> None:
+        self.n_looks, self._done_at = 0, done_at
+        self.is_over = threading.Event()
+
+    def is_completed(self) -> bool:
+        self.n_looks += 1
+        if self.n_looks == self._done_at:
+            self.is_over.set()
+        return self.is_over.is_set()
+
+
+def test_works_are_watched_in_their_order_until_each_is_done():
+    aborted: list[str] = []
+    watch = Watch(30.0, lambda: aborted.append("all"), lambda: "nobody")
+    works = [FakeWork(done_at) for done_at in (1, 3, 1, 2)]
+    for work in works:
+        watch.add(work)
+    assert works[-1].is_over.wait(SOON_S)
+    assert [work.n_looks for work in works] == [1, 3, 1, 2]
+    watch.require_whole()
+    watch.end()
+    assert aborted == []
+
+
+def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
+    """The card is let go last: the host goes on from there, and must find the failure."""
+    given_up = threading.Event()
+    failures: list[str] = []
+
+    def abort() -> None:
+        try:
+            watch.require_whole()
+        except RankError as error:
+            failures.append(str(error))
+        given_up.set()
+
+    watch = Watch(0.3, abort, lambda: "rank 1 has died")
+    began = time.monotonic()
+    watch.add(FakeWork(1))
+    watch.add(FakeWork(0))
+    watch.require_whole()
+    assert given_up.wait(SOON_S) and time.monotonic() - began >= 0.3
+    assert failures == ["rank 1 has died (nothing came for 0.3 s)"]
+    with pytest.raises(RankError, match=r"rank 1 has died \(nothing came for 0\.3 s\)"):
+        watch.require_whole()
+
+
+def test_a_watch_that_has_ended_has_no_thread():
+    before = set(threading.enumerate())
+    watch = Watch(30.0, lambda: None, lambda: "")
+    (thread,) = set(threading.enumerate()) - before
+    watch.end()
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
+def test_cards_are_left_before_the_host():
+    """NCCL's end may need what the host's way still gives."""
+    left: list[str] = []
+
+    class Leaving(Solo):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            left.append(self.name)
+
+    ByDevice(Leaving("host"), Leaving("cards"), lambda: None).close()
+    assert left == ["cards", "host"]
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_torchs_watchdog_is_told_only_while_a_group_is_made(monkeypatch, before):
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if before is None:
+        monkeypatch.delenv(name, raising=False)
+    else:  # whoever set it knows why
+        monkeypatch.setenv(name, before)
+    with groups._nccl_leaves_errors_to_us():
+        assert os.environ[name] == (before or "0")
+    assert os.environ.get(name) == before
+
+
+def test_tensors_of_the_host_are_not_on_a_card():
+    assert not is_on_card(torch.ones(1)) and not is_on_card(torch.ones(1, device="meta"))
