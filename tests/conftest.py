@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,6 +106,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW) or "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
+
+
+@pytest.fixture(scope="session")
+def decoded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that `transformers_oracle.decoded_smollm2` fills once for all workers of a run."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "decoded smollm2"
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from checkpoint_samples import (
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from reshard_samples import opened
+from transformers_oracle import decoded_smollm2
 
 from parallel_llama.checkpoint import gguf_file, load, open_checkpoint
 from parallel_llama.checkpoint.gguf_groups import groups_of
@@ -187,13 +188,9 @@ def test_a_real_model_is_read_as_by_the_gguf_package(smollm2):
     assert_reads(smollm2, params, decoded(smollm2, SMOLLM2, params))
 
 
-def test_a_real_model_is_read_as_by_transformers(smollm2):
+def test_a_real_model_is_read_as_by_transformers(smollm2, decoded_folder):
     """transformers undoes the rotary order with its own code."""
-    pytest.importorskip("accelerate", reason="transformers needs it for GGUF files")
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
-    )
+    model = decoded_smollm2(decoded_folder)
     wholes = model.state_dict()
     params = list(parameters(SMOLLM2))
     assert len(params) == 272

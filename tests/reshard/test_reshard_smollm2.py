@@ -8,6 +8,7 @@ import torch
 from reshard_samples import tensors_of
 from smollm2 import CAPITAL, parallel_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers_oracle import decoded_smollm2
 
 from parallel_llama.checkpoint import open_checkpoint
 from parallel_llama.checkpoint.verify import verify
@@ -42,10 +43,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {layout: where / layout for layout in ("hf", "native")}
 
 
-def test_every_tensor_is_the_one_that_transformers_decodes(folders):
-    model = AutoModelForCausalLM.from_pretrained(
-        GGUF.path.parent, gguf_file=GGUF.path.name, dtype=torch.float32
-    )
+def test_every_tensor_is_the_one_that_transformers_decodes(folders, decoded_folder):
+    model = decoded_smollm2(decoded_folder)
     expected = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
     written = tensors_of(folders["hf"])
     assert written.keys() == expected.keys()

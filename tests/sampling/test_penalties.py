@@ -127,7 +127,7 @@ class Case:
 
 
 @pytest.mark.usefixtures("favoured")
-def test_kept_sets_and_distributions_are_those_of_transformers_for_2000_combinations(
+def test_kept_sets_and_distributions_are_those_of_transformers_for_400_combinations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In its own order of processors and warpers; few candidates, so that all ways are taken.
@@ -139,7 +139,7 @@ def test_kept_sets_and_distributions_are_those_of_transformers_for_2000_combinat
     monkeypatch.setattr("parallel_llama.sampling.sampler.MAX_CANDIDATES", 20)
     rng = random.Random(0)
     n_adjusted = 0
-    for number in range(2000):
+    for number in range(400):
         case, tp_size = Case(rng, number), 1 + number % 3
         draw = case.draw(0)
         adjusted = adjust_cut(case.logits, [draw], tp_size)
@@ -152,7 +152,7 @@ def test_kept_sets_and_distributions_are_those_of_transformers_for_2000_combinat
         scaled = (adjusted[0] / case.params.temperature).masked_fill(~kept, -math.inf)
         torch.testing.assert_close(scaled.softmax(-1), expected.softmax(-1), rtol=0, atol=1e-12)
         n_adjusted += draws[0].is_adjusted
-    assert 1000 < n_adjusted < 2000
+    assert 200 < n_adjusted < 400
 
 
 def formula(logits: list[float], case: Case, drawn: Sequence[int]) -> list[float]:

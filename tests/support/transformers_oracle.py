@@ -4,6 +4,7 @@ It casts to float32 here and there (norms, rotary tables, softmax), which hides 
 `float64_throughout` takes these casts out. Nothing is shared with the package.
 """
 
+import fcntl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from float64_mode import float64_throughout
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from parallel_llama.files.model_files import find_model
 
 
 def load_transformers(folder: Path) -> PreTrainedModel:
@@ -29,6 +32,24 @@ def load_transformers(folder: Path) -> PreTrainedModel:
         weights["lm_head.weight"] = next(w for name, w in weights.items() if "embed" in name)
     model.load_state_dict(weights)
     return model
+
+
+def decoded_smollm2(folder: Path) -> PreTrainedModel:
+    """The embedded model in float32, as transformers decodes its GGUF file.
+
+    The first who asks leaves it in `folder`, for decoding takes 14 s.
+    """
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "config.json").exists():
+            source = find_model("smollm2").path
+            model = AutoModelForCausalLM.from_pretrained(
+                source.parent, gguf_file=source.name, dtype=torch.float32
+            )
+            model.hf_quantizer = None  # transformers 5 saves no such model while it is there
+            model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @torch.no_grad()
