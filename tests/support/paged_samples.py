@@ -108,7 +108,7 @@ def make_sample(
     nothing = torch.full((2, n_kv_heads, n_blocks * block_size, head_dim), torch.nan)
     cache = kv_rows.pack(nothing, stored).to(device)
     assert cache.shape[-1] == width
-    free = iter(torch.randperm(n_blocks).tolist())
+    free = iter((1 + torch.randperm(n_blocks - 1)).tolist())  # number 0 is easily read in error
     firsts = dict(_rows_of(ranges))
     rows: list[tuple[int, ...]] = []
     blocks: list[int] = []

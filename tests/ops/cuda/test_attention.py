@@ -66,6 +66,18 @@ def test_windows_and_soft_caps_are_heeded(device, dtype, head_dim, window, score
     check(make_sample(((2, 7), (9, 50)), (3, 2), head_dim, **own), CUDAOps(scores), scores)
 
 
+def test_more_heads_than_registers_have_room_for_are_shared_out(device):
+    own = {"dtype": torch.float32, "device": device}
+    check(make_sample(((1, 5), (1, 40)), (2, 35), 256, **own), Decode(1))
+    check(make_sample(((2, 5), (1, 40)), (2, 35), 256, **own), CUDAOps())
+
+
+def test_a_window_may_be_shorter_than_what_a_program_takes_at_once(device):
+    """Its first keys are then out of sight of its last queries."""
+    own = {"dtype": torch.float16, "window": 5, "block_size": 16, "device": device}
+    check(make_sample(((100, 7),), (1,), 16, **own), CUDAOps())
+
+
 @pytest.mark.parametrize("n_programs", [1, 5])
 def test_more_keys_than_short_splits_have_room_for_are_cut_into_longer_ones(device, n_programs):
     own = {"dtype": torch.float32, "block_size": 16, "device": device}
