@@ -23,6 +23,7 @@ class CUDAOps(TorchOps):
     """For a model in float32, bfloat16 or float16; sums are in float32."""
 
     panel_rows = PANEL_ROWS
+    is_paged = True
 
     def lookup(
         self, tokens: Tensor, weight: Tensor, first: int = 0, dtype: torch.dtype | None = None

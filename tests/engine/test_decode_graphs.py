@@ -4,7 +4,7 @@ No card is needed: the operators are torch's, and a recording that runs its step
 tensors of the first time, is to the engine what a graph is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -19,6 +19,7 @@ from mixes import (
     random_mix,
     run_mix,
 )
+from recorded import Recorded
 from thread_ranks import run_on_threads
 from torch import Tensor
 
@@ -37,25 +38,6 @@ class PagedOps(TorchOps):
     """torch's operators, as a device would have them told."""
 
     is_paged = True
-
-
-class Recorded:
-    """The graphs of a runner, played by steps that run again."""
-
-    def __init__(self) -> None:
-        self.n_replays = 0
-
-    def __call__(self, step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
-        logits = step()
-
-        def replay() -> None:
-            self.n_replays += 1
-            again = step()
-            logits.values.copy_(again.values)
-            assert logits.largest is not None and again.largest is not None
-            logits.largest.copy_(again.largest)
-
-        return logits, replay
 
 
 def paged_ops(args: ModelArgs) -> PagedOps:

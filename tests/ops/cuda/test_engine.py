@@ -1,0 +1,159 @@
+"""The whole engine on the kernels: what a step asks of the device, and what requests get."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from mixes import ARGS, HYBRID, make_engine
+from recorded import Recorded
+from thread_ranks import ThreadComm, run_on_threads
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+
+from parallel_llama.checkpoint import random_checkpoint
+from parallel_llama.config import ModelArgs
+from parallel_llama.dtypes import Precision
+from parallel_llama.engine import decode_graphs
+from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.model.transformer import Transformer
+from parallel_llama.ops import Scores, TorchOps
+from parallel_llama.ops.cuda_ops import CUDAOps
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.plan import make_plan
+from parallel_llama.request import Request, SamplingParams
+from parallel_llama.sampling import Draw, PendingDraws
+
+N_NEW = 3
+SMALL = replace(ARGS, dim=32, n_heads=5, n_kv_heads=1, head_dim=8, dtype="float32")
+WINDOWED = replace(HYBRID, n_layers=2, dim=32, n_heads=4, n_kv_heads=2, head_dim=8, dtype="float32")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what goes from one device to the other, and stands for what comes down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        places = {each.device.type for each in tensors}
+        wanted = kwargs.get("device")
+        if wanted is not None and tensors:
+            places.add(torch.device(wanted).type)
+        if len(places) > 1:
+            goes_up = (wanted and torch.device(wanted).type == "meta") or tensors[0].is_meta
+            self.counts[f"{func} {'up' if goes_up else 'down'}"] += 1
+            if not goes_up and func is torch.ops.aten.copy_.default:
+                return args[0]
+        return func(*args, **kwargs)
+
+
+class Literals(TorchFunctionMode):
+    """Refuses numbers of Python's on the device: each would be a copy that is waited for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
+            assert not result.is_meta, "a literal on the device"
+        return result
+
+
+def meta_runner(args: ModelArgs) -> ModelRunner:
+    """A runner whose model has shapes and no memory."""
+    plan, scores = make_plan(args, 1), Scores(args.attention_scale, args.attention_soft_cap)
+    model = Transformer(args, plan.shares[0], Solo(), CUDAOps(scores), torch.bfloat16)
+    for layer in model.layers:
+        layer.pack()
+    runner = ModelRunner(args, plan, Solo(), model)
+    runner.reserve([64] * len(runner.groups), 16)
+    return runner
+
+
+@pytest.mark.parametrize("args", [ARGS, HYBRID], ids=["full", "windows"])
+def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args):
+    """On the meta device a question, such as which of some numbers are not zero, is an error."""
+    runner = meta_runner(args)
+    tables = [list(range(n, n + 20)) for n in range(3)]
+    chunks = [
+        Chunk((7,), 30 + n, [table] * len(runner.groups), 9) for n, table in enumerate(tables)
+    ]
+    draws = [Draw(SamplingParams(), 0, 0, 31 + n) for n in range(3)]
+    with Literals(), Traffic() as traffic:
+        logits, _ = runner.step(chunks, range(3))
+        assert logits.largest is not None
+        pending = PendingDraws(logits.largest, draws, Solo())
+        assert pending.tokens.is_meta
+    assert traffic.counts == {"aten.copy_.default up": 1, "aten.copy_.default down": 1}
+
+
+def make_runner_of(comm: Communicator, args: ModelArgs, ops: TorchOps) -> ModelRunner:
+    plan, device = make_plan(args, comm.size), torch.device("cpu")
+    checkpoint, precision = random_checkpoint(args, seed=1), Precision.plain("float32")
+    return ModelRunner.load(
+        args, checkpoint, plan, comm, precision=precision, device=device, ops=ops
+    )
+
+
+def answers(
+    comm: Communicator, args: ModelArgs, make_ops: Callable[[Scores], TorchOps], n_new: int
+) -> dict[int, tuple[int, ...]]:
+    """Greedy tokens of three requests of unlike lengths, the last of which comes later."""
+    ops = make_ops(Scores(args.attention_scale, args.attention_soft_cap))
+    runner = make_runner_of(comm, args, ops)
+    engine = make_engine(runner, n_blocks=12, block_size=4)
+    if ops.is_paged:
+        runner.record(Recorded())
+    params = SamplingParams(max_tokens=n_new, ignore_eos=True)
+    prompts = tuple(range(3, 15)), (5,), tuple(range(9, 12))
+    requests = [Request(n, prompt, params, 0, frozenset()) for n, prompt in enumerate(prompts)]
+    found, step = {}, 0
+    while step < 3 or not engine.idle:
+        if comm.rank == 0 and step in (0, 2):
+            for request in requests[:2] if step == 0 else requests[2:]:
+                engine.submit(request)
+        for output in engine.step():
+            if output.completion is not None:
+                found[output.index] = output.completion.tokens
+        step += 1
+    return found
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Lock]:
+    """Held by the rank that runs: Triton's interpreter is not for two threads at once."""
+    turn, exchange = threading.Lock(), ThreadComm._exchange
+
+    def exchange_in_turns(comm: ThreadComm, x: torch.Tensor) -> torch.Tensor:
+        turn.release()
+        try:
+            return exchange(comm, x)
+        finally:
+            turn.acquire()
+
+    monkeypatch.setattr(ThreadComm, "_exchange", exchange_in_turns)
+    yield turn
+
+
+@pytest.mark.parametrize(
+    ("args", "tp_size"), [(SMALL, 2), (WINDOWED, 1)], ids=["3 and 2 heads", "windows"]
+)
+def test_requests_get_the_tokens_that_the_cpu_gives(monkeypatch, turns, args, tp_size):
+    """Prompts in chunks and decode steps in graphs; 5 query heads on 2 ranks are 3 and 2."""
+    monkeypatch.setattr(decode_graphs, "BUCKETS", (2, 4))
+
+    def run(comm: Communicator) -> dict[int, tuple[int, ...]]:
+        with turns:
+            return answers(comm, args, CUDAOps, N_NEW)
+
+    expected = answers(Solo(), args, TorchOps, N_NEW)
+    assert sorted(expected) == [0, 1, 2]
+    assert run_on_threads(tp_size, run) == [expected] * tp_size
