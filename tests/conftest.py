@@ -42,6 +42,8 @@ SLOW = (
     "tests/model/test_parity.py::test_prefill_at_once_",
     "tests/model/test_spread_attention.py",
     "tests/ops/cuda/test_attention.py::test_what_it_computes_with_",
+    "tests/ops/cuda/test_compile.py",
+    "tests/ops/cuda/test_model.py",
     "tests/ops/test_kernels.py::test_queries_turn_and_keys_and_values_go_to_their_slots[2 threads",
     "tests/parallel/",
     "tests/reshard/test_crash.py",

@@ -76,7 +76,8 @@ def _source(
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel with the types of its arguments, and what the compiler is told besides.
 
-    As in a launch, integers of 1 are constants, and what 16 divides is known to be.
+    As in a launch, integers of 1 are constants, and what 16 divides is known to be, but for
+    arguments that are not specialised.
     """
     from triton.compiler import ASTSource
 
@@ -87,22 +88,24 @@ def _source(
     signature, constexprs, attrs = {}, {}, {}
     for place, param in enumerate(kernel.params):
         value = given.get(param.name, param.default)
-        kind = "constexpr" if param.is_constexpr else _type_of(value)
+        kind = "constexpr" if param.is_constexpr else _type_of(value, param.do_not_specialize)
         signature[param.name] = kind
         if kind == "constexpr":
             constexprs[(place,)] = value
-        elif _is_divisible(value):
+        elif _is_divisible(value) and not (
+            param.do_not_specialize or param.do_not_specialize_on_alignment
+        ):
             attrs[(place,)] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constexprs, attrs), options
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: Any, is_any: bool) -> str:
     import torch
     from triton.runtime.jit import type_canonicalisation_dict
 
     if isinstance(value, torch.Tensor):
         return f"*{type_canonicalisation_dict[str(value.dtype).removeprefix('torch.')]}"
-    if value is None or (value == 1 and type(value) is int):
+    if value is None or (value == 1 and type(value) is int and not is_any):
         return "constexpr"
     if isinstance(value, bool):
         return "i1"

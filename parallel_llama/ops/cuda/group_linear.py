@@ -120,7 +120,7 @@ def _round(
     tl.store(own_sums, tl.sum(of_parts, 1).to(tl.float32), first + parts < n_groups * N_PARTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _product(
     integers, scales, sums, panels, halves, factors, y,
     n, n_outputs, n_groups, n_before, y_stride, n_bytes, mins_at, factors_at, integers_at,

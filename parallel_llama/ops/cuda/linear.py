@@ -65,7 +65,7 @@ def add_parts(sums: Tensor, bias: Tensor | None, y: Tensor) -> None:
     launch(_sum, grid, sums, bias, y, n, n_outputs, y.stride(0), N_PARTS=n_parts, SIZE=256)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _product(
     x, weight, y, bias, n, n_inputs, n_outputs, x_stride, weight_stride, part,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
@@ -89,7 +89,7 @@ def _product(
     tl.store(y + at, sums.to(y.dtype.element_ty), is_output[:, None] & is_row[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _sum(sums, bias, y, n, n_outputs, y_stride, N_PARTS: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(1)
     outputs = tl.program_id(0) * SIZE + tl.arange(0, SIZE)

@@ -23,7 +23,7 @@ def lookup(tokens: Tensor, weight: Tensor, first: int, dtype: torch.dtype) -> Te
     return rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])
 def _lookup(tokens, weight, rows, first, n_rows, stride, dim, SIZE: tl.constexpr):
     place = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * SIZE + tl.arange(0, SIZE)

@@ -48,7 +48,7 @@ def _parts_of(cache: Tensor) -> tuple[Tensor, Tensor]:
     return cache.view(torch.uint8), cache.view(torch.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "turns"])
 def _rotate_and_store(
     qkv, turns, slots, k, v, k_scales, v_scales,
     n_queries, n_kv_heads, head_dim, token_stride, head_stride, turn_stride, kv_stride, slot_stride,
