@@ -18,6 +18,7 @@ from parallel_llama.checkpoint.ahead import ahead
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.cuda_settings import settle_cuda
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import memory_for
 from parallel_llama.engine.spread_cache import CachePart, mask_of
@@ -84,6 +85,8 @@ class ModelRunner:
         Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights if a
         weight is not what it should be.
         """
+        if device.type == "cuda":
+            settle_cuda()
         share, dtype = plan.shares[comm.rank], torch_dtype(precision.computed)
         if ops is None:
             groups = {len(run.heads) // len(run.kv_heads) for run in share.runs}
