@@ -32,7 +32,7 @@ from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_capacity import CacheSize, memory_for, memory_of
-from parallel_llama.engine.machine import Machine, measure
+from parallel_llama.engine.machine import Machine, measure, peak_cuda_bytes
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompts import Prompt, Prompts
 from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_facts
@@ -64,9 +64,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Statistics:
-    """What the last call took. Units: seconds, tokens, bytes on each rank."""
+    """What the last call took. Units: seconds, tokens, bytes on each rank.
+
+    `cuda_bytes` are those that a model has taken of each card when it is ready.
+    """
 
     weight_bytes: tuple[int, ...]
+    cuda_bytes: tuple[int, ...] = ()
     load_s: float = 0.0
     n_new_tokens: int = 0
     first_token_s: float = 0.0
@@ -235,11 +239,12 @@ class LLM:
                 runner = self._load(checkpoint, plan, comm, self.device, on_bytes)
                 self.engine = self._group.engine = self._engine(runner, cache_size, max_drafts)
                 self._record(runner, on_graph)
+                cuda_bytes = self._cuda_bytes(runner)
         except BaseException:
             self._end()
             raise
         input_processor.n_cache_tokens = self.engine.capacity.longest(longest)
-        self.statistics = Statistics(weights, load_s=time.monotonic() - started)
+        self.statistics = Statistics(weights, cuda_bytes, load_s=time.monotonic() - started)
         self._runs: dict[int, _Run] = {}
         if self.rank > 0:
             rank_calls.serve_rank(self.engine)
@@ -468,6 +473,13 @@ class LLM:
             with memory_for("recorded decode steps", "lower kv_cache_bytes, or use more ranks"):
                 runner.record(on_graph=note)
             runner.comm.barrier()
+
+    def _cuda_bytes(self, runner: ModelRunner) -> tuple[int, ...]:
+        """What each rank has taken of its card; nothing on the CPU."""
+        own = peak_cuda_bytes(runner.device)
+        if own is None:
+            return ()
+        return tuple(self._present.all_gather(torch.tensor(own)).tolist())
 
     def _require_open(self) -> None:
         if not self._end.alive:

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,8 @@ from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.handshake import Card, require_same
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
+from parallel_llama.serve.engine_process import EngineProcess
+from parallel_llama.serve.wire import FrameSocket, RankFacts
 
 ROOT = Path(__file__).parents[1]
 SUPPORT = str(ROOT / "tests" / "support")
@@ -159,6 +162,30 @@ def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(
     with pytest.raises(UsageError, match=f"rank 0 of 1 needs .* which has {1 << 29} free"):
         LLM(str(model), device="cuda", on_bytes=n_read.append)
     assert n_read == []
+
+
+def test_a_model_says_what_it_has_taken_of_each_card(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(model), dtype="float64") as on_cpu:
+        assert on_cpu.statistics.cuda_bytes == ()
+    monkeypatch.setattr("parallel_llama.llm.peak_cuda_bytes", lambda _: 9 << 30)
+    with LLM(str(model), dtype="float64") as on_card:
+        assert on_card.statistics.cuda_bytes == (9 << 30,)
+        assert EngineProcess(on_card, FrameSocket(socket.socket()))._loaded().ranks == (
+            RankFacts(0, on_card.statistics.weight_bytes[0], os.getpid(), 9 << 30),
+        )
+
+
+def test_where_the_time_of_steps_goes_is_counted(model: Path) -> None:
+    with LLM(str(model), dtype="float64") as own:
+        began = time.perf_counter()
+        own.generate("Hello", PARAMS)
+        elapsed_s = time.perf_counter() - began
+        times = own.engine.times
+        phases = [getattr(times, f"{name}_s") for name in ("forward", "sample", "decide")]
+        assert times.n_steps > 0 and all(each > 0 for each in phases)
+        assert sum(phases) + times.messages_s + times.schedule_s <= elapsed_s
 
 
 def test_ranks_of_two_devices_do_not_meet(model: Path) -> None:

@@ -154,6 +154,7 @@ def _figures(llm: "LLM", runs: Sequence[Run], n_prompt_tokens: int, batch: int) 
         "kv_cache_dtype": llm.kv_format.dtype,
         "quant": llm.quant,
         "peak_rss_bytes": machine.peak_rss_bytes,
+        "peak_cuda_bytes": machine.peak_cuda_bytes,
     }
 
 
@@ -233,9 +234,13 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
         f"a step reads {size(figures['weight_bytes_per_step'])} of weights; the memory gives "
         f"{size(figures['read_bytes_per_s'])}/s to {readers}",
         f"loaded in {figures['start_s']} s; the largest rank held "
-        f"{size(figures['peak_rss_bytes'])} at its peak",
+        f"{size(figures['peak_rss_bytes'])} at its peak{_on_card(figures['peak_cuda_bytes'])}",
         *_modelled(figures),
     ]
+
+
+def _on_card(n_bytes: int | None) -> str:
+    return "" if n_bytes is None else f", and {size(n_bytes)} of its card"
 
 
 def _modelled(figures: dict[str, Any]) -> list[str]:

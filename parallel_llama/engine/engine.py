@@ -28,6 +28,7 @@ from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompt_lookup import PromptLookup
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepTimes
+from parallel_llama.engine.step_clock import StepClock, tick_of
 from parallel_llama.errors import DISAGREE, NumericalError, UsageError
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.model.rope import base_len
@@ -124,6 +125,7 @@ class Engine:
         self.call = b""
         self.begun: list[int] = []  # tickets that the last step was the first of
         self.times = StepTimes()
+        self._clock = StepClock(self.times, tick_of(runner.device))
         self._tokenizer, self._grammars = tokenizer, grammars
         self._n_tickets = 0
         self._ahead: _Ahead | None = None
@@ -194,7 +196,10 @@ class Engine:
         was here is gone then.
         """
         try:
-            return self._step(_Clock())
+            self._clock.begin()
+            outputs = self._step()
+            self._clock.end()
+            return outputs
         except BaseException as error:
             # Other ranks meet a NumericalError alike; after anything else nobody knows where
             # they are, but for a rank alone that was interrupted.
@@ -202,13 +207,13 @@ class Engine:
                 self._reset()
             raise
 
-    def _step(self, clock: "_Clock") -> list[StepOutput]:
+    def _step(self) -> list[StepOutput]:
         own = self._new_message().encode() if self.comm.rank == 0 else None
         message = decode_message(broadcast_bytes(self.comm, own, patient=True))
         self.call = message.call
         outputs = self._carry_out(message)
         self.begun = []
-        self.times.messages_s += clock.lap()
+        self._clock.lap("messages_s")
         ahead, self._ahead = self._ahead, None
         scheduled: list[ScheduledTokens] = []
         if not self.call:
@@ -216,11 +221,11 @@ class Engine:
             scheduled = self.scheduler.schedule_again(ahead.sequences) if ahead else []
             ahead = ahead if scheduled else None
             scheduled = scheduled or self.scheduler.schedule()
-        self.times.schedule_s += clock.lap()
-        return outputs + self._run(scheduled, ahead, clock) if scheduled else outputs
+        self._clock.lap("schedule_s")
+        return outputs + self._run(scheduled, ahead) if scheduled else outputs
 
     def _run(
-        self, scheduled: abc.Sequence[ScheduledTokens], ahead: "_Ahead | None", clock: "_Clock"
+        self, scheduled: abc.Sequence[ScheduledTokens], ahead: "_Ahead | None"
     ) -> list[StepOutput]:
         for state in (self._states[item.sequence] for item in scheduled):
             if not state.has_begun and state.sequence.number == 0:
@@ -233,16 +238,16 @@ class Engine:
         else:
             logits = ahead.of(scheduled)
             hidden = logits.values[:0]
-        self.times.forward_s += clock.lap()
+        self._clock.lap("forward_s")
         items = [item for item in scheduled if item.draws]
         drawn = self._sample(items, logits) if items else []
         self._score_prompts(scoring, hidden)
-        self.times.sample_s += clock.lap()
+        self._clock.lap("sample_s")
         for item in scheduled:
             if not item.draws:
                 self.scheduler.commit(item, ())
         outputs = self._decide(items, drawn)
-        self.times.decide_s += clock.lap()
+        self._clock.lap("decide_s")
         self.times.n_steps += 1
         return outputs
 
@@ -396,7 +401,9 @@ class Engine:
         if self._may_look_ahead(flat) and logits.largest is not None:
             pending = PendingDraws(logits.largest, flat, self.comm)
             if self.scheduler.look_ahead():
+                self._clock.lap("sample_s")
                 self._ahead = self._launch(drawing, pending.tokens)
+                self._clock.lap("forward_s")  # of the next step, which is this one's on the device
             return [[drawn] for drawn in pending.read()]
         return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, logits.largest)
 
@@ -577,17 +584,6 @@ class _Ahead:
 
 def _chunk(item: ScheduledTokens, start: int, tokens: abc.Sequence[int]) -> Chunk:
     return Chunk(tokens, start, item.sequence.tables, item.sequence.n_prompt)
-
-
-class _Clock:
-    """Seconds between one lap and the next."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        before, self._last = self._last, time.perf_counter()
-        return self._last - before
 
 
 def _warn_if_early(request: Request, n_drawn: int) -> None:

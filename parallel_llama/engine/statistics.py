@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass
 class StepTimes:
-    """Where the time of all steps so far went. Units: seconds."""
+    """Where the time of all steps so far went. Units: seconds.
+
+    On a card by its clock, on which what the host does beside its work takes no time.
+    """
 
     n_steps: int = 0
     messages_s: float = 0.0

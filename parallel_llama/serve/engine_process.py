@@ -10,6 +10,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import zip_longest
 
 from parallel_llama.engine.engine import StepOutput
 from parallel_llama.errors import NumericalError, UsageError
@@ -71,6 +72,7 @@ class EngineProcess:
     def _loaded(self) -> Loaded:
         llm, capacity = self._llm, self._engine.capacity
         pids = llm.pids()
+        weights, on_cards = llm.statistics.weight_bytes, llm.statistics.cuda_bytes
         return Loaded(
             dtype=llm.dtype,
             quant=llm.quant,
@@ -79,8 +81,8 @@ class EngineProcess:
             block_size=capacity.block_size,
             longest=capacity.longest(llm.input_processor.max_seq_len),
             ranks=tuple(
-                RankFacts(rank, n_bytes, pids.get(rank))
-                for rank, n_bytes in enumerate(llm.statistics.weight_bytes)
+                RankFacts(rank, n_bytes, pids.get(rank), on_card)
+                for rank, (n_bytes, on_card) in enumerate(zip_longest(weights, on_cards))
             ),
         )
 

@@ -38,6 +38,7 @@ def status_of(service: Service) -> dict[str, Any]:
                 "rank": rank.rank,
                 "up": engine.state in ("ready", "draining"),
                 "memory_bytes": _resident_bytes(rank.pid),
+                "cuda_bytes": rank.cuda_bytes,
                 "weight_bytes": rank.weight_bytes,
             }
             for rank in ranks

@@ -39,11 +39,15 @@ ToEngine = Submit | Cancel
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """One rank of the engine; `pid` where it runs on the front's host."""
+    """One rank of the engine; `pid` where it runs on the front's host.
+
+    `cuda_bytes` are those that it has taken of its card.
+    """
 
     rank: int
     weight_bytes: int
     pid: int | None = None
+    cuda_bytes: int | None = None
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):

@@ -15,7 +15,7 @@ from parallel_llama.cli.main import main
 KEYS = {
     "prefill_tokens_per_s", "decode_tokens_per_s", "decode_ms_per_step", "time_to_first_token_s",
     "start_s", "weight_bytes_per_step", "read_bandwidth_share", "tp_size", "dtype", "quant",
-    "peak_rss_bytes",
+    "peak_rss_bytes", "peak_cuda_bytes",
 }  # fmt: skip
 SIZES = ("--prompt-tokens=9", "--max-tokens=6", "--batch=3", "--repeat=2", "--dtype=float32")
 

@@ -1,0 +1,146 @@
+"""Figures of a card without a card: its clock, its memory, and how fast it moves that."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+from thread_ranks import run_on_threads
+
+from parallel_llama.engine import machine, step_clock
+from parallel_llama.engine.machine import measure, peak_cuda_bytes
+from parallel_llama.engine.statistics import StepTimes
+from parallel_llama.engine.step_clock import CardTick, HostTick, StepClock, tick_of
+from parallel_llama.parallel.collectives import Communicator, Solo
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class FakeEvent:
+    """An event that a card comes to at a time that is known beforehand."""
+
+    now_ms = 0.0
+    recorded: ClassVar[deque[float]] = deque()  # when the card comes to those that will be recorded
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_ms = self.recorded.popleft()
+
+    def query(self) -> bool:
+        return self.at_ms <= FakeEvent.now_ms
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        assert self.query() and later.query()  # else CUDA raises
+        return later.at_ms - self.at_ms
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> type[FakeEvent]:
+    monkeypatch.setattr(step_clock.torch.cuda, "Event", FakeEvent)
+    FakeEvent.recorded.clear()
+    FakeEvent.now_ms = 0.0
+    return FakeEvent
+
+
+def step(clock: StepClock) -> None:
+    clock.begin()
+    for name in ("forward_s", "sample_s", "forward_s", "sample_s"):
+        clock.lap(name)
+    clock.end()
+
+
+def test_a_step_on_a_card_takes_what_the_card_says_once_it_is_over(card):
+    """Launching is over at once, and all of the time went to whoever read a result first."""
+    times = StepTimes()
+    clock = StepClock(times, tick_of(CARD))
+    card.recorded.extend([1000, 1004, 1005, 1025, 1026])
+    step(clock)
+    assert (times.forward_s, times.sample_s) == (0.0, 0.0)  # the card is not there yet
+    card.now_ms = 1026.0
+    card.recorded.extend([2000, 2001, 2002, 2003, 2004])
+    step(clock)
+    assert (times.forward_s, times.sample_s) == pytest.approx((0.024, 0.002))
+    card.now_ms = 9999.0
+    card.recorded.extend([9990, 9990, 9990, 9990, 9990])
+    step(clock)
+    assert (times.forward_s, times.sample_s) == pytest.approx((0.026, 0.004))
+
+
+def test_a_step_that_broke_off_leaves_no_time(card):
+    times = StepTimes()
+    clock = StepClock(times, tick_of(CARD))
+    card.recorded.extend([0, 500, 1000, 1001, 1002, 1003, 1004])
+    card.now_ms = 9999.0
+    clock.begin()
+    clock.lap("forward_s")
+    step(clock)
+    assert (times.forward_s, times.sample_s) == pytest.approx((0.002, 0.002))
+
+
+def test_on_the_cpu_a_lap_is_the_hosts(monkeypatch):
+    now = iter([10.0, 12.0, 12.5, 13.0, 14.0])
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: next(now))
+    times = StepTimes()
+    step(StepClock(times, tick_of(CPU)))
+    assert (times.forward_s, times.sample_s) == (2.5, 1.5)
+    assert (tick_of(CPU), tick_of(CARD)) == (HostTick, CardTick)
+
+
+@dataclass
+class FakeTick:
+    """A tick of a card that comes at its third look; each is as late as `s` says."""
+
+    s: float
+    n_looks: int = field(default=0)
+
+    def has_come(self) -> bool:
+        self.n_looks += 1
+        return self.n_looks >= 3
+
+    def seconds_until(self, later: "FakeTick") -> float:
+        assert later.n_looks >= 3
+        return later.s - self.s
+
+
+def measure_as_on_cards(comm: Communicator) -> machine.Machine:
+    return measure(comm, torch.device("cuda", comm.rank))
+
+
+def test_a_card_is_measured_by_copies_by_its_own_clock_and_its_own_peak(monkeypatch):
+    """The slowest of two cards decides each of five turns, and the best turn counts."""
+    copied: list[int] = []
+    # Each turn of each rank has a beginning and an end.
+    seconds = {0: [4.0, 2.0, 3.0, 4.0, 5.0], 1: [1.0, 2.5, 9.0, 9.0, 9.0]}
+    ticks = {rank: iter([s for each in own for s in (0.0, each)]) for rank, own in seconds.items()}
+
+    def tick_of_card(device: torch.device) -> object:
+        return lambda: FakeTick(next(ticks[device.index]))
+
+    monkeypatch.setattr(machine, "tick_of", tick_of_card)
+    monkeypatch.setattr(machine, "_copying", lambda device: (100, lambda: copied.append(device)))
+    peaks = {0: 7 << 30, 1: 9 << 30}
+    monkeypatch.setattr(
+        machine.torch.cuda, "max_memory_allocated", lambda device: peaks[device.index]
+    )
+    for found in run_on_threads(2, measure_as_on_cards):
+        assert found.read_bytes_per_s == pytest.approx(2 * 100 / 2.5)
+        assert found.peak_cuda_bytes == 9 << 30 and found.peak_rss_bytes > 1 << 20
+    assert len(copied) == 2 * 5
+
+
+def test_a_copy_reads_and_writes_every_byte(monkeypatch):
+    monkeypatch.setattr(machine, "_COPIED_BYTES", 4096)
+    n_bytes, copy = machine._copying(CPU)
+    target = copy()
+    assert n_bytes == 2 * 4096
+    assert isinstance(target, torch.Tensor) and target.nbytes == 4096 and bool((target == 1).all())
+
+
+def test_a_cpu_has_no_peak_of_a_card(monkeypatch):
+    monkeypatch.setattr(machine, "_TOTAL_BYTES", 1 << 20)
+    assert peak_cuda_bytes(CPU) is None
+    found = measure(Solo(), CPU)
+    assert found.peak_cuda_bytes is None and found.read_bytes_per_s > 0

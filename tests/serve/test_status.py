@@ -1,0 +1,28 @@
+"""What /status says of ranks."""
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from parallel_llama.request import SamplingParams
+from parallel_llama.serve.status import status_of
+from parallel_llama.serve.wire import Loaded, RankFacts, framed, from_engine
+
+
+@pytest.mark.parametrize("cuda_bytes", [5 << 30, None])
+def test_what_ranks_have_taken_of_their_cards_stands_beside_the_hosts_memory(cuda_bytes):
+    """The host's memory said nothing of a model on a card."""
+    ranks = tuple(RankFacts(rank, 7, None, cuda_bytes) for rank in range(2))
+    loaded = Loaded("bfloat16", "none", 1, 1000, 16, 1000, ranks)
+    loaded = from_engine.decode(framed(loaded)[4:])
+    rate = SimpleNamespace(per_s=lambda: 0.0)
+    engine = SimpleNamespace(
+        loaded=loaded, last_step=None, state="ready", step_age_s=0.0, n_restarts=0,
+        metrics=SimpleNamespace(token_rate=rate),
+    )  # fmt: skip
+    inputs = SimpleNamespace(max_seq_len=1000, sampling_params=SamplingParams)
+    status = status_of(SimpleNamespace(engine=engine, names=["m"], inputs=inputs))
+    assert [rank["cuda_bytes"] for rank in status["ranks"]] == [cuda_bytes] * 2
+    assert [rank["weight_bytes"] for rank in status["ranks"]] == [7, 7]
+    assert msgspec.json.encode(status)
