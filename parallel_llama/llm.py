@@ -209,13 +209,21 @@ class LLM:
             plan = plan.alone(played)
         self.kv_format = kv_format(kv_cache_dtype, self.dtype)
         longest = input_processor.max_seq_len
+        step_tokens = STEP_TOKENS[kind]
         working = [
-            working_bytes(self.args, share, self.precision, STEP_TOKENS, MAX_RUNNING)
+            working_bytes(self.args, share, self.precision, step_tokens, MAX_RUNNING)
             for share in plan.shares
             if kind == "cuda"
         ]
         cache_size = CacheSize(
-            self.args, plan, self.kv_format, block_size, kv_cache_bytes, longest, working
+            self.args,
+            plan,
+            self.kv_format,
+            block_size,
+            kv_cache_bytes,
+            longest,
+            working,
+            step_tokens,
         )
         values = values_by_form(self.args, self.precision)
         weights = tuple(weight_bytes(share, values) for share in plan.shares)

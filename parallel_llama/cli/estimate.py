@@ -43,17 +43,21 @@ class Workload:
     kv_split: KVSplit = "heads"
     device: DeviceKind = "cpu"
 
+    @property
+    def step_tokens(self) -> int:
+        return STEP_TOKENS[self.device]
+
     def working(self, share: Share) -> int:
         """What a rank needs on its card beside weights and KV cache."""
         if self.device == "cpu":
             return 0
-        return working_bytes(self.args, share, self.precision, STEP_TOKENS, MAX_RUNNING)
+        return working_bytes(self.args, share, self.precision, self.step_tokens, MAX_RUNNING)
 
     @property
     def tokens_each(self) -> tuple[int, ...]:
         """Tokens of a sequence that each group of layers keeps at once, at the most."""
         return tuple(
-            blocks_held(self.max_seq_len, 1, group.window, STEP_TOKENS)
+            blocks_held(self.max_seq_len, 1, group.window, self.step_tokens)
             for group in layer_groups(self.args)
         )
 
@@ -64,7 +68,7 @@ class Workload:
 
     def pools(self, n_tokens: int) -> tuple[int, ...]:
         """Tokens that each group of layers has room for, where the first has so much."""
-        return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, STEP_TOKENS)
+        return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, self.step_tokens)
 
     @property
     def weights(self) -> int:

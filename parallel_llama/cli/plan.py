@@ -32,7 +32,6 @@ from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, painted, size, table
 from parallel_llama.config import ModelArgs, context_length, default_quant, stored_formats
 from parallel_llama.dtypes import ITEM_BYTES
-from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
@@ -245,11 +244,11 @@ def _copies(found: Estimate) -> str:
 
 def _working(found: Estimate) -> list[str]:
     """What cards must have beside weights and cache; nothing on the CPU."""
-    most = max(rank.working for rank in found.ranks)
+    most, n_tokens = max(rank.working for rank in found.ranks), found.work.step_tokens
     if not most:
         return []
     return [
-        f"to work    {size(most)} more on a card, for a step of {STEP_TOKENS} tokens, scores, and "
+        f"to work    {size(most)} more on a card, for a step of {n_tokens} tokens, scores, and "
         f"CUDA's libraries and graphs ({size(CUDA_ALLOWANCE)})"
     ]
 

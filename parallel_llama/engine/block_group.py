@@ -5,16 +5,17 @@ longer once it is out of the window of all that are to come; its block takes a l
 that a long sequence goes round in the same blocks, however long it becomes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
 from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.plan import blocks_held
 
-# Tokens of one forward pass: enough to make prefill a matter of matrix products and not of weight
-# traffic, few enough that those who decode do not wait long and an interruption is heard.
-STEP_TOKENS = 512
+# Tokens of one forward pass, by kind of device: enough to make prefill a matter of matrix products
+# and not of weight traffic, few enough that those who decode do not wait long and an interruption
+# is heard.
+STEP_TOKENS: Mapping[str, int] = {"cpu": 512, "cuda": 4096}
 
 
 @dataclass(eq=False)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.detokenizer import Detokenizer
@@ -117,11 +116,12 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         grammars: GrammarCompiler | None = None,
         *,
-        step_tokens: int = STEP_TOKENS,
+        step_tokens: int | None = None,
         max_drafts: int = MAX_DRAFTS,
     ) -> None:
         self.runner, self.comm, self.capacity = runner, runner.comm, capacity
-        self.step_tokens, self.max_drafts = step_tokens, max_drafts
+        self.step_tokens = step_tokens or capacity.step_tokens
+        self.max_drafts = max_drafts
         self.call = b""
         self.begun: list[int] = []  # tickets that the last step was the first of
         self.times = StepTimes()

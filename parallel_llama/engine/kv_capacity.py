@@ -51,6 +51,7 @@ class Capacity:
     n_bytes: int
     windows: tuple[int | None, ...] = (None,)
     n_sinks: int = 0
+    step_tokens: int = STEP_TOKENS["cpu"]
 
     @property
     def n_tokens(self) -> int:
@@ -65,7 +66,7 @@ class Capacity:
     def n_full_requests(self, max_seq_len: int) -> int:
         """How many requests of `max_seq_len` tokens fit at the same time."""
         return min(
-            n // blocks_held(max_seq_len, self.block_size, window, STEP_TOKENS, self.n_sinks)
+            n // blocks_held(max_seq_len, self.block_size, window, self.step_tokens, self.n_sinks)
             for n, window in zip(self.n_blocks, self.windows, strict=True)
         )
 
@@ -96,7 +97,7 @@ class CacheSize:
     """How large each rank's KV caches are to be: `n_bytes` in all, or what there is room for.
 
     `max_seq_len` is the length of the longest sequences. `working` are the bytes of each rank that
-    a card must keep free, where ranks have cards.
+    a card must keep free, where ranks have cards; `step_tokens` is the most that a step has.
 
     Raises: UsageError if `n_bytes` are too few for one block of each on every rank.
     """
@@ -110,10 +111,11 @@ class CacheSize:
         n_bytes: int | None,
         max_seq_len: int,
         working: Sequence[int] = (),
+        step_tokens: int = STEP_TOKENS["cpu"],
     ) -> None:
         if block_size < 1:
             raise UsageError(f"block_size={block_size}: a block holds at least 1 token")
-        self._working = working or [0] * plan.tp_size
+        self._working, self._step_tokens = working or [0] * plan.tp_size, step_tokens
         self.args, self.max_seq_len = args, max_seq_len
         self.block_size, self.n_bytes = block_size, n_bytes
         self._block_bytes = [
@@ -180,7 +182,8 @@ class CacheSize:
         sizes = self._sizes(n_blocks[tightest])
         n_bytes = max(sum(map(mul, sizes, each)) for each in self._block_bytes)
         windows = tuple(group.window for group in layer_groups(self.args))
-        return Capacity(sizes, self.block_size, n_bytes, windows, self.args.attention_sinks)
+        n_sinks, tokens = self.args.attention_sinks, self._step_tokens
+        return Capacity(sizes, self.block_size, n_bytes, windows, n_sinks, tokens)
 
     def _agreed(self, comm: Communicator, memory: DeviceMemory) -> list[tuple[int, int]]:
         """What each rank has free and on which card; ranks of one card have a part of it each."""
@@ -189,7 +192,8 @@ class CacheSize:
         return [(n_free // max(1, sharing[card]), card) for n_free, card in rows]
 
     def _sizes(self, n_blocks: int) -> tuple[int, ...]:
-        return pool_sizes(self.args, n_blocks, self.block_size, self.max_seq_len, STEP_TOKENS)
+        longest, tokens = self.max_seq_len, self._step_tokens
+        return pool_sizes(self.args, n_blocks, self.block_size, longest, tokens)
 
 
 @contextmanager

@@ -217,7 +217,7 @@ def test_what_holds_no_block_is_refused_before_weights_are_read():
 
 
 def test_a_ring_of_blocks_is_enough_for_a_sequence_of_any_length():
-    ring = blocks_held(1 << 30, 16, 100, STEP_TOKENS)
+    ring = blocks_held(1 << 30, 16, 100, STEP_TOKENS["cpu"])
     assert Capacity((2 * ring,), 16, 0, (100,)).n_full_requests(1 << 20) == 2
     assert Capacity((ring,), 16, 0, (100,)).longest(1 << 20) == 1 << 20
     assert Capacity((ring - 1,), 16, 0, (100,)).longest(1 << 20) == (ring - 1) * 16
