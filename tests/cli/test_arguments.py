@@ -456,7 +456,7 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(
     on_cpu, on_cuda = (plan_json(capsys, *asked, "--device", each) for each in ("cpu", "cuda"))
     assert [rank["working_bytes"] for rank in on_cpu["ranks"]] == [0, 0]
     working = on_cuda["ranks"][0]["working_bytes"]
-    step = 512 * (4 * 4096 + 4 * 7168) * 2  # tokens, numbers of each, bytes
+    step = 4096 * (4 * 4096 + 4 * 7168) * 2  # tokens, numbers of each, bytes
     scores = 256 * 64128 * (2 + 3 * 4)
     assert working == step + scores + (1 << 30)
     held = on_cuda["ranks"][0]["weight_bytes"] + on_cuda["ranks"][0]["kv_bytes_per_token"] * 131072
