@@ -466,7 +466,7 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(
         assert plan["fits"] is fits
     page = plan_page(capsys, *asked, "--device", "cuda")
     assert f" {terminal.size(held + working)} " in page.splitlines()[3]
-    assert "to work    1.26 GiB more on a card, for a step of 512 tokens" in page
+    assert "to work    1.56 GiB more on a card, for a step of 4096 tokens" in page
     assert "to work" not in plan_page(capsys, *asked, "--device", "cpu")
 
 
