@@ -56,7 +56,8 @@ def _tile(size: int, itemsize: int, is_packed: bool) -> tuple[int, int]:
     return (32, 32) if is_packed else (64, 32)
 
 
-@triton.jit
+# A step's rows and blocks begin anywhere in its buffer: nothing is compiled again for that.
+@triton.jit(do_not_specialize_on_alignment=["rows", "blocks"])
 def _attention(
     q, k, v, out, rows, blocks, bounds,
     q_stride, k_stride, v_stride, out_stride, window, factor, cap,

@@ -7,6 +7,8 @@ So a result is the same to the last bit in any company, and for any number of pr
 Source: FlashDecoding, https://pytorch.org/blog/flash-decoding; grouped queries, arXiv 2305.13245.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,7 @@ from parallel_llama.ops.scores import Scores
 _PROGRAMS = 2048  # enough for any GPU; those that find nothing to do take time as well
 _ROOM_BYTES = 1 << 26  # for what is found in splits
 _TILE_BYTES = 1 << 14  # of keys that a program takes at once
-_SUM_BYTES = 1 << 14  # of queries of so many heads that a program has registers for
+_SUM_BYTES = 1 << 14  # of queries, of so many heads that a program has registers for
 _MAX_SPLITS = tl.constexpr(64)  # of a query's keys
 _AT_ONCE = tl.constexpr(8)  # splits whose sums are on their way together
 # What is found in a split: sums, the largest score and the total, so that sums are well aligned.
@@ -44,39 +46,58 @@ def decode_attention(
 
     Shapes: q, out [T, H, D], heads in one piece; k, v [K, n_slots, W].
     """
-    (_, n_heads, head_dim), n_kv_heads, n = q.shape, len(k), len(queries.rows)
+    (_, n_heads, head_dim), n = q.shape, len(queries.rows)
     assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
     k, v = as_stored(k), as_stored(v)
-    size, max_sums = tile(max(head_dim, 16)), _SUM_BYTES // q.element_size()
-    group = min(tile(max(heads.widest, 16)), max(max_sums // size, 16))
-    n_parts = -(-heads.widest // group)
-    width = size + _BESIDE.value
-    if n_programs is None:
-        fitting = n * n_heads * _MAX_SPLITS.value * width * 4 <= _ROOM_BYTES
-        wanted = _PROGRAMS // max(n * n_kv_heads * n_parts, 1) if fitting else 1
-        n_programs = min(max(wanted, 1), _MAX_SPLITS.value)
-    shape = (n, n_heads, _MAX_SPLITS.value, width) if n_programs > 1 else (0,)
-    found = q.new_empty(shape, dtype=torch.float32)
     is_packed = k.dtype != q.dtype
-    n_keys = _TILE_BYTES // (size * q.element_size()) >> is_packed
-    n_keys = max(min(n_keys, max_sums // group // 2, 128), 16)
-    is_wide = group * size > max_sums // 2 or is_packed
+    group, n_keys, size = _tile(heads.widest, head_dim, q.element_size(), is_packed)
+    n_parts = -(-heads.widest // group)
+    room = (n, n_heads, _MAX_SPLITS.value, size + _BESIDE.value)
+    if n_programs is None:
+        n_programs = _programs(n * len(k) * n_parts, 4 * math.prod(room))
+    found = q.new_empty(room if n_programs > 1 else (0,), dtype=torch.float32)
     factor, cap = factors(scores, head_dim)
     window = queries.window or NO_WINDOW
-    shared = {"TILE": n_keys, "MIN_SPLIT": max(8 * group, 128), "HEAD_DIM": head_dim, "SIZE": size}
+    splits = {"TILE": n_keys, "MIN_SPLIT": max(8 * group, 128)}
+    numbers = {"HEAD_DIM": head_dim, "SIZE": size}
+    is_wide = group * size * q.element_size() > _SUM_BYTES // 2 or is_packed
     launch(
-        _decode, (n, n_kv_heads * n_parts, n_programs),
+        _decode, (n, len(k) * n_parts, n_programs),
         q, k, v, out, found, queries.rows, queries.blocks, heads.bounds,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0),
         n_heads, n_parts, window, factor, cap,
-        CAPPED=scores.soft_cap is not None, BLOCK=queries.block_size, GROUP=group, **shared,
+        **splits, **numbers, GROUP=group, BLOCK=queries.block_size,
+        CAPPED=scores.soft_cap is not None,
         num_warps=8 if is_wide else 4, num_stages=2 if is_packed else 3, enable_fp_fusion=False,
     )  # fmt: skip
     if n_programs > 1:
         launch(
             _combine, (n, n_heads), found, out, queries.rows, out.stride(0), n_heads, window,
-            **shared, num_warps=warps(size), enable_fp_fusion=False,
+            **splits, **numbers, num_warps=warps(size), enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def _tile(widest: int, head_dim: int, itemsize: int, is_packed: bool) -> tuple[int, int, int]:
+    """How many heads, keys and numbers of each a program takes at once: what registers hold.
+
+    It is a matter of the model alone, for sums hang on it.
+    """
+    size = tile(max(head_dim, 16))
+    group = min(tile(max(widest, 16)), max(_SUM_BYTES // (size * itemsize), 16))
+    n_keys = _TILE_BYTES // (size * itemsize * (2 if is_packed else 1))
+    return group, max(min(n_keys, _SUM_BYTES // (2 * group * itemsize), 128), 16), size
+
+
+def _programs(n_pairs: int, n_bytes: int) -> int:
+    """How many programs share the keys of each of so many pairs of a query and a KV head.
+
+    With few pairs enough to fill a GPU. One where what they find would take too much memory, for
+    then there are many pairs: it needs no memory, and none to merge what it finds.
+    """
+    if n_bytes > _ROOM_BYTES:
+        return 1
+    most: int = _MAX_SPLITS.value
+    return min(max(_PROGRAMS // max(n_pairs, 1), 1), most)
 
 
 @triton.jit
@@ -93,7 +114,8 @@ def _seen(rows, at, window, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr):
     return first - first_key, n_keys, length
 
 
-@triton.jit
+# A step's rows and blocks begin anywhere in its buffer: nothing is compiled again for that.
+@triton.jit(do_not_specialize_on_alignment=["rows", "blocks"])
 def _decode(
     q, k, v, out, found, rows, blocks, bounds,
     q_stride, k_stride, v_stride, out_stride, n_heads, n_parts, window, factor, cap,
@@ -142,7 +164,7 @@ def _decode(
         tl.store(out + row * out_stride + places, result, is_own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _combine(
     found, out, rows, out_stride, n_heads, window,
     TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,

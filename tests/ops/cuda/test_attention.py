@@ -11,7 +11,7 @@ from parallel_llama.ops import HeadMap, PagedQueries, Scores, kv_rows
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
-from parallel_llama.ops.cuda.decode_attention import decode_attention
+from parallel_llama.ops.cuda.decode_attention import _programs, decode_attention
 from parallel_llama.ops.cuda_ops import CUDAOps
 
 # About the length of a tile of keys, of a split, and of a block; and a range that is padding.
@@ -156,6 +156,14 @@ def test_nothing_is_launched_for_tensors_without_memory(max_queries):
     q, k, v = (each.to(meta) for each in (sample.q, sample.k, sample.v))
     heads = HeadMap(sample.heads.bounds.to(meta), sample.heads.widest)
     CUDAOps().paged_attention(q, k, v, queries, heads, torch.empty_like(q))
+
+
+@pytest.mark.parametrize(
+    ("n_pairs", "n_bytes", "n_programs"),
+    [(0, 0, 64), (8, 1 << 20, 64), (300, 1 << 26, 6), (4096, 1 << 26, 1), (300, 1 << 27, 1)],
+)
+def test_few_queries_are_shared_by_as_many_programs_as_fill_a_gpu(n_pairs, n_bytes, n_programs):
+    assert _programs(n_pairs, n_bytes) == n_programs
 
 
 def launches():
