@@ -41,6 +41,9 @@ def group_linear(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> N
     n, n_outputs = out.shape
     assert shape.n_rows == PANEL_ROWS and panels.is_contiguous()
     assert x.shape == (n, shape.n_inputs) and x.stride(1) == out.stride(1) == 1
+    if not shape.n_inputs:  # a rank may have no channels
+        out.zero_()
+        return
     inputs = _rounded(x, shape.form)
     n_blocks = triton.cdiv(n_outputs, _OUTPUTS)
     n_parts = parts_of(n_blocks, shape.n_inputs)

@@ -18,7 +18,9 @@ def cut_into(monkeypatch, n_parts):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("n_parts", [1, 3])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 300, 70), (3, 129, 1), (16, 37, 65), (0, 37, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 300, 70), (3, 129, 1), (16, 37, 65), (0, 37, 5), (3, 0, 5), (2, 5, 0)], ids=str
+)
 def test_linear(device, monkeypatch, dtype, n_parts, has_bias, shape):
     """Inputs and weights that are columns of more, around which there is nan."""
     cut_into(monkeypatch, n_parts)
