@@ -26,7 +26,8 @@ fi
 if [ -n "$types" ]; then
     # Two files at a time, on a thread each: threads that share a core wait for each other.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    set -- --numprocesses 2 --dist loadfile "$@"
+    # The order of files is tests/conftest.py's.
+    set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
 fi
 code=0
 "$python" -m pytest --durations=10 "$@" || code=$?

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,9 +108,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    n_slow: Counter[Path] = Counter()
     for item in items:
         if item.nodeid.startswith(SLOW) or "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")
+            n_slow[item.path] += 1
+    # Files with nothing but quick tests come last, where a long one would be waited for alone.
+    items.sort(key=lambda item: not n_slow[item.path])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What processes leave in the system's folder, as each torchrun does, goes with pytest's."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture(scope="session")
