@@ -30,6 +30,7 @@ from parallel_llama.engine.kv_capacity import DeviceMemory
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.rank_group import shared_facts
 from parallel_llama.files.model_files import find_model
+from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.handshake import Card, require_same
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
@@ -186,6 +187,31 @@ def test_where_the_time_of_steps_goes_is_counted(model: Path) -> None:
         phases = [getattr(times, f"{name}_s") for name in ("forward", "sample", "decide")]
         assert times.n_steps > 0 and all(each > 0 for each in phases)
         assert sum(phases) + times.messages_s + times.schedule_s <= elapsed_s
+
+
+def test_numbers_that_are_none_for_a_lost_rank_are_told_as_its_loss(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a card makes once it has given a rank up looked like a broken model."""
+
+    def tell(_: Solo) -> None:
+        raise RankError("rank 1 is lost")
+
+    with LLM(str(model), dtype="float64") as own:
+        monkeypatch.setattr(Solo, "barrier", tell)
+        with pytest.raises(RankError, match="rank 1 is lost"):
+            fail_once(own)
+
+
+def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits for graphs that hold it, so that closing would take for ever."""
+    dropped: list[str] = []
+    with LLM(str(model), dtype="float64"):
+        monkeypatch.setattr(ModelRunner, "close", lambda _: dropped.append("graphs"))
+        monkeypatch.setattr(Solo, "close", lambda _: dropped.append("group"))
+    assert dropped == ["graphs", "group"]
 
 
 def test_ranks_of_two_devices_do_not_meet(model: Path) -> None:

@@ -190,7 +190,8 @@ class Engine:
         do instead is in `call` then, which is empty after a step.
 
         Collective: a broadcast of a message; where something runs, those of a forward pass, one
-        head exchange and one broadcast; two broadcasts more for grammars.
+        head exchange and one broadcast; two broadcasts more for grammars, and a barrier where
+        there are no numbers.
 
         Raises: NumericalError, on all ranks, if a forward pass gave no numbers; every request that
         was here is gone then.
@@ -203,6 +204,9 @@ class Engine:
         except BaseException as error:
             # Other ranks meet a NumericalError alike; after anything else nobody knows where
             # they are, but for a rank alone that was interrupted.
+            if isinstance(error, NumericalError):
+                # A card that has given up a lost rank has no numbers either, and here it is told.
+                self.comm.barrier()
             if isinstance(error, NumericalError) or self.comm.size == 1:
                 self._reset()
             raise
