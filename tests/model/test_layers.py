@@ -1,9 +1,9 @@
-"""Packed layers are the layers that went into them."""
+"""Packed layers are the layers that went into them, and a norm of a sum is the sum's norm."""
 
 import pytest
 import torch
 
-from parallel_llama.model.layers import ColumnParallelLinear, end_to_end
+from parallel_llama.model.layers import ColumnParallelLinear, LayerNorm, RMSNorm, end_to_end
 from parallel_llama.ops import TorchOps
 
 
@@ -23,3 +23,18 @@ def test_layers_end_to_end_give_their_outputs_side_by_side_and_become_views(bias
     torch.testing.assert_close(whole(x), apart, rtol=1e-14, atol=1e-14)
     whole.weight.values.zero_()
     assert not any(layer.weight.values.any() for layer in layers)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_the_norm_of_a_sum_keeps_the_sum(kind):
+    dtype = torch.float64
+    norm = (
+        RMSNorm(6, 1e-5, TorchOps(), dtype, 1.0)
+        if kind == "rms"
+        else LayerNorm(6, 1e-5, TorchOps(), dtype, bias=False)
+    )
+    norm.weight.fill(torch.randn(6, dtype=dtype))
+    x, y = torch.randn(2, 3, 6, dtype=dtype)
+    total = x + y
+    assert torch.equal(norm.of_sum(x, y), norm(total))
+    assert torch.equal(x, total)
