@@ -46,7 +46,7 @@ MATH = {"model", "ops"}
 
 # What needs a package that not every machine has; imported where it is used, so that all else works
 # without.
-OPTIONAL = {"parallel_llama.ops.cuda_ops"}
+OPTIONAL = {"parallel_llama.ops.cuda_ops", "torch.distributed._symmetric_memory"}
 
 OBJECT_COLLECTIVES = re.compile(r"(broadcast|all_gather|gather|scatter|send|recv)_object(_list)?$")
 ASKS = {"is_file", "is_dir", "exists", "iterdir", "isfile", "isdir"}

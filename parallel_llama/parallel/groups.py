@@ -29,6 +29,11 @@ from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.handshake import Card, meet
+from parallel_llama.parallel.one_shot import (
+    seconds_on_card,
+    symmetric_memory,
+    with_one_shot_sums,
+)
 from parallel_llama.parallel.place import (
     Place,
     end_with_parent,
@@ -146,7 +151,11 @@ def form_group(
         if not has_card:
             return host
         comm.all_gather(torch.zeros(1, device=device))  # NCCL connects at the first collective
-        return ByDevice(host, comm, comm.require_whole)
+        cards: Communicator = comm
+        if host is not comm:  # all on one host, where cards may read each other's memory
+            shared = partial(symmetric_memory, group, device)
+            cards = with_one_shot_sums(comm, device, shared, seconds_on_card)
+        return ByDevice(host, cards, comm.require_whole)
     except RankError:
         comm.close()
         raise

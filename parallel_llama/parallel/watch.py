@@ -3,10 +3,13 @@
 A collective of NCCL is only queued when its call returns. Where a rank is lost the card waits for
 it without an end, and with it the host, as soon as it reads a result. So a thread looks at what was
 queued; what is not done at the limit is given up, which lets the host go on, with numbers that are
-none. Whoever uses the group next hears of it before they reach anybody.
+none. Whoever uses the group next hears of it before they reach anybody. A kernel that waits for
+other cards by itself cannot be given up: where nobody hears of it, the process ends.
 """
 
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from typing import Protocol
 from parallel_llama.parallel.failures import RankError
 
 _LOOK_S = 0.02
+_HEARD_S = 10.0  # for a host that has been let go, and says so to whoever asked it
 
 
 class Work(Protocol):
@@ -23,16 +27,29 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
+def end_process(why: str) -> None:
+    """End this process at once, for a thread of it can never go on."""
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 class Watch:
     """Looks at works in the order in which they were queued, each for `limit_s` at the most.
 
-    What is late is given up by `abort`; `explain` says why it may have been. Units: seconds.
+    What is late is given up by `abort`; `explain` says why it may have been. Where nobody asks
+    within `heard_s` whether the group is whole, `end` is told. Units: seconds.
     """
 
     def __init__(
-        self, limit_s: float, abort: Callable[[], None], explain: Callable[[], str]
+        self,
+        limit_s: float,
+        abort: Callable[[], None],
+        explain: Callable[[], str],
+        heard_s: float = _HEARD_S,
+        end: Callable[[str], None] = end_process,
     ) -> None:
         self._limit_s, self._abort, self._explain = limit_s, abort, explain
+        self._heard_s, self._end, self._heard = heard_s, end, threading.Event()
         self._works: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
         self._failure: str | None = None
         threading.Thread(target=self._look, name="watch", daemon=True).start()
@@ -44,9 +61,11 @@ class Watch:
     def require_whole(self) -> None:
         """Raises: RankError once a work has been given up."""
         if self._failure is not None:
+            self._heard.set()
             raise RankError(self._failure)
 
     def end(self) -> None:
+        self._heard.set()
         self._works.put(None)
 
     def _look(self) -> None:
@@ -56,6 +75,8 @@ class Watch:
                 # Before the card is let go, and the host with it.
                 self._failure = f"{why} (nothing came for {self._limit_s:g} s)"
                 self._abort()
+                if not self._heard.wait(self._heard_s):
+                    self._end(self._failure)
                 return
 
 

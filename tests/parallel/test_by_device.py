@@ -203,6 +203,28 @@ def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
         watch.require_whole()
 
 
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_process_ends_where_its_card_is_not_let_go(is_heard):
+    """A kernel that waits for a lost card by itself holds the host that waits for it."""
+    given_up, ended = threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def end(why: str) -> None:
+        said.append(why)
+        ended.set()
+
+    heard_s = 1000.0 if is_heard else 0.1
+    watch = Watch(0.1, given_up.set, lambda: "rank 1 has died", heard_s, end)
+    watch.add(FakeWork(0))
+    assert given_up.wait(SOON_S)
+    if is_heard:
+        with pytest.raises(RankError):
+            watch.require_whole()
+        watch.end()
+    assert ended.wait(0.3 if is_heard else SOON_S) is not is_heard
+    assert said == ([] if is_heard else ["rank 1 has died (nothing came for 0.1 s)"])
+
+
 def test_a_watch_that_has_ended_has_no_thread():
     before = set(threading.enumerate())
     watch = Watch(30.0, lambda: None, lambda: "")

@@ -1,0 +1,132 @@
+"""Small sums of ranks' cards in one kernel: each card reads all others' memory and adds by itself.
+
+NCCL takes some 20 microseconds for the few kilobytes of a decode step, and there are two sums for
+each layer; reading what the others have put into memory that all of them see takes some 5. From a
+size on NCCL is faster, since one shot reads all of everybody's numbers. Where that is, the cards
+are asked when their group is made; who has no such memory goes on with NCCL.
+
+Sums are in float32 and in the order of the ranks, so they are the same to the last bit on each. A
+card waits in the kernel for the others, without a limit of its own: the watch over the group has
+one, and so has who has started the ranks.
+
+Source: torch.distributed._symmetric_memory, torch.ops.symm_mem.one_shot_all_reduce.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_llama.parallel.collectives import Communicator
+
+# Numbers of the largest sum that may go by one shot, and of those that are tried.
+_MOST = 1 << 18
+_TRIED = tuple(1 << n for n in range(10, 19, 2))
+_ROUNDS = 20
+
+# Everybody's sum of some float32 numbers, no more than _MOST, as a new tensor.
+OneShot = Callable[[Tensor], Tensor]
+
+
+class OneShotSums(Communicator):
+    """A group of cards that sums up to `most` numbers by one shot, and all else as `cards` does."""
+
+    def __init__(self, cards: Communicator, one_shot: OneShot, most: int) -> None:
+        self.rank, self.size, self.most = cards.rank, cards.size, most
+        self._cards, self._one_shot = cards, one_shot
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if not 0 < x.numel() <= self.most or x.dtype == torch.float64:
+            return self._cards.all_reduce(x)
+        return x.copy_(self._one_shot(x.float().contiguous().view(-1)).view(x.shape))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._cards.all_gather(x)
+
+    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+        return self._cards.broadcast(x, src, patient=patient)
+
+    def barrier(self) -> None:
+        self._cards.barrier()
+
+    def pulse(self) -> None:
+        self._cards.pulse()
+
+    def close(self) -> None:
+        self._cards.close()
+
+
+def with_one_shot_sums(
+    cards: Communicator,
+    device: torch.device,
+    make: Callable[[], OneShot],
+    seconds: Callable[[Callable[[], object]], float],
+) -> Communicator:
+    """The group with one-shot sums as far as they are right and faster; else the group itself.
+
+    `make` gives one shots, or raises where there are none; `seconds` says how long the device takes
+    for a call.
+
+    Collective: every rank calls it.
+    """
+    try:
+        one_shot: OneShot | None = make()
+    except (RuntimeError, AttributeError, ImportError):  # no such memory, or no such torch
+        one_shot = None
+    if not _all(cards, one_shot is not None, device) or one_shot is None:
+        return cards
+    ours = OneShotSums(cards, one_shot, _MOST)
+    if not _all(cards, _is_right(ours, cards, device), device):
+        return cards
+    most = 0
+    for n in _TRIED:
+        x = torch.zeros(n, device=device)
+        taken_s = [seconds(partial(way.all_reduce, x)) for way in (ours, cards)]
+        # Each rank has measured its own; the slowest is the one that counts.
+        slowest = cards.all_gather(torch.tensor(taken_s, device=device)).amax(0).tolist()
+        if slowest[0] >= slowest[1]:
+            break
+        most = n
+    return OneShotSums(cards, one_shot, most) if most else cards
+
+
+def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
+    """One shots over memory of a group's cards that each can read.
+
+    Raises: RuntimeError, AttributeError or ImportError where torch or the cards have none.
+    Collective: every rank calls it.
+    """
+    import torch.distributed._symmetric_memory as memory  # not in every torch
+
+    buffer = memory.empty(_MOST, dtype=torch.float32, device=device)
+    memory.rendezvous(buffer, group)
+    one_shot = torch.ops.symm_mem.one_shot_all_reduce_copy.default
+    return lambda x: one_shot(buffer[: len(x)], x, "sum", group.group_name)
+
+
+def seconds_on_card(call: Callable[[], object]) -> float:
+    """How long a card takes for a call, in the median of some."""
+    stream, taken = torch.cuda.current_stream(), list[float]()
+    for _ in range(_ROUNDS):
+        start = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        call()
+        stop = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        stop.synchronize()
+        taken.append(start.elapsed_time(stop) / 1e3)
+    return median(taken)
+
+
+def _is_right(ours: Communicator, cards: Communicator, device: torch.device) -> bool:
+    """Whether sums of whole numbers, which have no rounding, are those of the other way."""
+    is_right = True
+    for n in (1, 1000, _MOST):  # all of them: the other ranks take part
+        own = torch.arange(n, device=device, dtype=torch.float32) % 97 * (cards.rank + 1)
+        is_right &= torch.equal(ours.all_reduce(own.clone()), cards.all_reduce(own))
+    return is_right
+
+
+def _all(cards: Communicator, is_so: bool, device: torch.device) -> bool:
+    return bool(cards.all_gather(torch.tensor(is_so, device=device)).all())

@@ -1,0 +1,108 @@
+"""Sums by one shot are those of the group, and taken where they are right and faster."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from thread_ranks import ThreadComm, run_on_threads
+from torch import Tensor
+
+from parallel_llama.parallel.one_shot import OneShotSums, with_one_shot_sums
+
+CPU = torch.device("cpu")
+SIZES = [1 << n for n in range(10, 19, 2)]
+
+
+class Made:
+    """One shots of a group of threads: everybody's numbers, added in the order of the ranks."""
+
+    def __init__(self, comm: ThreadComm, wrong_on: int | None = None) -> None:
+        self._comm, self._wrong_on = comm, wrong_on
+        self.n_shots = 0
+
+    def __call__(self) -> Callable[[Tensor], Tensor]:
+        return self.shoot
+
+    def shoot(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32 and x.dim() == 1 and x.is_contiguous()
+        self.n_shots += 1
+        total = self._comm.all_gather(x).sum(0)
+        return total + (self._comm.rank == self._wrong_on)
+
+
+def none() -> Callable[[Tensor], Tensor]:
+    raise RuntimeError("these cards cannot read each other's memory")
+
+
+def faster_up_to(n: int) -> Callable[[Callable[[], object]], float]:
+    """A clock to which one shots are fast for up to so many numbers, and slow beyond."""
+    times = iter(t for size in SIZES for t in ((0.5, 1.0) if size <= n else (2.0, 1.0)))
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        return next(times)
+
+    return seconds
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
+def test_small_sums_go_by_one_shot_and_large_ones_as_before(tp_size):
+    def run(comm: ThreadComm) -> None:
+        made = Made(comm)
+        group = with_one_shot_sums(comm, CPU, made, faster_up_to(1 << 12))
+        assert isinstance(group, OneShotSums) and group.most == 1 << 12
+        for shape, dtype, is_shot in (
+            ((3, 5), torch.float32, True),
+            ((64, 64), torch.bfloat16, True),
+            ((65, 64), torch.float32, False),
+            ((3, 5), torch.float64, False),
+            ((0, 5), torch.float32, False),
+        ):
+            before = made.n_shots
+            x = torch.full(shape, comm.rank + 1).to(dtype)
+            assert group.all_reduce(x) is x
+            assert bool((x == math.comb(comm.size + 1, 2)).all()) and x.shape == shape
+            assert made.n_shots - before == is_shot
+        strided = torch.ones(4, 6)[:, ::2]
+        assert group.all_reduce(strided) is strided and bool((strided == comm.size).all())
+        assert group.all_gather(torch.ones(2)).shape == (comm.size, 2)
+        assert int(group.broadcast(torch.tensor([comm.rank]), src=1)) == 1
+
+    run_on_threads(tp_size, run)
+
+
+def test_what_is_nowhere_faster_is_not_taken():
+    def run(comm: ThreadComm) -> None:
+        made = Made(comm)
+        assert with_one_shot_sums(comm, CPU, made, faster_up_to(0)) is comm
+
+    run_on_threads(3, run)
+
+
+def test_the_slowest_card_decides_for_all():
+    def run(comm: ThreadComm) -> None:
+        seconds = faster_up_to(1 << 10 if comm.rank == 1 else 1 << 20)
+        group = with_one_shot_sums(comm, CPU, Made(comm), seconds)
+        assert isinstance(group, OneShotSums) and group.most == 1 << 10
+
+    run_on_threads(3, run)
+
+
+@pytest.mark.parametrize("wrong_on", [0, 2])
+def test_what_is_wrong_on_one_card_is_taken_on_none(wrong_on):
+    def run(comm: ThreadComm) -> None:
+        made = Made(comm, wrong_on)
+        assert with_one_shot_sums(comm, CPU, made, faster_up_to(1 << 20)) is comm
+
+    run_on_threads(3, run)
+
+
+def test_where_one_card_has_no_such_memory_none_uses_it():
+    def run(comm: ThreadComm) -> None:
+        made = Made(comm)
+        make = none if comm.rank == 1 else made
+        assert with_one_shot_sums(comm, CPU, make, faster_up_to(1 << 20)) is comm
+        assert made.n_shots == 0
+
+    run_on_threads(3, run)
