@@ -39,6 +39,8 @@ SLOW = (
     "tests/families/test_written.py",
     "tests/files/test_hub_cache.py::test_every_verb_",
     "tests/launch/test_compare.py::test_one_command_",
+    "tests/launch/test_gpu.py::test_every_step_",
+    "tests/launch/test_gpu.py::test_a_step_",
     "tests/model/test_parity.py::test_logits_at_every_size_",
     "tests/model/test_parity.py::test_the_reference_is_float64_",
     "tests/model/test_parity.py::test_prefill_at_once_",

@@ -32,7 +32,7 @@ COMMANDS = [
     if line.strip()
 ]
 # These install packages, run all tests, or compare speeds for minutes with runtimes of others.
-TOO_MUCH = ("bash launch/", "python -m launch.bench.compare")
+TOO_MUCH = ("bash launch/", "python -m launch.bench.compare", "python -m launch.bench.gpu")
 SERVER = "http://127.0.0.1:8000"
 RUN = [command for command in COMMANDS if not command.startswith(TOO_MUCH)]
 

@@ -90,7 +90,8 @@ def quantised(param: Param, values: Tensor, form: GroupFormat) -> Groups:
 
     Raises: DamagedWeights if a value is NaN or Inf.
     """
-    n_rows = max(1, QUANTISED_AT_ONCE // max(1, values.shape[1]))
+    at_once = QUANTISED_AT_ONCE if values.device.type == "cpu" else PIECE_VALUES
+    n_rows = max(1, at_once // max(1, values.shape[1]))
     parts = [
         quantise(_finite(param, values[start : start + n_rows], torch.float32), form)
         for start in range(0, max(1, len(values)), n_rows)

@@ -1,0 +1,167 @@
+"""What a model does on a GPU, in one command of under 8 minutes on one card.
+
+    python -m launch.bench.gpu --out FOLDER [--dry-run]
+
+It needs torch for CUDA, which brings Triton, this package with what it requires, and, for the
+comparisons, transformers; no network and no checkpoint. Where a machine with a card has no package
+index, wheels of what it lacks can be fetched on another one and taken along:
+
+    pip download --only-binary=:all: --no-deps -d WHEELS blake3 msgspec gguf llguidance ...
+    pip wheel --no-deps -w WHEELS fairscale
+    pip install --no-index --no-deps --target SITE WHEELS/*.whl
+    PYTHONPATH=SITE python -m launch.bench.gpu --out FOLDER
+
+Each step runs in a process of its own for a limited time, so that none takes another's figures with
+it. FOLDER gets report.md, report.json, two plots and a log. What computes something wrong gets no
+figure, and makes the exit code 1.
+
+With --dry-run every step runs on the CPU in tiny shapes, kernels in Triton's interpreter: that the
+command works can be seen without a card, and its report has no figure.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.bench.gpu_report import charts, markdown
+from launch.bench.gpu_steps import Row
+from launch.bench.gpu_steps.card import COPY, MATRIX
+from launch.bench.plot import svg
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 460.0
+_LOG_BYTES = 8 << 20
+# A rehearsal shares its cores with others, and the interpreter takes its time.
+_SLOWER = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """A module of `gpu_steps`, and how long it may take."""
+
+    module: str
+    title: str
+    limit_s: float
+
+
+STEPS = (
+    Step("card", "The card", 30),
+    Step("growing", "One growing text: torch's operators beside ours", 45),
+    Step("kernels", "Kernels against float64", 75),
+    Step("parity", "Whole models", 70),
+    Step("shapes_1b", "Llama 3.2 1B's shape", 60),
+    Step("shapes_8b", "Llama 3 8B's shape", 100),
+    Step("slices", "One rank of 8, its work measured and its waits modelled", 70),
+    Step("peers", "transformers beside it", 40),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every step and write the report; the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m launch.bench.gpu", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes on the CPU: no figure, but every step"
+    )
+    given = parser.parse_args(arguments)
+    if missing := _missing(given.dry_run):
+        parser.error(missing)
+    given.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[Row]] = {}
+    started = time.monotonic()
+    patience = _SLOWER if given.dry_run else 1
+    log_file = given.out / "log.txt"
+    with log_file.open("w") as log:
+        for step in STEPS:
+            left_s = patience * LIMIT_S - (time.monotonic() - started)
+            limit_s = min(patience * step.limit_s, left_s)
+            found[step.title] = list(
+                _run(replace(step, limit_s=limit_s), given.dry_run, found, log)
+            )
+            took_s = time.monotonic() - started
+            _write(given.out, found, given.dry_run, took_s)
+            print(f"{took_s:5.0f} s  {step.title}", file=sys.stderr, flush=True)
+    if log_file.stat().st_size > _LOG_BYTES:
+        os.truncate(log_file, _LOG_BYTES)
+    print((given.out / "report.md").read_text())
+    return int(any(row.wrong for rows in found.values() for row in rows))
+
+
+def _missing(is_rehearsal: bool) -> str:
+    """What the machine lacks, and the remedy; nothing where it lacks nothing."""
+    if find_spec("triton") is None:
+        return "triton is not installed, in which the kernels are written; pip install triton"
+    if not is_rehearsal and not torch.cuda.is_available():
+        return (
+            "torch sees no CUDA device here; use a machine with one, or --dry-run for a rehearsal"
+        )
+    return ""
+
+
+def _run(
+    step: Step, is_rehearsal: bool, before: Mapping[str, list[Row]], log: Any
+) -> Iterator[Row]:
+    """A step's rows as they come, and another where it was ended or failed."""
+    if step.limit_s < 5:
+        yield Row(step.module, wrong="not run: the steps before it took all the time")
+        return
+    rates = {row.name: row.value for rows in before.values() for row in rows if row.value}
+    flags = ["--dry-run"] * is_rehearsal
+    if COPY in rates:
+        flags.append(f"--copy-bytes-per-s={rates[COPY] * 1e9}")
+    if MATRIX in rates:
+        flags.append(f"--matrix-flops={rates[MATRIX] * 1e12}")
+    paths = [str(ROOT), str(ROOT / "tests/support"), os.environ.get("PYTHONPATH", "")]
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env |= {"TRITON_INTERPRET": "1"} if is_rehearsal else {}
+    command = [sys.executable, "-m", "launch.bench.gpu_steps", step.module, *flags]
+    started = time.monotonic()
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=log, text=True
+    ) as child:
+        clock = threading.Timer(step.limit_s, child.kill)
+        clock.start()
+        assert child.stdout is not None
+        try:
+            for line in child.stdout:
+                if line.startswith('{"name"'):
+                    yield _row(line, has_rates={COPY, MATRIX} <= rates.keys())
+        finally:
+            clock.cancel()
+    if child.returncode == -signal.SIGKILL and time.monotonic() - started >= step.limit_s:
+        yield Row(step.module, wrong=f"out of time after {step.limit_s:.0f} s; the rest is missing")
+    elif child.returncode:
+        yield Row(step.module, wrong=f"ended with exit code {child.returncode}; see log.txt")
+
+
+def _row(line: str, has_rates: bool) -> Row:
+    row = Row(**json.loads(line))
+    return row if has_rates else replace(row, share=None)
+
+
+def _write(out: Path, found: Mapping[str, list[Row]], is_rehearsal: bool, took_s: float) -> None:
+    (out / "report.md").write_text(markdown(found, is_rehearsal, took_s))
+    steps = {title: [asdict(row) for row in rows] for title, rows in found.items()}
+    whole = {"is_rehearsal": is_rehearsal, "seconds": round(took_s, 1), "steps": steps}
+    (out / "report.json").write_text(json.dumps(whole, indent=1))
+    for name, chart in charts(found, is_rehearsal).items():
+        (out / f"{name}.svg").write_text(svg([chart]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The card itself: versions, and the rates that all other figures are shares of.
+
+The rate of copies counts what is read and what is written.
+"""
+
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from launch.bench.gpu_steps import Row, Rows, Setting, attempt
+from launch.bench.gpu_steps.clock import device_seconds, eager_seconds
+
+COPY, MATRIX = "copy rate", "bf16 matrix rate"
+_PACKAGES = ("torch", "triton", "transformers", "numpy")
+_N_LAUNCHES = 1000
+
+
+def rows(setting: Setting) -> Rows:
+    yield Row("versions", note=_versions(setting))
+    yield Row("order of attention kernels", note=_attention_order())
+    for name, part in ((COPY, _copy), (MATRIX, _matrix), ("launches", _launches)):
+        yield from attempt(name, lambda part=part: part(setting))
+
+
+def _versions(setting: Setting) -> str:
+    found = [f"Python {platform.python_version()}"]
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    if not setting.is_rehearsal:
+        card = torch.cuda.get_device_properties(setting.device)
+        found.append(f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+        found.append(
+            f"{card.name}, {card.total_memory / 2**30:.0f} GiB, sm_{card.major}{card.minor}"
+        )
+    return ", ".join(found)
+
+
+def _attention_order() -> str:
+    """What torch's attention tries first, where this torch tells."""
+    order = getattr(torch._C, "_get_sdp_priority_order", None)
+    if order is None:
+        return "this torch does not tell"
+    names = {-1: "none", 0: "math", 1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "override"}
+    return ", ".join(names.get(int(each), str(each)) for each in order())
+
+
+def _copy(setting: Setting) -> Rows:
+    n = setting.pick(2**30, 2**16)
+    source = torch.ones(n, dtype=torch.bfloat16, device=setting.device)
+    target = torch.empty_like(source)
+    seconds = device_seconds([lambda: target.copy_(source)] * setting.pick(4, 1), setting)
+    yield Row(COPY, 2 * source.nbytes / seconds / 1e9, "GB/s")
+
+
+def _matrix(setting: Setting) -> Rows:
+    n = setting.pick(8192, 64)
+    a, b = torch.randn(2, n, n, device=setting.device).to(torch.bfloat16)
+    seconds = device_seconds([lambda: a @ b] * setting.pick(4, 1), setting)
+    yield Row(MATRIX, 2 * n**3 / seconds / 1e12, "TFLOP/s")
+
+
+def _launches(setting: Setting) -> Rows:
+    x = torch.zeros(1, device=setting.device)
+    n = setting.pick(_N_LAUNCHES, 10)
+
+    def launch() -> None:
+        for _ in range(n):
+            x.add_(1)
+
+    started = time.perf_counter()
+    launch()
+    host_s = time.perf_counter() - started
+    yield Row("launch, on the host", host_s / n * 1e6, "us")
+    yield Row("launch, one after another", eager_seconds(launch, setting) / n * 1e6, "us")
+    seconds = device_seconds([lambda: x.add_(1)] * n, setting)
+    yield Row("kernel in a graph, with its gap", seconds * 1e6, "us")

@@ -1,0 +1,61 @@
+"""How long work takes on a device, without what it takes the host to launch it."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from launch.bench.gpu_steps import Setting
+
+_REPEATS = 5
+
+Call = Callable[[], object]
+
+
+def device_seconds(calls: Sequence[Call], setting: Setting) -> float:
+    """Seconds of one of some calls, replayed from a CUDA graph of all of them; the best of some.
+
+    Calls that read memory of their own, together more than the card caches, find nothing cached.
+    """
+    if setting.is_rehearsal:
+        return host_seconds(calls)
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return _between_events(graph.replay) / len(calls)
+
+
+def eager_seconds(call: Call, setting: Setting) -> float:
+    """Seconds of a call from its launches to its end; the best of some."""
+    if setting.is_rehearsal:
+        return host_seconds([call])
+    call()
+    return _between_events(call)
+
+
+def host_seconds(calls: Sequence[Call]) -> float:
+    """Seconds of one of some calls on the host; the best of some."""
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        seconds.append((time.perf_counter() - started) / len(calls))
+    return min(seconds)
+
+
+def _between_events(call: Call) -> float:
+    call()
+    seconds = []
+    for _ in range(_REPEATS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        seconds.append(start.elapsed_time(stop) / 1e3)
+    return min(seconds)

@@ -1,0 +1,66 @@
+"""Decode steps of one growing sequence: torch's operators beside ours.
+
+torch's attention is asked anew at every length, with and without cuDNN, which makes a plan for
+each shape that it meets. Ours is launched step by step, and replayed where it is recorded.
+"""
+
+import statistics
+import time
+
+import torch
+
+from launch.bench.gpu_steps import Row, Rows, Setting, attempt
+from launch.bench.gpu_steps.models import (
+    Texts,
+    load,
+    ours,
+    record,
+    require_right,
+    reserve,
+    shape,
+    synchronize,
+    torchs,
+)
+from parallel_llama.engine.model_runner import ModelRunner
+
+
+def rows(setting: Setting) -> Rows:
+    for name, has_cudnn in (("torch, cuDNN on", True), ("torch, cuDNN off", False)):
+        yield from attempt(name, lambda n=name, c=has_cudnn: _torchs(n, c, setting))
+    yield from attempt("ours", lambda: _ours(setting))
+
+
+def _torchs(name: str, has_cudnn: bool, setting: Setting) -> Rows:
+    args = shape("llama-3.2-1b", setting)
+    torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+    yield from _timed(name, load(args, torchs(args), setting), setting)
+
+
+def _ours(setting: Setting) -> Rows:
+    require_right("llama-3.2-1b", setting)
+    args = shape("llama-3.2-1b", setting)
+    runner = load(args, ours(args), setting)
+    yield from _timed("ours, launched", runner, setting)
+    if record(runner, setting):
+        yield from _timed("ours, recorded", runner, setting, is_reserved=True)
+    else:
+        yield Row("ours, recorded", note="operators do not look for keys in blocks themselves")
+
+
+def _timed(name: str, runner: ModelRunner, setting: Setting, is_reserved: bool = False) -> Rows:
+    """Each step at a length of its own, in 1B's shape after 500 tokens."""
+    first, n_steps = setting.pick(500, 5), setting.pick(48, 3)
+    texts = Texts(1, first + n_steps)
+    if not is_reserved:
+        reserve(runner, 1, texts.n_tokens)
+    seconds = []
+    for at in range(first, first + n_steps):
+        step = texts.step(runner, at)
+        synchronize(setting)
+        started = time.perf_counter()
+        step()
+        synchronize(setting)
+        seconds.append(time.perf_counter() - started)
+    # The first step makes what all need.
+    note = f"slowest {max(seconds[1:]) * 1e3:.3g} ms, first {seconds[0] * 1e3:.3g} ms"
+    yield Row(f"1B, step of one row: {name}", statistics.median(seconds[1:]) * 1e3, "ms", note=note)

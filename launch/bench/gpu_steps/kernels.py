@@ -1,0 +1,249 @@
+"""Each kernel against float64, alone and in company, and the bytes that it moves in a second.
+
+Shares are of the measured rate of copies. A kernel that is wrong in a dtype has no figure there.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from paged_samples import POISON, Sample, make_sample
+from torch import Tensor
+
+from launch.bench.gpu_steps import Row, Rows, Setting, attempt
+from launch.bench.gpu_steps.clock import device_seconds
+from parallel_llama.dtypes import GroupFormat
+from parallel_llama.ops import TorchOps
+from parallel_llama.ops.cuda_ops import CUDAOps
+from parallel_llama.ops.groups import PanelShape, quantise
+from parallel_llama.ops.groups import group_linear as torch_group_linear
+
+# Of the largest number that is expected.
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# What a layer of Llama 3 8B multiplies with: (inputs, outputs).
+_MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
+_CACHED = 256 << 20  # bytes, beyond what any card keeps of them
+
+
+class Wrong(Exception):
+    """A kernel gives something else than what it should."""
+
+
+def rows(setting: Setting) -> Rows:
+    torch.manual_seed(0)
+    for name, part in PARTS.items():
+        yield from attempt(name, lambda part=part: part(setting))
+
+
+def dtypes(setting: Setting) -> tuple[torch.dtype, ...]:
+    """Those that kernels compute in; Triton's interpreter multiplies no bfloat16."""
+    every = torch.float32, torch.float16, torch.bfloat16
+    return every[:2] if setting.is_rehearsal else every
+
+
+def products(setting: Setting) -> Rows:
+    """Every matrix of a layer of 8B, for one row and for 16."""
+    shapes = ((48, 70),) if setting.is_rehearsal else _MATRICES
+    for dtype in dtypes(setting):
+        for n_inputs, n_outputs in shapes:
+            for n_rows in (1, 16):
+                name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {_name(dtype)}"
+                yield from attempt(
+                    name, lambda a=(name, n_rows, n_inputs, n_outputs, dtype): _product(*a, setting)
+                )
+
+
+def _product(
+    name: str, n_rows: int, n_inputs: int, n_outputs: int, dtype: torch.dtype, setting: Setting
+) -> Rows:
+    ops = CUDAOps()
+    x = _normal((n_rows, n_inputs), dtype, setting)
+    weights = [_normal((n_outputs, n_inputs), dtype, setting) for _ in range(2)]
+    y = ops.linear(x, weights[0])
+    _hold(y, x.double() @ weights[0].double().T, dtype)
+    _alike(y, torch.cat([ops.linear(row[None], weights[0]) for row in x]))
+    n = max(2, _CACHED // weights[0].nbytes) if not setting.is_rehearsal else 1
+    weights += [weights[0].clone() for _ in range(n - 2)]
+    seconds = device_seconds([lambda w=w: ops.linear(x, w) for w in weights], setting)
+    yield _moved(name, weights[0].nbytes + x.nbytes + y.nbytes, seconds, setting)
+
+
+def group_products(setting: Setting) -> Rows:
+    """The same with 8 and 4 bits."""
+    n_inputs, n_outputs = (64, 70) if setting.is_rehearsal else (4096, 28672)
+    for form in (GroupFormat(8), GroupFormat(4, has_min=True)):
+        for n_rows in (1, 16):
+            name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {form.n_bits} bits"
+            yield from attempt(
+                name, lambda a=(name, form, n_rows, n_inputs, n_outputs): _group(*a, setting)
+            )
+
+
+def _group(
+    name: str, form: GroupFormat, n_rows: int, n_inputs: int, n_outputs: int, setting: Setting
+) -> Rows:
+    ops, dtype = CUDAOps(), torch.float32
+    x = _normal((n_rows, n_inputs), dtype, setting)
+    weight = quantise(_normal((n_outputs, n_inputs), dtype, setting), form)
+    shape = PanelShape(form, n_inputs, ops.panel_rows, weight.n_before)
+    panels = shape.pack(weight)
+
+    def multiply(x: Tensor, panels: Tensor) -> Tensor:
+        out = x.new_empty(len(x), n_outputs)
+        ops.group_linear(x, panels, shape, out)
+        return out
+
+    y = multiply(x, panels)
+    _hold(y, torch_group_linear(x, weight).double(), dtype)
+    _alike(y, torch.cat([multiply(row[None], panels) for row in x]))
+    n = 1 if setting.is_rehearsal else max(2, _CACHED // panels.nbytes)
+    copies = [panels, *(panels.clone() for _ in range(n - 1))]
+    seconds = device_seconds([lambda p=p: multiply(x, p) for p in copies], setting)
+    yield _moved(name, panels.nbytes + x.nbytes + y.nbytes, seconds, setting)
+
+
+def elementwise(setting: Setting) -> Rows:
+    """Norms, gates and the largest logit of 16 rows of 8B."""
+    dim, n_channels, n_vocab = (48, 40, 70) if setting.is_rehearsal else (4096, 14336, 128256)
+    ours, torchs = CUDAOps(), TorchOps()
+    for dtype in dtypes(setting):
+        for name, call, width in (
+            ("norm", lambda ops, x: ops.rms_norm(x, x[0] * 0 + 1, 1e-5), dim),
+            ("sum and norm", lambda ops, x: ops.add_rms_norm(x.clone(), x, x[0], 1e-5), dim),
+            ("gate", lambda ops, x: ops.silu_and_mul(x.clone()), 2 * n_channels),
+            ("largest", lambda ops, x: ops.largest(x), n_vocab),
+        ):
+            label = f"{name} of 16 rows, {_name(dtype)}"
+            x = _normal((16, width), dtype, setting)
+            yield from attempt(
+                label, lambda a=(label, call, x): _elementwise(*a, ours, torchs, setting)
+            )
+
+
+def _elementwise(
+    name: str,
+    call: Callable[[TorchOps, Tensor], Tensor],
+    x: Tensor,
+    ours: TorchOps,
+    torchs: TorchOps,
+    setting: Setting,
+) -> Rows:
+    y = call(ours, x)
+    _hold(y, call(torchs, x.double()), x.dtype)
+    if "sum" not in name:  # whose weight is its first row
+        _alike(y, torch.cat([call(ours, row[None]) for row in x]) if "norm" not in name else y)
+    seconds = device_seconds([lambda: call(ours, x)] * setting.pick(50, 1), setting)
+    yield Row(name, seconds * 1e6, "us")
+
+
+def attention(setting: Setting) -> Rows:
+    """Queries over keys in scattered blocks: any groups, head sizes and caches, then speeds."""
+    if CUDAOps.paged_attention is TorchOps.paged_attention:
+        yield Row("attention", note="no kernel yet")
+        return
+    for name, of_sample in _samples(setting):
+        yield from attempt(name, lambda n=name, s=of_sample: _attention_is_right(n, s))
+    keys = setting.pick(65536, 40)
+    for name, ranges, target in (
+        (f"decode attention, 1 text of {keys} keys", [(1, keys - 1)], "at least 0.80"),
+        ("decode attention, 16 texts", [(1, keys // 16)] * setting.pick(16, 2), ""),
+    ):
+        yield from attempt(name, lambda a=(name, ranges, target): _attention(*a, setting))
+
+
+def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
+    decoded, chunks = ((1, 0), (1, 37), (0, 5), (1, 100)), ((5, 0), (40, 19), (0, 0), (17, 64))
+    if setting.is_rehearsal:
+        decoded, chunks = ((1, 0), (1, 6)), ((3, 2),)
+    groups = ((3, 2),) if setting.is_rehearsal else ((4,) * 8, (3, 2), (1, 3, 3, 2), (7,))
+    caches = (None,) if setting.is_rehearsal else (None, torch.int8, torch.float8_e4m3fn)
+    for kind, ranges in (("decode", decoded), ("prefill", chunks)):
+        for dtype in dtypes(setting)[: setting.pick(3, 1)]:
+            for group in groups:
+                for head_dim in (16,) if setting.is_rehearsal else (64, 80, 128):
+                    for cache in caches:
+                        stored = f", cache in {_name(cache)}" if cache else ""
+                        yield (
+                            f"{kind} attention, groups {group}, heads of {head_dim}, "
+                            f"{_name(dtype)}{stored}",
+                            {
+                                "ranges": ranges,
+                                "groups": group,
+                                "head_dim": head_dim,
+                                "dtype": dtype,
+                                "cache_dtype": cache,
+                                "block_size": 4 if setting.is_rehearsal else 16,
+                                "device": setting.device,
+                            },
+                        )
+
+
+def _attention_is_right(name: str, of_sample: dict[str, Any]) -> Rows:
+    sample, ops = make_sample(**of_sample), CUDAOps()
+    out = _hold_sample(sample, ops)
+    if sample.queries.max_queries == 1:
+        for range_ in sample.queries.rows:
+            one = replace(sample.queries, rows=range_[None])
+            row = slice(int(range_[0]), int(range_[0]) + int(range_[1]))
+            _alike(out[row], replace(sample, queries=one).run(ops)[row])
+    yield Row(name, note="right")
+
+
+def _attention(name: str, ranges: list[tuple[int, int]], target: str, setting: Setting) -> Rows:
+    dtype = torch.float32 if setting.is_rehearsal else torch.bfloat16
+    groups, head_dim = ((2,), 16) if setting.is_rehearsal else ((4,) * 8, 128)
+    sample = make_sample(
+        ranges, groups, head_dim, dtype=dtype, block_size=16, device=setting.device
+    )
+    ops = CUDAOps()
+    out = _hold_sample(sample, ops)
+
+    def attend() -> None:
+        ops.paged_attention(sample.q, sample.k, sample.v, sample.queries, sample.heads, out)
+
+    n_keys = sum(n + start for n, start in ranges)
+    n_bytes = 2 * n_keys * len(groups) * head_dim * dtype.itemsize
+    seconds = device_seconds([attend] * setting.pick(10, 1), setting)
+    yield _moved(name, n_bytes, seconds, setting, target)
+
+
+PARTS = {
+    "products": products,
+    "products with few bits": group_products,
+    "norms and gates": elementwise,
+    "attention": attention,
+}
+
+
+def _normal(size: tuple[int, ...], dtype: torch.dtype, setting: Setting) -> Tensor:
+    return torch.randn(size, device=setting.device).to(dtype)
+
+
+def _hold(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Raises: Wrong where a number is further off than its dtype explains."""
+    error = (ours.double() - expected.double()).abs().max()
+    most = _TOLERANCE[dtype] * max(float(expected.double().abs().max()), 1e-9)
+    if not error <= most:
+        raise Wrong(f"off by {error:.3g}, and {most:.3g} is the most that {_name(dtype)} explains")
+
+
+def _hold_sample(sample: Sample, ops: TorchOps) -> Tensor:
+    out, expected = sample.run(ops), sample.expected()
+    is_row = expected != POISON
+    _hold(out.where(is_row, 0), expected.where(is_row, 0), out.dtype)
+    return out
+
+
+def _alike(together: Tensor, alone: Tensor) -> None:
+    if not torch.equal(together, alone):
+        raise Wrong("a row is another in company than alone")
+
+
+def _moved(name: str, n_bytes: int, seconds: float, setting: Setting, target: str = "") -> Row:
+    rate = n_bytes / seconds
+    return Row(name, rate / 1e9, "GB/s", rate / setting.copy_bytes_per_s, target)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,191 @@
+"""Models of random weights on the device, and steps of them at any length.
+
+A step takes as long whatever its cache holds, so nothing is prefilled for a decode step to be
+timed.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.bench.gpu_steps import Setting
+from parallel_llama.checkpoint import random_checkpoint
+from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.decode_graphs import record_cuda_graph
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.files.model_files import find_model
+from parallel_llama.ops import Scores, TorchOps
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.parallel.slice import Slice
+from parallel_llama.plan import make_plan, make_precision
+
+BLOCK_SIZE = 16
+
+
+def shape(name: str, setting: Setting) -> ModelArgs:
+    """A shape of configs/models; a rehearsal has but its name."""
+    args = load_model_args(find_model(name))
+    if not setting.is_rehearsal:
+        return args
+    sizes = {"dim": 64, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 32}
+    return replace(args, **sizes, ffn_dim=64, vocab_size=70, max_seq_len=96)
+
+
+@contextmanager
+def named(name: str, setting: Setting) -> Iterator[str]:
+    """What `--model` takes for it: the name, or the file of a rehearsal's shape."""
+    if not setting.is_rehearsal:
+        yield name
+        return
+    args = shape(name, setting)
+    keys = "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps"
+    sizes = {key: getattr(args, key) for key in keys}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"{name}.json")
+        path.write_text(json.dumps({**sizes, "multiple_of": 32}))
+        yield str(path)
+
+
+def half(setting: Setting) -> str:
+    """bfloat16, in which Triton's interpreter cannot multiply."""
+    return "float32" if setting.is_rehearsal else "bfloat16"
+
+
+def ours(args: ModelArgs) -> TorchOps:
+    """The kernels; where a step runs them, Triton is there."""
+    from parallel_llama.ops.cuda_ops import CUDAOps
+
+    return CUDAOps(Scores(args.attention_scale, args.attention_soft_cap))
+
+
+def torchs(args: ModelArgs) -> TorchOps:
+    return TorchOps(Scores(args.attention_scale, args.attention_soft_cap))
+
+
+def load(
+    args: ModelArgs,
+    ops: TorchOps,
+    setting: Setting,
+    dtype: str | None = None,
+    comm: Communicator | None = None,
+    quant: str = "none",
+) -> ModelRunner:
+    """A rank's share, its weights drawn on the device; without a cache."""
+    comm = comm or Solo()
+    precision = make_precision(args, dtype or half(setting), setting.device.type, quant)
+    plan = make_plan(args, comm.size, quant_group=precision.group_size)
+    return ModelRunner.load(
+        args,
+        random_checkpoint(args, 0, setting.device),
+        plan.alone(0) if isinstance(comm, Slice) else plan,
+        comm,
+        precision=precision,
+        device=setting.device,
+        ops=ops,
+    )
+
+
+def reserve(runner: ModelRunner, n_sequences: int, n_tokens: int) -> None:
+    """An empty cache for so many sequences of so many tokens, of zeros."""
+    n_blocks = n_sequences * -(-n_tokens // BLOCK_SIZE)
+    runner.reserve([n_blocks] * len(runner.groups), BLOCK_SIZE)
+    for cache, group in zip(runner.caches, runner.groups, strict=True):
+        for layer in range(len(group.layers)):
+            for part in cache.layer(layer):
+                part.zero_()
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Sequences of at most `n_tokens`, whose blocks lie in turns: no two in a row are of one."""
+
+    n_sequences: int
+    n_tokens: int
+
+    def chunks(self, runner: ModelRunner, start: int, n_new: int = 1) -> list[Chunk]:
+        """`n_new` tokens of each from a position on."""
+        n_blocks = -(-self.n_tokens // BLOCK_SIZE)
+        return [
+            Chunk(
+                [
+                    (7 * sequence + at) % runner.args.vocab_size
+                    for at in range(start, start + n_new)
+                ],
+                start,
+                [range(sequence, self.n_sequences * n_blocks, self.n_sequences)]
+                * len(runner.groups),
+                start,
+            )
+            for sequence in range(self.n_sequences)
+        ]
+
+    def step(self, runner: ModelRunner, start: int, n_new: int = 1) -> Callable[[], Any]:
+        """A step that gives each one's last logits."""
+        chunks = self.chunks(runner, start, n_new)
+        rows = [number * n_new + n_new - 1 for number in range(self.n_sequences)]
+        return lambda: runner.step(chunks, rows)[0].values
+
+
+def record(runner: ModelRunner, setting: Setting) -> bool:
+    """Record the decode steps. Returns: whether operators and device can."""
+    runner.record(_rehearse if setting.is_rehearsal else record_cuda_graph)
+    return runner.can_look_ahead
+
+
+class Wrong(Exception):
+    """A model gives something else than what it should."""
+
+
+def require_right(
+    name: str, setting: Setting, *, quant: str = "none", n_ranks: int | None = None
+) -> None:
+    """See that two layers of a shape, or of rank 0's share of it, give torch's logits.
+
+    Raises: Wrong.
+    """
+    args = shape(name, setting)
+    args = replace(args, n_layers=min(args.n_layers, 2))
+    found = []
+    for ops, dtype in ((torchs(args), "float32"), (ours(args), half(setting))):
+        comm = Solo() if n_ranks is None else Slice(n_ranks)
+        runner = load(args, ops, setting, dtype, comm, quant)
+        n_prompt = setting.pick(20, 2)
+        texts = Texts(2, 48)
+        reserve(runner, 2, 48)
+        parts = [texts.step(runner, 0, n_prompt)().float(), texts.step(runner, n_prompt)().float()]
+        found.append(torch.cat(parts).clone())
+        del runner
+    error = float((found[0] - found[1]).abs().max() / found[0].abs().max())
+    # A rounded input may be the next integer where sums differ in their last bits.
+    is_rounded = quant != "none" or half(setting) != "float32"
+    if not error <= (0.05 if is_rounded else 1e-3):
+        raise Wrong(f"logits of two layers are off by {error:.3g} of the largest")
+
+
+class _Later:
+    """The logits of a step that runs again in place of a graph."""
+
+    values: Any = None
+    largest: Any = None
+
+
+def _rehearse(step: Callable[[], Any]) -> Any:
+    found = _Later()
+
+    def replay() -> None:
+        again = step()
+        found.values, found.largest = again.values, again.largest
+
+    return found, replay
+
+
+def synchronize(setting: Setting) -> None:
+    if not setting.is_rehearsal:
+        torch.cuda.synchronize()

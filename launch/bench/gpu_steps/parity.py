@@ -1,0 +1,187 @@
+"""Whole models: against transformers, over ranks, recorded beside launched, alone and in company.
+
+The model is a small one of random weights, as deep as it takes to go wrong.
+"""
+
+import tempfile
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from thread_ranks import ThreadComm, run_on_threads
+from torch import Tensor
+
+from launch.bench.gpu_steps import Row, Rows, Setting, attempt
+from launch.bench.gpu_steps.models import Texts, load, ours, record, reserve, torchs
+from parallel_llama import LLM, SamplingParams
+from parallel_llama.config import ModelArgs
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.parallel.collectives import Communicator, Solo
+from parallel_llama.sampling import gather_logits
+
+
+def rows(setting: Setting) -> Rows:
+    for name, part in PARTS.items():
+        yield from attempt(name, lambda part=part: part(setting))
+
+
+def shape_of(setting: Setting) -> ModelArgs:
+    """Heads that 2, 3, 5 and 7 ranks cannot share evenly."""
+    dim, ffn_dim = setting.pick(576, 54), setting.pick(1000, 40)
+    return ModelArgs(
+        dim=dim,
+        n_layers=setting.pick(4, 1),
+        n_heads=9,
+        n_kv_heads=3,
+        head_dim=setting.pick(64, 16),
+        ffn_dim=ffn_dim,
+        vocab_size=setting.pick(1001, 61),
+        max_seq_len=512,
+        dtype="float32",
+    )
+
+
+def against_transformers(setting: Setting) -> Rows:
+    """Log-probabilities and greedy tokens against transformers in float64 on the CPU."""
+    if find_spec("transformers") is None:
+        yield Row("transformers", note="not installed")
+        return
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    args = shape_of(setting)
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=args.dim,
+            intermediate_size=args.ffn_dim,
+            num_hidden_layers=args.n_layers,
+            num_attention_heads=args.n_heads,
+            num_key_value_heads=args.n_kv_heads,
+            head_dim=args.head_dim,
+            vocab_size=args.vocab_size,
+            max_position_embeddings=args.max_seq_len,
+        )
+    )
+    n_prompt, n_new = setting.pick(100, 12), setting.pick(32, 4)
+    prompt = torch.randint(args.vocab_size, (n_prompt,)).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        whole = model.double().eval()
+        for dtype, most in (("float32", 1e-3), ("bfloat16", 0.2)):
+            yield from attempt(
+                f"transformers, {dtype}",
+                lambda a=(dtype, most): _as_whole(whole, Path(folder), prompt, n_new, *a, setting),
+            )
+
+
+@torch.inference_mode()
+def _as_whole(
+    whole: Any,
+    folder: Path,
+    prompt: list[int],
+    n_new: int,
+    dtype: str,
+    most: float,
+    setting: Setting,
+) -> Rows:
+    with LLM(str(folder), dtype=dtype, device=setting.device.type, max_drafts=0) as llm:
+        scores = torch.tensor(llm.score([prompt])[0], dtype=torch.float64)
+        params = SamplingParams(max_tokens=n_new, ignore_eos=True)
+        tokens = list(llm.generate([prompt], params)[0].tokens)
+    logprobs = whole(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    error = float((scores[-len(expected) :] - expected).abs().max())
+    if not error <= most:
+        yield Row(f"transformers, {dtype}", wrong=f"log-probabilities are off by {error:.3g}")
+        return
+    # Each token is weighed after the same text, so that one near tie does not part all that follow.
+    logits = whole(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    behind = logits.amax(1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    if not float(behind.max()) <= most:
+        yield Row(f"transformers, {dtype}", wrong=f"a token is {float(behind.max()):.3g} behind")
+        return
+    yield Row(f"transformers, {dtype}", error, "nats at most", note=f"{n_new} greedy tokens right")
+
+
+def over_ranks(setting: Setting) -> Rows:
+    """Ranks as threads of this process, on one card, beside one rank on torch's operators."""
+    args = shape_of(setting)
+    expected = _logits(Solo(), args, setting, is_ours=False)
+    for tp_size in (1, 2, 3, 5, 7):
+        name = f"{tp_size} rank{'s' * (tp_size > 1)}"
+        yield from attempt(name, lambda a=(name, tp_size): _over(*a, args, expected, setting))
+
+
+def _over(name: str, tp_size: int, args: ModelArgs, expected: Tensor, setting: Setting) -> Rows:
+    # Triton's interpreter is not for several threads at once.
+    parts = run_on_threads(tp_size, _logits, args, setting, is_ours=not setting.is_rehearsal)
+    error = max(float((part - expected).abs().max()) for part in parts)
+    if not error <= 1e-3 * float(expected.abs().max()):
+        yield Row(name, wrong=f"logits are off by {error:.3g}")
+    elif not all(torch.equal(part, parts[0]) for part in parts):
+        yield Row(name, wrong="ranks have different logits")
+    else:
+        yield Row(name, error, "off at most")
+
+
+def recorded(setting: Setting) -> Rows:
+    """The logits of a replayed step are those of a launched one, to the last bit."""
+    args = shape_of(setting)
+    runner, texts = load(args, ours(args), setting, "float32"), Texts(setting.pick(3, 2), 40)
+    reserve(runner, texts.n_sequences, texts.n_tokens)
+    launched = _steps(runner, texts, setting)
+    if not record(runner, setting):
+        yield Row("recorded", note="operators do not look for keys in blocks themselves")
+    elif not torch.equal(_steps(runner, texts, setting), launched):
+        yield Row("recorded", wrong="logits differ from those of launched steps")
+    else:
+        yield Row("recorded", note="bit for bit as launched")
+
+
+def in_company(setting: Setting) -> Rows:
+    """A text's logits in a decode step do not change with the texts beside it."""
+    args = shape_of(setting)
+    runner = load(args, ours(args), setting, "float32")
+    found = []
+    for n_texts in (1, setting.pick(16, 2)):  # the first is the same; where its blocks lie is not
+        reserve(runner, n_texts, 40)
+        found.append(_steps(runner, Texts(n_texts, 40), setting)[:, 0])
+    if not torch.equal(found[0], found[1]):
+        yield Row("in company", wrong="logits differ from those alone")
+    else:
+        yield Row("in company", note="bit for bit as alone")
+
+
+PARTS = {
+    "transformers": against_transformers,
+    "ranks": over_ranks,
+    "recorded": recorded,
+    "in company": in_company,
+}
+
+
+def _steps(runner: ModelRunner, texts: Texts, setting: Setting) -> Tensor:
+    """Texts are read one by one, then all go on together. Shapes: [steps, texts, vocabulary]."""
+    n_prompt = setting.pick(16, 2)
+    for chunk in texts.chunks(runner, 0, n_prompt):
+        runner.step([chunk], [n_prompt - 1])
+    steps = range(n_prompt, n_prompt + setting.pick(4, 1))
+    return torch.stack([texts.step(runner, at)().clone() for at in steps])
+
+
+def _logits(
+    comm: Communicator | ThreadComm, args: ModelArgs, setting: Setting, *, is_ours: bool
+) -> Tensor:
+    """A prompt and some steps. Shapes: [steps, vocabulary], on every rank."""
+    ops = (ours if is_ours else torchs)(args)
+    runner = load(replace(args), ops, setting, "float32", comm)
+    texts = Texts(1, 40)
+    reserve(runner, 1, texts.n_tokens)
+    vocabs = [share.vocab for share in runner.plan.shares]
+    found = []
+    n_prompt = setting.pick(20, 5)
+    for start, n_new in ((0, n_prompt), (n_prompt, 1), (n_prompt + 1, 1)):
+        found.append(gather_logits(texts.step(runner, start, n_new)().clone(), vocabs, comm))
+    return torch.cat(found)

@@ -1,0 +1,25 @@
+"""What `launch.bench.gpu` checks of kernels and of whole models, on a card: `pytest -m gpu`."""
+
+import importlib
+
+import pytest
+import torch
+
+from launch.bench.gpu_steps import Setting
+
+PARTS = {
+    "kernels": ("products", "products with few bits", "norms and gates", "attention"),
+    "parity": ("transformers", "ranks", "recorded", "in company"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("step", "part"), [(step, part) for step, parts in PARTS.items() for part in parts]
+)
+def test_nothing_is_wrong_on_a_card(step, part):
+    module = importlib.import_module(f"launch.bench.gpu_steps.{step}")
+    assert list(module.PARTS) == list(PARTS[step])
+    rows = list(module.PARTS[part](Setting(torch.device("cuda"), is_rehearsal=False)))
+    assert rows and not [row for row in rows if row.wrong]
