@@ -109,10 +109,10 @@ def elementwise(setting: Setting) -> Rows:
     ours, torchs = CUDAOps(), TorchOps()
     for dtype in dtypes(setting):
         for name, call, width in (
-            ("norm", lambda ops, x: ops.rms_norm(x, x[0] * 0 + 1, 1e-5), dim),
-            ("sum and norm", lambda ops, x: ops.add_rms_norm(x.clone(), x, x[0], 1e-5), dim),
-            ("gate", lambda ops, x: ops.silu_and_mul(x.clone()), 2 * n_channels),
-            ("largest", lambda ops, x: ops.largest(x), n_vocab),
+            ("norm", lambda ops, x, w: ops.rms_norm(x, w, 1e-5), dim),
+            ("sum and norm", lambda ops, x, w: ops.add_rms_norm(x, x, w, 1e-5), dim),
+            ("gate", lambda ops, x, _: ops.silu_and_mul(x), 2 * n_channels),
+            ("largest", lambda ops, x, _: ops.largest(x), n_vocab),
         ):
             label = f"{name} of 16 rows, {_name(dtype)}"
             x = _normal((16, width), dtype, setting)
@@ -123,17 +123,17 @@ def elementwise(setting: Setting) -> Rows:
 
 def _elementwise(
     name: str,
-    call: Callable[[TorchOps, Tensor], Tensor],
+    call: Callable[[TorchOps, Tensor, Tensor], Tensor],
     x: Tensor,
     ours: TorchOps,
     torchs: TorchOps,
     setting: Setting,
 ) -> Rows:
-    y = call(ours, x)
-    _hold(y, call(torchs, x.double()), x.dtype)
-    if "sum" not in name:  # whose weight is its first row
-        _alike(y, torch.cat([call(ours, row[None]) for row in x]) if "norm" not in name else y)
-    seconds = device_seconds([lambda: call(ours, x)] * setting.pick(50, 1), setting)
+    weight, timed = x[0].clone(), x.clone()  # x itself may be overwritten
+    y = call(ours, x.clone(), weight)
+    _hold(y, call(torchs, x.double(), weight.double()), x.dtype)
+    _alike(y, torch.cat([call(ours, row[None].clone(), weight) for row in x]))
+    seconds = device_seconds([lambda: call(ours, timed, weight)] * setting.pick(50, 1), setting)
     yield Row(name, seconds * 1e6, "us")
 
 
