@@ -7,6 +7,7 @@ pads what is left. A batch for which there is none runs as it is: the same code,
 Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from parallel_llama.engine.step_buffer import Paging, StepBuffer, StepSize
 from parallel_llama.model.batch import Batch
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.failures import RankError, first_line
+
+logger = logging.getLogger(__name__)
 
 # Rows of the graphs, so close together that padding costs little.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -55,11 +59,12 @@ class DecodeGraphs:
     def record(
         self, comm: Communicator, recorder: Recorder, on_graph: Callable[[int], None]
     ) -> None:
-        """Record the buckets, the smallest first, until LIMIT_S have passed.
+        """Record the buckets, the smallest first, until LIMIT_S have passed or one cannot be.
 
-        `on_graph` is told how many rows the one has that comes next.
+        `on_graph` is told how many rows the one has that comes next. A step cannot be recorded
+        where an operator asks the device something, or where there is no memory for another.
 
-        Collective: a broadcast for each bucket, and its steps.
+        Collective: a broadcast and an all_gather for each bucket, and its steps.
         """
         deadline = time.monotonic() + LIMIT_S
         for n_rows in BUCKETS:
@@ -67,7 +72,11 @@ class DecodeGraphs:
             if not comm.broadcast(goes_on):
                 break
             on_graph(n_rows)
-            self._graphs[n_rows] = self._recorded(n_rows, recorder)
+            graph = self._try(n_rows, recorder)
+            if not comm.all_gather(torch.tensor([graph is not None])).all():
+                break
+            assert graph is not None
+            self._graphs[n_rows] = graph
 
     def __call__(
         self, chunks: Sequence[Chunk], rows: Sequence[int], tokens: Tensor | None = None
@@ -92,6 +101,19 @@ class DecodeGraphs:
     def close(self) -> None:
         """Forget them: a group of ranks cannot be left while a graph holds it."""
         self._graphs.clear()
+
+    def _try(self, n_rows: int, recorder: Recorder) -> _Graph | None:
+        try:
+            return self._recorded(n_rows, recorder)
+        except RankError:
+            raise
+        except RuntimeError as error:
+            logger.warning(
+                "decode steps of %d rows and more run without a graph: %s",
+                n_rows,
+                first_line(error, 200),
+            )
+            return None
 
     def _recorded(self, n_rows: int, recorder: Recorder) -> _Graph:
         n_blocks = n_rows * self._blocks_of_row

@@ -4,7 +4,7 @@ No card is needed: the operators are torch's, and a recording that runs its step
 tensors of the first time, is to the engine what a graph is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -128,3 +128,27 @@ def test_ranks_launch_the_same_steps_ahead(monkeypatch, tp_size):
     for outcome in run_on_threads(tp_size, run_greedy, range(3)):
         assert not outcome
     assert len(launched) > 5 * tp_size and len(launched) % tp_size == 0
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_ranks_do_without_the_graphs_that_one_of_them_cannot_record(caplog, rank):
+    """A rank alone with a graph would sum with nobody."""
+
+    def run_partly(comm: Communicator) -> tuple[list[str], list[int]]:
+        runner, recorded = make_runner(comm, ARGS, ops=paged_ops(ARGS)), Recorded()
+        asked: list[int] = []
+
+        def record(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
+            if comm.rank == rank and asked[-1] == 4:
+                step()  # which runs before it is recorded
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return recorded(step)
+
+        mix = greedy(random_mix(3))
+        engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens)
+        runner.record(record, asked.append)
+        return differences(mix, run_mix(engine, mix)), asked
+
+    for found, asked in run_on_threads(3, run_partly):
+        assert not found and asked == [1, 2, 4]
+    assert "decode steps of 4 rows and more run without a graph" in caplog.text
