@@ -130,6 +130,8 @@ class ModelRunner:
             tables = tuple(rotary.whole() for rotary in self._rotary_of)
             self._paging = Paging(self.groups, tables, block_size, tuple(n_blocks))
             longest = self.args.max_seq_len
+            if self.groups[0].window is None:  # whose cache holds whole sequences
+                longest = min(longest, max(n_blocks[0], 1) * block_size)
             self._graphs = DecodeGraphs(self._logits, self._paging, longest, self.device)
 
     def _is_paged(self) -> bool:
