@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -305,6 +306,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_a_circle_is_found() -> None:
     sources = {"a": "import b", "b": "from c import x", "c": "def f():\n    from a import y"}
     assert circles({name: ast.parse(source) for name, source in sources.items()})
+
+
+def test_no_two_test_files_have_the_same_name() -> None:
+    """Folders of tests are no packages: of two files of one name, pytest imports one for both."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
+    assert [name for name, n in names.items() if n > 1 and name != "conftest.py"] == []
 
 
 def test_the_low_floors_load_without_torch() -> None:

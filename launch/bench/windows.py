@@ -66,12 +66,12 @@ def tiles(n_tokens: int, window: int, dtype: torch.dtype) -> Way:
         cache.k[0].copy_(k)
         cache.v[0].copy_(v)
         o = torch.empty_like(q)
-        for start in range(0, n_tokens, STEP_TOKENS):
-            queries = q[:, start : start + STEP_TOKENS].transpose(0, 1)
+        for start in range(0, n_tokens, STEP_TOKENS["cpu"]):
+            queries = q[:, start : start + STEP_TOKENS["cpu"]].transpose(0, 1)
             chunk = Chunk([0] * len(queries), start, [[0]], n_tokens)
             group = runner.batch([chunk]).groups[0]
             part = attend(queries, 0, group, cache, runner.share.runs, runner.model.ops)
-            o[:, start : start + STEP_TOKENS] = part.view(queries.shape).transpose(0, 1)
+            o[:, start : start + len(queries)] = part.view(queries.shape).transpose(0, 1)
         return o
 
     return way

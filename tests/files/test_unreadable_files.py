@@ -43,7 +43,7 @@ VERBS: dict[str, Callable[[str], list[str]]] = {
 @pytest.fixture(scope="module")
 def good() -> Iterator[Path]:
     """Models in a folder that anybody may enter, which pytest's own is not."""
-    home = Path(tempfile.mkdtemp())
+    home = Path(tempfile.mkdtemp(dir="/tmp"))
     home.chmod(0o777)
     write_chat_folder(home / "hf")
     shutil.copytree(home / "hf", home / "indexed")

@@ -122,7 +122,7 @@ def _gap(model: _Model, setting: Setting) -> Rows:
 def _prefill(model: _Model, setting: Setting) -> Rows:
     """A prompt in the chunks in which the engine reads it."""
     n, runner = setting.pick(_PREFILL, 40), model.llm.engine.runner
-    texts, size = Texts(1, n), setting.pick(STEP_TOKENS, 20)
+    texts, size = Texts(1, n), setting.pick(STEP_TOKENS["cuda"], 20)
     for n_new in (size, n):  # and all of it at once
         steps = [texts.step(runner, start, min(n_new, n - start)) for start in range(0, n, n_new)]
         seconds = eager_seconds(lambda steps=steps: [step() for step in steps], setting)
