@@ -36,7 +36,7 @@ KV_SCALE_BYTES = 4
 
 
 # How weights may be quantised when a model is loaded; stored: as its files have them.
-QUANTS = "none", "int8", "int4", "stored"
+QUANTS = "none", "int8", "int4", "fp8", "stored"
 
 # Consecutive inputs of a matrix that are rounded together in products; ranks never part them.
 GROUP_SIZE = 32
@@ -64,9 +64,9 @@ class GroupFormat:
 
     With a minimum for each block as well, integers begin at 0, else they lie around it. Each of a
     group's `n_parts` may have small integers of its own, by which its scale and its minimum are
-    multiplied: factors.
+    multiplied: factors. Of floats, 8 bits are those of an e4m3 number in place of an integer's.
 
-    Source: the blocks of GGUF, ggml's docs/gguf.md.
+    Source: the blocks of GGUF, ggml's docs/gguf.md; e4m3, arXiv 2209.05433.
     """
 
     n_bits: Literal[2, 3, 4, 5, 6, 8]
@@ -75,9 +75,12 @@ class GroupFormat:
     n_parts: int = 1
     scale_factors: bool = False
     min_factors: bool = False
+    is_float: bool = False
 
     @property
     def name(self) -> str:
+        if self.is_float:
+            return f"fp{self.n_bits}"
         minima = " with minima" if self.has_min else ""
         is_simple = self.n_shared == 1 and not self.n_factors
         return f"int{self.n_bits}{minima}" + ("" if is_simple else f" by {self.block}")
@@ -85,7 +88,7 @@ class GroupFormat:
     @property
     def zero(self) -> int:
         """What is added to integers, so that the least of them is stored as 0."""
-        return 0 if self.has_min else 1 << (self.n_bits - 1)
+        return 0 if self.has_min or self.is_float else 1 << (self.n_bits - 1)
 
     @property
     def n_shared(self) -> int:
@@ -115,6 +118,13 @@ class GroupFormat:
 def _in_256(n_bits: Literal[2, 3, 4, 5, 6], n_parts: int, *, has_min: bool) -> GroupFormat:
     return GroupFormat(n_bits, has_min, 256, n_parts, scale_factors=True, min_factors=has_min)
 
+
+# How matrices are quantised when they are asked to be.
+ASKED = {
+    "int8": GroupFormat(8),
+    "int4": GroupFormat(4, has_min=True),
+    "fp8": GroupFormat(8, is_float=True),
+}
 
 # The types of GGUF that are groups already.
 GGUF_GROUPS = {
@@ -166,7 +176,7 @@ class Precision:
         computed: DTypeName = "float32" if is_half and device == "cpu" else dtype
         if quant in ("none", "stored"):
             return cls(computed, DenseFormat(dtype), stored)
-        return cls(computed, GroupFormat(8) if quant == "int8" else GroupFormat(4, has_min=True))
+        return cls(computed, ASKED[quant])
 
     @property
     def dtype(self) -> str:
@@ -202,8 +212,8 @@ class Precision:
             return self.stored[name]
         if kind == "vector":
             return DenseFormat(self.computed)
-        if kind == "outer" and isinstance(self.matrices, GroupFormat):
-            return GroupFormat(8)
+        if kind == "outer" and self.matrices == ASKED["int4"]:
+            return ASKED["int8"]
         return self.matrices
 
 

@@ -26,12 +26,13 @@ from parallel_llama.checkpoint import (
     random_checkpoint,
     require_whole,
 )
+from parallel_llama.checkpoint.ahead import started_thread
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
 from parallel_llama.engine import rank_calls
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.engine.kv_capacity import CacheSize, memory_for, memory_of
+from parallel_llama.engine.kv_capacity import CacheSize, give_back_memory, memory_for, memory_of
 from parallel_llama.engine.machine import Machine, measure, peak_cuda_bytes
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompts import Prompt, Prompts
@@ -104,9 +105,9 @@ class LLM:
 
     `dtype` is one of float32, bfloat16, float16, float64; None takes the device's default. A CPU
     keeps weights in 16 bits and computes in float32. With `quant` int8 or int4 the matrices become
-    small integers with a scale for every 32 of them, when they are read; with `quant` stored they
-    stay as the files have them, and with none they are decoded. A folder that is quantised stays so
-    by default, unlike a GGUF file.
+    small integers with a scale for every 32 of them, when they are read, and with fp8 floats of 8
+    bits; with `quant` stored they stay as the files have them, and with none they are decoded. A
+    folder that is quantised stays so by default, unlike a GGUF file.
     `max_seq_len` lowers the model's context. Requests without a seed of their own get one from
     `seed`, and without that a new one in every call. `random_weights` fills a named shape with
     random numbers from that seed. With a `slice_of` (R, N), one rank alone holds what rank R of N
@@ -441,17 +442,23 @@ class LLM:
             comm.pulse()
             on_bytes(n_bytes)
 
-        with closing(checkpoint), memory_for("the weights", "use more ranks, or a smaller dtype"):
-            runner = ModelRunner.load(
-                self.args,
-                checkpoint,
-                plan,
-                comm,
-                precision=self.precision,
-                device=device,
-                kv_format=self.kv_format,
-                on_bytes=note,
-            )
+        inputs = self.input_processor
+        with closing(checkpoint), started_thread() as thread:
+            # Beside the weights: it is another process that does most of it.
+            tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
+            with memory_for("the weights", "use more ranks, or a smaller dtype"):
+                runner = ModelRunner.load(
+                    self.args,
+                    checkpoint,
+                    plan,
+                    comm,
+                    precision=self.precision,
+                    device=device,
+                    kv_format=self.kv_format,
+                    on_bytes=note,
+                )
+            tokenizer.result()
+        give_back_memory()
         comm.barrier()
         return runner
 

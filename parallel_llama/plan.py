@@ -60,6 +60,10 @@ MIN_EXPERT_CHANNELS = 256
 # NCCL's buffers, and what CUDA graphs keep. An allowance; no card has been asked yet.
 CUDA_ALLOWANCE = 1 << 30
 
+# What a process on a CPU holds beside weights and cache, about: torch's libraries and modules are
+# 220 MiB of it, LLVM 40; the rest is our modules, the tokenizer, and what a step works with.
+PROCESS_BYTES = 350 << 20
+
 # What weights are counted by: units of an axis, channels of single experts, or ranks.
 Counted = Axis | Literal["expert ffn", "rank"]
 
@@ -481,7 +485,7 @@ def make_precision(
         known = ", ".join(GGUF_GROUPS)
         raise UsageError(
             f"quant='stored': the model has no weights in {known} of a GGUF file, nor those of a "
-            "GPTQ, AWQ or quantised native folder; use int8 or int4"
+            "GPTQ, AWQ or quantised native folder; use int8, int4 or fp8"
         )
     return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
 

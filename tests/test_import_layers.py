@@ -45,9 +45,10 @@ TORCH_FREE = {
 }  # fmt: skip
 MATH = {"model", "ops"}
 
-# What needs a package that not every machine has; imported where it is used, so that all else works
-# without.
+# Imported where it is used: what needs a package that not every machine has, so that all else works
+# without; and readers whose packages take long to load, so that other files do not wait for them.
 OPTIONAL = {"parallel_llama.ops.cuda_ops", "torch.distributed._symmetric_memory"}
+LATE = {"parallel_llama.checkpoint.gguf_file"}
 
 OBJECT_COLLECTIVES = re.compile(r"(broadcast|all_gather|gather|scatter|send|recv)_object(_list)?$")
 ASKS = {"is_file", "is_dir", "exists", "iterdir", "isfile", "isdir"}
@@ -105,7 +106,7 @@ def imports_nothing_inside_functions(module: str, tree: ast.AST) -> Iterator[str
     for outer in ast.walk(tree):
         if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             for name, node in imports(outer):
-                if name not in OPTIONAL and name.rpartition(".")[0] not in OPTIONAL:
+                if not {name, name.rpartition(".")[0]} & (OPTIONAL | LATE):
                     yield f"line {node.lineno}: {name} is imported inside a function"
 
 

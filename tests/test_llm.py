@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,10 +33,11 @@ from parallel_llama.engine.rank_group import shared_facts
 from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.handshake import Card, require_same
-from parallel_llama.plan import make_plan
+from parallel_llama.plan import PROCESS_BYTES, make_plan
 from parallel_llama.request import Completion
 from parallel_llama.serve.engine_process import EngineProcess
 from parallel_llama.serve.wire import FrameSocket, RankFacts
+from parallel_llama.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 SUPPORT = str(ROOT / "tests" / "support")
@@ -77,6 +79,65 @@ def test_a_script_under_torchrun_is_rank_0s_and_the_others_serve_it(
     completions = msgspec.json.decode(line.removeprefix("0 "), type=list[Completion])
     alone = llm.generate(["Hello", [5, 6, 7]], PARAMS)
     assert [(c.text, c.tokens) for c in completions] == [(c.text, c.tokens) for c in alone]
+
+
+# What a start loads.
+
+# Each takes longer to load than a small model, or brings packages along that do.
+UNWANTED = {
+    *("gguf", "mistral_common", "pydantic", "requests", "huggingface_hub", "transformers"),
+    *("torch._dynamo", "torch._inductor", "sympy", "scipy", "onnx", "triton"),
+    *("fastapi", "uvicorn", "jinja2"),
+}
+
+
+def test_a_plain_start_loads_what_it_uses_and_holds_what_plan_says(model: Path) -> None:
+    program = """if True:
+        import gc, sys
+        import parallel_llama
+        assert "torch" not in sys.modules
+        from parallel_llama import LLM, SamplingParams
+        assert gc.isenabled()
+        with LLM(sys.argv[1], kv_cache_bytes=1 << 20) as llm:
+            llm.generate("Hello", SamplingParams(max_tokens=2))
+            status = open("/proc/self/status").read() if sys.platform == "linux" else ""
+        print(*sys.modules)
+        print(status)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(model)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    modules, _, status = done.stdout.partition("\n")
+    assert UNWANTED.isdisjoint(modules.split())
+    # A tiny model holds next to nothing beside what `plan` says of every process.
+    if "+cpu" in torch.__version__ and (held := re.search(r"VmRSS:\s+(\d+) kB", status)):
+        assert 0.6 < int(held[1]) * 1024 / PROCESS_BYTES < 1.1
+
+
+def test_the_tokenizer_is_loaded_beside_the_weights(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came after them, when another core had nothing to do."""
+    loaded, load = threading.Event(), ModelRunner.load
+
+    def load_tokenizer_here(path: Path) -> Tokenizer:
+        tokenizer = load_tokenizer(path)
+        loaded.set()
+        return tokenizer
+
+    def load_after_tokenizer(*args: Any, **settings: Any) -> ModelRunner:
+        assert loaded.wait(60)
+        return load(*args, **settings)
+
+    processor = "parallel_llama.engine.input_processor.load_tokenizer"
+    monkeypatch.setattr(processor, load_tokenizer_here)
+    monkeypatch.setattr(ModelRunner, "load", load_after_tokenizer)
+    LLM(str(model), kv_cache_bytes=CACHE_BYTES).close()
 
 
 # Ranks of its own.

@@ -5,7 +5,7 @@
 Three tables, each of medians over interleaved turns: the time to the first token of a prompt whose
 beginning is in the prefix cache, as a share of a cold one's; the speed with guesses as a multiple
 of that without, on texts that repeat their prompt and on texts that do not; and where the time of a
-step goes with 16 requests running. Greedy tokens with and without guesses are compared.
+step goes with one request and with 16. Greedy tokens with and without guesses are compared.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def main() -> None:
     lines = [prefix_line(prefix_turns(llm, flags.repeat))]
     for name, texts in (("copying", COPYING), ("free", FREE)):
         lines.append(guess_line(name, [guess_gain(llm, text, flags.repeat) for text in texts]))
-    lines.append(step_line(step_times(llm, 16, 64), 16))
+    lines += [step_line(step_times(llm, n, 64), n) for n in (1, 16)]
     print("\n".join(lines))
 
 

@@ -21,7 +21,8 @@ class Turns:
 
     `rates` is what the machine could do as each turn began. By engine, `step_bytes` is what a
     decode step reads of its weights, `first_token_s` how long after its start each fresh process
-    gave its first token, `peak_bytes` the memory that it took, and `nats` what the text has.
+    gave its first token, `peak_bytes` the memory that it took, and `nats` what a token of the texts
+    has.
     """
 
     players: dict[str, Player] = field(default_factory=dict)
@@ -46,10 +47,10 @@ def play(
     chosen: Sequence[Engine],
     n_turns: int,
     n_starts: int,
-    text: list[int],
+    texts: Sequence[list[int]],
     cores: tuple[int, ...],
 ) -> Turns:
-    """Start every engine that is there, let them take their turns, and let each weigh the text."""
+    """Start every engine that is there, let them take their turns, and let each weigh the texts."""
     turns = Turns(absent={each.name: why for each in chosen if (why := each.absence())})
     present = [each for each in chosen if each.name not in turns.absent]
     rest_s = max((each.restless_s for each in present), default=0.0)
@@ -66,7 +67,7 @@ def play(
                 start_all(turns, starts, task.prompts(0), 1, rest_s, these)
         start_all(turns, starts, task.prompts(0), task.n_new, rest_s, stack)
         take_turns(turns, task, n_turns, partial(rates, len(cores)), rest_s)
-        weigh(turns, text)
+        weigh(turns, texts)
     return turns
 
 
@@ -115,13 +116,16 @@ def take_turns(
                 turns.leave_out(name, error)
 
 
-def weigh(turns: Turns, text: list[int]) -> None:
-    """Ask every engine for its memory, and then for the text's nats, which take more of that."""
+def weigh(turns: Turns, texts: Sequence[list[int]]) -> None:
+    """Ask every engine for its memory, and then for the texts' nats, which take more of that."""
+    n_weighed = sum(len(text) - 1 for text in texts)
     for name in list(turns.runs):
-        turns.peak_bytes[name] = turns.players[name].peak_bytes()
+        player = turns.players[name]
+        turns.peak_bytes[name] = player.peak_bytes()
         try:
-            if len(text) > 1:
-                turns.nats[name] = turns.players[name].nats(text)
+            if n_weighed:
+                nats = sum(player.nats(text) * (len(text) - 1) for text in texts)
+                turns.nats[name] = nats / n_weighed
         except EngineError as error:
             turns.leave_out(name, error)
 

@@ -67,7 +67,7 @@ def tiles(n_tokens: int, window: int, dtype: torch.dtype) -> Way:
         cache.v[0].copy_(v)
         o = torch.empty_like(q)
         for start in range(0, n_tokens, STEP_TOKENS["cpu"]):
-            queries = q[:, start : start + STEP_TOKENS["cpu"]].transpose(0, 1)
+            queries = q[:, start : start + STEP_TOKENS["cpu"]].transpose(0, 1).contiguous()
             chunk = Chunk([0] * len(queries), start, [[0]], n_tokens)
             group = runner.batch([chunk]).groups[0]
             part = attend(queries, 0, group, cache, runner.share.runs, runner.model.ops)

@@ -10,7 +10,8 @@ may be short. So any range of units is one range of bytes, whoever owns it:
 A matrix that is quantised lies in two or three tensors, each in that order: `NAME.integers`
 [out, in] int8, `NAME.scales` [out, in / 32] float16 and, where the format has them, `NAME.mins`
 alike. Integers of 4 bits lie two in a byte, [out, in / 2] uint8: the first of two neighbours is the
-lower half. Where there are no minima 8 is added to them, so that the least, -8, is stored as 0.
+lower half. Where there are no minima 8 is added to them, so that the least, -8, is stored as 0. One
+in fp8 has `NAME.floats` [out, in] e4m3 in the place of integers.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -40,10 +41,11 @@ from parallel_llama.plan import unit_size
 BLOCK_BYTES = 8 << 20
 
 # Of the tensors in which a quantised weight lies; the dtypes by their names in the files.
-_SUFFIXES = ".integers", ".scales", ".mins"
+_SUFFIXES = ".integers", ".floats", ".scales", ".mins"
 _INTEGERS = {8: "I8", 5: "I8", 4: "U8"}  # 5 bits have a byte
+_FLOAT = "F8_E4M3"
 _HALF = "F16"
-INTEGER_DTYPES = {"I8": torch.int8, "U8": torch.uint8}
+BYTE_DTYPES = {"I8": torch.int8, "U8": torch.uint8, _FLOAT: torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class NativeFolder(TensorFiles):
     Raises: CheckpointError if a file is damaged or native.json does not say how it was written.
     """
 
-    readable = f"a native folder has {', '.join(STORED)}, and integers as native.json says"
+    readable = f"a native folder has {', '.join(STORED)}, and what native.json says is quantised"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         try:
@@ -130,7 +132,7 @@ class NativeFolder(TensorFiles):
         integers, scales, *mins = parts
         if form.n_bits == 4:
             integers = unpacked(integers, form)
-        return Groups(form, integers, scales, mins[0] if mins else None)
+        return Groups(form, integers.view(torch.int8), scales, mins[0] if mins else None)
 
     def _values(self, part: Part, rows: range) -> Tensor:
         """Some rows or columns of a tensor."""
@@ -174,22 +176,26 @@ def unit_of(param: Param, units: Mapping[str, int]) -> int:
 
 
 def parts_of(param: Param, units: Mapping[str, int], form: GroupFormat | None = None) -> list[Part]:
-    """The tensors in which a weight lies: if it is quantised integers, scales, perhaps minima."""
+    """The tensors in which a weight lies.
+
+    If it is quantised they are integers, or floats, then scales, and perhaps minima.
+    """
     unit = unit_of(param, units)
     if form is None:
         return [Part(param, unit)]
-    integers, scales, mins = _SUFFIXES
-    per_byte = 2 if form.n_bits == 4 else 1
+    integers, floats, scales, mins = _SUFFIXES
+    per_byte, stored = (2 if form.n_bits == 4 else 1), _INTEGERS[form.n_bits]
+    first = (floats, 1, _FLOAT) if form.is_float else (integers, per_byte, stored)
     halves = [scales, mins] if form.has_min else [scales]
     return [
-        Part.of(param, unit, integers, per_byte, _INTEGERS[form.n_bits]),
+        Part.of(param, unit, *first),
         *(Part.of(param, unit, half, GROUP_SIZE, _HALF) for half in halves),
     ]
 
 
 def dtype_of(in_file: str) -> torch.dtype:
     """torch's dtype of one of the files."""
-    return INTEGER_DTYPES.get(in_file) or torch_dtype(STORED[in_file])
+    return BYTE_DTYPES.get(in_file) or torch_dtype(STORED[in_file])
 
 
 def weight_of(tensor: str) -> str:

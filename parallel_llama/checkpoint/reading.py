@@ -12,7 +12,6 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory, sliced_shape
 from parallel_llama.checkpoint.checkpoint import Checkpoint
-from parallel_llama.checkpoint.gguf_file import GGUFFile
 from parallel_llama.checkpoint.hf_folder import HFFolder
 from parallel_llama.checkpoint.meta_folder import MetaFolder
 from parallel_llama.checkpoint.mistral_folder import MistralFolder
@@ -38,7 +37,7 @@ PIECE_ALIGNMENT = 256
 # Values quantised at once: in float32 their many copies fit into the cache of a core.
 QUANTISED_AT_ONCE = 1 << 17
 
-_READERS = {"hf": HFFolder, "meta": MistralFolder, "native": NativeFolder, "gguf": GGUFFile}
+_READERS = {"hf": HFFolder, "meta": MistralFolder, "native": NativeFolder}
 
 
 def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> Checkpoint:
@@ -54,6 +53,10 @@ def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memor
     try:
         if files.kind == "meta" and files.is_pickled:
             return MetaFolder(files, args)
+        if files.kind == "gguf":
+            from parallel_llama.checkpoint.gguf_file import GGUFFile
+
+            return GGUFFile(files, args, empty)
         return _READERS[files.kind](files, args, empty)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -112,8 +115,8 @@ def _quantised(
         if part is None:
             part = quantised(param, checkpoint.read(param, piece, "interleaved"), form)
         else:
-            for numbers in part.tensors[1:]:  # integers are finite
-                _finite(param, numbers, torch.float32)
+            for numbers in [part.values()] if form.is_float else part.tensors[1:]:
+                _finite(param, numbers, torch.float32)  # integers are finite
         parts.append(part)
         on_bytes(form.n_bytes(part.shape.numel()))
     return parts[0] if len(parts) == 1 else joined(parts, param.dim)

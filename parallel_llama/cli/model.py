@@ -28,8 +28,8 @@ DTYPE: Flag[str | None] = Flag(
     one_of(*DTYPES), "DTYPE", default_text="bfloat16 on CUDA, float32 on the CPU",
 )  # fmt: skip
 QUANT: Flag[str | None] = Flag(
-    "quant", "int8 or int4: matrices as integers with a scale for every 32; stored: as the files "
-    "have them; none: decoded to --dtype",
+    "quant", "int8, int4 or fp8: matrices as integers, or floats of 8 bits, with a scale for every "
+    "32; stored: as the files have them; none: decoded to --dtype",
     one_of(*QUANTS), "FORMAT", default_text="stored for a quantised folder, else none",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(

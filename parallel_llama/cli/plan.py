@@ -35,7 +35,14 @@ from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
-from parallel_llama.plan import CUDA_ALLOWANCE, ShardPlan, default_dtype, kv_format, make_precision
+from parallel_llama.plan import (
+    CUDA_ALLOWANCE,
+    PROCESS_BYTES,
+    ShardPlan,
+    default_dtype,
+    kv_format,
+    make_precision,
+)
 
 CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
 PLACEMENTS = {
@@ -243,10 +250,13 @@ def _copies(found: Estimate) -> str:
 
 
 def _working(found: Estimate) -> list[str]:
-    """What cards must have beside weights and cache; nothing on the CPU."""
+    """What there must be beside weights and cache."""
     most, n_tokens = max(rank.working for rank in found.ranks), found.work.step_tokens
     if not most:
-        return []
+        about = f"about {PROCESS_BYTES >> 20} MiB"
+        return [
+            f"process    {about} more on each rank: torch, LLVM, the tokenizer, a step's tensors"
+        ]
     return [
         f"to work    {size(most)} more on a card, for a step of {n_tokens} tokens, scores, and "
         f"CUDA's libraries and graphs ({size(CUDA_ALLOWANCE)})"

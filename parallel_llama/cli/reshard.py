@@ -37,8 +37,8 @@ DTYPE: Flag[str | None] = Flag(
     one_of(*DTYPES), "DTYPE", default_text="as the source has it",
 )  # fmt: skip
 QUANT: Flag[str | None] = Flag(
-    "quant", "for native, int8 or int4: matrices as integers with a scale for every 32; stored: "
-    "as the source has them; none: plain values",
+    "quant", "for native, int8, int4 or fp8: matrices as integers, or floats of 8 bits, with a "
+    "scale for every 32; stored: as the source has them; none: plain values",
     one_of(*QUANTS), "FORMAT", default_text="stored for a quantised folder, else none",
 )  # fmt: skip
 RESUME: Flag[bool] = Flag("resume", "continue an interrupted run")

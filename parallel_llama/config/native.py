@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from parallel_llama.dtypes import GROUP_SIZE, GroupFormat, MatrixFormat
+from parallel_llama.dtypes import ASKED, GROUP_SIZE, GroupFormat, MatrixFormat
 from parallel_llama.errors import UsageError, listed
 from parallel_llama.families import FAMILIES, parameters
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, features_of
@@ -16,7 +16,8 @@ NATIVE_FORMAT = "parallel_llama native 1"
 
 # The formats in which a native folder may have matrices, under the names that it gives them.
 NATIVE_GROUPS = {
-    form.name: form for form in (GroupFormat(n, m) for n in (8, 5, 4) for m in (False, True))
+    form.name: form
+    for form in (*(GroupFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
 }
 
 _KEYS = {"format", "args", "units", "quantised"}

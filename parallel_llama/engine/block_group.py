@@ -49,8 +49,9 @@ class BlockTable:
         """The sequence's block of this number, or those from one to another; all are still held."""
         if isinstance(number, slice):
             first, stop, step = number.indices(self.stop)
-            assert step == 1 and (first >= self.first or not self.n_given_up)
-            return self.blocks[first - self.n_given_up : stop - self.n_given_up]
+            n_missing = 0 if stop <= self.n_kept else self.n_given_up
+            assert step == 1 and (first >= self.first or not n_missing)
+            return self.blocks[first - n_missing : stop - n_missing]
         if number < self.n_kept:
             return self.blocks[number]
         assert number >= self.first

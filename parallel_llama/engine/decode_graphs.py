@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.engine.chunk import Chunk
-from parallel_llama.engine.step_buffer import Paging, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.model.batch import Batch
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.parallel.collectives import Communicator
@@ -79,11 +79,15 @@ class DecodeGraphs:
             self._graphs[n_rows] = graph
 
     def __call__(
-        self, chunks: Sequence[Chunk], rows: Sequence[int], tokens: Tensor | None = None
+        self,
+        chunks: Sequence[Chunk],
+        rows: Sequence[int],
+        noise: Sequence[RowNoise] = (),
+        tokens: Tensor | None = None,
     ) -> Logits | None:
         """The logits of these rows; None where the step is none that is recorded.
 
-        The next step puts its own in their place. `tokens` are as in `StepBuffer.fill`.
+        The next step puts its own in their place. `noise` and `tokens` are as in `StepBuffer.fill`.
         """
         n_rows = len(rows)
         if not all(chunk.is_decoded for chunk in chunks):
@@ -93,10 +97,9 @@ class DecodeGraphs:
         if not room or not is_all:
             return None
         graph = self._graphs[room]
-        graph.buffer.fill(chunks, tokens=tokens)
+        graph.buffer.fill(chunks, noise=noise, tokens=tokens)
         graph.replay()
-        values, largest = graph.logits.values, graph.logits.largest
-        return Logits(values[:n_rows], None if largest is None else largest[:n_rows])
+        return graph.logits.rows(slice(n_rows))
 
     def close(self) -> None:
         """Forget them: a group of ranks cannot be left while a graph holds it."""

@@ -10,8 +10,9 @@ from itertools import takewhile
 from torch import Tensor
 
 from parallel_llama.engine.scheduler import ScheduledTokens
+from parallel_llama.engine.step_buffer import RowNoise
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.sampling import Draw, History, NoTokenLeft, Sampled, sample
+from parallel_llama.sampling import Draw, History, NoTokenLeft, Sampled, row_noise, sample
 
 
 def draws_of(item: ScheduledTokens, history: History | None, mask: bytes | None) -> list[Draw]:
@@ -39,22 +40,31 @@ def draws_of(item: ScheduledTokens, history: History | None, mask: bytes | None)
     return draws
 
 
+def noise_of(item: ScheduledTokens, n_later: int = 0) -> list[RowNoise]:
+    """The noise of one sequence's draws, or of those so many tokens later; nobody waits for it."""
+    sequence, request, n_tokens = item.sequence, item.request, len(item.sequence.tokens) + n_later
+    return [
+        row_noise(request.params, request.seed, sequence.number, n_tokens + n)
+        for n in range(1 + item.n_drafts)
+    ]
+
+
 def draw_each(
     logits: Tensor,
     vocab: range,
     draws: Sequence[Sequence[Draw]],
     comm: Communicator,
-    largest: Tensor | None = None,
+    best: Tensor | None = None,
 ) -> list[list[Sampled]]:
     """The tokens of each sequence's draws, up to the first draw that forbids every token.
 
-    Shapes: logits [n, V_local] local, one row per draw, sequence after sequence; largest as in
+    Shapes: logits [n, V_local] local, one row per draw, sequence after sequence; best as in
     `sample`.
     Collective: like `sample`, and once more for the other rows where one has no token.
     """
     rows = [draw for own in draws for draw in own]
     try:
-        drawn = dict(enumerate(sample(logits, vocab, rows, comm, largest)))
+        drawn = dict(enumerate(sample(logits, vocab, rows, comm, best)))
     except NoTokenLeft as error:
         able = [row for row in range(len(rows)) if row not in error.rows]
         others = sample(logits[able], vocab, [rows[row] for row in able], comm)

@@ -20,13 +20,14 @@ from torch import Tensor
 from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.detokenizer import Detokenizer
-from parallel_llama.engine.draws import draw_each, draws_of
+from parallel_llama.engine.draws import draw_each, draws_of, noise_of
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.messages import MAX_SIZE, StepMessage, decode_message, size_of
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompt_lookup import PromptLookup
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepTimes
+from parallel_llama.engine.step_buffer import RowNoise
 from parallel_llama.engine.step_clock import StepClock, tick_of
 from parallel_llama.errors import DISAGREE, NumericalError, UsageError
 from parallel_llama.model.decode_program import Logits
@@ -238,7 +239,9 @@ class Engine:
         drawing, scoring = self._wanted_rows(scheduled)
         if ahead is None:
             chunks = [_chunk(item, item.start, item.tokens) for item in scheduled]
-            logits, hidden = self.runner.step(chunks, drawing, [row for _, row, _ in scoring])
+            noise = self._noise_of(item for item in scheduled if item.draws)
+            others = [row for _, row, _ in scoring]
+            logits, hidden = self.runner.step(chunks, drawing, others, noise)
         else:
             logits = ahead.of(scheduled)
             hidden = logits.values[:0]
@@ -344,8 +347,12 @@ class Engine:
         """Guesses at the next tokens: none where a grammar has to see each token first."""
         if sequence.request.params.grammar is not None:
             return ()
-        most = min(most, self.max_drafts, _MAX_ROWS // len(self.scheduler.running) - 1)
+        most = min(most, self._most_drafts())
         return self._states[sequence].lookup.draft(sequence.tokens, most) if most > 0 else ()
+
+    def _most_drafts(self) -> int:
+        """How many tokens are guessed of each sequence at the most; none for 0 and below."""
+        return min(self.max_drafts, _MAX_ROWS // len(self.scheduler.running) - 1)
 
     # The step
 
@@ -402,26 +409,33 @@ class Engine:
             mask = both(masks.get(item.sequence), state.allowed)
             draws.append(draws_of(item, state.history, mask))
         flat = [draw for own in draws for draw in own]
-        if self._may_look_ahead(flat) and logits.largest is not None:
-            pending = PendingDraws(logits.largest, flat, self.comm)
+        if self._may_look_ahead(flat) and logits.drawn is not None:
+            pending = PendingDraws(logits.drawn, flat, self.comm)
             if self.scheduler.look_ahead():
                 self._clock.lap("sample_s")
                 self._ahead = self._launch(drawing, pending.tokens)
                 self._clock.lap("forward_s")  # of the next step, which is this one's on the device
             return [[drawn] for drawn in pending.read()]
-        return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, logits.largest)
+        best = logits.drawn
+        if best is None and all(draw.params.is_greedy for draw in flat):
+            best = logits.largest
+        return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, best)
 
     def _may_look_ahead(self, draws: abc.Sequence[Draw]) -> bool:
         """Whether the next step's tokens are these draws', and nobody has to see them first."""
-        n_running = len(self.scheduler.running)
-        has_guesses = self.max_drafts > 0 and _MAX_ROWS // n_running > 1
-        is_plain = not has_guesses and len(draws) == n_running
-        return self.runner.can_look_ahead and is_plain and all(map(can_pend, draws))
+        is_plain = self._most_drafts() <= 0 and len(draws) == len(self.scheduler.running)
+        return self.runner.draws_on_device and is_plain and all(map(can_pend, draws))
+
+    def _noise_of(self, items: abc.Iterable[ScheduledTokens], n_later: int = 0) -> list[RowNoise]:
+        """The noise of what these sequences draw, for the device where that draws."""
+        if not self.runner.draws_on_device:
+            return []
+        return [row for item in items for row in noise_of(item, n_later)]
 
     def _launch(self, items: abc.Sequence[ScheduledTokens], tokens: Tensor) -> "_Ahead":
         """Launch the step after the one of these items, which drew these tokens."""
         chunks = [_chunk(item, item.start + len(item.tokens), (0,)) for item in items]
-        logits = self.runner.step_ahead(chunks, tokens)
+        logits = self.runner.step_ahead(chunks, self._noise_of(items, 1), tokens)
         return _Ahead([item.sequence for item in items], logits)
 
     def _exchange_masks(self, drawing: abc.Sequence[ScheduledTokens]) -> dict[Sequence, bytes]:
@@ -581,9 +595,7 @@ class _Ahead:
         """The rows of those that are scheduled for it: some may have ended meanwhile."""
         if len(scheduled) == len(self.sequences):
             return self.logits
-        rows = [self.sequences.index(item.sequence) for item in scheduled]
-        values, largest = self.logits.values, self.logits.largest
-        return Logits(values[rows], None if largest is None else largest[rows])
+        return self.logits.rows([self.sequences.index(item.sequence) for item in scheduled])
 
 
 def _chunk(item: ScheduledTokens, start: int, tokens: abc.Sequence[int]) -> Chunk:

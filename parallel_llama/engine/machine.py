@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from parallel_llama.engine.step_clock import tick_of
+from parallel_llama.model.huge_pages import huge_pages
 from parallel_llama.parallel.collectives import Communicator
 
 # Together larger than any cache that the ranks have to themselves.
@@ -72,7 +73,8 @@ def peak_cuda_bytes(device: torch.device) -> int | None:
 
 
 def _reading(n_bytes: int) -> tuple[int, Callable[[], object]]:
-    values = torch.ones(n_bytes // 4)
+    """A sum of numbers that lie as weights do, and the bytes that it reads."""
+    values = huge_pages(n_bytes // 4 * 4).view(torch.float32).fill_(1)
     return values.nbytes, lambda: values.sum().item()
 
 

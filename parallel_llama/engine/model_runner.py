@@ -22,22 +22,19 @@ from parallel_llama.engine.cuda_settings import settle_cuda
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import memory_for
 from parallel_llama.engine.spread_cache import CachePart, mask_of
-from parallel_llama.engine.step_buffer import Paging, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.families.model_args import layer_groups
 from parallel_llama.model.batch import Batch, GroupBatch, QueryTile, SinkTile
 from parallel_llama.model.decode_program import DecodePrograms, Logits
 from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
 from parallel_llama.model.rope import RotaryTables, base_len, rotary_of_windows, turns_back
 from parallel_llama.model.transformer import Transformer
-from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
+from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
+from parallel_llama.ops.torch_ops import MAX_QUERIES
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.plan import ShardPlan
-
-# Queries that attention takes at once: so many that a call is worth it, so few that a long prompt's
-# first ones need not pass over its last keys.
-_MAX_QUERIES = 64
 
 # Weights that are read before the model takes them.
 _READ_AHEAD = 2
@@ -173,9 +170,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(
-        self, chunks: Sequence[Chunk], drawing: Sequence[int], others: Sequence[int] = ()
+        self,
+        chunks: Sequence[Chunk],
+        drawing: Sequence[int],
+        others: Sequence[int] = (),
+        noise: Sequence[RowNoise] = (),
     ) -> tuple[Logits, Tensor]:
         """Run the chunks like `forward`; rows to draw from become logits, others stay as they are.
+
+        Where `draws_on_device`, `noise` is that of the rows to draw from.
 
         Shapes: [len(drawing), V_local] local, which may be gone after the next step; [len(others),
         dim] replicated.
@@ -183,21 +186,23 @@ class ModelRunner:
         """
         if drawing and not others:
             with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
-                logits = self._graphs(chunks, drawing) if self._graphs else None
+                logits = self._graphs(chunks, drawing, noise) if self._graphs else None
                 if logits is None:
-                    logits = self._logits(self.batch(chunks, drawing))
+                    logits = self._logits(self.batch(chunks, drawing, noise))
             return logits, logits.values[:0]
         # The middle of a prompt wants no row, and a forward gives one at least.
         hidden = self.forward(chunks, [*drawing, *others] or [0])
         return Logits(self.logits(hidden[: len(drawing)])), hidden[len(drawing) :]
 
     @property
-    def can_look_ahead(self) -> bool:
-        """Whether `step_ahead` can be called."""
+    def draws_on_device(self) -> bool:
+        """Whether a step draws from its logits as well, and `step_ahead` can be called."""
         return self._paging is not None
 
     @torch.inference_mode()
-    def step_ahead(self, chunks: Sequence[Chunk], tokens: Tensor) -> Logits:
+    def step_ahead(
+        self, chunks: Sequence[Chunk], noise: Sequence[RowNoise], tokens: Tensor
+    ) -> Logits:
         """A decode step of tokens that only the device knows yet; those of the chunks do not count.
 
         Returns: the logits of all its rows, which may be gone after the next step.
@@ -207,8 +212,8 @@ class ModelRunner:
         """
         assert self._paging is not None and self._graphs is not None
         with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
-            logits = self._graphs(chunks, range(len(tokens)), tokens)
-            return logits or self._logits(self._paged_batch(chunks, None, self._paging, tokens))
+            logits = self._graphs(chunks, range(len(tokens)), noise, tokens)
+            return logits or self._logits(self._paged_batch(chunks, None, noise, tokens))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -227,11 +232,16 @@ class ModelRunner:
         tables = {each: RotaryTables(each, dtype=self.dtype, device=self.device) for each in args}
         return [tables[each] for each in args]
 
-    def batch(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Batch:
+    def batch(
+        self,
+        chunks: Sequence[Chunk],
+        rows: Sequence[int] | None = None,
+        noise: Sequence[RowNoise] = (),
+    ) -> Batch:
         """What the model is told of some chunks: their tokens, places, and what each sees."""
         assert all(chunk.tokens for chunk in chunks)
         if self._paging is not None:
-            return self._paged_batch(chunks, rows, self._paging)
+            return self._paged_batch(chunks, rows, noise)
         rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
         tokens = [token for chunk in chunks for token in chunk.tokens]
         is_all = rows is None or list(rows) == list(range(len(tokens)))
@@ -248,20 +258,21 @@ class ModelRunner:
         self,
         chunks: Sequence[Chunk],
         rows: Sequence[int] | None,
-        paging: Paging,
+        noise: Sequence[RowNoise],
         tokens: Tensor | None = None,
     ) -> Batch:
         """The same for operators that look for keys themselves."""
+        assert self._paging is not None
         n_rows = None if rows is None else len(rows)
-        buffer = StepBuffer(StepSize.of(chunks, n_rows, paging), paging, self.device)
-        buffer.fill(chunks, rows or (), tokens)
+        buffer = StepBuffer(StepSize.of(chunks, n_rows, self._paging), self._paging, self.device)
+        buffer.fill(chunks, rows or (), noise, tokens)
         return buffer.batch()
 
     def _group_batch(self, number: int, chunks: Sequence[Chunk], rotations: Tensor) -> GroupBatch:
         if self._part is not None:
             return self._spread_batch(number, chunks, rotations, self._part)
         slots: list[int] = []
-        tiles: list[QueryTile] = []
+        prefilled: list[QueryChunk] = []
         decoded: dict[int, tuple[slice, ...]] = {}
         sink_tiles: list[SinkTile] = []
         for chunk in chunks:
@@ -274,7 +285,8 @@ class ModelRunner:
             seen = self._seen(number, near)
             slices = slices_of(blocks, self.block_size, seen)
             if not chunk.is_decoded:
-                tiles += self._tiles(number, row, near, slices)
+                window = self.groups[number].window
+                prefilled.append(QueryChunk.of(row, near, slices, window, self.device))
                 continue
             for at in near:
                 own = self._seen(number, range(at, at + 1))
@@ -282,7 +294,7 @@ class ModelRunner:
         return GroupBatch(
             slots=self._int64(slots),
             rotations=rotations,
-            tiles=tuple(tiles),
+            chunks=tuple(prefilled),
             decode=DecodeBatch.of(decoded) if decoded else None,
             sink_tiles=tuple(sink_tiles),
         )
@@ -297,7 +309,7 @@ class ModelRunner:
         for chunk in chunks:
             row, blocks = len(slots), chunk.tables[number]
             slots += part.slots_of(blocks, chunk.positions, spare=cache.n_slots - 1)
-            n_queries = 1 if chunk.is_decoded else _MAX_QUERIES
+            n_queries = 1 if chunk.is_decoded else MAX_QUERIES
             for first in range(0, len(chunk.tokens), n_queries):
                 queries = chunk.positions[first : first + n_queries]
                 held, slices = part.kept(blocks, self._seen(number, queries))
@@ -309,7 +321,7 @@ class ModelRunner:
                             mask_of(queries, held, window, self.dtype, self.device),
                         )
                     )
-        return GroupBatch(self._int64(slots), rotations, tuple(tiles), decode=None)
+        return GroupBatch(self._int64(slots), rotations, tiles=tuple(tiles))
 
     def _before_sinks(self, number: int, positions: range) -> range:
         """Those of some positions whose window begins where the sequence does, or all of them."""
@@ -323,13 +335,14 @@ class ModelRunner:
         cache, blocks = self.caches[number], chunk.tables[number]
         window, n_sinks = self.groups[number].window, self.args.attention_sinks
 
-        def tile(queries: range, keys: range, mask: Tensor | None) -> QueryTile:
+        def tile(queries: range, keys: range, mask: Tensor) -> QueryTile:
             slots = slices_of(blocks, self.block_size, keys)
             at = row + queries.start - chunk.start
             pasts = tuple(cache.past(run.kv_heads, slots) for run in self.share.runs)
             return QueryTile(slice(at, at + len(queries)), pasts, mask)
 
-        n_queries = 1 if chunk.is_decoded else _MAX_QUERIES
+        n_queries = 1 if chunk.is_decoded else MAX_QUERIES
+        device = self.device
         for start in range(first, chunk.positions.stop, n_queries):
             queries = range(start, min(start + n_queries, chunk.positions.stop))
             assert window is not None
@@ -339,9 +352,9 @@ class ModelRunner:
             before = range(queries.start - window, queries.stop - window)
             turns = turns_back(self.args, queries, n_sinks + window - 1)
             yield SinkTile(
-                tile(queries, seen, self._mask(queries, seen, window)),
-                tile(queries, sinks, mask_of(before, [sinks], None, self.dtype, self.device)),
-                turns.to(self.device, torch.promote_types(self.dtype, torch.float32).to_complex()),
+                tile(queries, seen, mask_of(queries, [seen], window, self.dtype, device)),
+                tile(queries, sinks, mask_of(before, [sinks], None, self.dtype, device)),
+                turns.to(device, torch.promote_types(self.dtype, torch.float32).to_complex()),
             )
 
     def _seen(self, number: int, queries: range) -> range:
@@ -349,38 +362,8 @@ class ModelRunner:
         window = self.groups[number].window
         return range(0 if window is None else max(queries.start - window + 1, 0), queries.stop)
 
-    def _tiles(
-        self, number: int, row: int, positions: range, slices: Sequence[slice]
-    ) -> Iterator[QueryTile]:
-        """Consecutive queries, the first in this row of the batch; they see what is in `slices`."""
-        first_key = self._seen(number, positions).start
-        cache = self.caches[number]
-        for first in range(0, len(positions), _MAX_QUERIES):
-            queries = positions[first : first + _MAX_QUERIES]
-            seen = self._seen(number, queries)
-            slots = part_of(slices, _from(first_key, seen))
-            yield QueryTile(
-                slice(row + first, row + first + len(queries)),
-                tuple(cache.past(run.kv_heads, slots) for run in self.share.runs),
-                self._mask(queries, seen, self.groups[number].window),
-            )
-
     def _int64(self, values: Sequence[object]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)
-
-    def _mask(self, queries: range, keys: range, window: int | None) -> Tensor | None:
-        """What is added to the queries' scores; None where torch's own causal mask serves.
-
-        Shapes: [len(queries), len(keys)].
-        """
-        n_before = queries.start - keys.start
-        n_seen = len(queries) if window is None else window
-        if len(queries) == 1 or (n_before == 0 and len(queries) <= n_seen):
-            return None
-        shape = (len(queries), len(keys))
-        hidden = torch.full(shape, -torch.inf, dtype=self.dtype, device=self.device)
-        mask = hidden.triu(n_before + 1)
-        return mask if window is None else mask.add_(hidden.tril_(n_before - window))
 
 
 def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> Tensor:

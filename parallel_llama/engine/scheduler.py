@@ -196,22 +196,22 @@ class Scheduler:
         """
         if self.waiting or len(self._scheduled) < len(self.running):
             return False
-        for sequence in self.running:
-            item = self._scheduled[sequence.arrival]
-            is_last = sequence.n_drawn + 1 >= sequence.request.max_tokens
-            if is_last or item.n_drafts or not item.draws:
-                return False
-        n_taken = [0] * len(self.groups)
-        for sequence in self.running:
-            item = self._scheduled[sequence.arrival]
-            stop = item.start + len(item.tokens) + 1
-            for number, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
-                n_taken[number] += group.n_to_take(table, sequence.n_cached, stop)
-        if any(n > group.pool.n_takeable() for n, group in zip(n_taken, self.groups, strict=True)):
+        items = [self._scheduled[sequence.arrival] for sequence in self.running]
+        if any(
+            item.n_drafts or not item.draws or item.sequence.n_drawn + 1 >= item.request.max_tokens
+            for item in items
+        ):
             return False
-        for sequence in self.running:
-            item = self._scheduled[sequence.arrival]
-            self._extend(sequence, item.start + len(item.tokens) + 1)
+        stops = [item.start + len(item.tokens) + 1 for item in items]
+        for number, group in enumerate(self.groups):
+            n_taken = sum(
+                group.n_to_take(item.sequence.tables[number], item.start, stop)
+                for item, stop in zip(items, stops, strict=True)
+            )
+            if n_taken > group.pool.n_takeable():
+                return False
+        for item, stop in zip(items, stops, strict=True):
+            self._extend(item.sequence, stop)
         return True
 
     def schedule_again(self, sequences: abc.Iterable[Sequence]) -> list[ScheduledTokens]:

@@ -1,8 +1,8 @@
 """What a device with memory of its own is told of a step, in one copy.
 
 There each copy costs more than a small kernel, and a recorded step finds its numbers where they lay
-when it was recorded. So a step's tokens, their places and the blocks of their keys lie end to end
-in one buffer, on the host and on the device.
+when it was recorded. So a step's tokens, their places, the blocks of their keys and the noise of
+the draws lie end to end in one buffer, on the host and on the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,12 @@ from torch import Tensor
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.families.model_args import LayerGroup
 from parallel_llama.model.batch import Batch, GroupBatch
-from parallel_llama.ops import PagedQueries
+from parallel_llama.ops import Noise, PagedQueries
 
 _RANGE = 5  # numbers of a range of queries, as PagedQueries lists them
+
+# The key and the temperature of a row's draw, as Noise has them.
+RowNoise = tuple[int, float]
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,11 @@ class StepSize:
     n_blocks: int
     max_queries: int  # of one chunk
 
+    @property
+    def n_results(self) -> int:
+        """How many rows have a result that is wanted."""
+        return self.n_tokens if self.n_rows is None else self.n_rows
+
     @classmethod
     def of(cls, chunks: Sequence[Chunk], n_rows: int | None, paging: Paging) -> "StepSize":
         """Room for exactly these."""
@@ -88,22 +96,23 @@ class _Parts:
     tokens: Tensor
     positions: Tensor
     rows: Tensor
+    noise: Noise
     slots: Tensor
     ranges: Tensor
     blocks: Tensor
 
     @classmethod
     def of(cls, words: Tensor, size: StepSize, n_groups: int) -> "_Parts":
-        n, n_ranges = size.n_tokens, size.n_decoded + size.n_chunks
-        ends = accumulate((n, n, size.n_rows or 0, n_groups * n))
-        tokens, positions, rows, slots, rest = words.tensor_split(tuple(ends))
+        n, n_drawn, n_ranges = size.n_tokens, size.n_results, size.n_decoded + size.n_chunks
+        ends = accumulate((n, n, size.n_rows or 0, n_drawn, n_drawn, n_groups * n))
+        tokens, positions, rows, keys, temperatures, slots, rest = words.tensor_split(tuple(ends))
         ints = rest.view(torch.int32)
         n_fields = n_groups * n_ranges * _RANGE
-        ints = rest.view(torch.int32)
         return cls(
             tokens,
             positions,
             rows,
+            Noise(keys, temperatures.view(torch.float64)),
             slots.view(n_groups, n),
             ints[:n_fields].view(n_groups, n_ranges, _RANGE),
             ints[n_fields:],
@@ -120,7 +129,8 @@ class StepBuffer:
         self.size, self._paging = size, paging
         n_groups = len(paging.groups)
         n_ints = n_groups * (size.n_decoded + size.n_chunks) * _RANGE + size.n_blocks
-        n_words = (2 + n_groups) * size.n_tokens + (size.n_rows or 0) + -(-n_ints // 2)
+        n_rows = (size.n_rows or 0) + 2 * size.n_results
+        n_words = (2 + n_groups) * size.n_tokens + n_rows + -(-n_ints // 2)
         # Two, since a copy to the device may be under way when the next step is filled in.
         shape, is_cuda = (2, n_words), device.type == "cuda"
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
@@ -130,12 +140,17 @@ class StepBuffer:
         self._turn = 0
 
     def fill(
-        self, chunks: Sequence[Chunk], rows: Sequence[int] = (), tokens: Tensor | None = None
+        self,
+        chunks: Sequence[Chunk],
+        rows: Sequence[int] = (),
+        noise: Sequence[RowNoise] = (),
+        tokens: Tensor | None = None,
     ) -> None:
         """Take in some chunks, no more than there is room for, and send them to the device.
 
-        `tokens` are those of the chunks where the device alone knows them yet. What is left of the
-        room is padding: tokens that nobody sees, and that see nothing.
+        `noise` is that of the first rows whose result is wanted; of the others the largest logit is
+        drawn. `tokens` are those of the chunks where the device alone knows them yet. What is left
+        of the room is padding: tokens that nobody sees, and that see nothing.
 
         Shapes: tokens [T] int64, on the device.
         """
@@ -149,6 +164,9 @@ class StepBuffer:
             part.numpy()[:n_tokens] = np.fromiter(values, np.int64, n_tokens)
             part[n_tokens:] = 0
         here.rows.numpy()[:] = rows
+        here.noise.keys.numpy()[: len(noise)] = [key for key, _ in noise]
+        here.noise.temperatures.numpy()[: len(noise)] = [temperature for _, temperature in noise]
+        here.noise.temperatures[len(noise) :] = 0
         n_blocks = 0
         for number in range(len(self._paging.groups)):
             n_blocks = self._fill_group(here, number, chunks, n_blocks)
@@ -165,7 +183,8 @@ class StepBuffer:
             GroupBatch(slots, rotations[table], paged=tuple(self._queries(number)))
             for number, (slots, table) in enumerate(zip(there.slots, tables, strict=True))
         )
-        return Batch(there.tokens, groups, None if self.size.n_rows is None else there.rows)
+        rows = None if self.size.n_rows is None else there.rows
+        return Batch(there.tokens, groups, rows, there.noise)
 
     def _queries(self, number: int) -> Iterator[PagedQueries]:
         ranges, size = self._there.ranges[number], self.size

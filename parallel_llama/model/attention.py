@@ -93,7 +93,8 @@ class Attention(nn.Module):
 def attend(
     q: Tensor, layer: int, batch: GroupBatch, cache: KVCache, runs: Sequence[Run], ops: TorchOps
 ) -> Tensor:
-    """Softmax attention of every query over its own keys, run by run of equal groups.
+    """Softmax attention of every query over its own keys: of `paged` ones in one call, of others
+    run by run of equal groups.
 
     A rank with 5 query heads over 2 KV heads is two runs, 3 + 2.
 
@@ -108,11 +109,8 @@ def attend(
         own = slice(run.kv_heads.start, run.kv_heads.stop)
         if batch.decode is not None:
             ops.decode_attention(q[:, heads], k[own], v[own], batch.decode, o[:, heads])
-        for tile in batch.tiles:
-            keys, values = tile.pasts[number].layer(layer)
-            o[tile.queries, heads] = ops.prefill_attention(
-                q[tile.queries, heads], keys, values, tile.mask
-            )
+        for chunk in batch.chunks:
+            ops.chunk_attention(q[:, heads], k[own], v[own], chunk, o[:, heads])
         for far in batch.sink_tiles:
             o[far.window.queries, heads] = _with_sinks(
                 q[far.window.queries, heads], far, number, layer, ops

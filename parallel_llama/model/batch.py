@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parallel_llama.model.kv_cache import Past
-from parallel_llama.ops import DecodeBatch, PagedQueries
+from parallel_llama.ops import DecodeBatch, Noise, PagedQueries, QueryChunk
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,12 @@ class QueryTile:
 
     Shapes: `queries` is a slice of the batch's T tokens; `pasts`, one per run of heads, hold the
     sequence from the first token that one of the queries sees to the last query's; `mask` is
-    [len(queries), S], 0 where a query may look and -inf elsewhere, or None where the causal mask is
-    whole (a prompt from its start) or hides nothing (one token).
+    [len(queries), S], 0 where a query may look and -inf elsewhere.
     """
 
     queries: slice
     pasts: tuple[Past, ...]
-    mask: Tensor | None
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -49,23 +48,27 @@ class SinkTile:
 class GroupBatch:
     """The batch to the layers of one group: where its tokens are kept, and what they see.
 
-    Each token is in one of the `tiles` or the `sink_tiles`, or a row of `decode`. For operators
-    that find keys by their blocks it is among the `paged` queries.
+    Each token is in one of the `chunks` or the `sink_tiles`, or a row of `decode`. For operators
+    that find keys by their blocks it is among the `paged` queries; where the cache's tokens are
+    spread over the ranks it is in one of the `tiles`, if any of its keys is here.
 
     Shapes: slots [T] int64, rotations [T, 1, head_dim / 2] complex; replicated.
     """
 
     slots: Tensor
     rotations: Tensor
-    tiles: tuple[QueryTile, ...] = ()
+    chunks: tuple[QueryChunk, ...] = ()
     decode: DecodeBatch | None = None
     sink_tiles: tuple[SinkTile, ...] = ()
     paged: tuple[PagedQueries, ...] = ()
+    tiles: tuple[QueryTile, ...] = ()
 
 
 @dataclass(frozen=True)
 class Batch:
     """The tokens of one forward pass, sequences end to end, and what they are to each group.
+
+    With `noise`, which is that of the rows whose result is wanted, their draws are made as well.
 
     Shapes: tokens [T] int64, rows [n] int64 (those whose result is wanted, None for all); all
     replicated.
@@ -74,3 +77,4 @@ class Batch:
     tokens: Tensor
     groups: tuple[GroupBatch, ...]
     rows: Tensor | None
+    noise: Noise | None = None

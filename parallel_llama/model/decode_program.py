@@ -26,13 +26,22 @@ _MAX_PROGRAMS = 64
 
 @dataclass(frozen=True)
 class Logits:
-    """Scores of this rank's vocabulary rows, and the largest of each row where it is known.
+    """Scores of this rank's vocabulary rows, and what is known of each row besides.
 
-    Shapes: values [n, V_local] local; largest [n, 2] float64 local, behind it whose it is.
+    That is its largest, or what `TorchOps.draw` makes of it.
+
+    Shapes: values [n, V_local] local; largest and drawn [n, 2] float64 local, the second of each
+    pair being the token.
     """
 
     values: Tensor
     largest: Tensor | None = None
+    drawn: Tensor | None = None
+
+    def rows(self, which: slice | list[int]) -> "Logits":
+        """The same of some rows."""
+        known = (None if each is None else each[which] for each in (self.largest, self.drawn))
+        return Logits(self.values[which], *known)
 
 
 class DecodePrograms:
@@ -44,7 +53,7 @@ class DecodePrograms:
     def __init__(self, model: Transformer, caches: Sequence[KVCache]) -> None:
         self._model, self._caches = model, caches
         self._ops = model.ops if isinstance(model.ops, CPUOps) else None
-        self._is_paged, self._first = model.ops.is_paged, model.tok_embeddings.rows.start
+        self._first = model.tok_embeddings.rows.start
         # By number of rows; None where something was no kernel.
         self._programs: dict[int, _Program | None] = {}
 
@@ -61,8 +70,9 @@ class DecodePrograms:
         program = self._program_for(batch)
         if program is None:
             logits = self._model.logits(self._model(batch, self._caches))
-            largest = self._model.ops.largest(logits, self._first) if self._is_paged else None
-            return Logits(logits, largest)
+            if batch.noise is None:
+                return Logits(logits)
+            return Logits(logits, drawn=self._model.ops.draw(logits, batch.noise, self._first))
         program.run(batch)
         if program.largest is None:
             return Logits(self._model.scaled(program.scores))
@@ -151,7 +161,7 @@ def _with_room(group: GroupBatch) -> GroupBatch:
         max(_LEAST_KEYS, 2 * decode.max_len),
     )
     slots, rotations = torch.empty_like(group.slots), torch.empty_like(group.rotations)
-    return GroupBatch(slots, rotations, tiles=(), decode=room)
+    return GroupBatch(slots, rotations, decode=room)
 
 
 def _decode(group: GroupBatch) -> DecodeBatch:

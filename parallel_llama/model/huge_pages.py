@@ -25,7 +25,7 @@ class HugePages:
     """
 
     def __init__(self, values: Collection[Tensor]) -> None:
-        self._memory = _huge_pages(sum(_rounded(each.nbytes) for each in values))
+        self._memory = huge_pages(sum(_rounded(each.nbytes) for each in values))
         self._n_used = 0
 
     def move(self, weights: Iterable[Weight]) -> None:
@@ -55,8 +55,8 @@ def _rounded(n_bytes: int) -> int:
     return -(-n_bytes // _LINE_BYTES) * _LINE_BYTES
 
 
-def _huge_pages(n_bytes: int) -> Tensor:
-    """Fresh memory. Shapes: [n_bytes] uint8."""
+def huge_pages(n_bytes: int) -> Tensor:
+    """Fresh memory, in huge pages where the system has them. Shapes: [n_bytes] uint8."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, max(n_bytes, 1), flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):

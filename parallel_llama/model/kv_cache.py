@@ -105,17 +105,19 @@ def slices_of(blocks: Blocks, block_size: int, positions: range) -> tuple[slice,
     >>> slices_of([7, 8, 2], 4, range(1, 10))
     (slice(29, 36, None), slice(8, 10, None))
     """
-    slices: list[slice] = []
-    at = positions.start
-    while at < positions.stop:
-        block, within = divmod(at, block_size)
-        start = blocks[block] * block_size + within
-        stop = start + min(block_size - within, positions.stop - at)
-        at += stop - start
-        if slices and slices[-1].stop == start:
-            start = slices.pop().start
-        slices.append(slice(start, stop))
-    return tuple(slices)
+    if not positions:
+        return ()
+    first, stop = positions.start // block_size, -(-positions.stop // block_size)
+    runs: list[list[int]] = []  # of consecutive blocks: the first, and the one after the last
+    for block in blocks[first:stop]:
+        if runs and runs[-1][1] == block:
+            runs[-1][1] += 1
+        else:
+            runs.append([block, block + 1])
+    slices = [[end * block_size for end in run] for run in runs]
+    slices[0][0] += positions.start - first * block_size
+    slices[-1][1] -= stop * block_size - positions.stop
+    return tuple(slice(*each) for each in slices)
 
 
 def part_of(slices: Sequence[slice], part: range) -> tuple[slice, ...]:

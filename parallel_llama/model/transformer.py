@@ -209,8 +209,7 @@ class Transformer(nn.Module):
     @property
     def embeds_plainly(self) -> bool:
         """Whether the residual stream begins with what the files have for each token."""
-        is_dense = isinstance(self.tok_embeddings.weight, DenseWeight)
-        return is_dense and self._embedding_scale is None
+        return self._embedding_scale is None
 
     @property
     def scales_logits(self) -> bool:

@@ -8,7 +8,9 @@ from parallel_llama.ops.choice import choose_ops
 from parallel_llama.ops.cpu import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
 from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.noise import Noise
 from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
+from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import Scores
 from parallel_llama.ops.torch_ops import TorchOps
@@ -17,8 +19,10 @@ __all__ = [
     "CPUOps",
     "DecodeBatch",
     "HeadMap",
+    "Noise",
     "NotRecorded",
     "PagedQueries",
+    "QueryChunk",
     "Recording",
     "Routes",
     "Scores",

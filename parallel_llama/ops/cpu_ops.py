@@ -1,4 +1,4 @@
-"""The operators on a CPU: kernels of our own where rows are few, torch where they are many."""
+"""The operators on a CPU: kernels of our own, and torch for products of many rows."""
 
 from array import array
 from collections.abc import Collection, Iterator, Sequence
@@ -11,16 +11,20 @@ from parallel_llama.dtypes import GroupFormat
 from parallel_llama.ops.cpu import (
     MAX_ROWS,
     AttentionKernel,
+    ChunkAttentionKernel,
     KernelsOnly,
     Pieces,
     Recording,
     RotaryKernel,
     Run,
+    TileAttentionKernel,
     TileLinearKernel,
     at_once,
     make_add,
     make_attention,
+    make_chunk_attention,
     make_group_linear,
+    make_group_lookup,
     make_largest,
     make_linear,
     make_lookup,
@@ -30,6 +34,7 @@ from parallel_llama.ops.cpu import (
     make_routed_linear,
     make_routes,
     make_silu_and_mul,
+    make_tile_attention,
     make_tile_linear,
     make_turn,
     make_unpack,
@@ -39,6 +44,7 @@ from parallel_llama.ops.cpu import (
 )
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape
+from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps
@@ -73,6 +79,7 @@ class CPUOps(TorchOps):
         for form in self._matrices:
             if isinstance(form, GroupFormat):
                 make_group_linear(form)
+                make_group_lookup(form)
                 continue
             make_linear(self._dtype, form)
             make_lookup(self._dtype, form)
@@ -90,6 +97,7 @@ class CPUOps(TorchOps):
         self._rotary(self._cache_dtype)
         if self._cache_dtype != self._dtype:
             make_unpack(self._dtype, self._cache_dtype, self._head_dim)
+        self._chunk_attention(self._cache_dtype)
         for n_group in self._groups:
             self._attention(self._cache_dtype, n_group)
 
@@ -128,6 +136,11 @@ class CPUOps(TorchOps):
 
     def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
         make_group_linear(shape.form)(x, panels, shape, out, self._run)
+
+    def group_lookup(
+        self, tokens: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int, first: int = 0
+    ) -> Tensor:
+        return make_group_lookup(shape.form)(tokens, panels, shape, first, n_outputs, self._run)
 
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
@@ -185,6 +198,11 @@ class CPUOps(TorchOps):
     ) -> None:
         self._attention(k.dtype, q.shape[1] // len(k))(q, k, v, batch, out, self._run)
 
+    def chunk_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor
+    ) -> None:
+        self._chunk_attention(k.dtype)(q, k, v, chunk, out, self._run)
+
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
         return make_largest(x.dtype)(x, first, self._run)
 
@@ -202,6 +220,15 @@ class CPUOps(TorchOps):
 
     def _attention(self, cache_dtype: torch.dtype, n_group: int) -> AttentionKernel:
         return make_attention(self._dtype, cache_dtype, self._head_dim, n_group, self._scores)
+
+    def _chunk_attention(
+        self, cache_dtype: torch.dtype
+    ) -> ChunkAttentionKernel | TileAttentionKernel:
+        if self._dtype == torch.float32 and cache_dtype == torch.bfloat16:
+            tiles = make_tile_attention(self._head_dim, self._scores)
+            if tiles is not None:
+                return tiles
+        return make_chunk_attention(self._dtype, cache_dtype, self._head_dim, self._scores)
 
 
 def _has_few_rows(routes: Routes) -> bool:

@@ -2,20 +2,29 @@
 more than they need.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
+from parallel_llama.ops.cuda.draw import draw
+from parallel_llama.ops.cuda.fp8_linear import fp8_linear
 from parallel_llama.ops.cuda.gate import gelu_and_mul, silu_and_mul
 from parallel_llama.ops.cuda.group_linear import PANEL_ROWS, group_linear
-from parallel_llama.ops.cuda.largest import largest
 from parallel_llama.ops.cuda.linear import linear, takes
 from parallel_llama.ops.cuda.lookup import lookup
 from parallel_llama.ops.cuda.norm import add_rms_norm, rms_norm
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
+from parallel_llama.ops.cuda.route import MAX_PAIRS, route, routes_of
+from parallel_llama.ops.cuda.routed_linear import Addresses, routed_linear, takes_routed
+from parallel_llama.ops.cuda.weighted_sum import weighted_sum
 from parallel_llama.ops.groups import PanelShape
+from parallel_llama.ops.noise import Noise
 from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
+from parallel_llama.ops.routes import Routes
+from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps
 
 
@@ -24,6 +33,10 @@ class CUDAOps(TorchOps):
 
     panel_rows = PANEL_ROWS
     is_paged = True
+
+    def __init__(self, scores: Scores = PLAIN) -> None:
+        super().__init__(scores)
+        self._addresses: dict[tuple[int, ...], Addresses] = {}
 
     def lookup(
         self, tokens: Tensor, weight: Tensor, first: int = 0, dtype: torch.dtype | None = None
@@ -39,10 +52,39 @@ class CUDAOps(TorchOps):
         return linear(x, weight, bias) if takes(x, weight) else super().linear(x, weight, bias)
 
     def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-        group_linear(x, panels, shape, out)
+        """As in torch. With fp8, up to 16 rows are multiplied as each would be alone, to the last
+        bit; with integers any number of them.
+        """
+        multiply = fp8_linear if shape.form.is_float else group_linear
+        multiply(x, panels, shape, out)
 
-    def largest(self, x: Tensor, first: int = 0) -> Tensor:
-        return largest(x, first) if x.shape[1] else super().largest(x, first)
+    def route(
+        self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
+    ) -> tuple[Tensor, Tensor]:
+        # For any number of rows: a token's experts must not hang on how many others there are.
+        return route(linear(x, gate, None), n_active, normed=normed)
+
+    def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
+        if experts.numel() > MAX_PAIRS:
+            return super().routes_of(experts, own)
+        return routes_of(experts, own)
+
+    def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
+        """As in torch. In a step of few rows each is multiplied as `linear` would it alone, to the
+        last bit, and the host is not asked whose they are.
+        """
+        if not takes_routed(x, weights, routes):
+            return super().routed_linear(x, weights, routes)
+        places = tuple(weight.data_ptr() for weight in weights)
+        if places not in self._addresses:  # as it is not while a step is recorded: it ran before
+            self._addresses[places] = Addresses.of(places, weights[0].device)
+        return routed_linear(x, weights, self._addresses[places], routes)
+
+    def weighted_sum(self, parts: Tensor, shares: Tensor) -> Tensor:
+        return weighted_sum(parts, shares)
+
+    def draw(self, x: Tensor, noise: Noise, first: int = 0) -> Tensor:
+        return draw(x, noise, first) if x.shape[1] else super().draw(x, noise, first)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

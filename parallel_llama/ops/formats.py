@@ -138,15 +138,10 @@ class GroupWeight:
         """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
         ops.group_linear(x, self.values, self.panels, out)
 
-    def lookup(self, tokens: Tensor, first: int, _: TorchOps) -> Tensor:
+    def lookup(self, tokens: Tensor, first: int, ops: TorchOps) -> Tensor:
         """The same. Shapes: int64 [T] -> [T, in]."""
-        if not self.n_outputs:  # a tiny vocabulary may leave a rank without rows
-            shape = len(tokens), self.panels.n_inputs
-            return torch.zeros(shape, dtype=self.computed, device=tokens.device)
-        own = tokens - first
-        elsewhere = (own < 0) | (own >= self.n_outputs)
-        rows = self.panels.unpack_rows(self.values, own.masked_fill(elsewhere, 0)).values()
-        return rows.masked_fill_(elsewhere[:, None], 0).to(self.computed)
+        rows = ops.group_lookup(tokens, self.values, self.panels, self.n_outputs, first)
+        return rows if rows.dtype == self.computed else rows.to(self.computed)
 
     @staticmethod
     def end_to_end(weights: Sequence["GroupWeight"]) -> "GroupWeight":

@@ -1,4 +1,4 @@
-"""Matrices as small integers with a scale for every group of inputs, in torch.
+"""Matrices as small integers, or floats, with a scale for every group of inputs, in torch.
 
     y[o] = sum over groups g of  x_scale[g] * (scale[o, g] * (q[o, g] . x_q[g])
                                                + min[o, g] * sum(x_q[g]))
@@ -8,13 +8,17 @@ an integer, the same on every machine; only the sum over groups rounds. Some for
 and a minimum for a block of several groups, and small integers, factors, that make those of a group
 of them, or of each half of a group.
 
+In fp8 the bits of an e4m3 number stand for an integer's, and inputs are not rounded:
+
+    y[o] = sum over groups g of  scale[o, g] * (value[o, g] . x[g])
+
 A kernel reads rows together, as many as a vector has lanes of 32 bits: a panel. In it lie, one
 behind the other, the scales of all blocks, [n_blocks, rows] float16, perhaps the minima alike, the
 factors of all groups, [n_groups, n_factors, rows] int8, and the integers of all groups four inputs
 at a time, [n_groups, n_bits, rows, 4]: `planes_of` says which bits are where. The last panel is
 made up with zeros.
 
-Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md.
+Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md; e4m3, arXiv 2209.05433.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
@@ -41,6 +46,9 @@ LEAST_INPUT = 1e-30
 
 _SCALE_LIMIT = torch.finfo(torch.float16).max
 
+_E4M3 = torch.float8_e4m3fn
+_LARGEST_E4M3 = torch.finfo(_E4M3).max
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -48,8 +56,8 @@ class Groups:
 
     The first block may have begun before it, by `n_before` groups.
 
-    Shapes: integers [out, in] int8; scales, and minima where the format has them, [out, n_blocks]
-    float16; factors, where it has them, [out, n_groups * n_factors] int8.
+    Shapes: integers [out, in] int8, in fp8 floats' bits; scales, and minima where the format has
+    them, [out, n_blocks] float16; factors, where it has them, [out, n_groups * n_factors] int8.
     """
 
     form: GroupFormat
@@ -104,13 +112,14 @@ class Groups:
 
     def values(self) -> Tensor:
         """The matrix that is meant, in float32."""
-        values = self.part_integers().to(_COMPUTED) * self.part_scales()[..., None]
+        values = self.part_numbers() * self.part_scales()[..., None]
         mins = self.part_mins()
         return (values if mins is None else values + mins[..., None]).flatten(1)
 
-    def part_integers(self) -> Tensor:
-        """Shapes: [out, n_parts of all groups, inputs of a part] int8."""
-        return _in_runs(self.integers, GROUP_SIZE // self.form.n_parts)
+    def part_numbers(self) -> Tensor:
+        """Integers, or floats. Shapes: [out, n_parts of all groups, inputs of a part] float32."""
+        stored = self.integers.view(_E4M3) if self.form.is_float else self.integers
+        return _in_runs(stored.to(_COMPUTED), GROUP_SIZE // self.form.n_parts)
 
     def part_scales(self) -> Tensor:
         """The scale of every part of a group. Shapes: [out, n_parts of all groups] float32."""
@@ -141,7 +150,7 @@ class Groups:
 
 
 def quantise(values: Tensor, form: GroupFormat) -> Groups:
-    """The nearest matrix in int8, or in int4 with minima; every group by itself.
+    """The nearest matrix in int8 or fp8, or in int4 with minima; every group by itself.
 
     Shapes: [out, in], whole groups of inputs.
     """
@@ -149,7 +158,11 @@ def quantise(values: Tensor, form: GroupFormat) -> Groups:
     if form.has_min:
         return _with_minima(groups, form)
     assert form.n_bits == 8
-    scales = _rounded(groups.abs().amax(-1) / 127)
+    largest = groups.abs().amax(-1)
+    if form.is_float:
+        scales = _rounded(largest / _LARGEST_E4M3)
+        return Groups(form, _e4m3_bits(groups, scales).flatten(1), scales.to(torch.float16))
+    scales = _rounded(largest / 127)
     integers = _integers(groups, scales, -127, 127)
     return Groups(form, integers.to(torch.int8).flatten(1), scales.to(torch.float16))
 
@@ -228,6 +241,12 @@ def _integers(groups: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
     return (groups * inverse[..., None]).round_().clamp_(least, most)
 
 
+def _e4m3_bits(groups: Tensor, scales: Tensor) -> Tensor:
+    numbers = torch.where(scales[..., None] == 0, 0, groups / scales[..., None])
+    # Beyond the largest, which a rounded scale leads to, not every version of torch stays finite.
+    return numbers.clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(_E4M3).view(torch.int8)
+
+
 def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """The inputs of a product in 8 bits; a group with an infinity or nan has the scale nan.
 
@@ -243,9 +262,12 @@ def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_linear(x: Tensor, weight: Groups) -> Tensor:
-    """Y = X A with rounded inputs. Shapes: [T, in], [out, in] -> [T, out]."""
+    """Y = X A, with rounded inputs if A is in integers. Shapes: [T, in], [out, in] -> [T, out]."""
+    if weight.form.is_float:
+        wide = torch.promote_types(x.dtype, _COMPUTED)
+        return F.linear(x.to(wide), weight.values().to(wide)).to(x.dtype)
     rounded, x_scales = rounded_inputs(x)
-    integers = weight.part_integers().to(_COMPUTED)
+    integers = weight.part_numbers()
     inputs = _in_runs(rounded.flatten(1), integers.shape[2]).to(_COMPUTED)
     # Exact: these integers have fewer than the 24 bits of a float32.
     dots = torch.einsum("tpi,opi->top", inputs, integers)

@@ -11,10 +11,16 @@ from torch import Tensor
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape, group_linear
+from parallel_llama.ops.noise import Noise, gumbel
 from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
+from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.parallel.collectives import Communicator
+
+# Queries that attention takes at once: so many that a call is worth it, so few that a long prompt's
+# first ones need not pass over its last keys.
+MAX_QUERIES = 64
 
 
 class TorchOps:
@@ -63,6 +69,22 @@ class TorchOps:
         """
         out.copy_(group_linear(x, shape.unpack(panels, out.shape[1])))
 
+    def group_lookup(
+        self, tokens: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int, first: int = 0
+    ) -> Tensor:
+        """Rows of a matrix in panels, its first row being that of token `first`; zeros for tokens
+        that have none.
+
+        Shapes: tokens [T] int64; panels [n_panels, n_bytes] uint8; [T, in] float32.
+        """
+        if not n_outputs:  # a tiny vocabulary may leave a rank without rows
+            shape_of_rows = len(tokens), shape.n_inputs
+            return torch.zeros(shape_of_rows, dtype=torch.float32, device=tokens.device)
+        own = tokens - first
+        elsewhere = (own < 0) | (own >= n_outputs)
+        rows = shape.unpack_rows(panels, own.masked_fill(elsewhere, 0)).values()
+        return rows.masked_fill_(elsewhere[:, None], 0)
+
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
         """Y = X A for some rows each by one of several A; zeros where no weight gives a row.
 
@@ -101,9 +123,10 @@ class TorchOps:
         """
         chosen = experts.flatten() - own.start
         chosen = chosen.where((chosen >= 0) & (chosen < len(own)), len(own))
-        pairs, order = chosen.argsort(stable=True), torch.arange(len(chosen), device=chosen.device)
-        counts = torch.bincount(chosen, minlength=len(own) + 1)
-        starts = F.pad(counts[:-1].cumsum(0), (1, 0))
+        (chosen, pairs), device = chosen.sort(stable=True), chosen.device
+        order = torch.arange(len(pairs), device=device)
+        # Not bincount, which asks a device for the largest.
+        starts = torch.searchsorted(chosen, torch.arange(len(own) + 1, device=device))
         to_experts = Routes(pairs // experts.shape[1], order, starts, len(experts))
         return to_experts, Routes(order, pairs, starts, len(experts))
 
@@ -126,9 +149,24 @@ class TorchOps:
         Shapes: [n, m] -> [n, 2] float64.
         """
         if not x.shape[1]:
-            return x.new_tensor([[-torch.inf, first]], dtype=torch.float64).repeat(len(x), 1)
+            none = x.new_full((len(x), 2), first, dtype=torch.float64)
+            none[:, 0] = -torch.inf
+            return none
         values, places = x.max(1)
         return torch.stack((values.double(), (places + first).double()), dim=1)
+
+    def draw(self, x: Tensor, noise: Noise, first: int = 0) -> Tensor:
+        """The best score of each row, and the first token that has it, their ids from `first` on.
+
+        A score is a logit / temperature + the noise of the key and the token; where the temperature
+        is 0, the logit. The best is NaN where a row has one, and -inf where it has nothing else.
+
+        Shapes: x [n, m], noise of n rows -> [n, 2] float64.
+        """
+        wide, temperatures = x.double(), noise.temperatures[:, None]
+        tokens = torch.arange(first, first + x.shape[1], device=x.device)
+        noisy = wide / temperatures + gumbel(noise.keys, tokens)
+        return TorchOps.largest(self, torch.where(temperatures > 0, noisy, wide), first)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x / rms(x) * (weight + offset), with the mean of squares in at least float32.
@@ -216,13 +254,32 @@ class TorchOps:
         kv_rows.store(rotated[:, -n_kv_heads:], slots, k)
         kv_rows.store(qkv[:, -n_kv_heads:], slots, v)
 
+    def chunk_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor
+    ) -> None:
+        """Softmax attention of a chunk's queries, heads in equal groups, into their rows of out.
+
+        Shapes: q, out [T, K * G, D]; k, v [K, n_slots, W].
+        """
+        taken = (kv_rows.take(each, chunk.slots)[None] for each in (k, v))
+        keys, values = (self._unpack(rows, q.dtype) for rows in taken)
+        of_chunk, of_out, window = q[chunk.rows], out[chunk.rows], chunk.window
+        for number in range(0, len(of_chunk), MAX_QUERIES):
+            own = slice(number, number + MAX_QUERIES)
+            queries = chunk.positions[own]
+            first = 0 if window is None else queries.start - window + 1
+            seen = range(max(first, chunk.first_key), queries.stop)
+            at = slice(seen.start - chunk.first_key, seen.stop - chunk.first_key)
+            mask = _causal(queries, seen, window, q)
+            of_out[own] = self.prefill_attention(
+                of_chunk[own], keys[:, :, at], values[:, :, at], mask
+            )
+
     def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Softmax attention of consecutive queries of one sequence, heads in equal groups.
 
-        Without a mask it is causal, the first query at the first key; one query sees all keys.
-
-        Shapes: q [T, K * G, D]; k, v [1, K, S, W]; mask [T, S], added to the scores; the result
-        [T, K * G, D].
+        Shapes: q [T, K * G, D]; k, v [1, K, S, W]; mask [T, S], added to the scores, or None where
+        all queries see all keys; the result [T, K * G, D].
         """
         n_rows, n_kv_heads = len(q), k.shape[1]
         if self._scores.soft_cap is not None:
@@ -242,7 +299,6 @@ class TorchOps:
             k.transpose(0, 1).expand(-1, n_group, -1, -1),
             v.transpose(0, 1).expand(-1, n_group, -1, -1),
             attn_mask=mask,
-            is_causal=mask is None,
             scale=scale,
         )
         return o.permute(2, 0, 1, 3).flatten(1, 2)
@@ -270,8 +326,6 @@ class TorchOps:
             scores.mul_(scale)
         else:
             scores.mul_(scale / cap).tanh_().mul_(cap)
-        if mask is None and n_rows > 1:
-            mask = scores.new_full((n_rows, n_keys), -torch.inf).triu_(1)
         if mask is not None:
             scores.view(n_kv_heads, -1, n_rows, n_keys).add_(mask)
         # Weights are summed in at least float32, as torch's own attention sums them.

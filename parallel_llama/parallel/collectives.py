@@ -88,7 +88,7 @@ class Solo(Communicator):
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack((x.detach(),))
+        return x.detach()[None].clone()
 
     # There is only rank 0, which waits for nobody.
     def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:  # noqa: ARG002

@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 _IDLE_LIMIT = timedelta(days=365)
 
 _BEAT_S = 0.2
-_LISTEN_S = 4 * _BEAT_S
-_ANSWER_S = 1.0  # for what a store that is there answers in a millisecond
+_LISTEN_S = 10 * _BEAT_S  # a busy machine may hold a heart for a second
+_ANSWER_S = 5.0  # for what a store that is there answers in a millisecond
 _PULSE_S, _POLL_S = 1.0, 0.05
 _LOOK_S = 0.1
 

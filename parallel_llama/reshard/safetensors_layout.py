@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.canonical import Piece
 from parallel_llama.checkpoint.native_folder import (
-    INTEGER_DTYPES,
+    BYTE_DTYPES,
     Part,
     axis_units,
     dtype_of,
@@ -80,7 +80,7 @@ class SafetensorsLayout(Layout):
         self.locations: dict[str, tuple[str, int]] = {}
         for name, dealt in zip(names, _dealt([*self.stored.values()], len(names)), strict=True):
             # Wide dtypes first, so that none begins at a byte that its width does not divide.
-            # Integers come in whole groups, behind which 16 bits may begin anywhere.
+            # Bytes come in whole groups, behind which 16 bits may begin anywhere.
             ordered = sorted(dealt, key=lambda tensor: -max(2, tensor.dtype.itemsize))
             header = _header(ordered)
             offset = len(header)
@@ -247,5 +247,5 @@ def _header(tensors: Sequence[StoredTensor]) -> bytes:
 
 
 def _file_dtype(dtype: torch.dtype) -> str:
-    integers = (name for name, each in INTEGER_DTYPES.items() if each == dtype)
-    return next(integers, None) or STORED_NAMES[dtype_name(dtype)]
+    of_a_byte = (name for name, each in BYTE_DTYPES.items() if each == dtype)
+    return next(of_a_byte, None) or STORED_NAMES[dtype_name(dtype)]

@@ -92,8 +92,8 @@ def target_formats(
             if NATIVE_GROUPS.get(form.name) != form:
                 raise UsageError(
                     f"{param.name}: is in {form.name}, and a native folder holds "
-                    f"{', '.join(NATIVE_GROUPS)}; use --quant int8 or int4, or --quant none with a "
-                    "--dtype"
+                    f"{', '.join(NATIVE_GROUPS)}; use --quant int8, int4 or fp8, or --quant none "
+                    "with a --dtype"
                 )
             formats[param.name] = form
     return formats

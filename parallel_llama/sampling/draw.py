@@ -78,6 +78,11 @@ class Draw:
         changed = params.has_penalties or bool(params.logit_bias)
         return changed or bool(self.banned) or self.mask is not None
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether it takes the best score of all tokens, made of the model's own logits."""
+        return not self.params.is_filtered and not self.is_adjusted
+
     def __str__(self) -> str:
         owner = "a request" if self.request is None else f"request {self.request}"
         return f"{owner}, token at position {self.position}"

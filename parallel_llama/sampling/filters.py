@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel_llama.ops.noise import gumbel
 from parallel_llama.sampling.draw import Draw
-from parallel_llama.sampling.noise import gumbel, noise_key
+from parallel_llama.sampling.noise import noise_key
 from parallel_llama.sampling.tiles import column
 
 # A sum of probabilities this close below top_p has reached it: of 25 equal tokens top_p=0.28 keeps

@@ -1,4 +1,4 @@
-"""Greedy draws that the device knows before the host does, for the step that comes after them."""
+"""Draws that the device knows before the host does, for the step that comes after them."""
 
 from collections.abc import Sequence
 
@@ -13,18 +13,21 @@ _NO_TOKEN = float(1 << 52)
 
 
 class PendingDraws:
-    """One token for each row, the largest logit's: on the device at once, on the host when read.
+    """One token for each row, the best score's: on the device at once, on the host when read.
 
-    Shapes: `tokens` [n] int64 on the device; a row with a nan has one that is in no vocabulary.
+    `drawn` is what `TorchOps.draw` gives, of noise as `row_noise` says.
+
+    Shapes: drawn [n, 2] float64 local; `tokens` [n] int64 on the device; a row with a nan has one
+    that is in no vocabulary.
     Collective: the constructor, one all_gather.
     """
 
-    def __init__(self, largest: Tensor, draws: Sequence[Draw], comm: Communicator) -> None:
+    def __init__(self, drawn: Tensor, draws: Sequence[Draw], comm: Communicator) -> None:
         assert all(map(can_pend, draws))
         self._draws = draws
-        gathered = comm.all_gather(largest)  # [tp_size, n, 2] float64
-        values, owners = gathered.unbind(2)
-        loses = values != values.amax(0)
+        gathered = comm.all_gather(drawn)  # [tp_size, n, 2] float64
+        scores, owners = gathered.unbind(2)
+        loses = scores != scores.amax(0)
         self.tokens = owners.masked_fill(loses, _NO_TOKEN).amin(0).to(torch.int64)
         is_cuda = gathered.device.type == "cuda"
         self._of_ranks = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=is_cuda)
@@ -43,6 +46,5 @@ class PendingDraws:
 
 
 def can_pend(draw: Draw) -> bool:
-    """Whether a draw is the largest of the model's own logits, and no more is asked for."""
-    params = draw.params
-    return params.is_greedy and not draw.is_adjusted and params.logprobs is None
+    """Whether a draw is the best score of the model's own logits, and no more is asked for."""
+    return draw.takes_best and draw.params.logprobs is None

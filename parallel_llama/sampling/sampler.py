@@ -55,16 +55,17 @@ def sample(
     vocab: range,
     draws: Sequence[Draw],
     comm: Communicator,
-    largest: Tensor | None = None,
+    best: Tensor | None = None,
 ) -> list[Sampled]:
     """Draw one token per row; the same on all ranks, and at every tp_size.
 
     Equal logits rank by token id: greedy takes the smallest, top_k keeps exactly k.
 
-    Whoever knows the largest logit of each row already, and whose it is, gives it as `largest`.
+    Whoever knows the best score of each row already, and whose it is, gives them as `best`. They
+    are of use where every draw takes the best.
 
-    Shapes: logits [n, V_local] local, the scores of the token ids in `vocab`; n draws; largest
-    [n, 2] float64 local.
+    Shapes: logits [n, V_local] local, the scores of the token ids in `vocab`; n draws; best [n, 2]
+    float64 local.
     Raises: on all ranks, NumericalError where a row holds nan or +inf or nothing but -inf, and
     NoTokenLeft where only what the draw forbids made it so.
     Collective: one all_gather; another where the candidates do not settle a row's filters, and
@@ -73,15 +74,19 @@ def sample(
     assert logits.shape == (len(draws), len(vocab))
     if not draws:
         return []
-    adjusted, ways = adjust(logits, vocab, draws), _Ways.of(draws)
-    if len(ways.greedy) == len(draws):
-        known = largest if adjusted is logits else None
-        own = _largest(adjusted, vocab) if known is None else known
-        tokens = leading_tokens(comm.all_gather(own), draws)
+    if best is not None and all(draw.takes_best for draw in draws):
+        tokens = leading_tokens(comm.all_gather(best), draws)
     else:
-        tokens = _pick(adjusted, vocab, draws, ways, comm).tolist()
+        tokens = _tokens(adjust(logits, vocab, draws), vocab, draws, comm)
     scored = _score_drawn(logits, vocab, tokens, draws, comm)
     return [Sampled(token, scored.get(row)) for row, token in enumerate(tokens)]
+
+
+def _tokens(adjusted: Tensor, vocab: range, draws: Sequence[Draw], comm: Communicator) -> list[int]:
+    ways = _Ways.of(draws)
+    if len(ways.greedy) == len(draws):
+        return leading_tokens(comm.all_gather(_largest(adjusted, vocab)), draws)
+    return _pick(adjusted, vocab, draws, ways, comm).tolist()
 
 
 def _largest(logits: Tensor, vocab: range) -> Tensor:
@@ -93,7 +98,7 @@ def _largest(logits: Tensor, vocab: range) -> Tensor:
 
 
 def leading_tokens(of_ranks: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """The tokens where all draws are greedy, from a head exchange of two numbers a row.
+    """The tokens where all draws take the best score, from a head exchange of two numbers a row.
 
     From there on in Python, for a call of torch takes as long as some dozens of rows.
 
@@ -101,12 +106,13 @@ def leading_tokens(of_ranks: Tensor, draws: Sequence[Draw]) -> list[int]:
     Raises: as `sample`.
     """
     leaders = [_leader(row) for row in zip(*of_ranks.tolist(), strict=True)]
-    _require_tokens([largest for largest, _ in leaders], draws)
+    # A score is a number where the largest logit is one, and else the same as that.
+    _require_tokens([score for score, _ in leaders], draws)
     return [int(token) for _, token in leaders]
 
 
 def _leader(of_ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The largest logit and its token: nan where a rank has one, and of equal ones the first."""
+    """The best score and its token: nan where a rank has one, and of equal ones the first."""
     leader = of_ranks[0]
     for other in of_ranks[1:]:
         if other[0] > leader[0] or math.isnan(other[0]):

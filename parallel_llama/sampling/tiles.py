@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel_llama.ops.noise import TILE, gumbel, tile_gumbel
 from parallel_llama.sampling.draw import Draw
-from parallel_llama.sampling.noise import TILE, gumbel, noise_key, tile_gumbel
+from parallel_llama.sampling.noise import noise_key
 
 # Tiles in which a plain draw looks first for a score that rules out most of the others.
 _FIRST_TILES = 4

@@ -38,6 +38,7 @@ from parallel_llama.cli.prompts import gather, read_lines
 from parallel_llama.cli.ranks import Job, rank_count
 from parallel_llama.cli.score import perplexity
 from parallel_llama.errors import UsageError
+from parallel_llama.plan import PROCESS_BYTES
 from parallel_llama.tokenizer import Chat
 
 ROOT = Path(__file__).parents[2]
@@ -467,7 +468,8 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(
     page = plan_page(capsys, *asked, "--device", "cuda")
     assert f" {terminal.size(held + working)} " in page.splitlines()[3]
     assert "to work    1.56 GiB more on a card, for a step of 4096 tokens" in page
-    assert "to work" not in plan_page(capsys, *asked, "--device", "cpu")
+    page = plan_page(capsys, *asked, "--device", "cpu")
+    assert "to work" not in page and f"about {PROCESS_BYTES >> 20} MiB more on each rank" in page
 
 
 def test_plan_takes_cuda_only_where_each_rank_gets_a_card(

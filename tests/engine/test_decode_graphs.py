@@ -26,11 +26,16 @@ from torch import Tensor
 from parallel_llama.config import ModelArgs
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import RowNoise
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams
 
+GREEDY, PLAIN = [SamplingParams()], [SamplingParams(temperature=1.2, n=2)]
+# Greedy tokens, and tokens of all that there are.
+BEST = [*GREEDY, *PLAIN, SamplingParams(temperature=0.4)]
+ALL = [*BEST, SamplingParams(temperature=1.5, top_k=9), SamplingParams(logprobs=1)]
 CARRIED = ["qwen3", "gemma2", "mistral", "mixtral", "falcon 40b", "palm"]
 
 
@@ -59,11 +64,11 @@ def run(comm: Communicator, args: ModelArgs, seeds: range, *, records: bool) -> 
     return recorded.n_replays
 
 
-def greedy(mix: Mix) -> Mix:
-    """The same requests, each token being the model's first choice."""
+def asking(mix: Mix, ways: Sequence[SamplingParams]) -> Mix:
+    """The same requests, each token being drawn in one of these ways."""
     guests = []
-    for guest in mix.guests:
-        params = replace(SamplingParams(), max_tokens=guest.request.params.max_tokens)
+    for number, guest in enumerate(mix.guests):
+        params = replace(ways[number % len(ways)], max_tokens=guest.request.params.max_tokens)
         guests.append(replace(guest, request=replace(guest.request, params=params)))
     return replace(mix, guests=tuple(guests))
 
@@ -73,18 +78,20 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launched: list[int] = []
     launch = ModelRunner.step_ahead
 
-    def step_ahead(runner: ModelRunner, chunks: Sequence[Chunk], tokens: Tensor) -> Logits:
+    def step_ahead(
+        runner: ModelRunner, chunks: Sequence[Chunk], noise: Sequence[RowNoise], tokens: Tensor
+    ) -> Logits:
         launched.append(len(chunks))
-        return launch(runner, chunks, tokens)
+        return launch(runner, chunks, noise, tokens)
 
     monkeypatch.setattr(ModelRunner, "step_ahead", step_ahead)
     return launched
 
 
-def run_greedy(comm: Communicator, seeds: range) -> list[str]:
+def run_best(comm: Communicator, seeds: range) -> list[str]:
     runner, found = make_runner(comm, ARGS, ops=paged_ops(ARGS)), list[str]()
     for seed in seeds:
-        mix = greedy(random_mix(seed))
+        mix = asking(random_mix(seed), BEST)
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens)
         found += differences(mix, run_mix(engine, mix))
     return found
@@ -107,14 +114,15 @@ def test_ranks_replay_the_same_steps(tp_size):
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID, OF_FAMILIES["mixtral"]])
 @pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("ways", [PLAIN, ALL], ids=["plain", "all"])
 def test_steps_that_are_launched_before_their_tokens_are_read_change_nothing(
-    monkeypatch, args, records
+    monkeypatch, args, records, ways
 ):
     """Requests end, are cancelled and come while a step of them is under way already."""
     launched = count_launches(monkeypatch)
     runner = make_runner(Solo(), args, ops=paged_ops(args))
     for seed in range(16):
-        mix = greedy(random_mix(seed))
+        mix = asking(random_mix(seed), ways)
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens)
         if records:
             runner.record(Recorded())
@@ -125,7 +133,7 @@ def test_steps_that_are_launched_before_their_tokens_are_read_change_nothing(
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
 def test_ranks_launch_the_same_steps_ahead(monkeypatch, tp_size):
     launched = count_launches(monkeypatch)
-    for outcome in run_on_threads(tp_size, run_greedy, range(3)):
+    for outcome in run_on_threads(tp_size, run_best, range(3)):
         assert not outcome
     assert len(launched) > 5 * tp_size and len(launched) % tp_size == 0
 
@@ -144,7 +152,7 @@ def test_ranks_do_without_the_graphs_that_one_of_them_cannot_record(caplog, rank
                 raise RuntimeError("operation not permitted when stream is capturing")
             return recorded(step)
 
-        mix = greedy(random_mix(3))
+        mix = asking(random_mix(3), GREEDY)
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens)
         runner.record(record, asked.append)
         return differences(mix, run_mix(engine, mix)), asked

@@ -7,9 +7,9 @@ from torch import Tensor
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.model.attention import attend
-from parallel_llama.model.batch import GroupBatch, QueryTile
+from parallel_llama.model.batch import GroupBatch
 from parallel_llama.model.kv_cache import KVCache
-from parallel_llama.ops import DecodeBatch, Scores, TorchOps, choose_ops
+from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, TorchOps, choose_ops
 from parallel_llama.plan import Run, make_plan
 
 N_SLOTS, D = 24, 4
@@ -45,27 +45,20 @@ def make_cache() -> KVCache:
     return cache
 
 
-def make_batch(cache: KVCache, keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> GroupBatch:
+def make_batch(keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> GroupBatch:
     """The last `n_rows` queries of a sequence, the last of them one by one, the others at once."""
     n_keys = sum(own.stop - own.start for own in keys)
     start, n_together = n_keys - n_rows, n_rows - n_decoded
-    tiles = []
+    chunks = []
     if n_together:
-        seen = first_slots(keys, start + n_together)
-        mask = None
-        if start and n_together > 1:
-            hidden = (
-                torch.arange(start + n_together) > torch.arange(start, start + n_together)[:, None]
-            )
-            mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
-        pasts = tuple(cache.past(run.kv_heads, seen) for run in RUNS)
-        tiles.append(QueryTile(slice(0, n_together), pasts, mask))
+        queries = range(start, start + n_together)
+        chunks.append(QueryChunk.of(0, queries, first_slots(keys, queries.stop)))
     decoded = {row: first_slots(keys, start + row + 1) for row in range(n_together, n_rows)}
     nothing = torch.empty(0)
     return GroupBatch(
         slots=nothing,
         rotations=nothing,
-        tiles=tuple(tiles),
+        chunks=tuple(chunks),
         decode=DecodeBatch.of(decoded) if decoded else None,
     )
 
@@ -95,5 +88,5 @@ def test_every_query_sees_its_own_past(
     expected = by_definition(q, k, v, slots, len(slots) - n_rows, scores)
     best = choose_ops(torch.float64, torch.device("cpu"), D, {2, 3}, scores)
     for ops in (TorchOps(scores), best):
-        o = attend(q, 1, make_batch(cache, keys, n_rows, n_decoded), cache, RUNS, ops)
+        o = attend(q, 1, make_batch(keys, n_rows, n_decoded), cache, RUNS, ops)
         torch.testing.assert_close(o, expected, rtol=0, atol=1e-12)

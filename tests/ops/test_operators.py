@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import DecodeBatch, Routes, Scores, TorchOps, choose_ops, kv_rows
+from parallel_llama.ops import (
+    DecodeBatch,
+    Noise,
+    QueryChunk,
+    Routes,
+    Scores,
+    TorchOps,
+    choose_ops,
+    kv_rows,
+)
+from parallel_llama.ops.noise import gumbel
 
 HEAD_DIM, N_GROUP, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -120,6 +130,22 @@ def test_the_first_of_the_largest(backend: Backend, n_rows: int, n_columns: int)
     assert ops.largest(x, 9).tolist() == expected
 
 
+@pytest.mark.parametrize("n_columns", [1, 101, 3000])
+@pytest.mark.parametrize("n_rows", [0, 1, 5])
+def test_draw(backend: Backend, n_rows: int, n_columns: int) -> None:
+    ops, dtype, device = backend
+    x = torch.randn(n_rows, n_columns, device=device).to(dtype)
+    keys = torch.arange(n_rows, device=device)
+    temperatures = 0.5 * torch.arange(n_rows, dtype=torch.float64, device=device)
+    drawn = ops.draw(x, Noise(keys, temperatures), 200)
+    assert drawn.shape == (n_rows, 2)
+    noise = gumbel(keys, torch.arange(200, 200 + n_columns, device=device))
+    for row, (logits, added, (score, token)) in enumerate(zip(x, noise, drawn, strict=True)):
+        scores = logits.double() / temperatures[row] + added if row else logits.double()
+        assert token == 200 + scores.argmax()
+        torch.testing.assert_close(score, scores.max(), rtol=1e-14, atol=1e-14)
+
+
 def test_the_largest_tells_of_what_is_no_number(backend: Backend) -> None:
     ops, dtype, device = backend
     x = torch.zeros(5, 101, dtype=dtype, device=device)
@@ -225,17 +251,44 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Sco
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 def test_prefill_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
-    """A prompt from its start, the end of one under a mask, and a single query."""
+    """Consecutive queries under a mask, and queries that see all keys."""
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, 9) for _ in range(2))
-    for start in (0, 4, 8):
-        n = 9 - start
-        q = torch.randn(n, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
-        mask = torch.full((n, 9), -torch.inf, dtype=dtype, device=device).triu(start + 1)
-        o = ops.prefill_attention(q, k[None], v[None], mask if start == 4 else None)
+    q = torch.randn(5, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
+    mask = torch.full((5, 9), -torch.inf, dtype=dtype, device=device).triu(5)
+    o = ops.prefill_attention(q, k[None], v[None], mask)
+    for row in range(5):
+        check(o[row], by_definition(q[row], k, v, list(range(row + 5)), scores))
+    for n in (1, 5):
+        o = ops.prefill_attention(q[:n], k[None], v[None], None)
         for row in range(n):
-            check(o[row], by_definition(q[row], k, v, list(range(start + row + 1)), scores))
+            check(o[row], by_definition(q[row], k, v, list(range(9)), scores))
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+@pytest.mark.parametrize("window", [None, 3, 30])
+def test_chunk_attention(
+    backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
+) -> None:
+    """Chunks at the start of a prompt and behind it; other rows stay as they are."""
+    _, dtype, device = backend
+    ops = with_scores(backend, scores)
+    k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
+    q = torch.randn(20, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
+    for start, n in ((0, 17), (40, 11), (9, 1)):
+        first = 0 if window is None else max(start - window + 1, 0)
+        keys = [slice(60, 61), slice(1, start + n - first)]
+        out = torch.full_like(q, -7.0)
+        chunk = QueryChunk.of(2, range(start, start + n), keys, window, device)
+        ops.chunk_attention(q, k, v, chunk, out)
+        slots = chunk.slots.tolist()
+        for row in range(n):
+            stop = start + row + 1 - first
+            seen = slots[:stop] if window is None else slots[max(stop - window, 0) : stop]
+            check(out[2 + row], by_definition(q[2 + row], k, v, seen, scores))
+        assert (out[:2] == -7).all() and (out[2 + n :] == -7).all()
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)

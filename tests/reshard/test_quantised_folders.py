@@ -58,7 +58,7 @@ STORED = {
     "w3.weight": "Q5_1",
     "output.weight": "F16",
 }
-QUANTS = ("int8", "int4", "stored")
+QUANTS = ("int8", "int4", "fp8", "stored")
 TP_SIZES = (1, 2, 3, 5, 7, 9)
 CPU = torch.device("cpu")
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 89, 79, 32, 38]
@@ -72,7 +72,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_tokenizer(hf)
     gguf = home / "stored.gguf"
     write_gguf(gguf, ARGS, weights_of(ARGS), STORED)
-    return {"int8": hf, "int4": hf, "stored": gguf}
+    return {"int8": hf, "int4": hf, "fp8": hf, "stored": gguf}
 
 
 @pytest.fixture(scope="module")
@@ -208,11 +208,21 @@ def test_tensors_stand_beside_each_other_under_the_weights_name(made):
     }
 
 
+def test_fp8_lies_in_the_files_as_the_floats_that_torch_has(made):
+    tensors = tensors_of(made["fp8"])
+    meant = {param.name: value for param, value in load_whole(made["fp8"])}
+    floats = tensors["layers.0.feed_forward.w1.weight.floats"]
+    assert floats.dtype == torch.float8_e4m3fn and list(floats.shape) == [320, 96]
+    scales = tensors["layers.0.feed_forward.w1.weight.scales"].float().repeat_interleave(32, 1)
+    assert torch.equal(floats.float() * scales, meant["layers.0.feed_forward.w1.weight"])
+    assert list(tensors["layers.1.attention.wo.weight.floats"].shape) == [9, 96, 32]
+
+
 def test_no_tensor_begins_between_two_of_its_values(made):
     for folder in made.values():
         for path in folder.glob("*.safetensors"):
             for tensor in read_safetensors_header(path).values():
-                width = {"F32": 4, "I8": 1, "U8": 1}.get(tensor.dtype, 2)
+                width = {"F32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}.get(tensor.dtype, 2)
                 assert tensor.offset % width == 0
 
 
@@ -292,10 +302,12 @@ def flipped(folder: Path, tensor: str, at: int) -> str:
         ("layers.1.attention.wo.weight.mins", 96 * 2 * 3 + 1, 3),
         ("layers.0.feed_forward.w1.weight.scales", 32 * 3 * 2 * 9 + 1, 9),
         ("tok_embeddings.weight.integers", 96 * 4, 1),
+        ("layers.1.attention.wo.weight.floats", 96 * 32 * 7, 7),
     ],
 )
-def test_a_damaged_scale_or_integer_is_named_and_refused(tensor, at, unit, made, tmp_path):
+def test_a_damaged_scale_or_number_is_named_and_refused(tensor, at, unit, made, tmp_path):
     source = {"wq": "int4", "w1": "int8"}.get(tensor.split(".")[3 if "layers" in tensor else 0])
+    source = "fp8" if tensor.endswith("floats") else source
     folder = shutil.copytree(made[source or "stored"], tmp_path / "model")
     name = flipped(folder, tensor, at)
     report = verify(str(folder))
@@ -306,14 +318,17 @@ def test_a_damaged_scale_or_integer_is_named_and_refused(tensor, at, unit, made,
         LLM(str(folder), device="cpu", verify=True)
 
 
-def test_a_scale_that_is_no_number_is_refused_without_a_manifest(made, tmp_path):
-    folder = shutil.copytree(made["int8"], tmp_path / "model")
+@pytest.mark.parametrize(
+    ("quant", "part", "nan"), [("int8", "scales", b"\xff\x7f"), ("fp8", "floats", b"\xff")]
+)
+def test_what_is_no_number_is_refused_without_a_manifest(quant, part, nan, made, tmp_path):
+    folder = shutil.copytree(made[quant], tmp_path / "model")
     (folder / "manifest.json").unlink()
     for path in folder.glob("weights-*"):
-        found = read_safetensors_header(path).get("layers.1.attention.wv.weight.scales")
+        found = read_safetensors_header(path).get(f"layers.1.attention.wv.weight.{part}")
         if found is not None:
             data = bytearray(path.read_bytes())
-            data[found.offset : found.offset + 2] = b"\xff\x7f"
+            data[found.offset : found.offset + len(nan)] = nan
             path.write_bytes(data)
     with pytest.raises(DamagedWeights, match=r"layers\.1\.attention\.wv\.weight.*NaN or Inf"):
         loaded(folder, 1)
@@ -327,6 +342,7 @@ def test_a_scale_that_is_no_number_is_refused_without_a_manifest(made, tmp_path)
         ({"output.weight": ["int8"]}, "is not supported"),
         ({"output.weight": "int8 with minima"}, r"missing: output\.weight\.mins"),
         ({"output.weight": "int4"}, r"misshapen: output\.weight\.integers is \[211, 96\]"),
+        ({"output.weight": "fp8"}, r"missing: output\.weight\.floats; extra: .*integers'"),
         ({"output.weight": "plain"}, r"missing: output\.weight; extra: 'output.weight.integers'"),
     ],
 )
@@ -408,7 +424,7 @@ def test_a_run_goes_on_where_an_error_stopped_it(quant, share, tmp_path, monkeyp
     [
         ("hf x --format=hf --quant=int8", "--quant int8 and --format hf: .*use --format native"),
         ("hf x --format=meta --quant=int4", "--quant int4 and --format meta"),
-        ("hf x --format=native --quant=stored", "use int8 or int4"),
+        ("hf x --format=native --quant=stored", "use int8, int4 or fp8"),
         ("hf x --format=native --quant=int3", "--quant"),
         ("small x --format=native --quant=int8", "head_dim=4 is no multiple of the 32"),
         ("int8 x --format=hf", "its weights are quantised; .* with --dtype, .* --format native"),
@@ -432,7 +448,7 @@ def test_a_format_that_no_native_folder_has_is_refused_by_name(sources, monkeypa
     files = find_model(str(sources["stored"]))
     other = {"layers.0.attention.wq.weight": GroupFormat(6)}
     monkeypatch.setattr(target_folder, "stored_formats", lambda *_: other)
-    with pytest.raises(UsageError, match=r"wq\.weight: is in int6, .*use --quant int8 or int4"):
+    with pytest.raises(UsageError, match=r"wq\.weight: is in int6, .*--quant int8, int4 or fp8"):
         target_formats(files, ARGS, "native", "stored", None)
 
 

@@ -25,19 +25,21 @@ from transformers import (
 )
 
 from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.ops import Noise, TorchOps
+from parallel_llama.ops.noise import TILE, gumbel, tile_gumbel
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams, TokenLogprob
 from parallel_llama.sampling import (
     Draw,
+    PendingDraws,
     Sampled,
     gather_logits,
-    gumbel,
     noise_key,
+    row_noise,
     sample,
     score,
     score_tokens,
 )
-from parallel_llama.sampling.noise import TILE, tile_gumbel
 from parallel_llama.sampling.tiles import Tiles
 
 # A vocabulary of 211 rows, cut evenly, unevenly, with ranks of one row and of none.
@@ -439,6 +441,62 @@ def test_logits_that_are_no_numbers_name_their_request(bad: float, params: Sampl
     draws = [Draw(params, 0, 0, 9, request) for request in (40, 41, 42)]
     with pytest.raises(NumericalError, match="request 41, token at position 9"):
         sample_cut(logits, draws, 3)
+
+
+def best_of(logits: Tensor, vocab: range, draws: Sequence[Draw]) -> Tensor:
+    """What a device finds in a step's logits."""
+    rows = [row_noise(each.params, each.seed, each.choice, each.position) for each in draws]
+    keys, temperatures = zip(*rows, strict=True)
+    noise = Noise(torch.tensor(keys), torch.tensor(temperatures, dtype=torch.float64))
+    return TorchOps().draw(logits[:, vocab.start : vocab.stop], noise, vocab.start)
+
+
+@pytest.mark.parametrize("tp_size", list(CUTS))
+def test_what_the_device_draws_is_what_is_sampled(tp_size: int) -> None:
+    """Greedy and plain rows, some of equal logits; the tokens are on the device before they are
+    read, and log-probabilities are found where somebody asks for them.
+    """
+    logits = random_logits(20).round()
+    draws = [
+        Draw(
+            SamplingParams(temperature=(0, 0.5, 1e-7)[row % 3], logprobs=row % 2 or None), row, 0, 9
+        )
+        for row in range(20)
+    ]
+    plain = [
+        dataclasses.replace(draw, params=dataclasses.replace(draw.params, logprobs=None))
+        for draw in draws
+    ]
+    expected = tokens_of(logits, draws)
+
+    def one_rank(comm: Communicator) -> tuple[list[int], list[Sampled], list[Sampled]]:
+        vocab = vocabs_of(tp_size)[comm.rank]
+        best, own = best_of(logits, vocab, draws), logits[:, vocab.start : vocab.stop]
+        pending = PendingDraws(best, plain, comm)
+        known = sample(own, vocab, draws, comm, best)
+        assert known == sample(own, vocab, draws, comm)
+        return pending.tokens.tolist(), pending.read(), known
+
+    for tokens, read, known in run_on_threads(tp_size, one_rank):
+        assert tokens == expected
+        assert [drawn.token for drawn in read] == [drawn.token for drawn in known] == expected
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_draw_of_the_devices_fails_where_there_are_no_numbers(
+    temperature: float, bad: float
+) -> None:
+    logits = random_logits(3)
+    logits[1, slice(None) if bad == -math.inf else 207] = bad
+    draws = [Draw(SamplingParams(temperature=temperature), 0, 0, 9, row) for row in (40, 41, 42)]
+
+    def one_rank(comm: Communicator) -> None:
+        pending = PendingDraws(best_of(logits, vocabs_of(3)[comm.rank], draws), draws, comm)
+        with pytest.raises(NumericalError, match="request 41, token at position 9"):
+            pending.read()
+
+    run_on_threads(3, one_rank)
 
 
 def test_a_tiny_temperature_is_greedy_and_a_huge_one_uniform_without_overflow() -> None:

@@ -18,7 +18,7 @@ class Recorded:
             self.n_replays += 1
             again = step()
             logits.values.copy_(again.values)
-            assert logits.largest is not None and again.largest is not None
-            logits.largest.copy_(again.largest)
+            assert logits.drawn is not None and again.drawn is not None
+            logits.drawn.copy_(again.drawn)
 
         return logits, replay

@@ -125,7 +125,7 @@ ENGINES = {
             "hf",
             ("parallel_llama",),
             "pip install .",
-            forms=("float32", "bfloat16", "float16", "int8", "int4"),
+            forms=("float32", "bfloat16", "float16", "int8", "int4", "fp8"),
             takes_ranks=True,
         ),
         Engine(

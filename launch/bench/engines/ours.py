@@ -3,20 +3,19 @@
 import statistics
 import time
 from collections.abc import Sequence
-
-import torch
+from importlib.metadata import version
 
 import parallel_llama
 from launch.bench.engines import Run, Setup
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.dtypes import QUANTS
 
-VERSIONS = {"parallel_llama": parallel_llama.__version__, "torch": torch.__version__}
+# torch is loaded by what is measured, as in any program that uses it.
+VERSIONS = {"parallel_llama": parallel_llama.__version__, "torch": version("torch")}
 
 
 class Ours:
     def __init__(self, setup: Setup) -> None:
-        torch.set_num_threads(setup.n_threads)
         # Without guesses: random prompts end in loops, and guessing them would flatter us.
         form = setup.form
         kept = {"quant": form} if form in QUANTS else {"dtype": form}

@@ -8,13 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from paged_samples import POISON, Sample, make_sample
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
 from launch.bench.gpu_steps.clock import device_seconds
-from parallel_llama.dtypes import GroupFormat
-from parallel_llama.ops import TorchOps
+from parallel_llama.dtypes import ASKED, GroupFormat
+from parallel_llama.ops import Noise, TorchOps, kv_rows
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.groups import PanelShape, quantise
 from parallel_llama.ops.groups import group_linear as torch_group_linear
@@ -72,9 +74,9 @@ def _product(
 def group_products(setting: Setting) -> Rows:
     """The same with 8 and 4 bits."""
     n_inputs, n_outputs = (64, 70) if setting.is_rehearsal else (4096, 28672)
-    for form in (GroupFormat(8), GroupFormat(4, has_min=True)):
+    for form in ASKED.values():
         for n_rows in (1, 16):
-            name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {form.n_bits} bits"
+            name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {form.name}"
             yield from attempt(
                 name, lambda a=(name, form, n_rows, n_inputs, n_outputs): _group(*a, setting)
             )
@@ -83,7 +85,8 @@ def group_products(setting: Setting) -> Rows:
 def _group(
     name: str, form: GroupFormat, n_rows: int, n_inputs: int, n_outputs: int, setting: Setting
 ) -> Rows:
-    ops, dtype = CUDAOps(), torch.float32
+    # Integers are multiplied as such, and floats in the dtype of their inputs.
+    ops, dtype = CUDAOps(), dtypes(setting)[-1] if form.is_float else torch.float32
     x = _normal((n_rows, n_inputs), dtype, setting)
     weight = quantise(_normal((n_outputs, n_inputs), dtype, setting), form)
     shape = PanelShape(form, n_inputs, ops.panel_rows, weight.n_before)
@@ -104,15 +107,22 @@ def _group(
 
 
 def elementwise(setting: Setting) -> Rows:
-    """Norms, gates and the largest logit of 16 rows of 8B."""
+    """Norms, gates and draws of 16 rows of 8B."""
     dim, n_channels, n_vocab = (48, 40, 70) if setting.is_rehearsal else (4096, 14336, 128256)
     ours, torchs = CUDAOps(), TorchOps()
+    keys = torch.zeros(16, dtype=torch.int64, device=setting.device)  # the same for all rows
+    zeros, ones = keys.double(), keys.double() + 1
+
+    def draw(ops: TorchOps, x: Tensor, temperatures: Tensor) -> Tensor:
+        return ops.draw(x, Noise(keys[: len(x)], temperatures[: len(x)]))
+
     for dtype in dtypes(setting):
         for name, call, width in (
             ("norm", lambda ops, x, w: ops.rms_norm(x, w, 1e-5), dim),
             ("sum and norm", lambda ops, x, w: ops.add_rms_norm(x, x, w, 1e-5), dim),
             ("gate", lambda ops, x, _: ops.silu_and_mul(x), 2 * n_channels),
-            ("largest", lambda ops, x, _: ops.largest(x), n_vocab),
+            ("greedy draw", lambda ops, x, _: draw(ops, x, zeros), n_vocab),
+            ("plain draw", lambda ops, x, _: draw(ops, x, ones), n_vocab),
         ):
             label = f"{name} of 16 rows, {_name(dtype)}"
             x = _normal((16, width), dtype, setting)
@@ -196,11 +206,11 @@ def _attention(name: str, ranges: list[tuple[int, int]], target: str, setting: S
     sample = make_sample(
         ranges, groups, head_dim, dtype=dtype, block_size=16, device=setting.device
     )
-    ops = CUDAOps()
+    ops, heads = CUDAOps(), sample.heads  # not made anew while a graph is recorded
     out = _hold_sample(sample, ops)
 
     def attend() -> None:
-        ops.paged_attention(sample.q, sample.k, sample.v, sample.queries, sample.heads, out)
+        ops.paged_attention(sample.q, sample.k, sample.v, sample.queries, heads, out)
 
     n_keys = sum(n + start for n, start in ranges)
     n_bytes = 2 * n_keys * len(groups) * head_dim * dtype.itemsize
@@ -208,11 +218,98 @@ def _attention(name: str, ranges: list[tuple[int, int]], target: str, setting: S
     yield _moved(name, n_bytes, seconds, setting, target)
 
 
+def prompts(setting: Setting) -> Rows:
+    """A whole prompt, before which nothing is cached: our kernel, and torch's beside it.
+
+    torch's takes keys in one piece, as they are where a layer has just made them, or as they are
+    gathered from their blocks; where groups are uneven each head gets keys of its own.
+    """
+    n, head_dim = setting.pick(4096, 24), setting.pick(128, 16)
+    dtype = torch.float32 if setting.is_rehearsal else torch.bfloat16
+    for groups in ((4,) * setting.pick(8, 2), (3, 2)):
+        own = {"dtype": dtype, "block_size": 16, "device": setting.device}
+        sample = make_sample([(n, 0)], groups, head_dim, **own)
+        n_flops = 2 * n * n * sum(groups) * head_dim
+        for way, attend in _ways(sample, setting).items():
+            name = f"prompt of {n} tokens, groups {groups}, {way}"
+            yield from attempt(name, lambda a=(name, attend, sample, n_flops): _prompt(*a, setting))
+
+
+def _prompt(
+    name: str, attend: Callable[[], Tensor], sample: Sample, n_flops: int, setting: Setting
+) -> Rows:
+    _hold(attend(), sample.expected(), sample.q.dtype)
+    rate = n_flops / device_seconds([attend] * setting.pick(10, 1), setting)
+    yield Row(name, rate / 1e12, "TFLOP/s", rate / setting.matrix_flops)
+
+
+def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
+    """Every way of a sample's one range to its result."""
+    ops, heads, out = CUDAOps(), sample.heads, torch.empty_like(sample.q)
+    # A rehearsal has no card with that kernel.
+    backend = SDPBackend.MATH if setting.is_rehearsal else SDPBackend.FLASH_ATTENTION
+    is_even = len(set(sample.groups)) == 1
+    group_of = [i for i, n in enumerate(sample.groups) for _ in range(n)]
+    of_heads = torch.tensor(group_of, device=setting.device)
+
+    def paged() -> Tensor:
+        ops.paged_attention(sample.q, sample.k, sample.v, sample.queries, heads, out)
+        return out
+
+    def flash(k: Tensor, v: Tensor) -> Tensor:
+        if not is_even:
+            k, v = k[of_heads], v[of_heads]
+        q = sample.q.transpose(0, 1)
+        with sdpa_kernel(backend):
+            o = F.scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, enable_gqa=is_even
+            )
+        return o[0].transpose(0, 1)
+
+    def gathered() -> Tensor:
+        slots = sample.queries.slots_of(0, range(len(sample.q)))
+        return flash(kv_rows.take(sample.k, slots), kv_rows.take(sample.v, slots))
+
+    return {
+        "keys in blocks": paged,
+        "torch's flash attention": lambda: flash(sample.keys[0], sample.values[0]),
+        "torch's flash attention, keys gathered": gathered,
+    }
+
+
+def routed_products(setting: Setting) -> Rows:
+    """What a layer of Mixtral multiplies with first, of tokens that go to 2 of 8 experts each."""
+    for n_rows in (1, 3) if setting.is_rehearsal else (1, 16, 64):
+        name = f"routed product, {n_rows} rows"
+        yield from attempt(name, lambda a=(name, n_rows): _routed(*a, setting))
+
+
+def _routed(name: str, n_rows: int, setting: Setting) -> Rows:
+    n_inputs, n_outputs = (48, 70) if setting.is_rehearsal else (4096, 28672)
+    ops, dtype = CUDAOps(), dtypes(setting)[-1]
+    x = _normal((n_rows, n_inputs), dtype, setting)
+    weights = [_normal((n_outputs, n_inputs), dtype, setting) for _ in range(8)]
+    experts = torch.rand(n_rows, 8, device=setting.device).topk(2).indices
+    routes, _ = ops.routes_of(experts, range(8))
+    y = ops.routed_linear(x, weights, routes)
+    chosen = sorted(experts.flatten().tolist())
+    pairs = [
+        (x[row][None], weights[expert]) for row, expert in zip(routes.sources, chosen, strict=True)
+    ]
+    _hold(y, torch.cat([row.double() @ weight.double().T for row, weight in pairs]), dtype)
+    _alike(y, torch.cat([ops.linear(row, weight) for row, weight in pairs]))
+    calls = [lambda: ops.routed_linear(x, weights, routes)] * setting.pick(10, 1)
+    n_bytes = len({*chosen}) * weights[0].nbytes + x.nbytes + y.nbytes
+    yield _moved(name, n_bytes, device_seconds(calls, setting), setting)
+
+
 PARTS = {
     "products": products,
+    "routed products": routed_products,
     "products with few bits": group_products,
     "norms and gates": elementwise,
     "attention": attention,
+    "prompts": prompts,
 }
 
 

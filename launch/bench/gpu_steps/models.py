@@ -21,6 +21,7 @@ from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.decode_graphs import record_cuda_graph
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.files.model_files import find_model
+from parallel_llama.model.decode_program import Logits
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.slice import Slice
@@ -51,6 +52,23 @@ def named(name: str, setting: Setting) -> Iterator[str]:
         path = Path(folder, f"{name}.json")
         path.write_text(json.dumps({**sizes, "multiple_of": 32}))
         yield str(path)
+
+
+def transformers_config(args: ModelArgs) -> Any:
+    """The same shape as a configuration of transformers, which has to be installed."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=args.dim,
+        intermediate_size=args.ffn_dim,
+        num_hidden_layers=args.n_layers,
+        num_attention_heads=args.n_heads,
+        num_key_value_heads=args.n_kv_heads,
+        head_dim=args.head_dim,
+        vocab_size=args.vocab_size,
+        max_position_embeddings=args.max_seq_len,
+        tie_word_embeddings=args.tied_embeddings,
+    )
 
 
 def half(setting: Setting) -> str:
@@ -134,9 +152,17 @@ class Texts:
 
 
 def record(runner: ModelRunner, setting: Setting) -> bool:
-    """Record the decode steps. Returns: whether operators and device can."""
-    runner.record(_rehearse if setting.is_rehearsal else record_cuda_graph)
-    return runner.can_look_ahead
+    """Record the decode steps. Returns: whether there is one that operators and device can."""
+    n_recorded = 0
+
+    def recorder(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
+        nonlocal n_recorded
+        made = (_rehearse if setting.is_rehearsal else record_cuda_graph)(step)
+        n_recorded += 1
+        return made
+
+    runner.record(recorder)
+    return n_recorded > 0
 
 
 class Wrong(Exception):
@@ -172,16 +198,17 @@ def require_right(
 class _Later:
     """The logits of a step that runs again in place of a graph."""
 
-    values: Any = None
-    largest: Any = None
+    logits: Any = None
+
+    def rows(self, which: slice) -> Any:
+        return self.logits.rows(which)
 
 
 def _rehearse(step: Callable[[], Any]) -> Any:
     found = _Later()
 
     def replay() -> None:
-        again = step()
-        found.values, found.largest = again.values, again.largest
+        found.logits = step()
 
     return found, replay
 

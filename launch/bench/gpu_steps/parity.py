@@ -14,7 +14,15 @@ from thread_ranks import ThreadComm, run_on_threads
 from torch import Tensor
 
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
-from launch.bench.gpu_steps.models import Texts, load, ours, record, reserve, torchs
+from launch.bench.gpu_steps.models import (
+    Texts,
+    load,
+    ours,
+    record,
+    reserve,
+    torchs,
+    transformers_config,
+)
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.config import ModelArgs
 from parallel_llama.engine.model_runner import ModelRunner
@@ -48,22 +56,11 @@ def against_transformers(setting: Setting) -> Rows:
     if find_spec("transformers") is None:
         yield Row("transformers", note="not installed")
         return
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     args = shape_of(setting)
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=args.dim,
-            intermediate_size=args.ffn_dim,
-            num_hidden_layers=args.n_layers,
-            num_attention_heads=args.n_heads,
-            num_key_value_heads=args.n_kv_heads,
-            head_dim=args.head_dim,
-            vocab_size=args.vocab_size,
-            max_position_embeddings=args.max_seq_len,
-        )
-    )
+    model: Any = LlamaForCausalLM(transformers_config(args))
     n_prompt, n_new = setting.pick(100, 12), setting.pick(32, 4)
     prompt = torch.randint(args.vocab_size, (n_prompt,)).tolist()
     with tempfile.TemporaryDirectory() as folder:
@@ -107,11 +104,11 @@ def _as_whole(
 
 def over_ranks(setting: Setting) -> Rows:
     """Ranks as threads of this process, on one card, beside one rank on torch's operators."""
-    args = shape_of(setting)
-    expected = _logits(Solo(), args, setting, is_ours=False)
-    for tp_size in (1, 2, 3, 5, 7):
-        name = f"{tp_size} rank{'s' * (tp_size > 1)}"
-        yield from attempt(name, lambda a=(name, tp_size): _over(*a, args, expected, setting))
+    for kind, args in _kinds(setting).items():
+        expected = _logits(Solo(), args, setting, is_ours=False)
+        for tp_size in (1, 2, 3, 5, 7):
+            name = f"{tp_size} rank{'s' * (tp_size > 1)}{kind}"
+            yield from attempt(name, lambda a=(name, tp_size, args, expected): _over(*a, setting))
 
 
 def _over(name: str, tp_size: int, args: ModelArgs, expected: Tensor, setting: Setting) -> Rows:
@@ -128,30 +125,46 @@ def _over(name: str, tp_size: int, args: ModelArgs, expected: Tensor, setting: S
 
 def recorded(setting: Setting) -> Rows:
     """The logits of a replayed step are those of a launched one, to the last bit."""
-    args = shape_of(setting)
+    for kind, args in _kinds(setting).items():
+        name = f"recorded{kind}"
+        yield from attempt(name, lambda a=(name, args): _recorded(*a, setting))
+
+
+def _recorded(name: str, args: ModelArgs, setting: Setting) -> Rows:
     runner, texts = load(args, ours(args), setting, "float32"), Texts(setting.pick(3, 2), 40)
     reserve(runner, texts.n_sequences, texts.n_tokens)
     launched = _steps(runner, texts, setting)
     if not record(runner, setting):
-        yield Row("recorded", note="operators do not look for keys in blocks themselves")
+        yield Row(name, wrong="no step could be recorded")
     elif not torch.equal(_steps(runner, texts, setting), launched):
-        yield Row("recorded", wrong="logits differ from those of launched steps")
+        yield Row(name, wrong="logits differ from those of launched steps")
     else:
-        yield Row("recorded", note="bit for bit as launched")
+        yield Row(name, note="bit for bit as launched")
 
 
 def in_company(setting: Setting) -> Rows:
     """A text's logits in a decode step do not change with the texts beside it."""
-    args = shape_of(setting)
+    for kind, args in _kinds(setting).items():
+        name = f"in company{kind}"
+        yield from attempt(name, lambda a=(name, args): _in_company(*a, setting))
+
+
+def _in_company(name: str, args: ModelArgs, setting: Setting) -> Rows:
     runner = load(args, ours(args), setting, "float32")
     found = []
     for n_texts in (1, setting.pick(16, 2)):  # the first is the same; where its blocks lie is not
         reserve(runner, n_texts, 40)
         found.append(_steps(runner, Texts(n_texts, 40), setting)[:, 0])
     if not torch.equal(found[0], found[1]):
-        yield Row("in company", wrong="logits differ from those alone")
+        yield Row(name, wrong="logits differ from those alone")
     else:
-        yield Row("in company", note="bit for bit as alone")
+        yield Row(name, note="bit for bit as alone")
+
+
+def _kinds(setting: Setting) -> dict[str, ModelArgs]:
+    """The model, also with experts; and what a row's name says of it."""
+    args = shape_of(setting)
+    return {"": args, ", experts": replace(args, n_experts=6, n_active_experts=2)}
 
 
 PARTS = {

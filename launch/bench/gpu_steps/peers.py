@@ -8,27 +8,17 @@ from typing import Any
 import torch
 
 from launch.bench.gpu_steps import Row, Rows, Setting
-from launch.bench.gpu_steps.models import half, shape, synchronize
+from launch.bench.gpu_steps.models import half, shape, synchronize, transformers_config
 
 
 def rows(setting: Setting) -> Rows:
     if find_spec("transformers") is None:
         yield Row("transformers", note="not installed")
         return
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+    from transformers import LlamaForCausalLM, StaticCache
 
     args = shape("llama-3.2-1b", setting)
-    config = LlamaConfig(
-        hidden_size=args.dim,
-        intermediate_size=args.ffn_dim,
-        num_hidden_layers=args.n_layers,
-        num_attention_heads=args.n_heads,
-        num_key_value_heads=args.n_kv_heads,
-        head_dim=args.head_dim,
-        vocab_size=args.vocab_size,
-        max_position_embeddings=args.max_seq_len,
-        tie_word_embeddings=True,
-    )
+    config = transformers_config(args)
     config._attn_implementation = "sdpa"
     with torch.device(setting.device):
         model: Any = LlamaForCausalLM(config).to(getattr(torch, half(setting))).eval()

@@ -1,8 +1,9 @@
 """Machine code for the steps that read much memory for few rows, made for the CPU at hand.
 
-torch's products and attention are built for many rows. Decoding has a row per sequence: what counts
-is that every weight and every key passes the core once, as fast as memory gives it. Each kernel is
-a function of LLVM's intermediate representation, compiled when a model is loaded.
+torch's products are built for many rows. Decoding has a row per sequence: what counts is that every
+weight and every key passes the core once, as fast as memory gives it. Each kernel is a function of
+LLVM's intermediate representation, compiled when a model is loaded. Attention of many queries has
+one too, which needs no mask, and no copy of keys that lie here and there in the cache.
 
 A kernel sums in an order that does not depend on how many rows or threads there are, so a row's
 result is the same to the last bit in any company, as long as that is few enough for kernels.
@@ -12,7 +13,9 @@ Kernels take a `run`: a call is made at once, or recorded, for `walk` to make th
 
 from parallel_llama.ops.cpu.add import make_add
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
+from parallel_llama.ops.cpu.chunk_attention import ChunkAttentionKernel, make_chunk_attention
 from parallel_llama.ops.cpu.group_linear import make_group_linear
+from parallel_llama.ops.cpu.group_lookup import make_group_lookup
 from parallel_llama.ops.cpu.largest import make_largest
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
 from parallel_llama.ops.cpu.lookup import make_lookup
@@ -22,6 +25,7 @@ from parallel_llama.ops.cpu.recording import KernelsOnly, NotRecorded, Pieces, R
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
 from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
+from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
 from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, make_tile_linear
 from parallel_llama.ops.cpu.turn import make_turn
 from parallel_llama.ops.cpu.unpack import make_unpack
@@ -31,18 +35,22 @@ from parallel_llama.ops.cpu.weighted_sum import make_weighted_sum
 __all__ = [
     "MAX_ROWS",
     "AttentionKernel",
+    "ChunkAttentionKernel",
     "KernelsOnly",
     "NotRecorded",
     "Pieces",
     "Recording",
     "RotaryKernel",
     "Run",
+    "TileAttentionKernel",
     "TileLinearKernel",
     "at_once",
     "computes",
     "make_add",
     "make_attention",
+    "make_chunk_attention",
     "make_group_linear",
+    "make_group_lookup",
     "make_largest",
     "make_linear",
     "make_lookup",
@@ -52,6 +60,7 @@ __all__ = [
     "make_routed_linear",
     "make_routes",
     "make_silu_and_mul",
+    "make_tile_attention",
     "make_tile_linear",
     "make_turn",
     "make_unpack",

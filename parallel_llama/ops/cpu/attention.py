@@ -32,7 +32,6 @@ from parallel_llama.ops.cpu.builder import (
     fma,
     larger,
     loop,
-    repeat,
     shuffle,
     smaller,
     when,
@@ -168,7 +167,7 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[V
     with loop(b, 0, shape.n_spare * head_dim, lanes.width) as i:
         # Numbers that nobody wrote may be so small that products with them are slow.
         lanes.store(spare + i, lanes.constant(b, 0))
-    with _items(taken, n_items, thread) as item:
+    with thread.untaken(taken, n_items) as item:
         row, n_keys, first, end = (rows[item // n_kv_heads * 4 + i] for i in range(4))
         head = item % n_kv_heads
         group, seen = head * (shape.n_group * head_dim), (slot_ranges, first, end)
@@ -183,20 +182,6 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[V
         with _blocks(*seen, shape.block) as block:
             values = v + head * v_stride
             _add_values(shape, own_out, values, own, stride, block, spare)
-
-
-@contextmanager
-def _items(taken: Value, n_items: Value, thread: Thread) -> Iterator[Value]:
-    """Emit what is built inside for every item that no other thread has taken.
-
-    The last thread to find none leaves `taken` at 0, as it was.
-    """
-    with repeat(taken.b) as leave_if:
-        item = taken.add_atomically(1)
-        leave_if(item > n_items - 1)
-        yield item
-    with when(item > n_items + thread.count - 2):
-        taken[0] = n_items.like(0)
 
 
 @dataclass(frozen=True)

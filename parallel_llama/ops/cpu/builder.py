@@ -235,6 +235,19 @@ class Thread:
         """Which of n things, from one to before another, are this thread's."""
         return n * self.number // self.count, n * (self.number + 1) // self.count
 
+    @contextmanager
+    def untaken(self, taken: Value, n: Value) -> Iterator[Value]:
+        """Emit what is built inside for every one of n things that no other thread has taken.
+
+        At `taken` they are counted; the last thread to find none leaves 0 there, as it was.
+        """
+        with repeat(taken.b) as leave_if:
+            item = taken.add_atomically(1)
+            leave_if(item > n - 1)
+            yield item
+        with when(item > n + self.count - 2):
+            taken[0] = n.like(0)
+
 
 def fma(x: Value, y: Operand, z: Operand) -> Value:
     """x * y + z, rounded once."""
@@ -261,6 +274,25 @@ def shuffle(x: Value, lanes: Sequence[int], y: Value | None = None) -> Value:
     other = x.raw.type(ir.Undefined) if y is None else y.raw
     numbers = ir.VectorType(I32, len(lanes))([I32(lane) for lane in lanes])
     return Value(x.b, x.b.shuffle_vector(x.raw, other, numbers))
+
+
+def transposed(rows: Sequence[Value]) -> list[Value]:
+    """The columns of as many vectors as one has lanes: halves change places, then their halves.
+
+    Source: Eklundh, A fast computer method for matrix transposing, 1972.
+    """
+    columns, n = list(rows), len(rows)
+    half = n // 2
+    while half:
+        for i in (i for i in range(n) if not i & half):
+            one, other = columns[i], columns[i + half]
+            firsts = [n + lane - half if lane & half else lane for lane in range(n)]
+            seconds = [n + lane if lane & half else lane + half for lane in range(n)]
+            columns[i], columns[i + half] = (
+                shuffle(one, lanes, other) for lanes in (firsts, seconds)
+            )
+        half //= 2
+    return columns
 
 
 def copy(target: Value, source: Value, n_bytes: Value) -> None:

@@ -2,7 +2,8 @@
 
 All ways give the same integers.
 
-Source: Intel 64 and IA-32 architectures, software developer's manual, volume 2: VPDPBUSD, VPMADDWD.
+Source: Intel 64 and IA-32 architectures, software developer's manual, volume 2: VPDPBUSD, VPMADDWD;
+Arm A64 instruction set architecture: USDOT.
 """
 
 from typing import Literal
@@ -11,8 +12,9 @@ from llvmlite import ir
 
 from parallel_llama.ops.cpu.builder import I8, I16, I32, Value, intrinsic
 
-# vnni: one instruction; madd: two products of 16 bits at a time; plain: what every CPU has.
-ByteDots = Literal["vnni", "madd", "plain"]
+# vnni, usdot: one instruction, of Intel or of Arm; madd: two products of 16 bits at a time; plain:
+# what every CPU has.
+ByteDots = Literal["vnni", "usdot", "madd", "plain"]
 
 _MADD = {64: "x86.avx512.pmaddw.d.512", 32: "x86.avx2.pmadd.wd"}
 
@@ -23,10 +25,11 @@ def add_byte_dots(how: ByteDots, total: Value, unsigned: Value, signed: Value) -
     Shapes: all vectors of as many integers of 32 bits, two of them read as four bytes each.
     """
     n = total.raw.type.count
-    if how == "vnni":
-        halves = (each.bits_as(ir.VectorType(I8, 4 * n)) for each in (unsigned, signed))
-        name = f"x86.avx512.vpdpbusd.{32 * n}"
-        return intrinsic(name, total.raw.type, total, *halves)
+    if how in ("vnni", "usdot"):
+        bytes_ = (each.bits_as(ir.VectorType(I8, 4 * n)) for each in (unsigned, signed))
+        of_arm = f"aarch64.neon.usdot.v{n}i32.v{4 * n}i8"
+        name = of_arm if how == "usdot" else f"x86.avx512.vpdpbusd.{32 * n}"
+        return intrinsic(name, total.raw.type, total, *bytes_)
     if how == "madd":
         words = ir.VectorType(I16, 2 * n)
         one, other = unsigned.bits_as(words), signed.bits_as(words)

@@ -23,11 +23,8 @@ from parallel_llama.ops.cpu.builder import (
     loop,
     where,
 )
+from parallel_llama.ops.cpu.narrow_floats import from_e4m3, to_bfloat16, to_e4m3
 from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
-
-# Where numbers of a byte are given a float16's bits, their exponents mean this much less.
-_E4M3_IN_F16 = 2.0**8
-_LEAST_NORMAL = 2.0**-6  # of e4m3; below it lie the multiples of 2^-9
 
 
 @dataclass(frozen=True)
@@ -123,10 +120,7 @@ class KVRows:
         if self.stored == torch.bfloat16:
             bits = stored.resized(ir.VectorType(I32, n)) << 16
             return bits.bits_as(ir.VectorType(F32, n)).to(vector)
-        # The sign stays in front; the other bits move to those of a float16 with the same value
-        # but for the bias of the exponent.
-        bits = (stored.resized(ir.VectorType(I16, n)) << 7) & ~(1 << 14)
-        return bits.bits_as(ir.VectorType(F16, n)).to(vector) * _E4M3_IN_F16
+        return from_e4m3(stored, vector)
 
     def _narrow(self, numbers: Value) -> Value:
         """Numbers, divided by their scale, as they are stored: the nearest, else the even one."""
@@ -142,36 +136,7 @@ class KVRows:
             return to_bfloat16(single).resized(ir.VectorType(I16, n))
         if self.stored == torch.float16:
             return single.to(ir.VectorType(F16, n))
-        return _to_e4m3(single).resized(ir.VectorType(I8, n))
-
-
-def to_bfloat16(numbers: Value) -> Value:
-    """The bits of float32 numbers as bfloat16, in integers of 32 bits."""
-    bits = _bits(numbers)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return where(is_nan, bits.like(0x7FC0), _without_last(bits, 16))
-
-
-def _to_e4m3(numbers: Value) -> Value:
-    """The bits of float32 numbers of at most 448 as e4m3, in integers of 32 bits."""
-    size = abs(numbers)
-    # Of exponents that begin at 2^-127 and at 2^-7.
-    normal = _without_last(_bits(size), 20) - (120 << 3)
-    # Added to a number whose last bit counts 2^-9, the others are rounded to that.
-    small = _bits(size + 2.0**14) & 0xF
-    sign = (_bits(numbers) >> 24) & 0x80
-    return where(size < _LEAST_NORMAL, small, normal) | sign
-
-
-def _without_last(bits: Value, n: int) -> Value:
-    """Integers without their last n bits, rounded to the nearest, else to the even one."""
-    last = (bits >> n) & 1
-    rounded: Value = (bits + last + ((1 << (n - 1)) - 1)) >> n
-    return rounded
-
-
-def _bits(numbers: Value) -> Value:
-    return numbers.bits_as(ir.VectorType(I32, numbers.raw.type.count))
+        return to_e4m3(single).resized(ir.VectorType(I8, n))
 
 
 def _load(address: Value, n: int, align: int) -> Value:

@@ -52,7 +52,9 @@ def this_machine() -> Machine:
         return Machine(64, 32, "vnni" if features.get("avx512vnni") else "madd")
     if features.get("avx2"):
         return Machine(32, 16, "vnni" if features.get("avxvnni") else "madd")
-    return Machine(16, 32 if features.get("neon") else 16)
+    if features.get("neon"):
+        return Machine(16, 32, "usdot" if features.get("i8mm") else "plain")
+    return Machine(16, 16)
 
 
 @cache

@@ -41,9 +41,10 @@ from parallel_llama.ops.cpu.builder import (
     loop,
     shuffle,
     smaller,
+    transposed,
     when,
 )
-from parallel_llama.ops.cpu.kv_rows import to_bfloat16
+from parallel_llama.ops.cpu.narrow_floats import to_bfloat16
 from parallel_llama.ops.cpu.program import Program, Run, at_once
 
 _SIDE = 16  # outputs, rows, and pairs of inputs of a tile
@@ -76,7 +77,7 @@ class TileLinearKernel:
         self._split = Program("split", [numbers, I64, bytes_, I64, I64, I64], _split)
         types = [bytes_, bytes_, bytes_, bytes_, numbers, I64, I64, I64, I64]
         self._program = Program("tile_linear", types, _tile_linear)
-        self._shape = _tile_shape()
+        self._shape = tile_shape()
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
         (n, k), m = x.shape, len(weight)
@@ -134,7 +135,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def _tile_shape() -> Tensor:
+def tile_shape() -> Tensor:
     """What the CPU is told of its eight tiles: all have 16 rows of 64 bytes."""
     shape = torch.zeros(64, dtype=torch.uint8)
     shape[0] = 1  # the palette
@@ -156,7 +157,7 @@ def _split(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
         rows = [_parts(x, x_stride, n, tile * _SIDE + row, column) for row in _LANES]
         for part in (0, 1):
             first = pairs + ((n_rows * part + tile * _SIDE) * k + column * _SIDE) * 2
-            for number, of_pair in enumerate(_transposed([row[part] for row in rows])):
+            for number, of_pair in enumerate(transposed([row[part] for row in rows])):
                 place = (first + number * _ROW_BYTES).bits_as(_WORDS.as_pointer())
                 b.store(of_pair.raw, place.raw, align=4)
 
@@ -201,12 +202,12 @@ def _tile_linear(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> Non
             _multiply(held, pairs + row * k * 2, results, n_rows, k)
             for i, j in product(range(2), range(2)):
                 outputs = [_row_of(results, i * _SIDE + each, j * _SIDE) for each in _LANES]
-                for number, values in enumerate(_transposed(outputs)):
+                for number, values in enumerate(transposed(outputs)):
                     own = row + (j * _SIDE + number)
                     place = y + own * m + first + i * _SIDE
                     with when(own < n):
                         b.store(values.raw, place.bits_as(_NUMBERS.as_pointer()).raw, align=4)
-    b.call(_declared(b, "tilerelease"), [])
+    release_tiles(b)
 
 
 def _hold(weight: Value, held: Value, k: Value) -> None:
@@ -226,19 +227,19 @@ def _multiply(held: Value, pairs: Value, results: Value, n_rows: Value, k: Value
     sums, of_weight, of_rows = [0, 1, 2, 3], [4, 5], [6, 7]
     in_a_row, in_results = (Value(b, I64(each)) for each in (_ROW_BYTES, _BLOCK * 4))
     for tile in sums:
-        _tile(b, "tilezero", tile)
+        tile_instruction(b, "tilezero", tile)
     with loop(b, 0, k * 2 * _SIDE, _TILE_BYTES) as at:
         for number, tile in enumerate(of_weight):
-            _tile(b, "tileloadd64", tile, held + k * (number * _SIDE * 2) + at, in_a_row)
+            tile_instruction(b, "tileloadd64", tile, held + k * (number * _SIDE * 2) + at, in_a_row)
         for part in (0, 1):
             own = pairs + n_rows * part * k * 2 + at
             for number, tile in enumerate(of_rows):
-                _tile(b, "tileloadd64", tile, own + k * (number * _SIDE * 2), in_a_row)
+                tile_instruction(b, "tileloadd64", tile, own + k * (number * _SIDE * 2), in_a_row)
             for total, (one, other) in zip(sums, product(of_weight, of_rows), strict=True):
-                _tile(b, "tdpbf16ps", total, one, other)
+                tile_instruction(b, "tdpbf16ps", total, one, other)
     for total, (i, j) in zip(sums, product(range(2), range(2)), strict=True):
         place = (results + i * _SIDE * _BLOCK + j * _SIDE).bits_as(I8.as_pointer())
-        _tile(b, "tilestored64", total, place, in_results)
+        tile_instruction(b, "tilestored64", total, place, in_results)
 
 
 def _row_of(results: Value, output: int, row: int) -> Value:
@@ -247,26 +248,12 @@ def _row_of(results: Value, output: int, row: int) -> Value:
     return Value(results.b, results.b.load(place.raw, align=4))
 
 
-def _transposed(rows: list[Value]) -> list[Value]:
-    """The columns of 16 vectors: halves change places, then halves of halves.
-
-    Source: Eklundh, A fast computer method for matrix transposing, 1972.
-    """
-    for half in (8, 4, 2, 1):
-        before, rows = rows, list(rows)
-        for i in (i for i in _LANES if not i & half):
-            one, other = before[i], before[i + half]
-            firsts = [_SIDE + lane - half if lane & half else lane for lane in _LANES]
-            seconds = [_SIDE + lane if lane & half else lane + half for lane in _LANES]
-            rows[i], rows[i + half] = (shuffle(one, each, other) for each in (firsts, seconds))
-    return rows
-
-
-def _tile(b: ir.IRBuilder, name: str, *operands: int | Value) -> None:
+def tile_instruction(b: ir.IRBuilder, name: str, *operands: int | Value) -> None:
     """An instruction on tiles, which are named by their numbers."""
     values = [Value(b, I8(each)) if isinstance(each, int) else each for each in operands]
     intrinsic(f"x86.{name}", VOID, *values)
 
 
-def _declared(b: ir.IRBuilder, name: str) -> ir.Function:
-    return ir.Function(b.module, ir.FunctionType(VOID, []), f"llvm.x86.{name}")
+def release_tiles(b: ir.IRBuilder) -> None:
+    """For the end of a kernel: registers in use would be saved at every change of threads."""
+    b.call(ir.Function(b.module, ir.FunctionType(VOID, []), "llvm.x86.tilerelease"), [])

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_llama.dtypes import KV_SCALE_BYTES
+from parallel_llama.ops.cuda.e4m3 import from_e4m3_or_nan
 
 _SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
@@ -35,15 +36,6 @@ def read(cache, slots, is_there, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, SI
     rows = cache + slots * (HEAD_DIM + _SCALE_BYTES)
     numbers = tl.load(rows[:, None] + columns[None, :], mask, 0)
     scales = tl.load((rows + HEAD_DIM).to(tl.pointer_type(tl.float32)), is_there, 0)
-    wide = _from_fp8(numbers) if cache.dtype.element_ty == tl.uint8 else numbers.to(tl.float32)
+    is_float = cache.dtype.element_ty == tl.uint8
+    wide = from_e4m3_or_nan(numbers) if is_float else numbers.to(tl.float32)
     return (wide * scales[:, None]).to(DTYPE)
-
-
-@triton.jit
-def _from_fp8(numbers):
-    """Bytes of e4m3 as float32: the same bits, with an exponent that counts from elsewhere."""
-    bits = numbers.to(tl.int32)
-    rest = bits & 0x7F
-    size = (rest << 20).to(tl.float32, bitcast=True) * 2.0**120
-    signed = tl.where(bits == rest, size, -size)
-    return tl.where(rest == 0x7F, float("nan"), signed)

@@ -1,9 +1,11 @@
 """Products of a few rows, for which a weight is read once.
 
-A program has some outputs, for all rows, over all inputs or a part of them; a second launch adds up
-what the parts gave. The tile has room for MAX_ROWS rows however many there are, and parts hang on
-the weight's shape alone, so a row's sum is made in the same order in any company.
+A program has some outputs, for MAX_ROWS rows, over all inputs or a part of them; a second launch
+adds up what the parts gave. The tile has room for so many rows however many there are, and parts
+hang on the weight's shape alone, so a row's sum is made in the same order in any company.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,36 +22,57 @@ _INPUT_BYTES = 256  # of one output, read at a time
 _PROGRAMS = 256
 _MAX_PARTS = 8
 _MIN_INPUTS = 512  # of a part
+SHAPE = {"ROWS": MAX_ROWS, "OUTPUTS": _OUTPUTS, "num_warps": 4, "num_stages": 4}  # of a program
 
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` multiplies these."""
+    """Whether `linear` multiplies these, and is made for so few rows."""
     return len(x) <= MAX_ROWS and x.dtype in COMPUTED and weight.dtype in COMPUTED
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Y = X A + b, summed in float32; the weight in torch's order, perhaps with fewer bits.
 
-    Shapes: [T, in], [out, in] -> [T, out], T <= MAX_ROWS.
+    Shapes: [T, in], [out, in] -> [T, out].
     """
-    assert takes(x, weight) and x.stride(1) == weight.stride(1) == 1
+    assert x.stride(1) == weight.stride(1) == 1
     (n, n_inputs), n_outputs = x.shape, len(weight)
-    size = _INPUT_BYTES // weight.element_size()
-    n_blocks = triton.cdiv(n_outputs, _OUTPUTS)
-    n_parts = parts_of(n_blocks, n_inputs)
-    part = triton.cdiv(triton.cdiv(n_inputs, size), n_parts) * size
+    cut = Cut.of(n_outputs, n_inputs, weight.element_size())
     y = x.new_empty(n, n_outputs)
-    sums = x.new_empty(n_parts, n, n_outputs, dtype=torch.float32) if n_parts > 1 else y
+    is_whole = cut.n_parts == 1
+    sums = y if is_whole else x.new_empty(cut.n_parts, n, n_outputs, dtype=torch.float32)
     launch(
-        _product, (n_blocks if n else 0, n_parts), x, weight, sums, bias if n_parts == 1 else None,
-        n, n_inputs, n_outputs, x.stride(0), weight.stride(0), part,
-        ROWS=MAX_ROWS, OUTPUTS=_OUTPUTS, SIZE=size, num_warps=4, num_stages=4,
+        _product, (cut.n_blocks, cut.n_parts, triton.cdiv(n, MAX_ROWS)),
+        x, weight, sums, bias if is_whole else None,
+        n, n_inputs, n_outputs, x.stride(0), weight.stride(0), cut.part,
+        SIZE=cut.size, **SHAPE,
     )  # fmt: skip
-    if n_parts > 1:
+    if not is_whole:
         add_parts(sums, bias, y)
     return y
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a product is shared out: blocks of outputs, parts of inputs, and inputs read at a time.
+
+    It hangs on the weight alone.
+    """
+
+    n_blocks: int
+    n_parts: int
+    part: int
+    size: int
+
+    @classmethod
+    def of(cls, n_outputs: int, n_inputs: int, itemsize: int) -> "Cut":
+        """That of a weight [n_outputs, n_inputs]."""
+        n_blocks, size = triton.cdiv(n_outputs, _OUTPUTS), _INPUT_BYTES // itemsize
+        n_parts = parts_of(n_blocks, n_inputs)
+        part = triton.cdiv(triton.cdiv(n_inputs, size), n_parts) * size
+        return cls(n_blocks, n_parts, part, size)
 
 
 def parts_of(n_blocks: int, n_inputs: int) -> int:
@@ -72,21 +95,37 @@ def _product(
 ):  # fmt: skip
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     number = tl.program_id(1)
-    rows = tl.arange(0, ROWS)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     is_output, is_row = outputs < n_outputs, rows < n
-    own_weight = weight + outputs.to(tl.int64)[:, None] * weight_stride
-    own_x = x + rows[None, :] * x_stride
-    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    for start in range(number * part, min(number * part + part, n_inputs), SIZE):
-        inputs = start + tl.arange(0, SIZE)
-        is_input = inputs < n_inputs
-        values = tl.load(own_weight + inputs[None, :], is_output[:, None] & is_input[None, :], 0)
-        factors = tl.load(own_x + inputs[:, None], is_input[:, None] & is_row[None, :], 0)
-        sums = tl.dot(values.to(x.dtype.element_ty), factors, sums, input_precision="ieee")
+    sums = dots(
+        x + rows.to(tl.int64) * x_stride, weight + outputs.to(tl.int64) * weight_stride,
+        is_row, is_output, number * part, min(number * part + part, n_inputs), n_inputs,
+        ROWS, OUTPUTS, SIZE,
+    )  # fmt: skip
     if bias is not None:
         sums += tl.load(bias + outputs, is_output, 0).to(tl.float32)[:, None]
     at = (number * n + rows[None, :]).to(tl.int64) * n_outputs + outputs[:, None]
     tl.store(y + at, sums.to(y.dtype.element_ty), is_output[:, None] & is_row[None, :])
+
+
+@triton.jit
+def dots(
+    x, weight, is_row, is_output, first, last, n_inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Products of rows of x and of a weight over some inputs, [OUTPUTS, ROWS] in float32.
+
+    Shapes: x [ROWS] and weight [OUTPUTS], where each row begins.
+    """
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for start in range(first, last, SIZE):
+        inputs = start + tl.arange(0, SIZE)
+        is_input = inputs < n_inputs
+        is_value = is_output[:, None] & is_input[None, :]
+        values = tl.load(weight[:, None] + inputs[None, :], is_value, 0)
+        factors = tl.load(x[None, :] + inputs[:, None], is_input[:, None] & is_row[None, :], 0)
+        sums = tl.dot(values.to(factors.dtype), factors, sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit(do_not_specialize=["n"])

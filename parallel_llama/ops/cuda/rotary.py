@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_llama.dtypes import KV_SCALE_BYTES
 from parallel_llama.ops import kv_rows
+from parallel_llama.ops.cuda.e4m3 import to_e4m3
 from parallel_llama.ops.cuda.launch import launch, tile
 
 
@@ -102,18 +103,8 @@ def _store(cache, scales, at, numbers, x, is_there, head_dim, LARGEST: tl.conste
 
 @triton.jit
 def _byte(x, LARGEST: tl.constexpr):
-    """Numbers of no more than LARGEST as int8, or as float8_e4m3fn, in bytes.
-
-    Not by the hardware, which has that float8 from sm_89 on.
-    """
+    """Numbers of no more than LARGEST as int8, or as float8_e4m3fn, in bytes."""
     if LARGEST == 127:
         # Added to it, a number leaves its nearest integer in the last bits; of two the even one.
         return ((x + 12582912.0) - 12582912.0).to(tl.int32).to(tl.uint8)
-    bits = tl.abs(x).to(tl.int32, bitcast=True)
-    # 3 bits of a mantissa stay of 23, the nearest, of two the even one; and the exponent's bias of
-    # 127 becomes 7.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2 ** -6 they are multiples of 2 ** -9.
-    small = ((tl.abs(x) * 512 + 12582912.0) - 12582912.0).to(tl.int32)
-    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return (tl.where(tl.abs(x) < 0.015625, small, normal) | sign).to(tl.uint8)
+    return to_e4m3(x)

@@ -4,13 +4,14 @@ from collections import Counter
 
 import pytest
 import torch
-from group_samples import BLOCKS, INT4_MIN, INT8
+from group_samples import BLOCKS, FP8, INT4_MIN, INT8
 from triton_compile import TARGETS, compiled
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.groups import PanelShape
+from parallel_llama.ops.noise import Noise
 
 HALF = torch.bfloat16
 
@@ -27,7 +28,8 @@ def launches():
         ops.gelu_and_mul(x, is_tanh=True)
         ops.gelu_and_mul(x, is_tanh=False)
         ops.lookup(torch.empty(n + 1, dtype=torch.int64)[1:], torch.empty(101, 80), 0)
-        ops.largest(torch.empty(n, 128256))
+        keys = torch.empty(n + 1, dtype=torch.int64)[n % 2 :]
+        ops.draw(torch.empty(n, 128256), Noise(keys, keys.view(torch.float64)))
         for cache in (HALF, torch.int8, torch.float8_e4m3fn):
             k, v = torch.empty(2, 8, 64, 128 + 4 * (cache != HALF), dtype=cache)
             turns = torch.empty(n, 1, 64, dtype=torch.complex64)
@@ -37,26 +39,44 @@ def launches():
             x = torch.empty(n, 4096, dtype=dtype)
             for n_outputs in (4096, 28672):
                 ops.linear(x, torch.empty(n_outputs, 4096, dtype=dtype))
-    for form in (INT8, INT4_MIN, BLOCKS["Q2_K"]):
+            mixture(ops, x)
+    for form, dtype in (
+        *((form, HALF) for form in (INT8, INT4_MIN, BLOCKS["Q2_K"], FP8)),
+        (FP8, torch.float32),
+    ):
         for n in (1, 7, 16, 17, 100, 160):
             shape = PanelShape(form, 4096, ops.panel_rows)
             panels = torch.empty(4096, shape.n_bytes, dtype=torch.uint8)
-            x, y = torch.empty(2, n, 4096, dtype=HALF)
+            x, y = torch.empty(2, n, 4096, dtype=dtype)
             ops.group_linear(x, panels, shape, y)
+
+
+def mixture(ops, x):
+    """What a layer with 16 of Mixtral's experts does."""
+    shares, experts = ops.route(x, torch.empty(16, 4096, dtype=x.dtype), 2, normed=True)
+    to_experts, back = ops.routes_of(experts, range(16))
+    h = ops.routed_linear(x, [torch.empty(28672, 4096, dtype=x.dtype)] * 16, to_experts)
+    down = [torch.empty(4096, 14336, dtype=x.dtype)] * 16
+    ops.weighted_sum(ops.routed_linear(ops.silu_and_mul(h), down, back), shares)
 
 
 # What is compiled on each architecture; a number of rows makes no difference.
 COUNTS = {
     "_norm": 4,
     "_add_norm": 3,
-    "_gate": 3,
+    "_gate": 4,
     "_lookup": 1,
     "_of_parts": 1,
     "_of_rows": 1,
     "_rotate_and_store": 3,
     "_product": 3 + 3 * 2,
-    "_sum": 2,
+    "_fp8_product": 2 * 2,
+    "_sum": 4,
     "_round": 2,
+    "_route": 2,
+    "_routes": 1,
+    "_routed": 3,
+    "_weighted": 2,
 }
 
 

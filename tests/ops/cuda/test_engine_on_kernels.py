@@ -22,17 +22,21 @@ from parallel_llama.dtypes import Precision
 from parallel_llama.engine import decode_graphs
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.model.transformer import Transformer
+from parallel_llama.model.moe import Expert
+from parallel_llama.model.transformer import Transformer, TransformerBlock
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Request, SamplingParams
-from parallel_llama.sampling import Draw, PendingDraws
+from parallel_llama.sampling import Draw, PendingDraws, row_noise
 
 N_NEW = 3
 SMALL = replace(ARGS, dim=32, n_heads=5, n_kv_heads=1, head_dim=8, dtype="float32")
 WINDOWED = replace(HYBRID, n_layers=2, dim=32, n_heads=4, n_kv_heads=2, head_dim=8, dtype="float32")
+# What its experts give is normed, so that it counts among random numbers.
+_EXPERTS = {"ffn_dim": 9, "n_experts": 4, "n_active_experts": 2, "post_norms": True}
+MIXTURE = replace(SMALL, n_layers=1, dim=24, **_EXPERTS)
 
 
 class Traffic(TorchDispatchMode):
@@ -71,32 +75,43 @@ def meta_runner(args: ModelArgs) -> ModelRunner:
     """A runner whose model has shapes and no memory."""
     plan, scores = make_plan(args, 1), Scores(args.attention_scale, args.attention_soft_cap)
     model = Transformer(args, plan.shares[0], Solo(), CUDAOps(scores), torch.bfloat16)
-    for layer in model.layers:
-        layer.pack()
+    for part in reversed([*model.modules()]):  # the inner ones first
+        if isinstance(part, TransformerBlock | Expert):
+            part.pack()
     runner = ModelRunner(args, plan, Solo(), model)
     runner.reserve([64] * len(runner.groups), 16)
     return runner
 
 
-@pytest.mark.parametrize("args", [ARGS, HYBRID], ids=["full", "windows"])
+@pytest.mark.parametrize("args", [ARGS, HYBRID, MIXTURE], ids=["full", "windows", "experts"])
 def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args):
-    """On the meta device a question, such as which of some numbers are not zero, is an error."""
+    """On the meta device a question, such as which of some numbers are not zero, is an error.
+
+    A greedy row, and two with noise. The first step, which runs before one is recorded, may copy
+    more.
+    """
     runner = meta_runner(args)
     tables = [list(range(n, n + 20)) for n in range(3)]
     chunks = [
         Chunk((7,), 30 + n, [table] * len(runner.groups), 9) for n, table in enumerate(tables)
     ]
-    draws = [Draw(SamplingParams(), 0, 0, 31 + n) for n in range(3)]
+    settings = [SamplingParams(temperature=temperature) for temperature in (0.0, 0.7, 1.5)]
+    draws = [Draw(params, 0, 0, 31 + n) for n, params in enumerate(settings)]
+    noise = [row_noise(draw.params, 0, 0, draw.position) for draw in draws]
+    runner.step(chunks, range(3))
     with Literals(), Traffic() as traffic:
-        logits, _ = runner.step(chunks, range(3))
-        assert logits.largest is not None
-        pending = PendingDraws(logits.largest, draws, Solo())
+        logits, _ = runner.step(chunks, range(3), noise=noise)
+        assert logits.drawn is not None
+        pending = PendingDraws(logits.drawn, draws, Solo())
         assert pending.tokens.is_meta
     assert traffic.counts == {"aten.copy_.default up": 1, "aten.copy_.default down": 1}
 
 
-def make_runner_of(comm: Communicator, args: ModelArgs, ops: TorchOps) -> ModelRunner:
-    plan, device = make_plan(args, comm.size), torch.device("cpu")
+def make_runner_of(
+    comm: Communicator, args: ModelArgs, ops: TorchOps, ranks_per_expert: int | None
+) -> ModelRunner:
+    plan = make_plan(args, comm.size, ranks_per_expert=ranks_per_expert)
+    device = torch.device("cpu")
     checkpoint, precision = random_checkpoint(args, seed=1), Precision.plain("float32")
     return ModelRunner.load(
         args, checkpoint, plan, comm, precision=precision, device=device, ops=ops
@@ -104,17 +119,23 @@ def make_runner_of(comm: Communicator, args: ModelArgs, ops: TorchOps) -> ModelR
 
 
 def answers(
-    comm: Communicator, args: ModelArgs, make_ops: Callable[[Scores], TorchOps], n_new: int
+    comm: Communicator,
+    args: ModelArgs,
+    make_ops: Callable[[Scores], TorchOps],
+    n_new: int,
+    ranks_per_expert: int | None = None,
 ) -> dict[int, tuple[int, ...]]:
-    """Greedy tokens of three requests of unlike lengths, the last of which comes later."""
+    """The tokens of three requests of unlike lengths, two of them greedy; the last comes later."""
     ops = make_ops(Scores(args.attention_scale, args.attention_soft_cap))
-    runner = make_runner_of(comm, args, ops)
+    runner = make_runner_of(comm, args, ops, ranks_per_expert)
     engine = make_engine(runner, n_blocks=12, block_size=4)
     if ops.is_paged:
         runner.record(Recorded())
-    params = SamplingParams(max_tokens=n_new, ignore_eos=True)
     prompts = tuple(range(3, 15)), (5,), tuple(range(9, 12))
-    requests = [Request(n, prompt, params, 0, frozenset()) for n, prompt in enumerate(prompts)]
+    requests = []
+    for n, (prompt, temperature) in enumerate(zip(prompts, (0.0, 1.2, 0.0), strict=True)):
+        params = SamplingParams(max_tokens=n_new, ignore_eos=True, temperature=temperature)
+        requests.append(Request(n, prompt, params, 0, frozenset()))
     found, step = {}, 0
     while step < 3 or not engine.idle:
         if comm.rank == 0 and step in (0, 2):
@@ -144,15 +165,19 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Lock]:
 
 
 @pytest.mark.parametrize(
-    ("args", "tp_size"), [(SMALL, 2), (WINDOWED, 1)], ids=["3 and 2 heads", "windows"]
+    ("args", "tp_size", "ranks_per_expert"),
+    [(SMALL, 2, None), (WINDOWED, 1, None), (MIXTURE, 1, None), (MIXTURE, 2, 1)],
+    ids=["3 and 2 heads", "windows", "experts", "experts dealt out"],
 )
-def test_requests_get_the_tokens_that_the_cpu_gives(monkeypatch, turns, args, tp_size):
+def test_requests_get_the_tokens_that_the_cpu_gives(
+    monkeypatch, turns, args, tp_size, ranks_per_expert
+):
     """Prompts in chunks and decode steps in graphs; 5 query heads on 2 ranks are 3 and 2."""
     monkeypatch.setattr(decode_graphs, "BUCKETS", (2, 4))
 
     def run(comm: Communicator) -> dict[int, tuple[int, ...]]:
         with turns:
-            return answers(comm, args, CUDAOps, N_NEW)
+            return answers(comm, args, CUDAOps, N_NEW, ranks_per_expert)
 
     expected = answers(Solo(), args, TorchOps, N_NEW)
     assert sorted(expected) == [0, 1, 2]

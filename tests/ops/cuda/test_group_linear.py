@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from group_samples import BLOCKS, EVERY, FORMS, INT4_MIN, INT8, a_matrix, factors_of, integers
+from group_samples import (
+    BLOCKS,
+    INT4_MIN,
+    INT8,
+    INTEGER_FORMS,
+    INTEGERS,
+    a_matrix,
+    factors_of,
+    integers,
+)
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
@@ -28,7 +37,7 @@ def multiplied(x, weight):
     return whole[:, 3:-4]
 
 
-@FORMS
+@INTEGER_FORMS
 def test_a_product_is_the_exact_integer_where_scales_are_one(form):
     """Inputs whose largest is 127 in every group are integers themselves."""
     ones = torch.ones(9, -(-3 // form.n_shared), dtype=torch.float16)
@@ -81,7 +90,7 @@ def test_a_number_that_is_none_spoils_its_own_row_alone(wrong):
 
 def test_inputs_are_rounded_alike_by_kernels_and_torch():
     x = torch.randn(5, 320) * torch.tensor([1e-38, 1e-31, 1e-20, 1.0, 1e30])[:, None]
-    for form in EVERY:
+    for form in INTEGERS:
         ours = kernels._rounded(x, form)
         rounded, scales = rounded_by_torch(x)
         assert torch.equal(ours[0], rounded.flatten(1)) and torch.equal(ours[1], scales)

@@ -1,0 +1,108 @@
+"""Rows of an embedding of small integers in one call, which a decode step can record."""
+
+from functools import cache, partial
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.ops.cpu.builder import F32, I8, I32, I64, Lanes, Thread, Value, loop, when
+from parallel_llama.ops.cpu.narrow_floats import from_e4m3
+from parallel_llama.ops.cpu.panels import Group, Panel, PanelReader
+from parallel_llama.ops.cpu.program import (
+    Machine,
+    Program,
+    Run,
+    at_once,
+    this_machine,
+    threads_for,
+)
+from parallel_llama.ops.groups import PanelShape
+
+_FOUR = Lanes(torch.float32, torch.float32, 4)  # inputs whose integers are in one word
+
+
+class GroupLookupKernel:
+    """y[t] = A[tokens[t] - first], and zeros where the matrix has no such row; A in panels.
+
+    Shapes: tokens [n] int64; panels [n_panels, n_bytes] uint8, which have `n_outputs` rows; the
+    result [n, in] float32.
+    """
+
+    def __init__(self, form: GroupFormat, machine: Machine) -> None:
+        reader = PanelReader(machine.lanes(torch.float32), form)
+        types = [I64.as_pointer(), I8.as_pointer(), F32.as_pointer(), *[I64] * 9]
+        self._program = Program("group_lookup", types, partial(_group_lookup, reader))
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        panels: Tensor,
+        shape: PanelShape,
+        first: int,
+        n_outputs: int,
+        run: Run = at_once,
+    ) -> Tensor:
+        n = len(tokens)
+        assert tokens.is_contiguous() and tokens.dtype == torch.int64
+        assert panels.is_contiguous() and panels.shape[1] == shape.n_bytes
+        y = torch.empty((n, shape.n_inputs), dtype=torch.float32)
+        addresses = tokens.data_ptr(), panels.data_ptr(), y.data_ptr()
+        sizes = n, n_outputs, first, shape.n_groups, shape.n_before
+        places = shape.scale_bytes, shape.factors_at, shape.integers_at, shape.n_bytes
+        run(self._program, threads_for(y.numel()), *addresses, *sizes, *places)
+        return y
+
+
+@cache
+def make_group_lookup(form: GroupFormat) -> GroupLookupKernel:
+    """The kernel for this machine; `computes` says whether there can be one."""
+    return GroupLookupKernel(form, this_machine())
+
+
+def _group_lookup(
+    reader: PanelReader, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+) -> None:
+    """The kernel.
+
+    for t in this thread's tokens:
+        y[t] = integers * scale + minimum, part by part, of A[tokens[t] - first] if it is there
+    """
+    tokens, panels, y, n, m, first, n_groups, n_before, *places, panel_bytes = arguments
+    width = reader.lanes.width
+    whole = Lanes(torch.float32, torch.float32, GROUP_SIZE)
+    with loop(b, *thread.part_of(n)) as t:
+        row, own_y = tokens[t] - first, y + t * n_groups * GROUP_SIZE
+        is_there = (row > -1) & (row < m)
+        start = panels + row // width * panel_bytes
+        panel = Panel(start, *(start + place for place in places))
+        lane = (row % width).resized(I32)
+        with loop(b, 0, n_groups) as index:
+            target = own_y + index * GROUP_SIZE
+            whole.store(target, whole.constant(b, 0))
+            with when(is_there):
+                group = reader.group_at(index, n_before)
+                for part in range(reader.form.n_parts):
+                    _store_part(reader, panel, group, part, lane, target)
+
+
+def _store_part(
+    reader: PanelReader, panel: Panel, group: Group, part: int, lane: Value, target: Value
+) -> None:
+    """Write what a row has in a part of a group, whose first input is at `target`."""
+
+    def of_row(vector: Value) -> Value:
+        return Value(lane.b, lane.b.extract_element(vector.raw, lane.raw))
+
+    bytes_, words = ir.VectorType(I8, 4), ir.VectorType(I32, 4)
+    scale = _FOUR.splat(of_row(reader.scale(panel, group, part)))
+    has_min = reader.form.has_min
+    least = _FOUR.splat(of_row(reader.least(panel, group, part))) if has_min else None
+    for column, unsigned in reader.unsigned(panel, group, part):
+        stored = of_row(unsigned).bits_as(bytes_)
+        if reader.form.is_float:
+            values = from_e4m3(stored, _FOUR.vector) * scale
+        else:
+            values = (stored - reader.form.zero).resized(words).to(_FOUR.vector) * scale
+        _FOUR.store(target + 4 * column, values if least is None else values + least)

@@ -1,0 +1,134 @@
+"""What kernels read of a matrix of small integers, or floats, in panels.
+
+Source: `ops.groups` says how panels lie.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+
+from llvmlite import ir
+
+from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.ops.cpu.builder import F16, I8, I32, Lanes, Value, shuffle
+from parallel_llama.ops.cpu.narrow_floats import from_e4m3
+from parallel_llama.ops.groups import Plane, planes_of
+
+_ALL_FOUR = 0x01010101  # times a byte, that byte in all places of a word
+_LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Where a panel has its scales, its minima, its factors and its integers."""
+
+    scales: Value
+    mins: Value
+    factors: Value
+    integers: Value
+
+
+@dataclass(frozen=True)
+class Group:
+    """The number of a group of inputs, and that of its block."""
+
+    number: Value
+    block: Value
+
+
+@dataclass(frozen=True)
+class PanelReader:
+    """Reads panels of a format: a vector has something of every row of a panel."""
+
+    lanes: Lanes
+    form: GroupFormat
+
+    def group_at(self, number: Value, n_before: Value) -> Group:
+        """A group of a matrix whose first block began so many groups before."""
+        is_shared = self.form.n_shared > 1
+        return Group(number, (number + n_before) // self.form.n_shared if is_shared else number)
+
+    def prefetch(self, panel: Panel, group: Group) -> None:
+        """Ask for a group's integers and scales."""
+        for line in range(0, self._group_bytes, _LINE_BYTES):
+            (panel.integers + group.number * self._group_bytes + line).prefetch()
+        (panel.scales + group.block * 2 * self.lanes.width).prefetch()
+        if self.form.n_factors:
+            self._factors_at(panel, group, 0).prefetch()
+
+    def unsigned(self, panel: Panel, group: Group, part: int) -> Iterator[tuple[int, Value]]:
+        """A part's integers from 0 on, in bytes, and which four inputs of the group they are for.
+
+        Columns that share a word of the first plane come one after the other.
+        """
+        planes = planes_of(self.form.n_bits)
+        n_columns = 8 // self.form.n_parts
+        for column in sorted(
+            range(part * n_columns, (part + 1) * n_columns), key=planes[0].word_of
+        ):
+            bits = (self._bits(panel, group, plane, column) for plane in planes)
+            yield column, reduce(or_, bits)
+
+    def floats(self, panel: Panel, group: Group) -> Iterator[tuple[int, Value]]:
+        """A group's numbers in a format of floats, and which input of the group each is for."""
+        width = self.lanes.width
+        for column, words in self.unsigned(panel, group, 0):
+            bytes_ = words.bits_as(ir.VectorType(I8, 4 * width))
+            for number in range(4):
+                own = shuffle(bytes_, range(number, 4 * width, 4))
+                yield 4 * column + number, from_e4m3(own, self.lanes.vector)
+
+    def scale(self, panel: Panel, group: Group, part: int) -> Value:
+        """The scale of a part of a group."""
+        scale = self._halves(panel.scales, group)
+        return scale * self._factors(panel, group, part) if self.form.scale_factors else scale
+
+    def least(self, panel: Panel, group: Group, part: int) -> Value:
+        """The minimum of a part, in a format that has them."""
+        least = self._halves(panel.mins, group)
+        if not self.form.min_factors:
+            return least
+        first = self.form.n_factors - self.form.n_parts
+        return least * self._factors(panel, group, first + part)
+
+    @property
+    def _vector_bytes(self) -> int:
+        return 4 * self.lanes.width
+
+    @property
+    def _group_bytes(self) -> int:
+        """Bytes of a group's integers, of all rows of a panel."""
+        return GROUP_SIZE * self.form.n_bits // 8 * self.lanes.width
+
+    def _bits(self, panel: Panel, group: Group, plane: Plane, column: int) -> Value:
+        """What a plane has of a column, each byte's bits where they belong in it."""
+        words = ir.VectorType(I32, self.lanes.width)
+        at = group.number * self._group_bytes + plane.word_of(column) * self._vector_bytes
+        place = (panel.integers + at).bits_as(words.as_pointer())
+        stored = Value(place.b, place.b.load(place.raw, align=4))
+        if plane.width == 8:
+            return stored
+        shift = plane.shift_of(column) - plane.first
+        mask = _signed((plane.mask << plane.first) * _ALL_FOUR)
+        return (stored >> shift if shift > 0 else stored << -shift) & mask
+
+    def _halves(self, numbers: Value, group: Group) -> Value:
+        """Numbers of float16 of a block, one for each row of a panel."""
+        halves = ir.VectorType(F16, self.lanes.width)
+        place = (numbers + group.block * 2 * self.lanes.width).bits_as(halves.as_pointer())
+        return Value(place.b, place.b.load(place.raw, align=2)).to(self.lanes.vector)
+
+    def _factors(self, panel: Panel, group: Group, number: int) -> Value:
+        """One of a group's factors for each row of a panel."""
+        factors = ir.VectorType(I8, self.lanes.width)
+        place = self._factors_at(panel, group, number).bits_as(factors.as_pointer())
+        return Value(place.b, place.b.load(place.raw, align=1)).to(self.lanes.vector)
+
+    def _factors_at(self, panel: Panel, group: Group, number: int) -> Value:
+        return panel.factors + (group.number * self.form.n_factors + number) * self.lanes.width
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits, as LLVM's constants have them."""
+    return word - (1 << 32) if word >> 31 else word

@@ -1,0 +1,114 @@
+"""Which experts each token goes to, and the rows of each expert: torch takes two dozen launches."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from parallel_llama.ops.cuda.launch import launch, tile, warps
+from parallel_llama.ops.routes import Routes
+
+# Each is compared with all others.
+MAX_PAIRS = 4096
+
+_TILE = 64  # of what is counted, and of what is compared with it
+
+
+def route(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tensor]:
+    """`TorchOps.route` where the scores are there already; shares are in float32.
+
+    Shapes: scores [T, n_experts] -> shares [T, n_active], experts [T, n_active].
+    """
+    n, n_experts = scores.shape
+    assert scores.stride(1) == 1 and n_active <= n_experts
+    shares = scores.new_empty(n, n_active, dtype=torch.float32)
+    experts = scores.new_empty(n, n_active, dtype=torch.int64)
+    launch(
+        _route, (n,), scores, shares, experts, scores.stride(0), n_experts,
+        N_ACTIVE=n_active, NORMED=normed, EXPERTS=tile(n_experts), PLACES=tile(n_active),
+        num_warps=warps(n_experts),
+    )  # fmt: skip
+    return shares, experts
+
+
+def routes_of(experts: Tensor, own: range) -> tuple[Routes, Routes]:
+    """`TorchOps.routes_of` of MAX_PAIRS pairs at the most. Shapes: experts [T, n_active]."""
+    n, n_active = experts.numel(), experts.shape[1]
+    assert experts.is_contiguous() and n <= MAX_PAIRS
+    tokens, order, pairs = experts.new_empty(3, n)
+    starts = experts.new_empty(len(own) + 1)
+    grid = (triton.cdiv(n + len(starts), _TILE),)
+    launch(
+        _routes, grid, experts, tokens, order, pairs, starts, n, n_active, own.start, len(own),
+        TILE=_TILE,
+    )  # fmt: skip
+    max_rows = len(experts)
+    return Routes(tokens, order, starts, max_rows), Routes(order, pairs, starts, max_rows)
+
+
+@triton.jit
+def _route(
+    scores, shares, experts, stride, n_experts,
+    N_ACTIVE: tl.constexpr, NORMED: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    numbers, places = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
+    own = tl.load(scores + row * stride + numbers, numbers < n_experts, -float("inf"))
+    own = own.to(tl.float32)
+    weights = tl.exp(own - tl.max(own, 0))
+    weights = tl.div_rn(weights, tl.zeros_like(weights) + tl.sum(weights, 0))
+    left = _ranks(own, numbers, n_experts)
+    best, kept = tl.zeros((PLACES,), tl.int64), tl.zeros((PLACES,), tl.float32)
+    for place in tl.static_range(N_ACTIVE):
+        first = tl.max(left, 0)
+        is_first = left == first
+        best = tl.where(places == place, tl.sum(tl.where(is_first, numbers, 0), 0), best)
+        kept = tl.where(places == place, tl.sum(tl.where(is_first, weights, 0), 0), kept)
+        left = tl.where(is_first, -1, left)
+    if NORMED:
+        kept = tl.div_rn(kept, tl.zeros_like(kept) + tl.sum(kept, 0))
+    at = row * N_ACTIVE + places
+    tl.store(experts + at, best, places < N_ACTIVE)
+    tl.store(shares + at, kept, places < N_ACTIVE)
+
+
+@triton.jit
+def _ranks(scores, numbers, n_experts):
+    """Integers in the order of the scores, of equal ones the first largest; -1 where there is none.
+
+    All differ, so that there is always a next one, whatever the scores are.
+    """
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # 0 for -0 as well
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
+    return tl.where(numbers < n_experts, (ordered << 24) - numbers + n_experts, -1)
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["order", "pairs"])
+def _routes(
+    experts, tokens, order, pairs, starts, n, n_active, first_expert, n_experts, TILE: tl.constexpr
+):
+    """A pair's place is how many pairs come before it, by their experts, and then by themselves.
+
+    So is the start of an expert, as if it were a pair before all of its own.
+    """
+    items = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_pair, expert = items < n, items - n
+    own = _keys(experts, items, n, first_expert, n_experts)
+    own = tl.where(is_pair, own, expert.to(tl.int64) * n)
+    place = tl.zeros((TILE,), tl.int64)
+    for start in range(0, n, TILE):
+        others = start + tl.arange(0, TILE)
+        keys = _keys(experts, others, n, first_expert, n_experts)
+        is_before = (keys[None, :] < own[:, None]) & (others < n)[None, :]
+        place += tl.sum(is_before.to(tl.int32), 1)
+    tl.store(tokens + place, items // n_active, is_pair)
+    tl.store(order + place, place, is_pair)
+    tl.store(pairs + place, items, is_pair)
+    tl.store(starts + expert, place, (expert >= 0) & (expert <= n_experts))
+
+
+@triton.jit
+def _keys(experts, pairs, n, first_expert, n_experts):
+    """Numbers in the order of a rank's own experts, others' last, and then of pairs."""
+    own = tl.load(experts + pairs, pairs < n, 0) - first_expert
+    return tl.where((own >= 0) & (own < n_experts), own, n_experts) * n + pairs

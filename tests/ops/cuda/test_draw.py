@@ -1,0 +1,115 @@
+"""What a kernel in Triton draws is what the CPU draws: the same token of the same key."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_llama.ops import Noise, TorchOps
+from parallel_llama.parallel.collectives import Solo
+from parallel_llama.request import SamplingParams
+from parallel_llama.sampling import Draw, PendingDraws, row_noise, sample
+
+pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+
+from parallel_llama.ops.cuda_ops import CUDAOps
+
+KEYS = [0, -1, 2**63 - 1, -(2**63), 12345, -5405627362230748553]
+TEMPERATURES = [0.8, 0.0, 1.5, 1e-3, 0.0, 40.0]
+VOCAB = 2600
+CUTS = {
+    1: [0, VOCAB],
+    3: [0, 0, 1281, VOCAB],
+    5: [0, 127, 128, 1500, 1500, VOCAB],
+    7: [0, 1, 400, 900, 1024, 2048, 2599, VOCAB],
+}
+
+
+def noise_of(n_rows: int, device: torch.device) -> Noise:
+    keys = torch.tensor(KEYS[:n_rows], dtype=torch.int64, device=device)
+    return Noise(keys, torch.tensor(TEMPERATURES[:n_rows], dtype=torch.float64, device=device))
+
+
+def both(x: Tensor, noise: Noise, first: int) -> tuple[Tensor, Tensor]:
+    return CUDAOps().draw(x, noise, first), TorchOps().draw(x, noise, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n_rows", [0, 1, 6])
+@pytest.mark.parametrize(("n_columns", "first"), [(0, 9), (1, 127), (101, 0), (2001, 1234)])
+def test_the_best_score_and_whose_it_is(device, dtype, n_rows, n_columns, first):
+    """Greedy rows and others, in some columns of more; a logarithm may differ in its last bit."""
+    around = (torch.randn(n_rows, n_columns + 9, device=device) * 3).to(dtype)
+    around[:, :4], around[:, -5:] = 99, 99
+    ours, torchs = both(around[:, 4:-5], noise_of(n_rows, device), first)
+    assert ours[:, 1].tolist() == torchs[:, 1].tolist()
+    torch.testing.assert_close(ours[:, 0], torchs[:, 0], rtol=1e-14, atol=1e-14)
+
+
+def test_of_equal_logits_the_greedy_row_takes_the_first(device):
+    """Numbers that come many times, in several parts."""
+    x = torch.randint(-3, 3, (2, 2500), device=device).float()
+    noise = Noise(*(torch.zeros(2, dtype=d, device=device) for d in (torch.int64, torch.float64)))
+    ours, torchs = both(x, noise, 70)
+    assert ours.tolist() == torchs.tolist()
+
+
+@pytest.mark.parametrize("place", [0, 999])
+def test_a_token_is_found_wherever_it_is(device, place):
+    """A vocabulary that begins and ends within tiles has parts of more tokens than its own."""
+    x = torch.zeros(2, 1000, device=device)
+    x[:, place] = 1000
+    assert CUDAOps().draw(x, noise_of(2, device), 127)[:, 1].tolist() == [127 + place] * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_row_tells_of_what_is_no_number(device, temperature):
+    x = torch.zeros(5, 2100, device=device)
+    x[0], x[1, 60], x[2, 3], x[3, 7], x[3, 2090] = -torch.inf, torch.nan, torch.inf, -torch.inf, 50
+    x[4, 2], x[4, 2090], x[4, 1500] = torch.inf, torch.nan, torch.nan
+    keys = torch.arange(5, device=device)
+    temperatures = torch.full((5,), temperature, dtype=torch.float64, device=device)
+    ours, torchs = both(x, Noise(keys, temperatures), 9)
+    assert [str(score) for score in ours[[0, 1, 2, 4], 0].tolist()] == ["-inf", "nan", "inf", "nan"]
+    assert ours[:, 1].tolist() == [9, 69, 12, 2099, 1509] == torchs[:, 1].tolist()
+
+
+def test_a_row_gets_to_the_last_bit_what_it_gets_alone(device):
+    x, noise = torch.randn(6, 1300, device=device), noise_of(6, device)
+    together = CUDAOps().draw(x, noise, 5)
+    for row in range(6):
+        own = Noise(noise.keys[row : row + 1], noise.temperatures[row : row + 1])
+        assert torch.equal(CUDAOps().draw(x[row : row + 1], own, 5), together[row : row + 1])
+
+
+@pytest.mark.parametrize("tp_size", CUTS)
+def test_ranks_draw_together_what_the_cpu_draws(device, tp_size):
+    """Whoever holds which tokens, and some ranks none; filtered rows are left to the sampler."""
+    torch.manual_seed(1)
+    x = torch.randn(6, VOCAB) * 2
+    x[3] = x[3].round()
+    draws = [
+        Draw(SamplingParams(temperature=temperature), 7, choice, 100 + choice)
+        for choice, temperature in enumerate(TEMPERATURES)
+    ]
+    rows = [row_noise(each.params, each.seed, each.choice, each.position) for each in draws]
+    keys, temperatures = zip(*rows, strict=True)
+    noise = Noise(
+        torch.tensor(keys, device=device),
+        torch.tensor(temperatures, dtype=torch.float64, device=device),
+    )
+    borders = CUTS[tp_size]
+    of_ranks = [
+        CUDAOps().draw(x[:, start:stop].to(device), noise, start)
+        for start, stop in pairwise(borders)
+    ]
+
+    class Ranks(Solo):
+        def all_gather(self, _: Tensor) -> Tensor:
+            return torch.stack(of_ranks)
+
+    pending = PendingDraws(of_ranks[0], draws, Ranks())
+    expected = sample(x, range(VOCAB), draws, Solo())
+    assert pending.read() == expected
+    assert pending.tokens.tolist() == [drawn.token for drawn in expected]
