@@ -39,8 +39,9 @@ def test_a_folder_that_went_through_every_layout_is_the_same_model_to_transforme
     # transformers has a padding id of its own for a family, beyond this small vocabulary.
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 0}))
-    expected = reference_logits(source, TOKENS)
-    assert torch.equal(loaded_logits(folder, TOKENS), expected)
+    # Not to the last bit: torch's products may hang on where in memory a weight begins.
+    logits, expected = loaded_logits(folder, TOKENS), reference_logits(source, TOKENS)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -177,13 +177,18 @@ def test_what_experts_give_is_summed_in_float32_at_least() -> None:
 
 @pytest.fixture(scope="module")
 def tied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model whose routers cannot tell experts 1, 2 and 4 apart, often the second best."""
+    """The same model whose routers cannot tell experts 1, 2 and 4 apart, often the second best.
+
+    Their scores are one number's multiple: a sum of more may end in other bits in another column.
+    """
     copy = tmp_path_factory.mktemp("tied")
     (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
     weights = load_file(folder / "model.safetensors")
     for layer in range(TINY.n_layers):
         gate = weights[f"model.layers.{layer}.block_sparse_moe.gate.weight"]
-        gate[2] = gate[4] = gate[1]
+        one = torch.zeros_like(gate[1])
+        one[layer] = gate[1].norm()
+        gate[1] = gate[2] = gate[4] = one
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     return copy
 

@@ -4,6 +4,7 @@ The oracle knows neither scheduler nor blocks: it runs the whole sequence anew f
 """
 
 import random
+import threading
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -214,6 +215,10 @@ def _random_request(rng: random.Random, index: int) -> Request:
     return Request(index, rng.choice(_PROMPTS), rng.choice(_PARAMS), rng.randrange(2), stop_ids)
 
 
+# Ranks are threads of some tests, and what a request gets alone comes from one runner.
+_ALONE = threading.Lock()
+
+
 @cache
 def alone(
     prompt: tuple[int, ...],
@@ -289,7 +294,8 @@ def differences(
         request = guest.request
         for choice in range(request.params.n):
             asked = request.prompt, request.params, request.seed, request.stop_ids
-            expected = alone(*asked, choice, args, kv_format)
+            with _ALONE:
+                expected = alone(*asked, choice, args, kv_format)
             got = outcomes.get((request.index, choice))
             if got is None:
                 found.append(f"request {request.index}, choice {choice}: nothing")
