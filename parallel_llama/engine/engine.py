@@ -410,16 +410,31 @@ class Engine:
             draws.append(draws_of(item, state.history, mask))
         flat = [draw for own in draws for draw in own]
         if self._may_look_ahead(flat) and logits.drawn is not None:
-            pending = PendingDraws(logits.drawn, flat, self.comm)
-            if self.scheduler.look_ahead():
-                self._clock.lap("sample_s")
-                self._ahead = self._launch(drawing, pending.tokens)
-                self._clock.lap("forward_s")  # of the next step, which is this one's on the device
-            return [[drawn] for drawn in pending.read()]
+            return [[drawn] for drawn in self._read_ahead(drawing, flat, logits, logits.drawn)]
         best = logits.drawn
         if best is None and all(draw.params.is_greedy for draw in flat):
             best = logits.largest
         return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, best)
+
+    def _read_ahead(
+        self,
+        drawing: abc.Sequence[ScheduledTokens],
+        draws: abc.Sequence[Draw],
+        logits: Logits,
+        drawn: Tensor,
+    ) -> list[Sampled]:
+        """What is drawn, read once the next step is launched."""
+        vocab, vocab_size = self.runner.share.vocab, self.runner.args.vocab_size
+        ops = self.runner.model.ops
+        pending = PendingDraws(logits.values, drawn, vocab, vocab_size, draws, self.comm, ops)
+        if self.scheduler.look_ahead():
+            self._clock.lap("sample_s")
+            self._ahead = self._launch(drawing, pending.tokens)
+            self._clock.lap("forward_s")  # of the next step, which is this one's on the device
+        found, were_known = pending.read()
+        if not were_known:
+            self._ahead = None  # it went on from no token, and is taken again
+        return found
 
     def _may_look_ahead(self, draws: abc.Sequence[Draw]) -> bool:
         """Whether the next step's tokens are these draws', and nobody has to see them first."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from parallel_llama.ops.cuda.candidates import candidates, draw_filtered, takes_candidates
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
 from parallel_llama.ops.cuda.draw import draw
@@ -20,6 +21,7 @@ from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
 from parallel_llama.ops.cuda.route import MAX_PAIRS, route, routes_of
 from parallel_llama.ops.cuda.routed_linear import Addresses, routed_linear, takes_routed
 from parallel_llama.ops.cuda.weighted_sum import weighted_sum
+from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.noise import Noise
 from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
@@ -85,6 +87,16 @@ class CUDAOps(TorchOps):
 
     def draw(self, x: Tensor, noise: Noise, first: int = 0) -> Tensor:
         return draw(x, noise, first) if x.shape[1] else super().draw(x, noise, first)
+
+    def candidates(self, x: Tensor, temperatures: Tensor, k: int, first: int = 0) -> Tensor:
+        if not x.shape[1] or not takes_candidates(k):
+            return super().candidates(x, temperatures, k, first)
+        return candidates(x, temperatures, k, first)
+
+    def draw_filtered(self, of_ranks: Tensor, filters: Filters, vocab_size: int) -> Tensor:
+        if not takes_candidates(of_ranks.shape[2] // 2):
+            return super().draw_filtered(of_ranks, filters, vocab_size)
+        return draw_filtered(of_ranks, filters, vocab_size)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])

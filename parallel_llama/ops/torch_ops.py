@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel_llama.ops import kv_rows
 from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.filters import Filters, leaders_of, mass_of
 from parallel_llama.ops.groups import PanelShape, group_linear
 from parallel_llama.ops.noise import Noise, gumbel
 from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
@@ -167,6 +168,34 @@ class TorchOps:
         tokens = torch.arange(first, first + x.shape[1], device=x.device)
         noisy = wide / temperatures + gumbel(noise.keys, tokens)
         return TorchOps.largest(self, torch.where(temperatures > 0, noisy, wide), first)
+
+    def candidates(self, x: Tensor, temperatures: Tensor, k: int, first: int = 0) -> Tensor:
+        """Each row's mass and its k largest logits with their tokens, as `ops.filters` says.
+
+        Shapes: x [n, m] of the tokens from `first` on, temperatures [n] -> [n, 1 + 2 k] float64.
+        """
+        found = x.new_full((len(x), 1 + 2 * k), -torch.inf, dtype=torch.float64)
+        found[:, 0], found[:, 1 + k :] = 0, -1
+        if x.shape[1]:
+            values, places = x.double().sort(dim=1, descending=True, stable=True)
+            largest = values[:, :1].clamp(min=-torch.finfo(torch.float64).max)
+            found[:, 0] = ((values - largest) / temperatures[:, None]).exp().sum(1)
+            n_found = min(k, x.shape[1])
+            found[:, 1 : 1 + n_found] = values[:, :n_found]
+            found[:, 1 + k : 1 + k + n_found] = places[:, :n_found] + first
+        return found
+
+    def draw_filtered(self, of_ranks: Tensor, filters: Filters, vocab_size: int) -> Tensor:
+        """The token of each row, drawn from all ranks' candidates; -1 where they do not settle it.
+
+        Shapes: of_ranks [tp_size, n, 1 + 2 k] -> [n] int64.
+        """
+        values, tokens = leaders_of(of_ranks, 1)
+        values, tokens = values[:, :vocab_size], tokens[:, :vocab_size]
+        mass = mass_of(of_ranks[:, :, 0], of_ranks[:, :, 1], filters.noise.temperatures)
+        kept, settled = filters.kept(values, mass, vocab_size)
+        drawn = tokens.gather(1, filters.draw(values, tokens, kept)[:, None])[:, 0]
+        return drawn.where(settled, -1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x / rms(x) * (weight + offset), with the mean of squares in at least float32.

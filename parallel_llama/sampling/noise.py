@@ -1,8 +1,13 @@
-"""Which noise a draw has: the numbers that fix it, as one key, and how much it counts."""
+"""Which noise a draw has, the numbers that fix it as one key; and what it is drawn from."""
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
+import torch
+
+from parallel_llama.ops import Noise
+from parallel_llama.ops.filters import Filters
 from parallel_llama.request import SamplingParams
 from parallel_llama.sampling.draw import Draw
 
@@ -20,6 +25,19 @@ def row_noise(params: SamplingParams, seed: int, choice: int, position: int) -> 
     if params.is_greedy or params.is_filtered:
         return 0, 0.0
     return _key(seed, choice, position), params.temperature
+
+
+def filters_of(draws: Sequence[Draw]) -> Filters:
+    """The filters and the noise of some draws that have filters, on the host."""
+    keys = torch.tensor([noise_key(draw) for draw in draws], dtype=torch.int64)
+    params = [draw.params for draw in draws]
+    wide = torch.float64
+    return Filters(
+        Noise(keys, torch.tensor([each.temperature for each in params], dtype=wide)),
+        top_k=torch.tensor([each.top_k for each in params], dtype=torch.int64),
+        top_p=torch.tensor([each.top_p for each in params], dtype=wide),
+        min_p=torch.tensor([each.min_p for each in params], dtype=wide),
+    )
 
 
 def _key(seed: int, choice: int, position: int) -> int:

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from parallel_llama.errors import NumericalError
+from parallel_llama.ops.filters import Filters, leaders_of, mass_of
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
 from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled
-from parallel_llama.sampling.filters import Filters
 from parallel_llama.sampling.logits_processors import adjust
+from parallel_llama.sampling.noise import filters_of
 from parallel_llama.sampling.scoring import (
     N_LOCAL,
     chunks,
     gather_logits,
-    leaders_of,
     new_block,
     put_leaders,
     score_tokens,
@@ -183,12 +183,11 @@ def _pick_filtered(
     """Draw the filtered rows that their candidates settle. Returns: the rows that are left."""
     if not rows:
         return []
-    filters = Filters.of([draws[row] for row in rows])
+    filters = filters_of([draws[row] for row in rows])
     n_candidates = min(head.values.shape[1], head.vocab_size)
     values, tokens = head.values[rows, :n_candidates], head.tokens[rows, :n_candidates]
     blocks = head.blocks[:, rows]
-    shift = (blocks[:, :, _LARGEST] - values[:, 0]) / filters.temperature[:, 0]  # [tp_size, n]
-    mass = (blocks[:, :, _MASS] * shift.exp()).sum(0)[:, None]
+    mass = mass_of(blocks[:, :, _MASS], blocks[:, :, _LARGEST], filters.noise.temperatures)
     left = _pick_settled(picked, rows, filters, values, tokens, mass, head.vocab_size)
     return [rows[each] for each in left]
 
@@ -196,9 +195,9 @@ def _pick_filtered(
 def _pick_from_full(picked: Tensor, full: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
     """Draw the rows that needed their whole logits. Shapes: full [len(rows), vocab_size]."""
     vocab_size = full.shape[1]
-    filters = Filters.of([draws[row] for row in rows])
+    filters = filters_of([draws[row] for row in rows])
     tiles = Tiles.of(full, range(vocab_size))
-    mass = _mass(tiles, filters.temperature)
+    mass = _mass(tiles, filters.noise.temperatures[:, None])
     # Sorting a whole row takes many times longer than finding its largest thousand.
     for k in (MAX_CANDIDATES, 8 * MAX_CANDIDATES, vocab_size):
         values, tokens = tiles.leaders(min(k, vocab_size))

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.ops.filters import leaders_of
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
 from parallel_llama.sampling.tiles import Tiles
@@ -96,23 +97,6 @@ def put_leaders(
     first_token = (n_fixed + block.shape[1]) // 2
     block[rows, n_fixed : n_fixed + values.shape[1]] = values.double()
     block[rows, first_token : first_token + values.shape[1]] = tokens.double()
-
-
-def leaders_of(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
-    """The largest logits of the whole vocabulary and their tokens, from each rank's own.
-
-    Shapes: blocks [tp_size, n, n_fixed + 2 K]: after the fixed columns K values and K token ids;
-    returns [n, K] float64 and int64, in falling order, equal ones by token.
-    """
-    tp_size, n, width = blocks.shape
-    k = (width - n_fixed) // 2
-    values = blocks[:, :, n_fixed : n_fixed + k].permute(1, 0, 2).reshape(n, tp_size * k)
-    tokens = blocks[:, :, n_fixed + k :].permute(1, 0, 2).reshape(n, tp_size * k).long()
-    if tp_size == 1 or not k:
-        return values, tokens
-    # Ranks hold ascending token ids, so a stable sort leaves equal values ordered by id.
-    values, order = values.sort(dim=1, descending=True, stable=True)
-    return values[:, :k], tokens.gather(1, order[:, :k])
 
 
 def chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -31,10 +31,17 @@ from parallel_llama.model.decode_program import Logits
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams
+from parallel_llama.sampling import PendingDraws, Sampled
 
 GREEDY, PLAIN = [SamplingParams()], [SamplingParams(temperature=1.2, n=2)]
 # Greedy tokens, and tokens of all that there are.
 BEST = [*GREEDY, *PLAIN, SamplingParams(temperature=0.4)]
+FILTERED = [
+    SamplingParams(temperature=1.5, top_k=9),
+    SamplingParams(temperature=0.9, top_p=0.8, n=2),
+    SamplingParams(temperature=3.0, min_p=0.1),
+    *GREEDY,
+]
 ALL = [*BEST, SamplingParams(temperature=1.5, top_k=9), SamplingParams(logprobs=1)]
 CARRIED = ["qwen3", "gemma2", "mistral", "mixtral", "falcon 40b", "palm"]
 
@@ -88,10 +95,10 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launched
 
 
-def run_best(comm: Communicator, seeds: range) -> list[str]:
+def run_ahead(comm: Communicator, seeds: range) -> list[str]:
     runner, found = make_runner(comm, ARGS, ops=paged_ops(ARGS)), list[str]()
     for seed in seeds:
-        mix = asking(random_mix(seed), BEST)
+        mix = asking(random_mix(seed), [*BEST, *FILTERED])
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens)
         found += differences(mix, run_mix(engine, mix))
     return found
@@ -114,7 +121,7 @@ def test_ranks_replay_the_same_steps(tp_size):
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID, OF_FAMILIES["mixtral"]])
 @pytest.mark.parametrize("records", [False, True])
-@pytest.mark.parametrize("ways", [PLAIN, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("ways", [PLAIN, FILTERED, ALL], ids=["plain", "filtered", "all"])
 def test_steps_that_are_launched_before_their_tokens_are_read_change_nothing(
     monkeypatch, args, records, ways
 ):
@@ -133,9 +140,28 @@ def test_steps_that_are_launched_before_their_tokens_are_read_change_nothing(
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
 def test_ranks_launch_the_same_steps_ahead(monkeypatch, tp_size):
     launched = count_launches(monkeypatch)
-    for outcome in run_on_threads(tp_size, run_best, range(3)):
+    for outcome in run_on_threads(tp_size, run_ahead, range(3)):
         assert not outcome
     assert len(launched) > 5 * tp_size and len(launched) % tp_size == 0
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_a_step_that_went_on_from_no_token_is_taken_again(monkeypatch, tp_size):
+    """So few candidates do not settle what hot rows keep; that is known when they are read."""
+    monkeypatch.setattr("parallel_llama.sampling.pending.N_CANDIDATES", 10)
+    settled: list[bool] = []
+    read = PendingDraws.read
+
+    def count(pending: PendingDraws) -> tuple[list[Sampled], bool]:
+        drawn = read(pending)
+        settled.append(drawn[1])
+        return drawn
+
+    monkeypatch.setattr(PendingDraws, "read", count)
+    launched = count_launches(monkeypatch)
+    for outcome in run_on_threads(tp_size, run_ahead, range(3)):
+        assert not outcome
+    assert settled.count(False) > 5 * tp_size < settled.count(True) and len(launched) > 5 * tp_size
 
 
 @pytest.mark.parametrize("rank", [0, 2])

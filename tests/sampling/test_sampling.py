@@ -210,11 +210,13 @@ def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     So one row per token shows a whole kept set, through the very path that real draws take.
     """
-    for module in ("filters", "tiles"):
-        place = f"parallel_llama.sampling.{module}"
-        monkeypatch.setattr(f"{place}.noise_key", lambda draw: draw.position)
+    for module in ("noise", "tiles"):
+        place = f"parallel_llama.sampling.{module}.noise_key"
+        monkeypatch.setattr(place, lambda draw: draw.position)
+    for module in ("ops.filters", "sampling.tiles"):
         monkeypatch.setattr(
-            f"{place}.gumbel", lambda keys, tokens: (tokens == keys[:, None]).double() * 1e12
+            f"parallel_llama.{module}.gumbel",
+            lambda keys, tokens: (tokens == keys[:, None]).double() * 1e12,
         )
     monkeypatch.setattr(
         "parallel_llama.sampling.tiles.tile_gumbel",
@@ -469,30 +471,73 @@ def test_what_the_device_draws_is_what_is_sampled(tp_size: int) -> None:
     ]
     expected = tokens_of(logits, draws)
 
-    def one_rank(comm: Communicator) -> tuple[list[int], list[Sampled], list[Sampled]]:
+    def one_rank(comm: Communicator) -> tuple[list[int], list[Sampled], bool, list[Sampled]]:
         vocab = vocabs_of(tp_size)[comm.rank]
         best, own = best_of(logits, vocab, draws), logits[:, vocab.start : vocab.stop]
-        pending = PendingDraws(best, plain, comm)
+        pending = PendingDraws(own, best, vocab, VOCAB, plain, comm, TorchOps())
         known = sample(own, vocab, draws, comm, best)
         assert known == sample(own, vocab, draws, comm)
-        return pending.tokens.tolist(), pending.read(), known
+        return pending.tokens.tolist(), *pending.read(), known
 
-    for tokens, read, known in run_on_threads(tp_size, one_rank):
-        assert tokens == expected
+    for tokens, read, were_known, known in run_on_threads(tp_size, one_rank):
+        assert tokens == expected and were_known
         assert [drawn.token for drawn in read] == [drawn.token for drawn in known] == expected
 
 
+@pytest.mark.parametrize("tp_size", list(CUTS))
+@pytest.mark.parametrize("vocab_size", [VOCAB, 40])
+def test_draws_with_filters_are_on_the_device_where_candidates_settle_them(
+    tp_size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of all kinds in one batch; those that are not settled have no token until they are
+    read, and then the one that the sampler draws.
+    """
+    monkeypatch.setattr("parallel_llama.sampling.pending.N_CANDIDATES", 16)
+    settings = [
+        params
+        for params in (dataclasses.replace(each, logprobs=None) for each in MIXED)
+        if params.top_k <= 16
+    ]
+    settings += [
+        SamplingParams(temperature=0.9, top_k=16, top_p=0.9, min_p=0.02),
+        SamplingParams(temperature=9, top_k=3, min_p=0.001),
+        SamplingParams(temperature=5, top_p=0.05),
+    ]
+    draws = [Draw(params, 3, 0, at) for at, params in enumerate(settings * 4)]
+    logits = random_logits(len(draws), vocab_size)
+    logits[1::3] = logits[1::3].round()  # with equal ones
+    expected = sample_cut(logits, draws)[0]
+
+    def one_rank(comm: Communicator) -> tuple[list[int], list[Sampled], bool]:
+        vocab = vocabs_of(tp_size, vocab_size)[comm.rank]
+        own, best = logits[:, vocab.start : vocab.stop], best_of(logits, vocab, draws)
+        pending = PendingDraws(own, best, vocab, vocab_size, draws, comm, TorchOps())
+        own.zero_() if comm.size == 1 else None  # as the next step may
+        return pending.tokens.tolist(), *pending.read()
+
+    for tokens, read, were_known in run_on_threads(tp_size, one_rank):
+        assert read == expected
+        unsettled = [row for row, token in enumerate(tokens) if token != expected[row].token]
+        assert {tokens[row] for row in unsettled} <= {-1} and len(unsettled) < len(draws) / 3
+        assert were_known == (not unsettled)
+        # So many candidates do not hold the nucleus of hot rows.
+        assert len(unsettled) > 4
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 1.0), (0.7, 0.9)])
 def test_a_draw_of_the_devices_fails_where_there_are_no_numbers(
-    temperature: float, bad: float
+    temperature: float, top_p: float, bad: float
 ) -> None:
     logits = random_logits(3)
     logits[1, slice(None) if bad == -math.inf else 207] = bad
-    draws = [Draw(SamplingParams(temperature=temperature), 0, 0, 9, row) for row in (40, 41, 42)]
+    params = SamplingParams(temperature=temperature, top_p=top_p)
+    draws = [Draw(params, 0, 0, 9, row) for row in (40, 41, 42)]
 
     def one_rank(comm: Communicator) -> None:
-        pending = PendingDraws(best_of(logits, vocabs_of(3)[comm.rank], draws), draws, comm)
+        vocab = vocabs_of(3)[comm.rank]
+        own, best = logits[:, vocab.start : vocab.stop], best_of(logits, vocab, draws)
+        pending = PendingDraws(own, best, vocab, VOCAB, draws, comm, TorchOps())
         with pytest.raises(NumericalError, match="request 41, token at position 9"):
             pending.read()
 

@@ -18,6 +18,7 @@ from launch.bench.gpu_steps.clock import device_seconds
 from parallel_llama.dtypes import ASKED, GroupFormat
 from parallel_llama.ops import Noise, TorchOps, kv_rows
 from parallel_llama.ops.cuda_ops import CUDAOps
+from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape, quantise
 from parallel_llama.ops.groups import group_linear as torch_group_linear
 
@@ -116,6 +117,12 @@ def elementwise(setting: Setting) -> Rows:
     def draw(ops: TorchOps, x: Tensor, temperatures: Tensor) -> Tensor:
         return ops.draw(x, Noise(keys[: len(x)], temperatures[: len(x)]))
 
+    def draw_filtered(ops: TorchOps, x: Tensor) -> Tensor:
+        n = len(x)
+        found = ops.candidates(x, ones[:n], 64)
+        filters = Filters(Noise(keys[:n], ones[:n]), keys[:n] + 40, ones[:n] * 0.9, zeros[:n])
+        return ops.draw_filtered(found[None], filters, n_vocab)[:, None].double()
+
     for dtype in dtypes(setting):
         for name, call, width in (
             ("norm", lambda ops, x, w: ops.rms_norm(x, w, 1e-5), dim),
@@ -123,6 +130,7 @@ def elementwise(setting: Setting) -> Rows:
             ("gate", lambda ops, x, _: ops.silu_and_mul(x), 2 * n_channels),
             ("greedy draw", lambda ops, x, _: draw(ops, x, zeros), n_vocab),
             ("plain draw", lambda ops, x, _: draw(ops, x, ones), n_vocab),
+            ("draw of top_k and top_p", lambda ops, x, _: draw_filtered(ops, x), n_vocab),
         ):
             label = f"{name} of 16 rows, {_name(dtype)}"
             x = _normal((16, width), dtype, setting)

@@ -11,13 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_llama.ops.cuda.launch import launch, tile
-from parallel_llama.ops.noise import GAMMA, MULTIPLIERS, TILE, Noise
+from parallel_llama.ops.cuda.noise import gumbel
+from parallel_llama.ops.noise import TILE, Noise
 
 # Tiles of a part: one number of each for a thread.
 _TILES = 8
 
-_GAMMA = tl.constexpr(GAMMA)
-_FIRST, _SECOND = map(tl.constexpr, MULTIPLIERS)
 _NOBODY = tl.constexpr(0x7FFFFFFF)
 
 
@@ -53,7 +52,7 @@ def _of_parts(
     own = logits.to(tl.float32).to(tl.float64)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
-        own = own / temperature + _gumbel(tl.load(keys + row), tiles, ids, TILE)
+        own = own / temperature + gumbel(tl.load(keys + row), tiles, ids, TILE)
     score, token = _first_best(tl.ravel(own), tl.ravel(tl.where(is_there, ids, _NOBODY)))
     at = row * tl.num_programs(0) + part
     tl.store(scores + at, score)
@@ -79,27 +78,3 @@ def _first_best(scores, tokens):
     best = tl.max(tl.where(is_nan, -float("inf"), scores), 0)
     is_it = tl.where(has_nan, is_nan, scores == best)
     return tl.where(has_nan, float("nan"), best), tl.min(tl.where(is_it, tokens, _NOBODY), 0)
-
-
-@triton.jit
-def _gumbel(key, tiles, ids, TILE: tl.constexpr):
-    """As `ops.noise` has it. Shapes: tiles [n], ids [n, TILE] of their tokens -> [n, TILE]."""
-    words = _words(key, -tiles)
-    first = (_exponential(words) / TILE)[:, None]
-    winners = tiles * TILE + (words & (TILE - 1)).to(tl.int32)
-    later = first + _exponential(_words(key, ids + 1))
-    return -tl.log(tl.where(ids == winners[:, None], first, later))
-
-
-@triton.jit
-def _exponential(words):
-    return -tl.log(((words >> 12).to(tl.float64) + 0.5) * (1.0 / 4503599627370496))
-
-
-@triton.jit
-def _words(key, places):
-    """Without a sign, so that a shift drags none along."""
-    z = places.to(tl.int64).to(tl.uint64, bitcast=True) * _GAMMA + key.to(tl.uint64, bitcast=True)
-    z = (z ^ (z >> 30)) * _FIRST
-    z = (z ^ (z >> 27)) * _SECOND
-    return z ^ (z >> 31)

@@ -10,6 +10,7 @@ from triton_compile import TARGETS, compiled
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
 from parallel_llama.ops.cuda_ops import CUDAOps
+from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.noise import Noise
 
@@ -29,7 +30,12 @@ def launches():
         ops.gelu_and_mul(x, is_tanh=False)
         ops.lookup(torch.empty(n + 1, dtype=torch.int64)[1:], torch.empty(101, 80), 0)
         keys = torch.empty(n + 1, dtype=torch.int64)[n % 2 :]
-        ops.draw(torch.empty(n, 128256), Noise(keys, keys.view(torch.float64)))
+        logits, noise = torch.empty(n, 128256), Noise(keys, keys.view(torch.float64))
+        ops.draw(logits, noise)
+        for tp_size in (1, 8):
+            found = ops.candidates(logits, noise.temperatures, 64)
+            filters = Filters(noise, keys, noise.temperatures, noise.temperatures)
+            ops.draw_filtered(found.repeat(tp_size, 1, 1), filters, 128256)
         for cache in (HALF, torch.int8, torch.float8_e4m3fn):
             k, v = torch.empty(2, 8, 64, 128 + 4 * (cache != HALF), dtype=cache)
             turns = torch.empty(n, 1, 64, dtype=torch.complex64)
@@ -68,6 +74,10 @@ COUNTS = {
     "_lookup": 1,
     "_of_parts": 1,
     "_of_rows": 1,
+    "_leaders_of_parts": 1,
+    "_merge": 1,
+    "_candidates": 1,
+    "_draw_filtered": 2,
     "_rotate_and_store": 3,
     "_product": 3 + 3 * 2,
     "_fp8_product": 2 * 2,

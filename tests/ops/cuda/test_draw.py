@@ -85,7 +85,7 @@ def test_a_row_gets_to_the_last_bit_what_it_gets_alone(device):
 
 @pytest.mark.parametrize("tp_size", CUTS)
 def test_ranks_draw_together_what_the_cpu_draws(device, tp_size):
-    """Whoever holds which tokens, and some ranks none; filtered rows are left to the sampler."""
+    """Whoever holds which tokens, and some ranks none."""
     torch.manual_seed(1)
     x = torch.randn(6, VOCAB) * 2
     x[3] = x[3].round()
@@ -109,7 +109,7 @@ def test_ranks_draw_together_what_the_cpu_draws(device, tp_size):
         def all_gather(self, _: Tensor) -> Tensor:
             return torch.stack(of_ranks)
 
-    pending = PendingDraws(of_ranks[0], draws, Ranks())
+    pending = PendingDraws(x, of_ranks[0], range(VOCAB), VOCAB, draws, Ranks(), CUDAOps())
     expected = sample(x, range(VOCAB), draws, Solo())
-    assert pending.read() == expected
+    assert pending.read() == (expected, True)
     assert pending.tokens.tolist() == [drawn.token for drawn in expected]

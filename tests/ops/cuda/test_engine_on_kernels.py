@@ -84,27 +84,30 @@ def meta_runner(args: ModelArgs) -> ModelRunner:
 
 
 @pytest.mark.parametrize("args", [ARGS, HYBRID, MIXTURE], ids=["full", "windows", "experts"])
-def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args):
+@pytest.mark.parametrize("top_k", [0, 20])
+def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args, top_k):
     """On the meta device a question, such as which of some numbers are not zero, is an error.
 
-    A greedy row, and two with noise. The first step, which runs before one is recorded, may copy
-    more.
+    A greedy row, and two with noise; filters are one copy more. The first step, which runs before
+    one is recorded, may copy more.
     """
     runner = meta_runner(args)
     tables = [list(range(n, n + 20)) for n in range(3)]
     chunks = [
         Chunk((7,), 30 + n, [table] * len(runner.groups), 9) for n, table in enumerate(tables)
     ]
-    settings = [SamplingParams(temperature=temperature) for temperature in (0.0, 0.7, 1.5)]
+    settings = [SamplingParams(temperature=each, top_k=top_k) for each in (0.0, 0.7, 1.5)]
     draws = [Draw(params, 0, 0, 31 + n) for n, params in enumerate(settings)]
     noise = [row_noise(draw.params, 0, 0, draw.position) for draw in draws]
     runner.step(chunks, range(3))
     with Literals(), Traffic() as traffic:
         logits, _ = runner.step(chunks, range(3), noise=noise)
         assert logits.drawn is not None
-        pending = PendingDraws(logits.drawn, draws, Solo())
+        vocab, ops = range(args.vocab_size), runner.model.ops
+        pending = PendingDraws(logits.values, logits.drawn, vocab, len(vocab), draws, Solo(), ops)
         assert pending.tokens.is_meta
-    assert traffic.counts == {"aten.copy_.default up": 1, "aten.copy_.default down": 1}
+    ups = {"aten._to_copy.default up": 1} if top_k else {}
+    assert traffic.counts == {"aten.copy_.default up": 1, "aten.copy_.default down": 1, **ups}
 
 
 def make_runner_of(
@@ -125,7 +128,7 @@ def answers(
     n_new: int,
     ranks_per_expert: int | None = None,
 ) -> dict[int, tuple[int, ...]]:
-    """The tokens of three requests of unlike lengths, two of them greedy; the last comes later."""
+    """The tokens of three requests of unlike lengths, drawn unlike; the last comes later."""
     ops = make_ops(Scores(args.attention_scale, args.attention_soft_cap))
     runner = make_runner_of(comm, args, ops, ranks_per_expert)
     engine = make_engine(runner, n_blocks=12, block_size=4)
@@ -133,8 +136,11 @@ def answers(
         runner.record(Recorded())
     prompts = tuple(range(3, 15)), (5,), tuple(range(9, 12))
     requests = []
-    for n, (prompt, temperature) in enumerate(zip(prompts, (0.0, 1.2, 0.0), strict=True)):
-        params = SamplingParams(max_tokens=n_new, ignore_eos=True, temperature=temperature)
+    ways = (0.0, 0), (1.2, 20), (0.8, 0)
+    for n, (prompt, (temperature, top_k)) in enumerate(zip(prompts, ways, strict=True)):
+        params = SamplingParams(
+            max_tokens=n_new, ignore_eos=True, temperature=temperature, top_k=top_k
+        )
         requests.append(Request(n, prompt, params, 0, frozenset()))
     found, step = {}, 0
     while step < 3 or not engine.idle:
