@@ -26,7 +26,7 @@ class VLLM:
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             generation_config="vllm",
-            max_model_len=setup.max_seq_len,
+            max_model_len=setup.max_seq_len + 1,  # a text is weighed by drawing a token after it
             disable_log_stats=False,  # else it does not say when the first token came
         )
 
