@@ -188,7 +188,7 @@ class Precision:
         """One of `QUANTS`."""
         if self.stored is not None:
             return "stored"
-        return self.matrices.name if isinstance(self.matrices, GroupFormat) else "none"
+        return next((name for name, form in ASKED.items() if form == self.matrices), "none")
 
     @property
     def group_size(self) -> int:

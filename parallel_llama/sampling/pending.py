@@ -87,9 +87,7 @@ class PendingDraws:
 
 
 def can_pend(draw: Draw) -> bool:
-    """Whether a draw is of the model's own logits, of few of them or all, and is all that is asked
-    for.
-    """
+    """Whether a draw is of the model's own logits, no more is asked for, and candidates may do."""
     params = draw.params
     return not draw.is_adjusted and params.logprobs is None and params.top_k <= N_CANDIDATES
 

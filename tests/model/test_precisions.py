@@ -52,6 +52,11 @@ def logits_of(comm, precision, args=ARGS, checkpoint=None):
     return runner.logits(hidden)
 
 
+@pytest.mark.parametrize("quant", ["none", "int8", "int4", "fp8"])
+def test_a_precision_says_how_it_was_asked_for(quant):
+    assert Precision.on("cpu", "float32", quant).quant == quant
+
+
 class Kept:
     """Random weights with the values that a precision keeps of them, in float64."""
 

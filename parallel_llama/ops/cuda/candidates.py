@@ -1,8 +1,8 @@
 """The candidates of draws with filters, and the draw from all ranks' candidates.
 
-A logit and its token are one integer, so that the largest integers are the candidates. A row is
+A logit and its token are one `sort_key`, so that the largest keys are the candidates. A row is
 searched in parts, so that one row keeps the whole device busy, and what they find is searched
-again, some lists at a time: bit by bit for the smallest integer that still counts, which needs no
+again, some lists at a time: bit by bit for the smallest key that still counts, which needs no
 order. In order they are put by counting who is before each.
 """
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel_llama.ops.cuda.launch import launch, tile
 from parallel_llama.ops.cuda.noise import gumbel
+from parallel_llama.ops.cuda.sort_key import number_of, score_of, sort_key
 from parallel_llama.ops.filters import TOP_P_SLACK, Filters
 from parallel_llama.ops.noise import TILE
 
@@ -20,9 +21,7 @@ from parallel_llama.ops.noise import TILE
 _SIZE = 1024
 
 _KEEPS = tl.constexpr(1 - TOP_P_SLACK)
-_TOKEN_BITS = tl.constexpr(31)
-_LAST = tl.constexpr((1 << 31) - 1)
-_NOTHING = tl.constexpr(-1)  # the key of no token; all others are positive
+_NOTHING = tl.constexpr(-1)  # the key of no token
 
 
 def takes_candidates(k: int) -> bool:
@@ -80,7 +79,7 @@ def _leaders_of_parts(
     is_there = at < m
     logits = tl.load(x + row * stride + at, is_there, -float("inf")).to(tl.float32)
     place = row * tl.num_programs(0) + part
-    _put_largest(tl.where(is_there, _key(logits, first + at), _NOTHING), keys + place * K, K)
+    _put_largest(tl.where(is_there, sort_key(logits, first + at), _NOTHING), keys + place * K, K)
     wide = logits.to(tl.float64)
     best = tl.max(wide, 0)
     tl.store(masses + place, tl.sum(_shift(wide, best, tl.load(temperatures + row)), 0))
@@ -120,8 +119,8 @@ def _candidates(
     is_before = (others > own) | ((others == own) & (places[None] < places[:, None]))
     at = found + 1 + tl.sum(is_before.to(tl.int32), 1)
     own = tl.ravel(own)
-    tl.store(at, _value(own))
-    tl.store(at + K, tl.where(own == _NOTHING, -1, _token(own)).to(tl.float64))
+    tl.store(at, tl.where(own == _NOTHING, -float("inf"), score_of(own)).to(tl.float64))
+    tl.store(at + K, tl.where(own == _NOTHING, -1, number_of(own)).to(tl.float64))
     is_there = parts < n_parts
     each = tl.load(masses + row * n_parts + parts, is_there, 0.0)
     best = tl.load(bests + row * n_parts + parts, is_there, -float("inf"))
@@ -178,7 +177,7 @@ def _draw_filtered(
     scores = tl.where(kept, value / temperature + noise, -float("inf"))
     is_it = kept & (scores == tl.max(scores, 0))
     # The largest key's is the first of equal ones.
-    drawn = _token(tl.max(tl.where(is_it, own, _NOTHING), 0))
+    drawn = number_of(tl.max(tl.where(is_it, own, _NOTHING), 0))
     tl.store(tokens + row, tl.where(settled, drawn, -1))
 
 
@@ -190,7 +189,7 @@ def _of_ranks(of_ranks, places, row, n, tp_size, K: tl.constexpr):
     is_there = ranks < tp_size
     value = tl.load(at, is_there, -float("inf"))
     token = tl.load(at + K, is_there, -1.0).to(tl.int64)
-    return value, token, tl.where(token < 0, _NOTHING, _key(value.to(tl.float32), token))
+    return value, token, tl.where(token < 0, _NOTHING, sort_key(value.to(tl.float32), token))
 
 
 @triton.jit
@@ -198,24 +197,3 @@ def _shift(logits, largest, temperature):
     """exp((logit - largest) / temperature), where all may be -inf."""
     largest = tl.maximum(largest, -1.7976931348623157e308)
     return tl.exp((logits - largest) / temperature)
-
-
-@triton.jit
-def _key(logits, tokens):
-    """An integer for each, larger for larger logits, of equal ones for smaller tokens."""
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0, its equal
-    rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + (1 << 31)
-    return (rising << _TOKEN_BITS) | (_LAST - tokens.to(tl.int64))
-
-
-@triton.jit
-def _value(keys):
-    """The logits of some keys, in float64; -inf of no token."""
-    rising = ((keys >> _TOKEN_BITS) - (1 << 31)).to(tl.int32)
-    logits = (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return tl.where(keys == _NOTHING, -float("inf"), logits).to(tl.float64)
-
-
-@triton.jit
-def _token(keys):
-    return _LAST - (keys & _LAST)

@@ -1,8 +1,7 @@
 """What a draw takes of each row of logits: the best score and whose it is, in two launches.
 
 A row is searched in parts of whole tiles, so that one row keeps the whole device busy, and a second
-launch has the best of the parts. All noise is made where it is added, in float64 as on a CPU: only
-the last bits of a logarithm may differ.
+launch has the best of the parts.
 """
 
 import torch

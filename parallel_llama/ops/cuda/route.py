@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_llama.ops.cuda.launch import launch, tile, warps
+from parallel_llama.ops.cuda.sort_key import sort_key
 from parallel_llama.ops.routes import Routes
 
 # Each is compared with all others.
@@ -57,7 +58,7 @@ def _route(
     own = own.to(tl.float32)
     weights = tl.exp(own - tl.max(own, 0))
     weights = tl.div_rn(weights, tl.zeros_like(weights) + tl.sum(weights, 0))
-    left = _ranks(own, numbers, n_experts)
+    left = tl.where(numbers < n_experts, sort_key(own, numbers), -1)
     best, kept = tl.zeros((PLACES,), tl.int64), tl.zeros((PLACES,), tl.float32)
     for place in tl.static_range(N_ACTIVE):
         first = tl.max(left, 0)
@@ -70,17 +71,6 @@ def _route(
     at = row * N_ACTIVE + places
     tl.store(experts + at, best, places < N_ACTIVE)
     tl.store(shares + at, kept, places < N_ACTIVE)
-
-
-@triton.jit
-def _ranks(scores, numbers, n_experts):
-    """Integers in the order of the scores, of equal ones the first largest; -1 where there is none.
-
-    All differ, so that there is always a next one, whatever the scores are.
-    """
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # 0 for -0 as well
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
-    return tl.where(numbers < n_experts, (ordered << 24) - numbers + n_experts, -1)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["order", "pairs"])

@@ -1,0 +1,31 @@
+"""A score and a number as one integer, which has the order of both."""
+
+import triton
+import triton.language as tl
+
+_NUMBER_BITS = tl.constexpr(31)
+_LAST = tl.constexpr((1 << 31) - 1)
+
+
+@triton.jit
+def sort_key(scores, numbers):
+    """Keys of float32 scores, larger for larger ones, of equal ones for smaller numbers.
+
+    All are at least 0, and differ where the numbers do, whatever the scores are.
+    """
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0, its equal
+    rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + (1 << 31)
+    return (rising << _NUMBER_BITS) | (_LAST - numbers.to(tl.int64))
+
+
+@triton.jit
+def score_of(keys):
+    """The scores of some keys, in float32."""
+    rising = ((keys >> _NUMBER_BITS) - (1 << 31)).to(tl.int32)
+    return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def number_of(keys):
+    """The numbers of some keys."""
+    return _LAST - (keys & _LAST)
