@@ -30,6 +30,7 @@ from parallel_llama.ops.cpu.builder import (
     Variable,
     copy,
     fma,
+    in_this_order,
     larger,
     loop,
     shuffle,
@@ -46,6 +47,8 @@ from parallel_llama.ops.scores import Scores
 _MAX_CHUNK = 4  # of a group whose sums of values stay in registers together
 _BLOCK_BYTES = 1 << 13  # of values that a whole group takes while the next ones are on their way
 _LINE_BYTES = 64  # of a cache
+# Blocks of keys, or of values, from the one that is read to the one that memory is asked for.
+_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ class _Block:
     """Some keys of one range, at most as many as are taken at a time.
 
     They are the `t`-th and following ones of their row, and begin at `slot`; `n_left` are from
-    there to the end of the range. The next block begins at the slot `following`.
+    there to the end of the range. Some blocks later, one begins at the slot `following`.
     """
 
     t: Value
@@ -207,7 +210,8 @@ def _blocks(slot_ranges: Value, first: Value, end: Value, size: int) -> Iterator
         start, stop = slot_ranges[number * 2], slot_ranges[number * 2 + 1]
         with loop(b, start, stop, size) as slot:
             next_start = slot_ranges[smaller(number + 1, end - 1) * 2]
-            following = where(slot + size < stop, slot + size, next_start)
+            ahead = slot + _AHEAD * size
+            following = where(ahead < stop, ahead, next_start + (ahead - stop))
             yield _Block(n_before.value + (slot - start), slot, stop - slot, following)
         n_before.value += stop - start
 
@@ -222,12 +226,14 @@ def _score(
     lanes, head_dim, rows = shape.lanes, shape.head_dim, shape.rows
     own, following = k + block.slot * rows.width, k + block.following * rows.width
     if rows.is_plain:
-        _prefetch(shape, following, lanes.width * head_dim)
         keys = _readable(shape, own, block.n_left, spare)
     else:
         keys = _wide(shape, own, smaller(block.n_left, lanes.width), following, spare)
+    # Each query asks for its share of a block: so many numbers where a key is used.
+    share = -(-head_dim // shape.n_group) if rows.is_plain else 0
     with loop(q.b, 0, shape.n_group) as query:
-        dots = _dots(shape, q + query * head_dim, keys)
+        ahead = following + query * (share * lanes.width)
+        dots = _dots(shape, q + query * head_dim, keys, ahead, share)
         lanes.store(scores + query * stride + block.t, _capped(shape, dots))
 
 
@@ -239,17 +245,21 @@ def _capped(shape: _Shape, dots: Value) -> Value:
     return tanh(shape.lanes, dots * (scale / cap)) * cap
 
 
-def _prefetch(shape: _Shape, address: Value, n_numbers: int) -> None:
-    """Ask memory for numbers that are used later; any address may be asked for."""
-    for start in range(0, n_numbers, _LINE_BYTES // shape.rows.stored.itemsize):
-        (address + start).prefetch()
+def _prefetch(shape: _Shape, address: Value, start: int, stop: int) -> None:
+    """Ask memory for numbers that are used later, of each line once; any address may be asked for.
+
+    They lie from `start` to before `stop`, counted from the address.
+    """
+    line = _LINE_BYTES // shape.rows.stored.itemsize
+    for first in range(-(-start // line) * line, stop, line):
+        (address + first).prefetch(cache=2)
 
 
 def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) -> Value:
     """Some rows of the cache as numbers to compute with; meanwhile memory is asked for others."""
     width = shape.rows.width
     with loop(rows.b, 0, n) as t:
-        _prefetch(shape, following + t * width, width)
+        _prefetch(shape, following + t * width, 0, width)
         shape.rows.read(rows + t * width, spare + t * shape.head_dim)
     return spare
 
@@ -262,19 +272,24 @@ def _readable(shape: _Shape, keys: Value, n_keys: Value, spare: Value) -> Value:
     return where(are_few, spare, keys)
 
 
-def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
+def _dots(shape: _Shape, q: Value, keys: Value, ahead: Value, share: int) -> Value:
     """One query by a vector's worth of keys: y[w] = q @ keys[w].
+
+    Meanwhile it asks for what lies `ahead`, a share of it for each key.
 
     Shapes: q [D]; keys [W, D]; the result [W].
     """
-    lanes, b = shape.lanes, q.b
-    sums = [Variable(lanes.constant(b, 0)) for _ in range(lanes.width)]
-    with loop(b, 0, shape.head_dim, lanes.width) as i:
-        x = lanes.load(q + i)
-        for key, total in enumerate(sums):
-            y = lanes.load(keys + key * shape.head_dim + i)
-            total.value = fma(x, y, total.value)
-    return _summed(lanes, [total.value for total in sums])
+    lanes, head_dim = shape.lanes, shape.head_dim
+    parts = {i: lanes.load(q + i) for i in range(0, head_dim, lanes.width)}
+    sums = []
+    for number in range(lanes.width):
+        key, total = keys + number * head_dim, lanes.constant(q.b, 0)
+        for i, x in parts.items():
+            total = fma(x, lanes.load(key + i), total)
+        sums.append(total)
+        _prefetch(shape, ahead, number * share, (number + 1) * share)
+        in_this_order(q.b)
+    return _summed(lanes, sums)
 
 
 def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
@@ -344,7 +359,7 @@ def _add_values(
             with loop(b, 0, n_keys) as t:
                 offset = start + t * head_dim
                 if rows.is_plain:
-                    _prefetch(shape, following + offset, part)
+                    _prefetch(shape, following + offset, 0, part)
                 parts = [lanes.load(values + offset + i) for i in range(0, part, lanes.width)]
                 shares = [lanes.splat(own[stride * g + t]) for g in range(n_rows)]
                 for total, (share, value) in zip(sums, product(shares, parts), strict=True):

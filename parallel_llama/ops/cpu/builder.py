@@ -300,6 +300,15 @@ def copy(target: Value, source: Value, n_bytes: Value) -> None:
     intrinsic("memcpy.p0.p0.i64", VOID, target, source, n_bytes, is_volatile)
 
 
+def in_this_order(b: ir.IRBuilder) -> None:
+    """Let LLVM not read what comes after this before what came until here.
+
+    It is no instruction. Memory is read fastest from its start to its end, and LLVM would mix what
+    does not hang on each other.
+    """
+    b.fence("acq_rel", "singlethread")
+
+
 def pause(b: ir.IRBuilder) -> None:
     """Let a core that looks for something over and over rest for a moment, where it knows how."""
     if platform.machine() == "x86_64":

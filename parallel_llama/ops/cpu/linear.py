@@ -5,6 +5,10 @@ the sums of a group stay in registers, and meanwhile memory is asked for the nex
 waits in the second cache: the first has no room for two tiles of long rows. What is summed, and in
 which order, is the same for any number of rows and threads.
 
+A thread's rows of the weight are as many stretches as a tile has rows, and a tile takes one row of
+each. So memory is read in a few places, from start to end in each of them, which a CPU sees and
+runs ahead of. For a single row of x that is all that is needed.
+
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
 
@@ -27,9 +31,9 @@ from parallel_llama.ops.cpu.builder import (
     Variable,
     fma,
     in_groups,
+    larger,
     loop,
     when,
-    where,
 )
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.routes import Routes
@@ -178,31 +182,32 @@ def _multiply(
             y[group, tile] = x[group] @ weight[tile].T
     """
     b = n.b
+    first, last = thread.part_of(m)
+    stretch = (last - first) // n_tile
 
-    def multiply(first: Value, n_columns: int, n_group: int) -> None:
-        """All rows of x by the rows of the weight from the first on."""
-        columns = [weight + first * k + k * column for column in range(n_columns)]
-        # Each group asks for its share of the next tile: so many numbers where a vector is used.
-        n_groups = (n + (n_group - 1)) // n_group
-        share = (n_groups - 1 + lanes.width) // n_groups
-        next_tile, share_size = columns[0] + k * n_columns, k * share // lanes.width * n_columns
+    def multiply(column: Value, n_columns: int, n_group: int) -> None:
+        """All rows of x by a row of the weight, and those in the same place of other stretches."""
+        numbers = [column + stretch * number for number in range(n_columns)]
+        columns = [weight + number * k for number in numbers]
+        # Each group of several asks for its share of the next tile: so many numbers a vector.
+        n_asking = larger((n + (n_group - 2)) // n_group, n.like(1))
+        share = (n_asking - 1 + lanes.width) // n_asking
 
         def multiply_group(first_row: Value, n_rows: int) -> None:
             rows, results = zip(*(row(first_row + i) for i in range(n_rows)), strict=True)
-            ahead = next_tile + share_size * (first_row // n_group)
-            products = iter(_products(lanes, of_weight, rows, columns, k, ahead, share))
+            start = k + k * share // lanes.width * (first_row // n_group)
+            asked = (start, share) if n_rows > 1 else None
+            products = iter(_products(lanes, of_weight, rows, columns, k, asked))
             for result in results:
-                for column in range(n_columns):
-                    (result + first)[column] = next(products)
+                for number in numbers:
+                    result[number] = next(products)
 
         in_groups(0, n, n_group, multiply_group)
 
-    n_tiles = m // n_tile
-    with loop(b, *thread.part_of(n_tiles)) as tile:
-        multiply(tile * n_tile, n_tile, _ROWS)
-    # What is left of the weight, less than a tile, is the last thread's, row by row.
-    with loop(b, where(thread.number + 1 < thread.count, m, n_tiles * n_tile), m) as last:
-        multiply(last, 1, 1)
+    with loop(b, first, first + stretch) as column:
+        multiply(column, n_tile, _ROWS)
+    with loop(b, first + stretch * n_tile, last) as column:
+        multiply(column, 1, 1)
 
 
 def _products(
@@ -211,15 +216,15 @@ def _products(
     rows: Sequence[Value],
     columns: Sequence[Value],
     k: Value,
-    ahead: Value,
-    share: Value,
+    asked: tuple[Value, Value] | None,
 ) -> list[Value]:
     """row @ column for each row with each column, of k numbers each, all at the same time.
 
-    Meanwhile it asks for what lies `ahead`, a share of it for each column where a vector is used.
+    Meanwhile it asks, so far behind the start of each column, for so many numbers at every vector.
     """
     sums = [Variable(lanes.constant(k.b, 0)) for _ in rows for _ in columns]
-    place = Variable(ahead)
+    start, share = asked or (k, k)
+    ahead = Variable(start)
 
     def add_products(i: Value, mask: Value | None = None) -> None:
         of_rows = [lanes.load(row + i, mask) for row in rows]
@@ -229,9 +234,10 @@ def _products(
 
     whole = k & -lanes.width
     with loop(k.b, 0, whole, lanes.width) as i:
-        for _ in columns:
-            place.value.prefetch(cache=2)
-            place.value += share
+        if asked is not None:
+            for column in columns:
+                (column + ahead.value).prefetch(cache=2)
+            ahead.value += share
         add_products(i)
     mask = lanes.first(k - whole)
     with loop(k.b, whole, k, lanes.width) as i:

@@ -52,10 +52,10 @@ class PanelReader:
     def prefetch(self, panel: Panel, group: Group) -> None:
         """Ask for a group's integers and scales."""
         for line in range(0, self._group_bytes, _LINE_BYTES):
-            (panel.integers + group.number * self._group_bytes + line).prefetch()
-        (panel.scales + group.block * 2 * self.lanes.width).prefetch()
+            (panel.integers + group.number * self._group_bytes + line).prefetch(cache=2)
+        (panel.scales + group.block * 2 * self.lanes.width).prefetch(cache=2)
         if self.form.n_factors:
-            self._factors_at(panel, group, 0).prefetch()
+            self._factors_at(panel, group, 0).prefetch(cache=2)
 
     def unsigned(self, panel: Panel, group: Group, part: int) -> Iterator[tuple[int, Value]]:
         """A part's integers from 0 on, in bytes, and which four inputs of the group they are for.
