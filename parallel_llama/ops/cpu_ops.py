@@ -1,4 +1,4 @@
-"""The operators on a CPU: kernels of our own, and torch for products of many rows."""
+"""The operators on a CPU: kernels of our own, and torch for what has none."""
 
 from array import array
 from collections.abc import Collection, Iterator, Sequence
@@ -22,6 +22,7 @@ from parallel_llama.ops.cpu import (
     at_once,
     make_add,
     make_attention,
+    make_block_linear,
     make_chunk_attention,
     make_group_linear,
     make_group_lookup,
@@ -82,6 +83,7 @@ class CPUOps(TorchOps):
                 make_group_lookup(form)
                 continue
             make_linear(self._dtype, form)
+            make_block_linear(self._dtype, form)
             make_lookup(self._dtype, form)
             if has_experts:
                 make_routed_linear(self._dtype, form)
@@ -123,16 +125,16 @@ class CPUOps(TorchOps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) > MAX_ROWS:
-            return self._linear_of_many(x, weight, bias)
-        y = make_linear(self._dtype, weight.dtype)(x, weight, self._run)
+            y = self._linear_of_many(x, weight)
+        else:
+            y = make_linear(self._dtype, weight.dtype)(x, weight, self._run)
         return y if bias is None else self.add_(y, bias)
 
-    def _linear_of_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear_of_many(self, x: Tensor, weight: Tensor) -> Tensor:
         tiles = make_tile_linear() if TileLinearKernel.takes(weight) else None
-        if tiles is None or x.dtype != torch.float32:
-            return super().linear(x, weight, bias)
-        y = tiles(x, weight, self._run)
-        return y if bias is None else self.add_(y, bias)
+        if tiles is not None and x.dtype == torch.float32:
+            return tiles(x, weight, self._run)
+        return make_block_linear(self._dtype, weight.dtype)(x, weight, self._run)
 
     def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
         make_group_linear(shape.form)(x, panels, shape, out, self._run)

@@ -7,6 +7,7 @@ from group_samples import BLOCKS, INT4_MIN, INT8
 
 from parallel_llama.ops.cpu import group_linear, program
 from parallel_llama.ops.cpu.attention import AttentionKernel
+from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
 from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
 from parallel_llama.ops.cpu.group_lookup import GroupLookupKernel
 from parallel_llama.ops.cpu.linear import LinearKernel
@@ -64,11 +65,12 @@ def test_groups_are_multiplied_without_it_too(assembly, form):
     [
         lambda: LinearKernel(torch.float32, torch.float32, PLAIN_ARM),
         lambda: LinearKernel(torch.float32, torch.bfloat16, PLAIN_ARM),
+        lambda: BlockLinearKernel(torch.float32, torch.float32, PLAIN_ARM),
         lambda: AttentionKernel(torch.float32, torch.float32, 64, 3, PLAIN, PLAIN_ARM),
         lambda: NormKernel(torch.float32, PLAIN_ARM),
         lambda: GroupLookupKernel(INT8, PLAIN_ARM),
     ],
-    ids=["linear", "linear of bfloat16", "attention", "norm", "lookup"],
+    ids=["linear", "linear of bfloat16", "linear of many rows", "attention", "norm", "lookup"],
 )
 def test_numbers_are_in_vectors(assembly, kernel):
     assert ".4s" in assembly(kernel)[-1]

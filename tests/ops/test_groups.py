@@ -20,6 +20,7 @@ from group_samples import (
 )
 
 from parallel_llama.dtypes import GROUP_SIZE
+from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
 from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
 from parallel_llama.ops.cpu.group_lookup import GroupLookupKernel
 from parallel_llama.ops.cpu.linear import LinearKernel
@@ -308,9 +309,10 @@ def test_matrices_of_several_formats_give_their_outputs_side_by_side():
 @needs_kernels
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_a_matrix_in_16_bits_is_multiplied_as_if_it_had_32(stored, machine):
-    narrow = LinearKernel(torch.float32, stored, machine)
-    wide = LinearKernel(torch.float32, torch.float32, machine)
+@pytest.mark.parametrize("kernel", [LinearKernel, BlockLinearKernel], ids=["few", "many"])
+def test_a_matrix_in_16_bits_is_multiplied_as_if_it_had_32(kernel, stored, machine):
+    narrow = kernel(torch.float32, stored, machine)
+    wide = kernel(torch.float32, torch.float32, machine)
     for n, k, m in [(1, 64, 48), (2, 5, 7), (7, 33, 1), (13, 100, 29)]:
         x, weight = torch.randn(n, k), torch.randn(m, k).to(stored)
         assert torch.equal(narrow(x, weight), wide(x, weight.float()))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from parallel_llama.ops.cpu import MAX_ROWS
+from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
 from parallel_llama.ops.cpu.linear import LinearKernel, RoutedLinearKernel
 from parallel_llama.ops.cpu.norm import NormKernel
 from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's o
 
 
 @cache
-def linear_for(dtype, machine):
-    return LinearKernel(dtype, dtype, machine)
+def linear_for(kernel, dtype, machine):
+    return kernel(dtype, dtype, machine)
 
 
 @cache
@@ -47,27 +48,32 @@ def dtype(request):
     return request.param
 
 
+@pytest.fixture(params=[LinearKernel, BlockLinearKernel], ids=["few rows", "many rows"])
+def kernel(request):
+    return request.param
+
+
 @pytest.mark.usefixtures("n_threads")
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-def test_a_product_is_torchs_for_any_shape(machine, dtype):
+def test_a_product_is_torchs_for_any_shape(kernel, machine, dtype):
     """Rows that fill no group, columns that fill no tile, and sums that fill no vector."""
-    linear = linear_for(dtype, machine)
+    linear = linear_for(kernel, dtype, machine)
     for n, k, m in [(1, 64, 48), (2, 5, 7), (6, 576, 24), (7, 33, 1), (13, 100, 29), (32, 17, 96)]:
         x, weight = torch.randn(n, k, dtype=dtype), torch.randn(m, k, dtype=dtype)
         torch.testing.assert_close(linear(x, weight), x @ weight.T, **CLOSE[dtype])
 
 
-def test_a_product_with_nothing_in_it_is_zero_or_empty(dtype):
+def test_a_product_with_nothing_in_it_is_zero_or_empty(kernel, dtype):
     """A rank without heads multiplies no columns; a step that draws nothing has no rows."""
-    linear = linear_for(dtype, this_machine())
+    linear = linear_for(kernel, dtype, this_machine())
     for n, k, m in [(3, 0, 5), (0, 4, 5), (3, 4, 0)]:
         x, weight = torch.ones(n, k, dtype=dtype), torch.ones(m, k, dtype=dtype)
         assert torch.equal(linear(x, weight), torch.zeros(n, m, dtype=dtype))
 
 
-def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(dtype):
+def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(kernel, dtype):
     """Neighbours are NaN: reading one would show, were it multiplied by zero."""
-    linear = linear_for(dtype, this_machine())
+    linear = linear_for(kernel, dtype, this_machine())
     around = torch.full((9, 50), torch.nan, dtype=dtype)
     x = around[1:8, 4:41]
     x.normal_()
@@ -78,16 +84,16 @@ def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(dtype):
 
 
 @pytest.mark.usefixtures("n_threads")
-def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(dtype):
-    linear = linear_for(dtype, this_machine())
+def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(kernel, dtype):
+    linear = linear_for(kernel, dtype, this_machine())
     x, weight = torch.randn(MAX_ROWS, 201, dtype=dtype), torch.randn(61, 201, dtype=dtype)
     alone = torch.cat([linear(row[None], weight) for row in x])
     for n in range(1, MAX_ROWS + 1):
         assert torch.equal(linear(x[:n], weight), alone[:n])
 
 
-def test_the_number_of_threads_does_not_change_a_bit(dtype):
-    linear = linear_for(dtype, this_machine())
+def test_the_number_of_threads_does_not_change_a_bit(kernel, dtype):
+    linear = linear_for(kernel, dtype, this_machine())
     x, weight = torch.randn(7, 130, dtype=dtype), torch.randn(101, 130, dtype=dtype)
     before, results = torch.get_num_threads(), []
     for n_threads in (1, 2, 3):
@@ -95,6 +101,20 @@ def test_the_number_of_threads_does_not_change_a_bit(dtype):
         results.append(linear(x, weight))
     torch.set_num_threads(before)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.usefixtures("n_threads")
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_large_product_is_the_same_by_parts(machine):
+    """More inputs than a panel holds, and more rows than pass over it at once."""
+    linear = linear_for(BlockLinearKernel, torch.float64, machine)
+    x = torch.randn(1031, 1301, dtype=torch.float64)
+    weight = torch.randn(67, 1301, dtype=torch.float64)
+    whole = linear(x, weight)
+    torch.testing.assert_close(whole, x @ weight.T, rtol=1e-12, atol=1e-12)
+    for rows in (slice(0, 1), slice(509, 519), slice(700, 1031)):
+        assert torch.equal(linear(x[rows], weight), whole[rows])
+    assert torch.equal(linear(x[:9], weight[41:]), whole[:9, 41:])
 
 
 @pytest.mark.usefixtures("n_threads")
@@ -109,7 +129,7 @@ def test_routed_rows_get_to_the_last_bit_what_one_product_gives(machine, dtype):
     routes = Routes(sources, targets, starts, 32)
     addresses = array("q", (weight.data_ptr() for weight in weights))
     actual = routed_linear_for(dtype, machine)(x, addresses, 29, routes)[targets]
-    linear = linear_for(dtype, machine)
+    linear = linear_for(LinearKernel, dtype, machine)
     for weight, start, stop in zip(weights, *routes.bounds(), strict=True):
         assert torch.equal(actual[start:stop], linear(x[sources[start:stop]], weight))
     assert not actual[starts[-1] :].any()

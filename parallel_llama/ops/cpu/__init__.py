@@ -1,18 +1,19 @@
-"""Machine code for the steps that read much memory for few rows, made for the CPU at hand.
+"""Machine code for the steps of a model, made for the CPU at hand.
 
-torch's products are built for many rows. Decoding has a row per sequence: what counts is that every
-weight and every key passes the core once, as fast as memory gives it. Each kernel is a function of
-LLVM's intermediate representation, compiled when a model is loaded. Attention of many queries has
-one too, which needs no mask, and no copy of keys that lie here and there in the cache.
+Decoding has a row per sequence: what counts is that every weight and every key passes the core
+once, as fast as memory gives it. Prompts have many rows: there the cores' arithmetic sets the pace.
+Each kernel is a function of LLVM's intermediate representation, compiled when a model is loaded.
+Attention needs no mask, and no copy of keys that lie here and there in the cache.
 
 A kernel sums in an order that does not depend on how many rows or threads there are, so a row's
-result is the same to the last bit in any company, as long as that is few enough for kernels.
+result is the same to the last bit in any company that the same kernel takes.
 
 Kernels take a `run`: a call is made at once, or recorded, for `walk` to make those of a whole step.
 """
 
 from parallel_llama.ops.cpu.add import make_add
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
+from parallel_llama.ops.cpu.block_linear import make_block_linear
 from parallel_llama.ops.cpu.chunk_attention import ChunkAttentionKernel, make_chunk_attention
 from parallel_llama.ops.cpu.group_linear import make_group_linear
 from parallel_llama.ops.cpu.group_lookup import make_group_lookup
@@ -48,6 +49,7 @@ __all__ = [
     "computes",
     "make_add",
     "make_attention",
+    "make_block_linear",
     "make_chunk_attention",
     "make_group_linear",
     "make_group_lookup",

@@ -38,7 +38,7 @@ from parallel_llama.ops.cpu.builder import (
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.routes import Routes
 
-# Beyond so many rows arithmetic and not memory sets the pace, and torch's product is faster.
+# Beyond so many rows arithmetic and not memory sets the pace: `block_linear` is for them.
 MAX_ROWS = 32
 
 # Rows of x in a group.

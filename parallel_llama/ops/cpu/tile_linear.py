@@ -24,10 +24,10 @@ from itertools import product
 
 import llvmlite.binding as llvm
 import torch
-import torch.nn.functional as F
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.cpu.block_linear import make_block_linear
 from parallel_llama.ops.cpu.builder import (
     F32,
     I8,
@@ -107,9 +107,8 @@ def make_tile_linear() -> TileLinearKernel | None:
         return None
     kernel = TileLinearKernel()
     x, weight = torch.ones(8 * _BLOCK, 512), torch.ones(512, 512, dtype=torch.bfloat16)
-    pays = _seconds(lambda: kernel(x, weight)) * _PAYS < _seconds(
-        lambda: F.linear(x, weight.to(x.dtype))
-    )
+    plain = make_block_linear(x.dtype, weight.dtype)
+    pays = _seconds(lambda: kernel(x, weight)) * _PAYS < _seconds(lambda: plain(x, weight))
     return kernel if pays else None
 
 
