@@ -98,7 +98,7 @@ def _is_decode(batch: Batch) -> bool:
     """Whether every row is decoded in every group of layers, and the result of each is wanted."""
     n_rows = len(batch.tokens)
     return batch.rows is None and all(
-        group.decode is not None and len(group.decode.rows) == n_rows for group in batch.groups
+        group.decode is not None and group.decode.n_rows == n_rows for group in batch.groups
     )
 
 
@@ -154,7 +154,7 @@ class _Program:
 def _with_room(group: GroupBatch) -> GroupBatch:
     """A batch to be filled by others of as many rows, with room for keys that come later."""
     decode = _decode(group)
-    n_rows, n_ranges = len(decode.rows), len(decode.slot_ranges)
+    n_rows, n_ranges = decode.n_rows, len(decode.slot_ranges)
     room = DecodeBatch.with_room(
         n_rows,
         max(_LEAST_RANGES * n_rows, 2 * n_ranges),

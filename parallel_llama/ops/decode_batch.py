@@ -7,50 +7,72 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Keys of a query that are worked off together. Where it sees more, threads share it; where they
+# are cut does not depend on how many threads there are, nor on the slots.
+PART_KEYS = 256
+
+# What is known of a part, as `DecodeBatch` says.
+PART_FIELDS = 6
+
 
 @dataclass(frozen=True)
 class DecodeBatch:
     """The decode rows of a batch: each is one query, which sees keys of its own in all layers.
 
-    Shapes: int64 `rows` [n, 4], those with the most keys first: a row's number, how many keys it
-    sees, and from where to where in `slot_ranges` [m, 2] they are, each range being its first slot
-    and the one after its last. `taken` [1] is 0 whenever no kernel is at work on the batch; there
-    its threads count what they have taken of it.
+    Shapes: int64 `parts` [room, PART_FIELDS], those of a row one behind the other, and rows with
+    the most keys first: a row's number, how many keys the part has, from where to where in
+    `slot_ranges` [m, 2] they are, each range being its first slot and the one after its last, the
+    part's number in its row, and how many the row has. `n_parts` [1] is how many there are.
+    `taken` [1] and `done` [room] are 0 whenever no kernel is at work on the batch; there its
+    threads count what they have taken of it, and at a row's first part what is done of the row.
     """
 
-    rows: Tensor
+    n_rows: int
+    parts: Tensor
+    n_parts: Tensor
     slot_ranges: Tensor
     max_len: int
     taken: Tensor
+    done: Tensor
 
     @classmethod
     def of(cls, slots: Mapping[int, Sequence[slice]]) -> "DecodeBatch":
         """From the slots that each row sees, in order; each sees some, and no slice is empty."""
-        rows: list[tuple[int, int, int, int]] = []
+        lengths = {row: sum(s.stop - s.start for s in slices) for row, slices in slots.items()}
+        parts: list[tuple[int, ...]] = []
         slot_ranges: list[tuple[int, int]] = []
-        for row, slices in slots.items():
-            n_keys = sum(each.stop - each.start for each in slices)
-            rows.append((row, n_keys, len(slot_ranges), len(slot_ranges) + len(slices)))
-            slot_ranges += [(each.start, each.stop) for each in slices]
         # The longest come first, so that no thread is left with one while the others have finished.
-        rows.sort(key=lambda row: row[1], reverse=True)
+        for row in sorted(slots, key=lengths.__getitem__, reverse=True):
+            n_parts = -(-lengths[row] // PART_KEYS)
+            left = lengths[row]
+            for number, ranges in enumerate(_in_parts(slots[row], n_parts)):
+                first = len(slot_ranges)
+                slot_ranges += ranges
+                size = min(left, PART_KEYS)
+                parts.append((row, size, first, len(slot_ranges), number, n_parts))
+                left -= size
         return cls(
-            torch.from_numpy(
-                np.array(rows, dtype=np.int64)
-            ),  # several times as fast as torch.tensor
-            torch.from_numpy(np.array(slot_ranges, dtype=np.int64)),
-            max_len=rows[0][1],
-            taken=torch.zeros(1, dtype=torch.int64),
+            len(slots),
+            _int64(parts),
+            _int64([len(parts)]),
+            _int64(slot_ranges),
+            max(lengths.values()),
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros(len(parts), dtype=torch.int64),
         )
 
     @classmethod
     def with_room(cls, n_rows: int, n_ranges: int, max_len: int) -> "DecodeBatch":
         """A batch to be filled, over and over, by others of so many rows that are no larger."""
+        n_parts = n_rows * -(-max_len // PART_KEYS)
         return cls(
-            torch.zeros((n_rows, 4), dtype=torch.int64),
-            torch.zeros((n_ranges, 2), dtype=torch.int64),
+            n_rows,
+            torch.zeros((n_parts, PART_FIELDS), dtype=torch.int64),
+            torch.zeros(1, dtype=torch.int64),
+            torch.zeros((n_ranges + n_parts, 2), dtype=torch.int64),
             max_len,
             torch.zeros(1, dtype=torch.int64),
+            torch.zeros(n_parts, dtype=torch.int64),
         )
 
     def has_room_for(self, other: "DecodeBatch") -> bool:
@@ -58,5 +80,31 @@ class DecodeBatch:
 
     def fill(self, other: "DecodeBatch") -> None:
         """Take over the rows of another batch, and where their keys are."""
-        self.rows.copy_(other.rows)
+        self.parts[: len(other.parts)].copy_(other.parts)
+        self.n_parts.copy_(other.n_parts)
         self.slot_ranges[: len(other.slot_ranges)].copy_(other.slot_ranges)
+
+
+def _in_parts(slices: Sequence[slice], n_parts: int) -> list[list[tuple[int, int]]]:
+    """The ranges of slots of each part; a slice may end in a later one than it begins in.
+
+    >>> _in_parts([slice(9, 12), slice(100, 500)], 2)
+    [[(9, 12), (100, 353)], [(353, 500)]]
+    """
+    parts: list[list[tuple[int, int]]] = [[] for _ in range(n_parts)]
+    number, room = 0, PART_KEYS
+    for each in slices:
+        start = each.start
+        while start < each.stop:
+            if not room:
+                number, room = number + 1, PART_KEYS
+            stop = min(each.stop, start + room)
+            parts[number].append((start, stop))
+            room -= stop - start
+            start = stop
+    return parts
+
+
+def _int64(numbers: Sequence[object]) -> Tensor:
+    # Several times as fast as torch.tensor.
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))

@@ -1,5 +1,6 @@
 """The operators in torch: they run on any device, in any dtype, and say what each computes."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -373,8 +374,10 @@ class TorchOps:
         Shapes: q, out [T, K * G, D]; k, v [K, n_slots, W].
         """
         ranges = batch.slot_ranges.tolist()
-        for row, _, first, end in batch.rows.tolist():
-            own = [slice(*each) for each in ranges[first:end]]
+        seen: defaultdict[int, list[slice]] = defaultdict(list)
+        for row, _, first, end, *_ in batch.parts[: batch.n_parts.item()].tolist():
+            seen[row] += (slice(*each) for each in ranges[first:end])
+        for row, own in seen.items():
             keys, values = (torch.cat([each[:, s] for s in own], 1)[None] for each in (k, v))
             out[row : row + 1] = self.prefill_attention(q[row : row + 1], keys, values, None)
 

@@ -177,6 +177,39 @@ def test_a_result_is_the_same_to_the_last_bit_wherever_the_keys_lie(dtype: torch
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("n_keys", [255, 256, 257, 512, 3001])
+def test_threads_share_the_keys_of_a_sequence(dtype: torch.dtype, n_keys: int) -> None:
+    """In parts, whatever their number, to the same bits, and wherever the slices are cut.
+
+    Scores of some keys are so large that parts without them have no share.
+    """
+    keys, values = torch.randn(2, N_KV_HEADS, n_keys, 16, dtype=dtype)
+    keys[:, n_keys // 2] *= 40
+    q = torch.randn(2, N_KV_HEADS * 3, 16, dtype=dtype)
+    half = n_keys // 3
+    results = []
+    for slices in ([slice(9, 9 + n_keys)], [slice(4000, 4000 + half), slice(7, 7 + n_keys - half)]):
+        k, v = torch.full((2, N_KV_HEADS, 8000, 16), torch.nan, dtype=dtype)
+        k[:, slots_of(slices)], v[:, slots_of(slices)] = keys, values
+        both = [slices, [slice(slices[0].start, slices[0].start + 40)]]
+        expected = by_definition(q, k, v, both)
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            o = run(kernel(dtype, 16, 3, 64), q, k, v, both)
+            torch.testing.assert_close(o.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+            results.append(o[0].clone())
+    assert all(torch.equal(o, results[0]) for o in results)
+
+
+def test_counts_are_left_at_0() -> None:
+    k = torch.randn(1, 900, 16)
+    q = torch.randn(2, 3, 16)
+    batch = DecodeBatch.of({0: [slice(0, 900)], 1: [slice(0, 257)]})
+    kernel(torch.float32, 16, 3, 64)(q, k, k, batch, torch.empty_like(q))
+    assert not batch.taken.any() and not batch.done.any()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
     """Whole numbers, so that scores up to 10^4 are exact and the comparison is sharp."""
     k = torch.randint(-50, 51, (N_KV_HEADS, 200, 4)).to(dtype)

@@ -2,12 +2,13 @@
 
 What one KV head keeps of one sequence is read once, for the whole group of queries that share it.
 Scores are taken for a vector of keys at a time and go to a scratch row per query; their softmax is
-taken in place; the values are then summed by it, for a few queries at a time.
+taken in place; the values are then summed by it, for a few queries at a time. Threads share the
+keys of a long sequence, a part each: whoever is done last puts the parts' results together.
 
 A result depends on the query, its keys and its values alone: not on the other sequences, not on the
-thread, and not on how the slots are cut into ranges.
+threads, and not on how the slots are cut into ranges.
 
-Source: grouped queries, arXiv 2305.13245.
+Source: grouped queries, arXiv 2305.13245; keys in parts, FlashDecoding, arXiv 2311.01282.
 """
 
 import math
@@ -41,7 +42,7 @@ from parallel_llama.ops.cpu.builder import (
 from parallel_llama.ops.cpu.exponential import exp, tanh
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
-from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.decode_batch import PART_FIELDS, PART_KEYS, DecodeBatch
 from parallel_llama.ops.scores import Scores
 
 _MAX_CHUNK = 4  # of a group whose sums of values stay in registers together
@@ -49,6 +50,8 @@ _BLOCK_BYTES = 1 << 13  # of values that a whole group takes while the next ones
 _LINE_BYTES = 64  # of a cache
 # Blocks of keys, or of values, from the one that is read to the one that memory is asked for.
 _AHEAD = 2
+# Of a result: the largest score, and the sum of what exp makes of all in relation to it.
+_SHARE_FIELDS = 2
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ class AttentionKernel:
         integers = I64.as_pointer()
         numbers, rows = [lanes.pointer, I64], [self._rows.pointer, I64]
         arrays = [*numbers, *rows, *rows, *numbers, *numbers]
-        types = [integers, I64, I64, integers, integers, *arrays]
+        pointer = lanes.pointer
+        types = [integers, integers, integers, I64, integers, integers, *arrays, pointer, pointer]
         self._program = Program("attention", types, partial(_attention, shape))
 
     def __call__(
@@ -130,17 +134,22 @@ class AttentionKernel:
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
-        # A vector of scores may begin at a row's last key, and one of -inf comes after that.
-        stride = -(-batch.max_len // self._width) * self._width + self._width
-        n_items = len(batch.rows) * n_kv_heads
+        # A vector of scores may begin at a part's last key, and one of -inf comes after that.
+        n_keys = min(batch.max_len, PART_KEYS)
+        stride = -(-n_keys // self._width) * self._width + self._width
+        n_items = len(batch.parts) * n_kv_heads
         n_threads = min(torch.get_num_threads(), n_items)
         scores = torch.empty(n_threads * self.n_group * stride, dtype=self.dtype)
+        n_results = n_items * self.n_group
+        results = torch.empty(n_results, self.head_dim, dtype=self.dtype)
+        shares = torch.empty(n_results, _SHARE_FIELDS, dtype=self.dtype)
         run(
             self._program, n_threads,
-            batch.taken.data_ptr(), n_items, n_kv_heads,
-            batch.rows.data_ptr(), batch.slot_ranges.data_ptr(),
+            batch.taken.data_ptr(), batch.done.data_ptr(), batch.n_parts.data_ptr(), n_kv_heads,
+            batch.parts.data_ptr(), batch.slot_ranges.data_ptr(),
             q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
             out.data_ptr(), out.stride(0), scores.data_ptr(), stride,
+            results.data_ptr(), shares.data_ptr(),
         )  # fmt: skip
 
 
@@ -155,36 +164,53 @@ def make_attention(
 def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
     """The kernel.
 
-    for (row, head) in the pairs of decode row and KV head that no other thread has taken:
-        scores = q[row, group of head] @ k[head, slots of row].T * scale, with a soft cap
-        scores = softmax(scores)
-        out[row, group of head] = scores @ v[head, slots of row]
+    for (part of a row, head) that no other thread has taken:
+        scores = q[row, group of head] @ k[head, slots of part].T * scale, with a soft cap
+        result = softmax(scores) @ v[head, slots of part]
+        if the row has no other part:
+            out[row, group of head] = result
+        elif no other result of the row is left to be done:
+            out[row] = their sum, each by its share of the softmax
     """
     (
-        taken, n_items, n_kv_heads, rows, slot_ranges,
-        q, q_stride, k, k_stride, v, v_stride, out, out_stride, scores, stride,
+        taken, done, n_parts, n_kv_heads, parts, slot_ranges,
+        q, q_stride, k, k_stride, v, v_stride, out, out_stride, scores, stride, results, shares,
     ) = arguments  # fmt: skip
-    lanes, head_dim = shape.lanes, shape.head_dim
-    own = scores + thread.number * stride * shape.n_group
-    spare = Value(b, b.alloca(lanes.vector.element, shape.n_spare * head_dim))
-    with loop(b, 0, shape.n_spare * head_dim, lanes.width) as i:
+    lanes, n_group, group_size = shape.lanes, shape.n_group, shape.n_group * shape.head_dim
+    own = scores + thread.number * stride * n_group
+    spare = Value(b, b.alloca(lanes.vector.element, shape.n_spare * shape.head_dim))
+    with loop(b, 0, shape.n_spare * shape.head_dim, lanes.width) as i:
         # Numbers that nobody wrote may be so small that products with them are slow.
         lanes.store(spare + i, lanes.constant(b, 0))
-    with thread.untaken(taken, n_items) as item:
-        row, n_keys, first, end = (rows[item // n_kv_heads * 4 + i] for i in range(4))
-        head = item % n_kv_heads
-        group, seen = head * (shape.n_group * head_dim), (slot_ranges, first, end)
+    with thread.untaken(taken, n_parts[0] * n_kv_heads) as item:
+        part, head = item // n_kv_heads, item % n_kv_heads
+        row, n_keys, first, end, number, count = (
+            parts[part * PART_FIELDS + i] for i in range(PART_FIELDS)
+        )
+        seen, group = (slot_ranges, first, end), head * group_size
         with _blocks(*seen, lanes.width) as block:
             keys = k + head * k_stride
             _score(shape, q + row * q_stride + group, keys, own, stride, block, spare)
-        with loop(b, 0, shape.n_group) as query:
-            _softmax(lanes, own + query * stride, n_keys)
-        own_out = out + row * out_stride + group
-        with loop(b, 0, shape.n_group * head_dim, lanes.width) as i:
-            lanes.store(own_out + i, lanes.constant(b, 0))
+        with loop(b, 0, n_group) as query:
+            share = shares + (item * n_group + query) * _SHARE_FIELDS
+            _softmax(lanes, own + query * stride, n_keys, share)
+        own_out = out + row * out_stride
+        result = where(count > 1, results + item * group_size, own_out + group)
+        with loop(b, 0, group_size, lanes.width) as i:
+            lanes.store(result + i, lanes.constant(b, 0))
         with _blocks(*seen, shape.block) as block:
             values = v + head * v_stride
-            _add_values(shape, own_out, values, own, stride, block, spare)
+            _add_values(shape, result, values, own, stride, block, spare)
+        with when(count > 1):
+            n_done = (done + (part - number)).add_atomically(1)
+            with when(n_done > count * n_kv_heads - 2):
+                done[part - number] = count.like(0)
+                start = (part - number) * n_kv_heads * n_group
+                own_results = results + start * shape.head_dim, shares + start * _SHARE_FIELDS
+                with loop(b, 0, n_kv_heads * n_group) as query:
+                    step = n_kv_heads * n_group
+                    own_query = own_out + query * shape.head_dim
+                    _put_together(shape, own_query, *own_results, query, count, step)
 
 
 @dataclass(frozen=True)
@@ -311,22 +337,55 @@ def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
-def _softmax(lanes: Lanes, row: Value, n: Value) -> None:
-    """row = exp(row - max(row)) / sum(exp(row - max(row))) for n numbers and room for a vector."""
+def _softmax(lanes: Lanes, row: Value, n: Value, share: Value) -> None:
+    """row = exp(row - max(row)) / sum(exp(row - max(row))) for n numbers and room for a vector.
+
+    That maximum and that sum are left at `share`.
+    """
     b = row.b
     lanes.store(row + n, lanes.constant(b, -math.inf))  # exp makes it 0
     largest = Variable(lanes.constant(b, -math.inf))
     with loop(b, 0, n, lanes.width) as t:
         largest.value = larger(lanes.load(row + t), largest.value)
-    maximum = lanes.splat(lanes.reduce(larger, largest.value))
+    maximum = lanes.reduce(larger, largest.value)
     total = Variable(lanes.constant(b, 0))
     with loop(b, 0, n, lanes.width) as t:
-        term = exp(lanes, lanes.load(row + t) - maximum)
+        term = exp(lanes, lanes.load(row + t) - lanes.splat(maximum))
         lanes.store(row + t, term)
         total.value += term
-    share = 1 / lanes.splat(lanes.reduce(add, total.value))
+    share[0], share[1] = maximum, lanes.reduce(add, total.value)
+    inverse = 1 / lanes.splat(share[1])
     with loop(b, 0, n, lanes.width) as t:
-        lanes.store(row + t, lanes.load(row + t) * share)
+        lanes.store(row + t, lanes.load(row + t) * inverse)
+
+
+def _put_together(
+    shape: _Shape, out: Value, results: Value, shares: Value, query: Value, n: Value, step: Value
+) -> None:
+    """out = sum of a query's n results, each by its share of the whole softmax.
+
+    Those of its parts are so many steps apart; the shares take their maximum's place.
+    """
+    lanes, b = shape.lanes, out.b
+    largest, total = (Variable(lanes.constant(b, number)) for number in (-math.inf, 0))
+
+    def share_at(part: Value) -> Value:
+        return shares + (part * step + query) * _SHARE_FIELDS
+
+    with loop(b, 0, n) as part:
+        largest.value = larger(lanes.splat(share_at(part)[0]), largest.value)
+    with loop(b, 0, n) as part:
+        share = share_at(part)
+        sum_ = exp(lanes, lanes.splat(share[0]) - largest.value) * lanes.splat(share[1])
+        share[0] = Value(b, b.extract_element(sum_.raw, I64(0)))
+        total.value += sum_
+    inverse = 1 / total.value
+    with loop(b, 0, shape.head_dim, lanes.width) as i:
+        value = Variable(lanes.constant(b, 0))
+        with loop(b, 0, n) as part:
+            own = lanes.load(results + (part * step + query) * shape.head_dim + i)
+            value.value = fma(lanes.splat(share_at(part)[0]) * inverse, own, value.value)
+        lanes.store(out + i, value.value)
 
 
 def _add_values(
