@@ -1,9 +1,9 @@
 """Decode steps as programs: one call in the place of hundreds, for steps of equal numbers of rows.
 
-A step that is nothing but decode rows, in operators that are kernels, is recorded the first time;
-after that its batch is copied to where the recording looks, and all blocks and the head are one
-call. Every other step runs block by block, and so does a model with operators of torch's. Both give
-the same to the last bit, and take part in the same collectives.
+A step that is nothing but a few decode rows, in operators that are kernels, is recorded the first
+time; after that its batch is copied to where the recording looks, and all blocks and the head are
+one call. Every other step runs block by block, and so does a model with operators of torch's. Both
+give the same to the last bit, and take part in the same collectives.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,9 @@ from parallel_llama.ops import CPUOps, DecodeBatch, NotRecorded
 # Keys of a row, and ranges of slots for each row, for which there is room at the least.
 _LEAST_KEYS, _LEAST_RANGES = 1024, 8
 
-# Programs that are kept, one for each number of rows.
-_MAX_PROGRAMS = 64
+# Programs are kept, one for each number of rows. With more rows arithmetic takes so long that calls
+# from Python cost little beside it, and a program would seldom be run again.
+_MAX_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -88,17 +89,19 @@ class DecodePrograms:
                 program = _Program(self._model, self._ops, self._caches, batch)
             except NotRecorded:
                 program = None
-            if len(self._programs) >= _MAX_PROGRAMS:
-                self._programs.clear()
             self._programs[n_rows] = program
         return program
 
 
 def _is_decode(batch: Batch) -> bool:
-    """Whether every row is decoded in every group of layers, and the result of each is wanted."""
+    """Whether few rows are decoded in every group of layers, and the result of each is wanted."""
     n_rows = len(batch.tokens)
-    return batch.rows is None and all(
-        group.decode is not None and group.decode.n_rows == n_rows for group in batch.groups
+    return (
+        n_rows <= _MAX_ROWS
+        and batch.rows is None
+        and all(
+            group.decode is not None and group.decode.n_rows == n_rows for group in batch.groups
+        )
     )
 
 
