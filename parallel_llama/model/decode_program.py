@@ -20,8 +20,8 @@ from parallel_llama.ops import CPUOps, DecodeBatch, NotRecorded
 # Keys of a row, and ranges of slots for each row, for which there is room at the least.
 _LEAST_KEYS, _LEAST_RANGES = 1024, 8
 
-# Programs are kept, one for each number of rows. With more rows arithmetic takes so long that calls
-# from Python cost little beside it, and a program would seldom be run again.
+# Programs are kept, one for each number of rows up to this one. Beyond it arithmetic takes so long
+# that calls from Python cost little beside it, and a program would seldom be run again.
 _MAX_ROWS = 32
 
 

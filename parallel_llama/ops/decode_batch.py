@@ -44,13 +44,11 @@ class DecodeBatch:
         # The longest come first, so that no thread is left with one while the others have finished.
         for row in sorted(slots, key=lengths.__getitem__, reverse=True):
             n_parts = -(-lengths[row] // PART_KEYS)
-            left = lengths[row]
             for number, ranges in enumerate(_in_parts(slots[row], n_parts)):
                 first = len(slot_ranges)
                 slot_ranges += ranges
-                size = min(left, PART_KEYS)
+                size = min(lengths[row] - number * PART_KEYS, PART_KEYS)
                 parts.append((row, size, first, len(slot_ranges), number, n_parts))
-                left -= size
         return cls(
             len(slots),
             _int64(parts),

@@ -116,8 +116,8 @@ class AttentionKernel:
         integers = I64.as_pointer()
         numbers, rows = [lanes.pointer, I64], [self._rows.pointer, I64]
         arrays = [*numbers, *rows, *rows, *numbers, *numbers]
-        pointer = lanes.pointer
-        types = [integers, integers, integers, I64, integers, integers, *arrays, pointer, pointer]
+        counts, results = [integers, integers, integers, I64], [lanes.pointer, lanes.pointer]
+        types = [*counts, integers, integers, *arrays, *results]
         self._program = Program("attention", types, partial(_attention, shape))
 
     def __call__(
@@ -202,22 +202,22 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[V
             values = v + head * v_stride
             _add_values(shape, result, values, own, stride, block, spare)
         with when(count > 1):
-            n_done = (done + (part - number)).add_atomically(1)
+            first_part, n_queries = part - number, n_kv_heads * n_group
+            n_done = (done + first_part).add_atomically(1)
             with when(n_done > count * n_kv_heads - 2):
-                done[part - number] = count.like(0)
-                start = (part - number) * n_kv_heads * n_group
-                own_results = results + start * shape.head_dim, shares + start * _SHARE_FIELDS
-                with loop(b, 0, n_kv_heads * n_group) as query:
-                    step = n_kv_heads * n_group
+                done[first_part] = count.like(0)
+                with loop(b, 0, n_queries) as query:
+                    at = first_part * n_queries + query
+                    own_results = results + at * shape.head_dim, shares + at * _SHARE_FIELDS
                     own_query = own_out + query * shape.head_dim
-                    _put_together(shape, own_query, *own_results, query, count, step)
+                    _put_together(shape, own_query, *own_results, count, n_queries)
 
 
 @dataclass(frozen=True)
 class _Block:
     """Some keys of one range, at most as many as are taken at a time.
 
-    They are the `t`-th and following ones of their row, and begin at `slot`; `n_left` are from
+    They are the `t`-th and following ones of their part, and begin at `slot`; `n_left` are from
     there to the end of the range. Some blocks later, one begins at the slot `following`.
     """
 
@@ -229,7 +229,7 @@ class _Block:
 
 @contextmanager
 def _blocks(slot_ranges: Value, first: Value, end: Value, size: int) -> Iterator[_Block]:
-    """Emit what is built inside for every block of a row's keys, in their order."""
+    """Emit what is built inside for every block of a part's keys, in their order."""
     b = slot_ranges.b
     n_before = Variable(first.like(0))
     with loop(b, first, end) as number:
@@ -360,30 +360,31 @@ def _softmax(lanes: Lanes, row: Value, n: Value, share: Value) -> None:
 
 
 def _put_together(
-    shape: _Shape, out: Value, results: Value, shares: Value, query: Value, n: Value, step: Value
+    shape: _Shape, out: Value, results: Value, shares: Value, n: Value, step: Value
 ) -> None:
     """out = sum of a query's n results, each by its share of the whole softmax.
 
-    Those of its parts are so many steps apart; the shares take their maximum's place.
+    There are the results of so many queries, a step, from one of its own to the next. The shares
+    take their maximum's place.
     """
     lanes, b = shape.lanes, out.b
     largest, total = (Variable(lanes.constant(b, number)) for number in (-math.inf, 0))
 
     def share_at(part: Value) -> Value:
-        return shares + (part * step + query) * _SHARE_FIELDS
+        return shares + part * step * _SHARE_FIELDS
 
     with loop(b, 0, n) as part:
         largest.value = larger(lanes.splat(share_at(part)[0]), largest.value)
     with loop(b, 0, n) as part:
         share = share_at(part)
         sum_ = exp(lanes, lanes.splat(share[0]) - largest.value) * lanes.splat(share[1])
-        share[0] = Value(b, b.extract_element(sum_.raw, I64(0)))
+        share[0] = lanes.reduce(larger, sum_)  # all lanes have the same
         total.value += sum_
     inverse = 1 / total.value
     with loop(b, 0, shape.head_dim, lanes.width) as i:
         value = Variable(lanes.constant(b, 0))
         with loop(b, 0, n) as part:
-            own = lanes.load(results + (part * step + query) * shape.head_dim + i)
+            own = lanes.load(results + part * step * shape.head_dim + i)
             value.value = fma(lanes.splat(share_at(part)[0]) * inverse, own, value.value)
         lanes.store(out + i, value.value)
 

@@ -2,12 +2,12 @@
 
 Rows of x are kept a few together, and outputs some vectors together, input by input: so one step
 takes what it needs from two places, in order. A thread lays out a panel of outputs and lets the
-rows pass over it before it comes to the next. The sum of an output goes through the inputs in
-their order, whatever the number of rows and threads: a row's result is the same among any rows.
+rows pass over it before it comes to the next. What is summed in which order depends on the number
+of inputs alone, so a row's result is the same among any rows and from any number of threads.
 
-    block of rows      [inputs, _Shape.n_rows]
-    panel of outputs   [inputs, _Shape.n_vectors, lanes]
-    sums               [_Shape.n_rows, _Shape.n_vectors, lanes]
+    block of rows      [inputs, n_rows]
+    panel of outputs   [inputs, n_vectors, lanes]
+    sums               [n_rows, n_vectors, lanes]
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
@@ -42,10 +42,9 @@ _MAX_INPUTS = 1024
 _SUMMED = 128
 
 # Rows that pass over all panels before the next ones do, so that a cache holds them; fewer where
-# threads would have too few panels.
+# there would not be so many panels for each thread.
 _MAX_CHUNK = 512
-
-_ITEMS_PER_THREAD = 4
+_PANELS_PER_THREAD = 4
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class BlockLinearKernel:
         run(self._rows, n_threads, x.data_ptr(), x.stride(0), blocks.data_ptr(), n, k)
         panels = x.new_empty(n_threads, _MAX_INPUTS, shape.n_outputs)
         n_panels = -(-m // shape.n_outputs)
-        n_chunks = max(-(-n // _MAX_CHUNK), _ITEMS_PER_THREAD * n_threads // max(n_panels, 1))
+        n_chunks = max(-(-n // _MAX_CHUNK), _PANELS_PER_THREAD * n_threads // max(n_panels, 1))
         chunk = -(-n_blocks // n_chunks) * shape.n_rows
         addresses = (each.data_ptr() for each in (blocks, weight, panels, y))
         run(self._program, n_threads, *addresses, n, k, m, chunk)
