@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -507,23 +507,13 @@ class LLM:
             while self._is_alive(run):
                 self._step_for_all()
 
-    @contextmanager
-    def _whole_step(self) -> Iterator[None]:
+    def _whole_step(self) -> AbstractContextManager[None]:
         """Holds Ctrl-C back until a step is over: half a collective would be the group's end."""
         use_device(self.device)
+        if self.tp_size == 1 or threading.current_thread() is not threading.main_thread():
+            return nullcontext()
         handler = signal.getsignal(signal.SIGINT)
-        is_main = threading.current_thread() is threading.main_thread()
-        if self.tp_size == 1 or not is_main or not callable(handler):
-            yield
-            return
-        pressed: list[tuple[int, FrameType | None]] = []
-        signal.signal(signal.SIGINT, lambda *press: pressed.append(press))
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, handler)
-        if pressed:
-            handler(*pressed[-1])
+        return _held_back(handler) if callable(handler) else nullcontext()
 
     def _is_alive(self, run: "_Run") -> bool:
         """Whether some of its requests are still in the engine."""
@@ -542,6 +532,19 @@ class LLM:
                 if output.is_last:
                     run.open.remove(output.ticket)
                     del self._runs[output.ticket]
+
+
+@contextmanager
+def _held_back(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Ctrl-C comes to its handler afterwards."""
+    pressed: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *press: pressed.append(press))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        handler(*pressed[-1])
 
 
 @dataclass(eq=False)

@@ -409,7 +409,7 @@ class Engine:
             mask = both(masks.get(item.sequence), state.allowed)
             draws.append(draws_of(item, state.history, mask))
         flat = [draw for own in draws for draw in own]
-        if self._may_look_ahead(flat) and logits.drawn is not None:
+        if logits.drawn is not None and self._may_look_ahead(flat):
             return [[drawn] for drawn in self._read_ahead(drawing, flat, logits, logits.drawn)]
         best = logits.drawn
         if best is None and all(draw.params.is_greedy for draw in flat):

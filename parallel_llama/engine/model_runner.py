@@ -25,11 +25,17 @@ from parallel_llama.engine.spread_cache import CachePart, mask_of
 from parallel_llama.engine.step_buffer import Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.families.model_args import layer_groups
 from parallel_llama.model.batch import Batch, GroupBatch, QueryTile, SinkTile
-from parallel_llama.model.decode_program import DecodePrograms, Logits
+from parallel_llama.model.decode_program import (
+    DecodePrograms,
+    DecodeStep,
+    GroupRows,
+    Logits,
+    Program,
+)
 from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
-from parallel_llama.model.rope import RotaryTables, base_len, rotary_of_windows, turns_back
+from parallel_llama.model.rope import RotaryTables, Rows, base_len, rotary_of_windows, turns_back
 from parallel_llama.model.transformer import Transformer
-from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, TorchOps, choose_ops
+from parallel_llama.ops import DecodeBatch, DecodeRows, QueryChunk, Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.ops.torch_ops import MAX_QUERIES
 from parallel_llama.parallel.collectives import Communicator
@@ -122,6 +128,7 @@ class ModelRunner:
             for group, n in zip(self.groups, n_blocks, strict=True)
         )
         self._steps = DecodePrograms(self.model, self.caches)
+        self._no_rows = torch.empty(0, self.args.dim, dtype=self.dtype, device=self.device)
         self._paging = self._graphs = None
         if is_paged:
             tables = tuple(rotary.whole() for rotary in self._rotary_of)
@@ -157,7 +164,6 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.close()
 
-    @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
         """Run the chunks through the model, end to end in one batch.
 
@@ -166,9 +172,13 @@ class ModelRunner:
         Collective: those of `Transformer.forward`.
         """
         with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
-            return self._steps(self.batch(chunks, rows))
+            program = self._program(chunks, rows)
+            with torch.inference_mode():
+                if program is not None:
+                    return program.hidden.clone()
+                batch = self.batch(chunks, rows)
+                return self.model(batch, self.caches)  # type: ignore[no-any-return]
 
-    @torch.inference_mode()
     def step(
         self,
         chunks: Sequence[Chunk],
@@ -186,10 +196,7 @@ class ModelRunner:
         """
         if drawing and not others:
             with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
-                logits = self._graphs(chunks, drawing, noise) if self._graphs else None
-                if logits is None:
-                    logits = self._logits(self.batch(chunks, drawing, noise))
-            return logits, logits.values[:0]
+                return self._logits_of(chunks, drawing, noise), self._no_rows
         # The middle of a prompt wants no row, and a forward gives one at least.
         hidden = self.forward(chunks, [*drawing, *others] or [0])
         return Logits(self.logits(hidden[: len(drawing)])), hidden[len(drawing) :]
@@ -220,8 +227,53 @@ class ModelRunner:
         """Scores of this rank's vocabulary rows. Shapes: [n, dim] replicated -> [n, V_local]."""
         return self.model.logits(hidden)
 
+    def _logits_of(
+        self, chunks: Sequence[Chunk], rows: Sequence[int], noise: Sequence[RowNoise]
+    ) -> Logits:
+        """The logits of these rows, in the way that is fastest for the chunks."""
+        program = self._program(chunks, rows)
+        if program is not None:
+            return program.logits
+        with torch.inference_mode():
+            logits = self._graphs(chunks, rows, noise) if self._graphs else None
+            return logits or self._logits(self.batch(chunks, rows, noise))
+
     def _logits(self, batch: Batch) -> Logits:
-        return self._steps.logits(batch)
+        """The logits of the batch's rows by operators, and what they draw where it has noise."""
+        logits = self.model.logits(self.model(batch, self.caches))
+        if batch.noise is None:
+            return Logits(logits)
+        drawn = self.model.ops.draw(logits, batch.noise, self.share.vocab.start)
+        return Logits(logits, drawn=drawn)
+
+    def _program(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Program | None:
+        """The program that has run these chunks, if they are a step for one."""
+        n_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        is_wanted = self._steps.may_take(n_tokens) and _is_all(rows, n_tokens)
+        if not is_wanted or not all(map(self._is_decoded, chunks)):
+            return None
+        rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
+        groups = (
+            self._group_rows(number, chunks, rotations[rotary])
+            for number, rotary in enumerate(self._rotary_of)
+        )
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        return self._steps.run(DecodeStep(tokens, tuple(groups)))
+
+    def _is_decoded(self, chunk: Chunk) -> bool:
+        """Whether its tokens are queries that see slots of this rank's cache, and nothing else."""
+        is_here = self._paging is None and self._part is None
+        groups = range(len(self.groups) if self.args.attention_sinks else 0)
+        near = (self._before_sinks(number, chunk.positions) for number in groups)
+        return is_here and chunk.is_decoded and all(each == chunk.positions for each in near)
+
+    def _group_rows(self, number: int, chunks: Sequence[Chunk], rotations: Rows) -> GroupRows:
+        slots: list[int] = []
+        decoded: dict[int, tuple[slice, ...]] = {}
+        for chunk in chunks:
+            decoded |= self._decoded(number, len(slots), chunk, chunk.positions)
+            slots += slots_of(chunk.tables[number], self.block_size, chunk.positions)
+        return GroupRows(slots, rotations, DecodeRows.of(decoded))
 
     def _rotary_tables(self) -> list[RotaryTables]:
         """Those of each group; groups that rotate alike share them."""
@@ -242,16 +294,18 @@ class ModelRunner:
         assert all(chunk.tokens for chunk in chunks)
         if self._paging is not None:
             return self._paged_batch(chunks, rows, noise)
-        rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
+        rotations = {
+            each: torch.from_numpy(_rotations(each, chunks)).to(self.device)
+            for each in set(self._rotary_of)
+        }
         tokens = [token for chunk in chunks for token in chunk.tokens]
-        is_all = rows is None or list(rows) == list(range(len(tokens)))
         return Batch(
             tokens=self._int64(tokens),
             groups=tuple(
                 self._group_batch(number, chunks, rotations[rotary])
                 for number, rotary in enumerate(self._rotary_of)
             ),
-            rows=None if rows is None or is_all else self._int64(rows),
+            rows=None if rows is None or _is_all(rows, len(tokens)) else self._int64(rows),
         )
 
     def _paged_batch(
@@ -282,15 +336,12 @@ class ModelRunner:
             sink_tiles += self._sink_tiles(number, row, chunk, near.stop)
             if not near:
                 continue
-            seen = self._seen(number, near)
-            slices = slices_of(blocks, self.block_size, seen)
-            if not chunk.is_decoded:
-                window = self.groups[number].window
-                prefilled.append(QueryChunk.of(row, near, slices, window, self.device))
+            if chunk.is_decoded:
+                decoded |= self._decoded(number, row, chunk, near)
                 continue
-            for at in near:
-                own = self._seen(number, range(at, at + 1))
-                decoded[row + at - chunk.start] = part_of(slices, _from(seen.start, own))
+            slices = slices_of(blocks, self.block_size, self._seen(number, near))
+            window = self.groups[number].window
+            prefilled.append(QueryChunk.of(row, near, slices, window, self.device))
         return GroupBatch(
             slots=self._int64(slots),
             rotations=rotations,
@@ -298,6 +349,15 @@ class ModelRunner:
             decode=DecodeBatch.of(decoded) if decoded else None,
             sink_tiles=tuple(sink_tiles),
         )
+
+    def _decoded(
+        self, number: int, row: int, chunk: Chunk, positions: range
+    ) -> dict[int, tuple[slice, ...]]:
+        """The slots that some of a chunk's tokens see, by their rows; its first has this one."""
+        seen = self._seen(number, positions)
+        slices = slices_of(chunk.tables[number], self.block_size, seen)
+        own = {at: _from(seen.start, self._seen(number, range(at, at + 1))) for at in positions}
+        return {row + at - chunk.start: part_of(slices, own[at]) for at in positions}
 
     def _spread_batch(
         self, number: int, chunks: Sequence[Chunk], rotations: Tensor, part: CachePart
@@ -366,9 +426,14 @@ class ModelRunner:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)
 
 
-def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> Tensor:
+def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> Rows:
     rows = [rotary.rows(chunk.positions, chunk.n_prompt) for chunk in chunks]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+
+def _is_all(rows: Sequence[int] | None, n_rows: int) -> bool:
+    """Whether these are all rows of so many, in their order."""
+    return rows is None or list(rows) == list(range(n_rows))
 
 
 def _from(first: int, positions: range) -> range:

@@ -1,21 +1,23 @@
 """Decode steps as programs: one call in the place of hundreds, for steps of equal numbers of rows.
 
 A step that is nothing but a few decode rows, in operators that are kernels, is recorded the first
-time; after that its batch is copied to where the recording looks, and all blocks and the head are
-one call. Every other step runs block by block, and so does a model with operators of torch's. Both
-give the same to the last bit, and take part in the same collectives.
+time; after that its numbers are written to where the recording looks, and all blocks and the head
+are one call. Every other step runs block by block, and so does a model with operators of torch's.
+Both give the same to the last bit, and take part in the same collectives.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from parallel_llama.model.batch import Batch, GroupBatch
 from parallel_llama.model.kv_cache import KVCache
+from parallel_llama.model.rope import Rows
 from parallel_llama.model.transformer import Transformer
-from parallel_llama.ops import CPUOps, DecodeBatch, NotRecorded
+from parallel_llama.ops import CPUOps, DecodeRoom, DecodeRows, NotRecorded
 
 # Keys of a row, and ranges of slots for each row, for which there is room at the least.
 _LEAST_KEYS, _LEAST_RANGES = 1024, 8
@@ -45,71 +47,66 @@ class Logits:
         return Logits(self.values[which], *known)
 
 
-class DecodePrograms:
-    """A model's forward pass over these caches, by a program where the batch is one for it.
+@dataclass(frozen=True)
+class GroupRows:
+    """What decode rows are to the layers of one group, in plain numbers: see `GroupBatch`.
 
-    Raises, and Collective: as `Transformer.forward`.
+    Shapes: rotations [T, 1, head_dim / 2] complex.
     """
+
+    slots: list[int]
+    rotations: Rows
+    decode: DecodeRows
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """A batch of nothing but decode rows, the result of each being wanted, in plain numbers."""
+
+    tokens: list[int]
+    groups: tuple[GroupRows, ...]
+
+
+class DecodePrograms:
+    """A model's forward pass over these caches, as programs: one for each number of rows."""
 
     def __init__(self, model: Transformer, caches: Sequence[KVCache]) -> None:
         self._model, self._caches = model, caches
         self._ops = model.ops if isinstance(model.ops, CPUOps) else None
-        self._first = model.tok_embeddings.rows.start
         # By number of rows; None where something was no kernel.
-        self._programs: dict[int, _Program | None] = {}
+        self._programs: dict[int, Program | None] = {}
 
-    def __call__(self, batch: Batch) -> Tensor:
-        """What `Transformer.forward` gives."""
-        program = self._program_for(batch)
-        if program is None:
-            return self._model(batch, self._caches)  # type: ignore[no-any-return]
-        program.run(batch)
-        return program.hidden.clone()
+    def may_take(self, n_rows: int) -> bool:
+        """Whether a step of so many rows is worth its `DecodeStep`."""
+        is_refused = n_rows in self._programs and self._programs[n_rows] is None
+        return self._ops is not None and n_rows <= _MAX_ROWS and not is_refused
 
-    def logits(self, batch: Batch) -> Logits:
-        """What `Transformer.logits` makes of that; the next step may put its own in their place."""
-        program = self._program_for(batch)
-        if program is None:
-            logits = self._model.logits(self._model(batch, self._caches))
-            if batch.noise is None:
-                return Logits(logits)
-            return Logits(logits, drawn=self._model.ops.draw(logits, batch.noise, self._first))
-        program.run(batch)
-        if program.largest is None:
-            return Logits(self._model.scaled(program.scores))
-        return Logits(program.scores, program.largest)
+    def run(self, step: DecodeStep) -> "Program | None":
+        """The program that has run a step; None where operators have to.
 
-    def _program_for(self, batch: Batch) -> "_Program | None":
-        if self._ops is None or not _is_decode(batch):
-            return None
-        n_rows = len(batch.tokens)
+        Raises, and Collective: as `Transformer.forward`.
+        """
+        n_rows = len(step.tokens)
         program = self._programs.get(n_rows)
-        if n_rows not in self._programs or (program and not program.has_room_for(batch)):
-            try:
-                program = _Program(self._model, self._ops, self._caches, batch)
-            except NotRecorded:
-                program = None
-            self._programs[n_rows] = program
+        if program is None or not program.has_room_for(step):
+            program = self._programs[n_rows] = self._recorded(step)
+        if program is not None:
+            program.run(step)
         return program
 
-
-def _is_decode(batch: Batch) -> bool:
-    """Whether few rows are decoded in every group of layers, and the result of each is wanted."""
-    n_rows = len(batch.tokens)
-    return (
-        n_rows <= _MAX_ROWS
-        and batch.rows is None
-        and all(
-            group.decode is not None and group.decode.n_rows == n_rows for group in batch.groups
-        )
-    )
+    @torch.inference_mode()
+    def _recorded(self, step: DecodeStep) -> "Program | None":
+        assert self._ops is not None
+        try:
+            return Program(self._model, self._ops, self._caches, step)
+        except NotRecorded:
+            return None
 
 
-class _Program:
-    """A model over batches like one: of as many rows, with no more keys than it has room for.
+class Program:
+    """A model over steps like one: of as many rows, with no more keys than it has room for.
 
-    Shapes: of the batch that was run last, `hidden` [T, dim] and `scores` [T, V_local], which are
-    no logits before they are `scaled`; `largest` [T, 2] float64, where they are that already.
+    Shapes: of the step that was run last, `hidden` [T, dim].
     Raises: NotRecorded if something behind the embedding is no kernel.
     """
 
@@ -118,55 +115,69 @@ class _Program:
         model: Transformer,
         ops: CPUOps,
         caches: Sequence[KVCache],
-        batch: Batch,
+        step: DecodeStep,
     ) -> None:
-        self._groups = tuple(_with_room(group) for group in batch.groups)
-        self._tokens, embedding = torch.empty_like(batch.tokens), model.tok_embeddings
-        self._model = model
-        shape = len(batch.tokens), embedding.dim
+        self._model, embedding = model, model.tok_embeddings
+        self._groups = [_GroupRoom(rows) for rows in step.groups]
+        self._token_ids = np.zeros(len(step.tokens), dtype=np.int64)
+        self._tokens = torch.from_numpy(self._token_ids)
+        shape = len(step.tokens), embedding.dim
         self._x = torch.empty(shape, dtype=embedding.weight.computed)
+        batch = Batch(self._tokens, tuple(group.batch for group in self._groups), rows=None)
         with ops.recording() as self._recording:
             x = model.embedded(self._tokens) if model.embeds_plainly else self._x
-            self.hidden = model.blocks(x, replace(batch, groups=self._groups), caches)
+            self.hidden = model.blocks(x, batch, caches)
             scores = model.scores(self.hidden)
             first = embedding.rows.start
-            self.largest = None if model.scales_logits else ops.largest(scores, first)
+            largest = None if model.scales_logits else ops.largest(scores, first)
             # By far the largest of a step's tensors: all programs may have theirs in one place,
             # which the next step's first kernels may take as well.
-            self.scores = self._recording.borrowed(scores)
+            self._scores = Logits(self._recording.borrowed(scores), largest)
 
-    def has_room_for(self, batch: Batch) -> bool:
-        return all(
-            _decode(own).has_room_for(_decode(other))
-            for own, other in zip(self._groups, batch.groups, strict=True)
-        )
+    @property
+    def logits(self) -> Logits:
+        """Those of the step that was run last; the next may put its own in their place."""
+        if not self._model.scales_logits:
+            return self._scores
+        with torch.inference_mode():
+            return Logits(self._model.scaled(self._scores.values))
 
-    def run(self, batch: Batch) -> None:
-        """Run the batch through the model."""
-        if self._model.embeds_plainly:
-            self._tokens.copy_(batch.tokens)
-        else:
-            self._x.copy_(self._model.embedded(batch.tokens))
-        for own, other in zip(self._groups, batch.groups, strict=True):
-            own.slots.copy_(other.slots)
-            own.rotations.copy_(other.rotations)
-            _decode(own).fill(_decode(other))
+    def has_room_for(self, step: DecodeStep) -> bool:
+        pairs = zip(self._groups, step.groups, strict=True)
+        return all(group.decode.has_room_for(rows.decode) for group, rows in pairs)
+
+    def run(self, step: DecodeStep) -> None:
+        """Run the step through the model."""
+        # With numpy alone: a call of torch's goes through so much code and data that it takes ten
+        # times as long as usual once a step's weights have passed through the caches.
+        self._token_ids[:] = step.tokens
+        for group, rows in zip(self._groups, step.groups, strict=True):
+            group.fill(rows)
+        if not self._model.embeds_plainly:
+            with torch.inference_mode():
+                self._x.copy_(self._model.embedded(self._tokens))
         self._recording.replay()
 
 
-def _with_room(group: GroupBatch) -> GroupBatch:
-    """A batch to be filled by others of as many rows, with room for keys that come later."""
-    decode = _decode(group)
-    n_rows, n_ranges = decode.n_rows, len(decode.slot_ranges)
-    room = DecodeBatch.with_room(
-        n_rows,
-        max(_LEAST_RANGES * n_rows, 2 * n_ranges),
-        max(_LEAST_KEYS, 2 * decode.max_len),
-    )
-    slots, rotations = torch.empty_like(group.slots), torch.empty_like(group.rotations)
-    return GroupBatch(slots, rotations, decode=room)
+class _GroupRoom:
+    """A group's part of a batch, to be filled by others of as many rows.
 
+    It has room for more keys than these rows have, which come later.
+    """
 
-def _decode(group: GroupBatch) -> DecodeBatch:
-    assert group.decode is not None
-    return group.decode
+    def __init__(self, rows: GroupRows) -> None:
+        n_rows, n_ranges = rows.decode.n_rows, len(rows.decode.slot_ranges)
+        self.decode = DecodeRoom(
+            n_rows,
+            max(_LEAST_RANGES * n_rows, 2 * n_ranges),
+            max(_LEAST_KEYS, 2 * rows.decode.max_len),
+        )
+        self._slots = np.zeros(n_rows, dtype=np.int64)
+        self._rotations = np.zeros_like(rows.rotations)
+        slots, rotations = torch.from_numpy(self._slots), torch.from_numpy(self._rotations)
+        self.batch = GroupBatch(slots, rotations, decode=self.decode.batch)
+
+    def fill(self, rows: GroupRows) -> None:
+        self._slots[:] = rows.slots
+        self._rotations[:] = rows.rotations
+        self.decode.fill(rows.decode)

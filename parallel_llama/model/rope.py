@@ -11,6 +11,8 @@ Source: RoFormer, arXiv 2104.09864, section 3.2.2.
 import math
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ from parallel_llama.config import ModelArgs, RopeScaling
 
 # Tables that are kept: one, but for dynamic scaling, where each length of a sequence has its own.
 _MAX_TABLES = 64
+
+
+Rows = npt.NDArray[np.complexfloating]
 
 
 def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
@@ -66,24 +71,24 @@ class RotaryTables:
     def __init__(self, args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.promote_types(dtype, torch.float32)
         self._args, self._dtype, self._device = args, wide.to_complex(), device
-        self._tables: dict[int, Tensor] = {}
+        self._tables: dict[int, Rows] = {}
 
-    def rows(self, positions: range, n_prompt: int) -> Tensor:
+    def rows(self, positions: range, n_prompt: int) -> Rows:
         """Rotations of consecutive positions in a sequence that began with `n_prompt` tokens.
 
-        Shapes: [T, 1, head_dim / 2] complex.
+        Shapes: [T, 1, head_dim / 2] complex, on the host.
         """
         n_together = base_len(self._args, n_prompt)
         if not n_together and positions.stop > self._args.max_seq_len:
             # A sequence that goes on without end would need a table without end.
-            return rotations(self._args, positions, n_prompt).to(self._device, self._dtype)
+            return self._rounded(rotations(self._args, positions, n_prompt))
         if not n_together or positions.stop <= n_together:
             return self._from_table(positions, n_prompt)
         together = range(positions.start, max(positions.start, n_together))
         alone = [range(at, at + 1) for at in range(together.stop, positions.stop)]
         rows = torch.cat([rotations(self._args, position, position.stop) for position in alone])
-        rows = rows.to(device=self._device, dtype=self._dtype)
-        return torch.cat([self._from_table(together, n_prompt), rows]) if together else rows
+        parts = [self._from_table(together, n_prompt)] if together else []
+        return np.concatenate([*parts, self._rounded(rows)])
 
     def whole(self) -> Tensor:
         """Rotations of all positions up to the model's `max_seq_len`, of no dynamic scaling.
@@ -91,12 +96,10 @@ class RotaryTables:
         Shapes: [max_seq_len, 1, head_dim / 2] complex.
         """
         assert not base_len(self._args, 1)
-        if len(self._tables.get(0, ())) < self._args.max_seq_len:
-            table = rotations(self._args, range(self._args.max_seq_len), 1)
-            self._tables[0] = table.to(device=self._device, dtype=self._dtype)
-        return self._tables[0]
+        table = rotations(self._args, range(self._args.max_seq_len), 1)
+        return table.to(device=self._device, dtype=self._dtype)
 
-    def _from_table(self, positions: range, n_tokens: int) -> Tensor:
+    def _from_table(self, positions: range, n_tokens: int) -> Rows:
         """Rotations of positions in a sequence of this length."""
         key = base_len(self._args, n_tokens)
         table = self._tables.get(key)
@@ -104,10 +107,13 @@ class RotaryTables:
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
             # Twice what is asked for, so that a growing sequence rarely asks again.
-            table = rotations(self._args, range(2 * positions.stop), n_tokens)
-            table = table.to(device=self._device, dtype=self._dtype)
+            table = self._rounded(rotations(self._args, range(2 * positions.stop), n_tokens))
             self._tables[key] = table
         return table[positions.start : positions.stop]
+
+    def _rounded(self, exact: Tensor) -> Rows:
+        rounded: Rows = exact.to(self._dtype).numpy()
+        return rounded
 
 
 def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:

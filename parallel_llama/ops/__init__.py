@@ -7,7 +7,7 @@ never asks which device it is on. torch's are always there, and what all others 
 from parallel_llama.ops.choice import choose_ops
 from parallel_llama.ops.cpu import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
-from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.decode_batch import DecodeBatch, DecodeRoom, DecodeRows
 from parallel_llama.ops.noise import Noise
 from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
 from parallel_llama.ops.query_chunk import QueryChunk
@@ -18,6 +18,8 @@ from parallel_llama.ops.torch_ops import TorchOps
 __all__ = [
     "CPUOps",
     "DecodeBatch",
+    "DecodeRoom",
+    "DecodeRows",
     "HeadMap",
     "Noise",
     "NotRecorded",

@@ -16,6 +16,32 @@ PART_FIELDS = 6
 
 
 @dataclass(frozen=True)
+class DecodeRows:
+    """A `DecodeBatch` in plain numbers; `parts` and `slot_ranges` have a tuple for each row."""
+
+    n_rows: int
+    parts: list[tuple[int, ...]]
+    slot_ranges: list[tuple[int, int]]
+    max_len: int
+
+    @classmethod
+    def of(cls, slots: Mapping[int, Sequence[slice]]) -> "DecodeRows":
+        """From the slots that each row sees, in order; each sees some, and no slice is empty."""
+        lengths = {row: sum(s.stop - s.start for s in slices) for row, slices in slots.items()}
+        parts: list[tuple[int, ...]] = []
+        slot_ranges: list[tuple[int, int]] = []
+        # The longest come first, so that no thread is left with one while the others have finished.
+        for row in sorted(slots, key=lengths.__getitem__, reverse=True):
+            n_parts = -(-lengths[row] // PART_KEYS)
+            for number, ranges in enumerate(_in_parts(slots[row], n_parts)):
+                first = len(slot_ranges)
+                slot_ranges += ranges
+                size = min(lengths[row] - number * PART_KEYS, PART_KEYS)
+                parts.append((row, size, first, len(slot_ranges), number, n_parts))
+        return cls(len(slots), parts, slot_ranges, max(lengths.values()))
+
+
+@dataclass(frozen=True)
 class DecodeBatch:
     """The decode rows of a batch: each is one query, which sees keys of its own in all layers.
 
@@ -37,50 +63,46 @@ class DecodeBatch:
 
     @classmethod
     def of(cls, slots: Mapping[int, Sequence[slice]]) -> "DecodeBatch":
-        """From the slots that each row sees, in order; each sees some, and no slice is empty."""
-        lengths = {row: sum(s.stop - s.start for s in slices) for row, slices in slots.items()}
-        parts: list[tuple[int, ...]] = []
-        slot_ranges: list[tuple[int, int]] = []
-        # The longest come first, so that no thread is left with one while the others have finished.
-        for row in sorted(slots, key=lengths.__getitem__, reverse=True):
-            n_parts = -(-lengths[row] // PART_KEYS)
-            for number, ranges in enumerate(_in_parts(slots[row], n_parts)):
-                first = len(slot_ranges)
-                slot_ranges += ranges
-                size = min(lengths[row] - number * PART_KEYS, PART_KEYS)
-                parts.append((row, size, first, len(slot_ranges), number, n_parts))
+        """As `DecodeRows.of`."""
+        rows = DecodeRows.of(slots)
         return cls(
-            len(slots),
-            _int64(parts),
-            _int64([len(parts)]),
-            _int64(slot_ranges),
-            max(lengths.values()),
+            rows.n_rows,
+            _int64(rows.parts),
+            _int64([len(rows.parts)]),
+            _int64(rows.slot_ranges),
+            rows.max_len,
             torch.zeros(1, dtype=torch.int64),
-            torch.zeros(len(parts), dtype=torch.int64),
+            torch.zeros(len(rows.parts), dtype=torch.int64),
         )
 
-    @classmethod
-    def with_room(cls, n_rows: int, n_ranges: int, max_len: int) -> "DecodeBatch":
-        """A batch to be filled, over and over, by others of so many rows that are no larger."""
+
+class DecodeRoom:
+    """A batch to be filled, over and over, by other rows, as many and with no more keys."""
+
+    def __init__(self, n_rows: int, n_ranges: int, max_len: int) -> None:
         n_parts = n_rows * -(-max_len // PART_KEYS)
-        return cls(
+        self._parts = np.zeros((n_parts, PART_FIELDS), dtype=np.int64)
+        self._n_parts = np.zeros(1, dtype=np.int64)
+        self._slot_ranges = np.zeros((n_ranges + n_parts, 2), dtype=np.int64)
+        self.batch = DecodeBatch(
             n_rows,
-            torch.zeros((n_parts, PART_FIELDS), dtype=torch.int64),
-            torch.zeros(1, dtype=torch.int64),
-            torch.zeros((n_ranges + n_parts, 2), dtype=torch.int64),
+            torch.from_numpy(self._parts),
+            torch.from_numpy(self._n_parts),
+            torch.from_numpy(self._slot_ranges),
             max_len,
             torch.zeros(1, dtype=torch.int64),
             torch.zeros(n_parts, dtype=torch.int64),
         )
 
-    def has_room_for(self, other: "DecodeBatch") -> bool:
-        return other.max_len <= self.max_len and len(other.slot_ranges) <= len(self.slot_ranges)
+    def has_room_for(self, rows: DecodeRows) -> bool:
+        has_keys = rows.max_len <= self.batch.max_len
+        return has_keys and len(rows.slot_ranges) <= len(self._slot_ranges)
 
-    def fill(self, other: "DecodeBatch") -> None:
-        """Take over the rows of another batch, and where their keys are."""
-        self.parts[: len(other.parts)].copy_(other.parts)
-        self.n_parts.copy_(other.n_parts)
-        self.slot_ranges[: len(other.slot_ranges)].copy_(other.slot_ranges)
+    def fill(self, rows: DecodeRows) -> None:
+        """Take over other rows, and where their keys are."""
+        self._parts[: len(rows.parts)] = rows.parts
+        self._n_parts[0] = len(rows.parts)
+        self._slot_ranges[: len(rows.slot_ranges)] = rows.slot_ranges
 
 
 def _in_parts(slices: Sequence[slice], n_parts: int) -> list[list[tuple[int, int]]]:

@@ -72,7 +72,7 @@ class PendingDraws:
         if self._copied is not None:
             self._copied.synchronize()
         n = len(self._draws)
-        of_ranks = self._here[:-n].view(-1, n, 2)
+        of_ranks = self._here[:-n].view(-1, n, 2).tolist()
         tokens = leading_tokens(of_ranks, self._draws)
         for row in self._filtered:
             tokens[row] = int(self._here[row - n])

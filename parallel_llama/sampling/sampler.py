@@ -71,12 +71,14 @@ def sample(
     Collective: one all_gather; another where the candidates do not settle a row's filters, and
     another where log-probabilities are asked for.
     """
-    assert logits.shape == (len(draws), len(vocab))
     if not draws:
         return []
     if best is not None and all(draw.takes_best for draw in draws):
-        tokens = leading_tokens(comm.all_gather(best), draws)
+        # A rank alone has them all, and every call of torch's that a step does without is felt.
+        of_ranks = [best.tolist()] if comm.size == 1 else comm.all_gather(best).tolist()
+        tokens = leading_tokens(of_ranks, draws)
     else:
+        assert logits.shape == (len(draws), len(vocab))
         tokens = _tokens(adjust(logits, vocab, draws), vocab, draws, comm)
     scored = _score_drawn(logits, vocab, tokens, draws, comm)
     return [Sampled(token, scored.get(row)) for row, token in enumerate(tokens)]
@@ -85,7 +87,7 @@ def sample(
 def _tokens(adjusted: Tensor, vocab: range, draws: Sequence[Draw], comm: Communicator) -> list[int]:
     ways = _Ways.of(draws)
     if len(ways.greedy) == len(draws):
-        return leading_tokens(comm.all_gather(_largest(adjusted, vocab)), draws)
+        return leading_tokens(comm.all_gather(_largest(adjusted, vocab)).tolist(), draws)
     return _pick(adjusted, vocab, draws, ways, comm).tolist()
 
 
@@ -97,15 +99,17 @@ def _largest(logits: Tensor, vocab: range) -> Tensor:
     return own
 
 
-def leading_tokens(of_ranks: Tensor, draws: Sequence[Draw]) -> list[int]:
+def leading_tokens(
+    of_ranks: Sequence[Sequence[tuple[float, float]]], draws: Sequence[Draw]
+) -> list[int]:
     """The tokens where all draws take the best score, from a head exchange of two numbers a row.
 
-    From there on in Python, for a call of torch takes as long as some dozens of rows.
+    In Python, for a call of torch takes as long as some dozens of rows.
 
-    Shapes: of_ranks [tp_size, n, 2] float64.
+    Shapes: of_ranks [tp_size, n, 2].
     Raises: as `sample`.
     """
-    leaders = [_leader(row) for row in zip(*of_ranks.tolist(), strict=True)]
+    leaders = [_leader(row) for row in zip(*of_ranks, strict=True)]
     # A score is a number where the largest logit is one, and else the same as that.
     _require_tokens([score for score, _ in leaders], draws)
     return [int(token) for _, token in leaders]

@@ -1,6 +1,8 @@
 """A decode step as one program gives what its operators give one by one, to the last bit."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -23,11 +25,12 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.model.batch import Batch
-from parallel_llama.model.decode_program import Logits
+from parallel_llama.model.decode_program import DecodeStep, Logits, Program
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.cpu.program import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
+
+T = TypeVar("T")
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
@@ -47,30 +50,60 @@ NOT_CARRIED = ["gemma", "falcon 40b", "palm"]
 
 
 class Both:
-    """Every step by a program where it can be and once more by its operators, on the same cache."""
+    """Every step by a program where it can be and once more by its operators, on the same cache.
+
+    It takes the place of the runner's programs.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner, self.steps = runner, runner._steps
+        self.runner, self.programs = runner, runner._steps
         self.n_programs = 0
+        self.refuses = False
 
-    def __call__(self, batch: Batch) -> Tensor:
-        ours = self.steps(batch)
+    def may_take(self, n_rows: int) -> bool:
+        return not self.refuses and self.programs.may_take(n_rows)
+
+    def run(self, step: DecodeStep) -> Program | None:
+        program = self.programs.run(step)
+        self.n_programs += program is not None
+        return program
+
+    def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
+        """In the place of `ModelRunner.forward`."""
+        hidden, expected = self._both_ways(lambda: ModelRunner.forward(self.runner, chunks, rows))
+        assert torch.equal(hidden, expected)
+        return hidden
+
+    def step(self, *arguments: Any) -> tuple[Logits, Tensor]:
+        """In the place of `ModelRunner.step`."""
+
+        def values() -> tuple[Logits, Tensor]:
+            logits, hidden = ModelRunner.step(self.runner, *arguments)
+            return replace(logits, values=logits.values.clone()), hidden
+
+        (logits, hidden), (expected, others) = self._both_ways(values)
+        assert torch.equal(logits.values, expected.values) and torch.equal(hidden, others)
+        if logits.largest is not None:
+            first = self.runner.share.vocab.start
+            assert torch.equal(logits.largest, TorchOps().largest(expected.values, first))
+        return logits, hidden
+
+    def _both_ways(self, run: Callable[[], T]) -> tuple[T, T]:
+        ours = run()
         kept = [cache._kv.clone() for cache in self.runner.caches]
-        expected: Tensor = self.runner.model(batch, self.runner.caches)
-        assert torch.equal(ours, expected)
+        self.refuses = True
+        expected = run()
+        self.refuses = False
         for cache, before in zip(self.runner.caches, kept, strict=True):
             assert torch.equal(_bytes(cache._kv), _bytes(before))
-        self.n_programs += self.steps._programs.get(len(batch.tokens)) is not None
-        return ours
+        return ours, expected
 
-    def logits(self, batch: Batch) -> Logits:
-        ours = self.steps.logits(batch)
-        kept = replace(ours, values=ours.values.clone())
-        assert torch.equal(kept.values, self.runner.model.logits(self(batch)))
-        if ours.largest is not None:
-            first = self.runner.share.vocab.start
-            assert torch.equal(ours.largest, TorchOps().largest(kept.values, first))
-        return kept
+
+def both_of(runner: ModelRunner) -> Both:
+    """From here on, until it gets new caches, the runner does every step both ways."""
+    both = Both(runner)
+    runner._steps, runner.forward, runner.step = both, both.forward, both.step
+    return both
 
 
 def _bytes(kv: Tensor) -> Tensor:
@@ -89,7 +122,7 @@ def run_both_ways(
     for seed in seeds:
         mix = random_mix(seed)
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
-        runner._steps = both = Both(runner)
+        both = both_of(runner)
         run_mix(engine, mix)
         n_programs += both.n_programs
     return n_programs
@@ -129,7 +162,7 @@ def decode_steps(runner: ModelRunner, n_sequences: int, n_tokens: int, block_siz
     """Sequences side by side, a token each step, in scattered blocks, each step both ways."""
     n_blocks = -(-n_tokens // block_size)
     runner.reserve([n_sequences * n_blocks], block_size)
-    runner._steps = both = Both(runner)
+    both = both_of(runner)
     for at in range(n_tokens):
         chunks = [
             Chunk(
@@ -172,7 +205,7 @@ def test_a_new_cache_has_new_programs():
     runner = make_runner(Solo())
     for n_blocks in (4, 8, 2):
         runner.reserve([n_blocks], 4)
-        runner._steps = both = Both(runner)
+        both = both_of(runner)
         for at in range(8):
             runner.forward([Chunk([at], at, [range(n_blocks)], 1)])
         assert both.n_programs == 8

@@ -111,7 +111,8 @@ def test_the_halves_of_a_head_become_its_pairs():
 
 def test_half_types_are_rotated_in_float32_and_in_place():
     x = torch.randn(3, 4, 64).to(torch.bfloat16)
-    own = RotaryTables(ARGS, dtype=torch.bfloat16, device=torch.device("cpu")).rows(range(5, 8), 9)
+    tables = RotaryTables(ARGS, dtype=torch.bfloat16, device=torch.device("cpu"))
+    own = torch.from_numpy(tables.rows(range(5, 8), 9))
     assert own.dtype == torch.complex64
     wide = x.float()
     rotate_(wide, own)
@@ -126,7 +127,7 @@ def test_tables_grow_and_keep_one_base_per_length_where_scaling_is_dynamic():
         tables = RotaryTables(args, dtype=torch.float64, device=torch.device("cpu"))
         for n_prompt in (200, 130, *range(201, 300), 200):
             for positions in (range(0, 3), range(120, 125)):
-                own = tables.rows(positions, n_prompt)
+                own = torch.from_numpy(tables.rows(positions, n_prompt))
                 assert torch.equal(own, rotations(args, positions, n_prompt))
 
 
@@ -139,5 +140,5 @@ def test_with_dynamic_scaling_each_token_behind_the_prompt_has_the_base_of_its_o
             [rotations(args, range(at, at + 1), max(n_prompt, at + 1, 128)) for at in range(200)]
         )
         for positions in (range(0, 200), range(90, 150), range(140, 141), range(150, 155)):
-            own = tables.rows(positions, n_prompt)
+            own = torch.from_numpy(tables.rows(positions, n_prompt))
             assert torch.equal(own, expected[positions.start : positions.stop])
