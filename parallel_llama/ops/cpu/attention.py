@@ -255,11 +255,8 @@ def _score(
         keys = _readable(shape, own, block.n_left, spare)
     else:
         keys = _wide(shape, own, smaller(block.n_left, lanes.width), following, spare)
-    # Each query asks for its share of a block: so many numbers where a key is used.
-    share = -(-head_dim // shape.n_group) if rows.is_plain else 0
     with loop(q.b, 0, shape.n_group) as query:
-        ahead = following + query * (share * lanes.width)
-        dots = _dots(shape, q + query * head_dim, keys, ahead, share)
+        dots = _dots(shape, q + query * head_dim, keys)
         lanes.store(scores + query * stride + block.t, _capped(shape, dots))
 
 
@@ -271,21 +268,16 @@ def _capped(shape: _Shape, dots: Value) -> Value:
     return tanh(shape.lanes, dots * (scale / cap)) * cap
 
 
-def _prefetch(shape: _Shape, address: Value, start: int, stop: int) -> None:
-    """Ask memory for numbers that are used later, of each line once; any address may be asked for.
-
-    They lie from `start` to before `stop`, counted from the address.
-    """
-    line = _LINE_BYTES // shape.rows.stored.itemsize
-    for first in range(-(-start // line) * line, stop, line):
-        (address + first).prefetch(cache=2)
-
-
 def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) -> Value:
-    """Some rows of the cache as numbers to compute with; meanwhile memory is asked for others."""
-    width = shape.rows.width
+    """Some rows of the cache as numbers to compute with; meanwhile memory is asked for others.
+
+    That they are read row by row would be enough if it went on all the time, as it does where they
+    are computed with as they are.
+    """
+    width, line = shape.rows.width, _LINE_BYTES // shape.rows.stored.itemsize
     with loop(rows.b, 0, n) as t:
-        _prefetch(shape, following + t * width, 0, width)
+        for start in range(0, width, line):
+            (following + (t * width + start)).prefetch(cache=2)
         shape.rows.read(rows + t * width, spare + t * shape.head_dim)
     return spare
 
@@ -298,10 +290,8 @@ def _readable(shape: _Shape, keys: Value, n_keys: Value, spare: Value) -> Value:
     return where(are_few, spare, keys)
 
 
-def _dots(shape: _Shape, q: Value, keys: Value, ahead: Value, share: int) -> Value:
+def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
     """One query by a vector's worth of keys: y[w] = q @ keys[w].
-
-    Meanwhile it asks for what lies `ahead`, a share of it for each key.
 
     Shapes: q [D]; keys [W, D]; the result [W].
     """
@@ -313,7 +303,6 @@ def _dots(shape: _Shape, q: Value, keys: Value, ahead: Value, share: int) -> Val
         for i, x in parts.items():
             total = fma(x, lanes.load(key + i), total)
         sums.append(total)
-        _prefetch(shape, ahead, number * share, (number + 1) * share)
         in_this_order(q.b)
     return _summed(lanes, sums)
 
@@ -418,8 +407,6 @@ def _add_values(
             sums = [Variable(lanes.load(address)) for address in addresses]
             with loop(b, 0, n_keys) as t:
                 offset = start + t * head_dim
-                if rows.is_plain:
-                    _prefetch(shape, following + offset, 0, part)
                 parts = [lanes.load(values + offset + i) for i in range(0, part, lanes.width)]
                 shares = [lanes.splat(own[stride * g + t]) for g in range(n_rows)]
                 for total, (share, value) in zip(sums, product(shares, parts), strict=True):
