@@ -1,14 +1,23 @@
 """Machine code from the cache runs in this process, so only what is surely ours is taken."""
 
 import os
+import re
+import runpy
 import stat
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from parallel_llama.ops.cpu import program
+from parallel_llama.ops.cpu.attention import AttentionKernel
+from parallel_llama.ops.cpu.builder import I64
 from parallel_llama.ops.cpu.code_cache import machine_code
-from parallel_llama.ops.cpu.program import Machine, openmp
+from parallel_llama.ops.cpu.program import Machine, Program, openmp
 from parallel_llama.ops.cpu.silu_and_mul import SiluAndMulKernel
+from parallel_llama.ops.scores import Scores
 
 
 @pytest.fixture(autouse=True)
@@ -96,11 +105,85 @@ def test_old_code_makes_room_for_new(folder, monkeypatch):
     assert not made("4") and made("0")
 
 
-@pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+needs_openmp = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+
+
+@needs_openmp
 def test_a_kernel_from_the_cache_is_the_kernel(folder, monkeypatch):
     x = torch.randn(3, 20)
     results = [SiluAndMulKernel(torch.float32, Machine(16, 16))(x)]
     assert len(list(folder.iterdir())) == 1
-    monkeypatch.setattr("parallel_llama.ops.cpu.program._optimised", None)  # nothing is made
+    monkeypatch.setattr(program, "_module", None)  # nothing is built
     results.append(SiluAndMulKernel(torch.float32, Machine(16, 16))(x))
     assert torch.equal(*results)
+
+
+@needs_openmp
+def test_kernels_that_differ_in_a_parameter_have_code_of_their_own(folder):
+    for machine in (Machine(16, 16), Machine(32, 16)):
+        for dtype in (torch.float32, torch.float64):
+            SiluAndMulKernel(dtype, machine)
+    soft = Scores(soft_cap=30.0), Scores(soft_cap=50.0), Scores(scale=0.5)
+    for scores in soft:
+        AttentionKernel(torch.float32, torch.float32, 16, 1, scores, Machine(16, 16))
+    assert len(list(folder.iterdir())) == 4 + 3
+
+
+ADDS = """
+def body(b, thread, arguments):
+    (x,) = arguments
+    x[0] = x[0] + {}
+"""
+
+
+@needs_openmp
+def test_a_kernel_whose_source_changed_is_made_anew(folder, tmp_path):
+    found = []
+    for number in (1, 2, 2):
+        path = tmp_path / "kernel.py"
+        path.write_text(ADDS.format(number))
+        body = runpy.run_path(str(path))["body"]
+        program._digest.cache_clear()  # a process has one version of each source
+        x = torch.zeros(1, dtype=torch.int64)
+        Program("adds", [I64.as_pointer()], body)(1, x.data_ptr())
+        found.append((x.item(), len(list(folder.iterdir()))))
+    assert found == [(1, 1), (2, 2), (2, 2)]
+
+
+@needs_openmp
+def test_a_kernel_without_source_is_made_every_time(folder):
+    named: dict[str, Any] = {}
+    exec(compile(ADDS.format(3), "/nowhere/kernel.py", "exec"), named)
+    x = torch.zeros(1, dtype=torch.int64)
+    Program("adds", [I64.as_pointer()], named["body"])(1, x.data_ptr())
+    assert x.item() == 3 and not folder.exists()
+
+
+def test_what_does_not_say_all_of_itself_is_no_parameter_of_a_kernel():
+    """Its code would be taken for that of another kernel."""
+
+    own = object()
+
+    def closure(*_):
+        assert own
+
+    for body in (closure, partial(_body, object()), partial(_body, lanes=3), partial(_body, [3])):
+        with pytest.raises(AssertionError):
+            program._recipe(body)
+
+
+def _body(*_): ...
+
+
+def test_all_that_kernels_are_built_with_is_in_their_key():
+    """Modules outside `ops` that those of its kernels import, whose numbers come into the code."""
+    package = Path(program.__file__).parents[2]
+    sources = [path.read_text() for path in Path(program.__file__).parent.glob("*.py")]
+    imported = {
+        name
+        for source in sources
+        for name in re.findall(r"^from parallel_llama\.([\w.]+) import", source, re.MULTILINE)
+    }
+    outside = {name for name in imported if not name.startswith("ops")}
+    assert outside == {"dtypes", "parallel.shared_memory"}
+    assert all((package / f"{name.replace('.', '/')}.py").is_file() for name in outside)

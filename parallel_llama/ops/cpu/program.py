@@ -7,13 +7,16 @@ Source: libgomp's ABI, section "Implementing PARALLEL construct" of its manual.
 """
 
 import ctypes
+import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
 from pathlib import Path
+from types import FunctionType
 from typing import Protocol
 
+import llvmlite
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
@@ -93,9 +96,7 @@ class Program:
     def __init__(self, name: str, types: Sequence[ir.Type], body: Body) -> None:
         library = openmp()
         assert library is not None, "kernels need torch's own OpenMP"
-        module = ir.Module(name)
-        _entry(module, _part(module, types, body))
-        self._code = _linked(module, library)
+        self._code = _linked(name, _compiled(name, types, body), library)
         self._entry = ctypes.c_void_p(self._code["entry"])
         self.part: int = self._code["part"]
         in_c = {I64: ctypes.c_int64, F64: ctypes.c_double}
@@ -114,6 +115,65 @@ class Run(Protocol):
 
 
 at_once: Run = Program.__call__
+
+
+def _compiled(name: str, types: Sequence[ir.Type], body: Body) -> bytes:
+    """The machine code, from the cache where there is some.
+
+    A kernel is known by what builds it, without being built: that takes longer than all else here.
+    """
+    machine = _this_target()
+    made_by = f"llvmlite {llvmlite.__version__} LLVM {llvm.llvm_version_info} {machine.triple}"
+    cpu = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+    def make() -> bytes:
+        return _optimised(_module(name, types, body), machine)
+
+    try:
+        recipe = (made_by, cpu, _sources(), name, *map(str, types), _recipe(body))
+    except OSError:  # no sources, as in an archive: code is made every time
+        return make()
+    return machine_code("\n".join(recipe), make)
+
+
+def _recipe(body: Body) -> str:
+    """A kernel's function, its module's source, and its parameters."""
+    function, parameters = body, ()
+    if isinstance(body, partial):
+        function, parameters = body.func, body.args
+        assert not body.keywords, "parameters of kernels have their places"
+    assert isinstance(function, FunctionType) and function.__closure__ is None
+    source = _digest((Path(function.__code__.co_filename),))
+    return " ".join((function.__qualname__, source, *map(_said, parameters)))
+
+
+def _said(parameter: object) -> str:
+    """All there is to say of a parameter, which is plain data."""
+    if is_dataclass(parameter):
+        own = (f"{each.name}={_said(getattr(parameter, each.name))}" for each in fields(parameter))
+        return f"{type(parameter).__qualname__}({', '.join(own)})"
+    assert parameter is None or isinstance(parameter, (int, float, str, torch.dtype))
+    return repr(parameter)
+
+
+@cache
+def _sources() -> str:
+    """The digest of all that kernels are built with."""
+    package = Path(__file__).parents[1]
+    others = package.parent / "dtypes.py", package.parent / "parallel" / "shared_memory.py"
+    return _digest((*sorted(package.rglob("*.py")), *others))
+
+
+@cache
+def _digest(files: tuple[Path, ...]) -> str:
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _module(name: str, types: Sequence[ir.Type], body: Body) -> ir.Module:
+    """A kernel in LLVM's intermediate representation."""
+    module = ir.Module(name)
+    _entry(module, _part(module, types, body))
+    return module
 
 
 def _part(module: ir.Module, types: Sequence[ir.Type], body: Body) -> ir.Function:
@@ -140,28 +200,30 @@ def _entry(module: ir.Module, part: ir.Function) -> None:
     b.ret_void()
 
 
-def _linked(module: ir.Module, library: ctypes.CDLL) -> llvm.ResourceTracker:
+def _linked(name: str, code: bytes, library: ctypes.CDLL) -> llvm.ResourceTracker:
     """The machine code, which lives as long as this object; it has the address of each function."""
+    linker = llvm.JITLibraryBuilder().add_object_img(code)
+    for names, source in ((_FROM_OPENMP, library), (_FROM_SYSTEM, ctypes.CDLL(None))):
+        for each in names:
+            linker.import_symbol(each, ctypes.cast(getattr(source, each), ctypes.c_void_p).value)
+    linker.export_symbol("entry").export_symbol("part")
+    return linker.link(llvm.create_lljit_compiler(_this_target()), name)
+
+
+@cache
+def _this_target() -> llvm.TargetMachine:
+    """The CPU at hand, as LLVM knows it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    machine = llvm.Target.from_default_triple().create_target_machine(
+    return llvm.Target.from_default_triple().create_target_machine(
         cpu=cpu, features=features, opt=3
     )
-    text = str(module)
-    made_by = f"{llvm.llvm_version_info} {machine.triple} {cpu} {features}"
-    code = machine_code(f"{made_by}\n{text}", lambda: _optimised(text, machine))
-    linker = llvm.JITLibraryBuilder().add_object_img(code)
-    for names, source in ((_FROM_OPENMP, library), (_FROM_SYSTEM, ctypes.CDLL(None))):
-        for name in names:
-            linker.import_symbol(name, ctypes.cast(getattr(source, name), ctypes.c_void_p).value)
-    linker.export_symbol("entry").export_symbol("part")
-    return linker.link(llvm.create_lljit_compiler(machine), module.name)
 
 
-def _optimised(text: str, machine: llvm.TargetMachine) -> bytes:
-    """The machine code of a module in LLVM's intermediate representation."""
-    module = llvm.parse_assembly(text)
+def _optimised(built: ir.Module, machine: llvm.TargetMachine) -> bytes:
+    """The machine code of a module."""
+    module = llvm.parse_assembly(str(built))
     module.verify()
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
     passes.getModulePassManager().run(module, passes)
