@@ -6,6 +6,8 @@ Source: ggml's docs/gguf.md.
 """
 
 import math
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,9 +35,13 @@ from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.ops.groups import Groups, joined
 
-# Values decoded at once, in some 10 MB beside the result. With twice as many the system often takes
-# the memory back after each piece, and gives it anew page by page; with half, calls cost more.
+# Values that a thread decodes at once, in some 10 MB beside the result. With twice as many the
+# system often takes the memory back after each piece, and gives it anew page by page; with half,
+# calls cost more.
 DECODED_AT_ONCE = 1 << 19
+
+# Threads that decode: beyond these the memory that they take is felt sooner than the time.
+_MAX_THREADS = 8
 
 
 class GGUFFile(TensorFiles):
@@ -54,13 +60,20 @@ class GGUFFile(TensorFiles):
                     raise CheckpointError(f"{path}: tensor {name!r} is in an earlier part as well")
                 tensors[name] = path, FileTensor(name, t.type_name, t.shape, t.offset, t.n_bytes)
         super().__init__(files, args, tensors, empty)
+        # They start when there is something to decode, and spend their time outside Python.
+        self._decoders = ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS))
+
+    def close(self) -> None:
+        self._decoders.shutdown()
+        super().close()
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         file, tensor = self._held(param)
         if tensor.dtype in STORED:
             values = super()._stored(param, rows)
         else:
-            values = _decoded(file, tensor, param, self._places[param.name], rows)
+            place = self._places[param.name]
+            values = _decoded(file, tensor, param, place, rows, self._decoders)
         if param.name.endswith("norm.weight") and self.args.norm_offset:
             values -= self.args.norm_offset  # llama.cpp has the sum in its files
         return values
@@ -84,16 +97,27 @@ class GGUFFile(TensorFiles):
 
 
 def _decoded(
-    file: ByteRanges, tensor: FileTensor, param: Param, place: Place, rows: range
+    file: ByteRanges, tensor: FileTensor, param: Param, place: Place, rows: range, threads: Executor
 ) -> Tensor:
     """A slice of a quantised weight in float32, decoded some rows at a time."""
     out = torch.empty(sliced_shape(param, rows), dtype=torch.float32)
     left = out.view(-1)
     for block in as_blocks(param, place, rows):
         shape = len(block.rows), len(block.columns)
-        _decode(file, tensor, block, left[: math.prod(shape)].view(shape))
+        block_out = left[: math.prod(shape)].view(shape)
+        # Waits for each, and raises what it has raised.
+        list(threads.map(partial(_decode, file, tensor), *_pieces(block, block_out)))
         left = left[math.prod(shape) :]
     return out
+
+
+def _pieces(block: Block, out: Tensor) -> tuple[list[Block], list[Tensor]]:
+    """Some rows of a block at a time, and of the matrix that it is to become."""
+    step = max(1, DECODED_AT_ONCE // max(1, len(block.columns)))
+    starts = range(0, len(block.rows) if out.numel() else 0, step)
+    rows = [block.rows[start : start + step] for start in starts]
+    blocks = [Block(block.n_columns, own, block.columns) for own in rows]
+    return blocks, [out[start : start + step] for start in starts]
 
 
 def _decode(file: ByteRanges, tensor: FileTensor, block: Block, out: Tensor) -> None:
@@ -104,11 +128,8 @@ def _decode(file: ByteRanges, tensor: FileTensor, block: Block, out: Tensor) -> 
     byte_columns = range(groups.start * n_bytes, groups.stop * n_bytes)
     skipped = columns.start - groups.start * size  # columns of the first group left of the slice
     row_bytes = block.n_columns // size * n_bytes
-    step = max(1, DECODED_AT_ONCE // max(1, len(groups) * size))
-    for start in range(0, out.shape[0] if out.numel() else 0, step):
-        chunk = block.rows[start : start + step]
-        data = file.matrix(tensor.offset, row_bytes, chunk, byte_columns)
-        # As one long row: groups do not know their rows, and the decoder is slow on short ones.
-        values = dequantize(data.view(1, -1).numpy(), quantization)
-        decoded = torch.from_numpy(values).view(len(chunk), -1)
-        out[start : start + len(chunk)] = decoded[:, skipped : skipped + len(columns)]
+    data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
+    # As one long row: groups do not know their rows, and the decoder is slow on short ones.
+    values = dequantize(data.view(1, -1).numpy(), quantization)
+    decoded = torch.from_numpy(values).view(len(block.rows), -1)
+    out.copy_(decoded[:, skipped : skipped + len(columns)])
