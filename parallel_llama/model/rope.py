@@ -22,6 +22,7 @@ from parallel_llama.config import ModelArgs, RopeScaling
 _MAX_TABLES = 64
 
 
+# Rotations as tables have them, on the host: decode steps copy theirs without torch.
 Rows = npt.NDArray[np.complexfloating]
 
 
