@@ -2,18 +2,18 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.engine.machine import measure
+from parallel_llama.engine.machine import READ_BYTES, reading
 from parallel_llama.families import parameters
-from parallel_llama.parallel.collectives import Solo
 
 _OUTER = "tok_embeddings.weight", "output.weight"
-_SIDE, _REPEATS = 2048, 3
+_SIDE, _REPEATS = 2048, 5
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,31 @@ def prefill_flops(args: ModelArgs, lengths: Sequence[int]) -> int:
     return 2 * (sum(lengths) * per_token + attention + head)
 
 
-def rates(n_threads: int) -> Rates:
-    """How fast that many threads together read memory, and multiply matrices, by torch."""
-    torch.set_num_threads(n_threads)
-    read_bytes_per_s = measure(Solo(), torch.device("cpu")).read_bytes_per_s
+def meter(n_threads: int) -> Callable[[], Rates]:
+    """What measures how fast that many threads together read memory, and multiply matrices.
+
+    torch does both, each time in the same memory: what is given back in a virtual machine goes to
+    its host, and whoever comes next waits for that to come again.
+    """
+    n_bytes, read = reading(READ_BYTES)
     a, b = torch.ones(2, _SIDE, _SIDE)
-    out = torch.empty_like(a)
+    multiply = partial(torch.mm, a, b, out=torch.empty_like(a))
+
+    def look() -> Rates:
+        torch.set_num_threads(n_threads)
+        return Rates(n_bytes / _least_s(read), 2 * _SIDE**3 / _least_s(multiply))
+
+    return look
+
+
+def _least_s(run: Callable[[], object]) -> float:
+    """The seconds of the fastest of some runs."""
     seconds = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
-        torch.mm(a, b, out=out)
+        run()
         seconds.append(time.perf_counter() - started)
-    return Rates(read_bytes_per_s, 2 * _SIDE**3 / min(seconds))
+    return min(seconds)
 
 
 def best_of(looks: Sequence[Rates]) -> Rates:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from launch.bench.engines import Engine, Run, Setup
-from launch.bench.machine import Rates, rates
+from launch.bench.machine import Rates, meter
 from launch.bench.player import EngineError, Player
 from launch.bench.task import Task
 from launch.bench.weights import Weights
@@ -66,7 +66,7 @@ def play(
             with ExitStack() as these:
                 start_all(turns, starts, task.prompts(0), 1, rest_s, these)
         start_all(turns, starts, task.prompts(0), task.n_new, rest_s, stack)
-        take_turns(turns, task, n_turns, partial(rates, len(cores)), rest_s)
+        take_turns(turns, task, n_turns, meter(len(cores)), rest_s)
         weigh(turns, texts)
     return turns
 

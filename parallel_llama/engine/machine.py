@@ -13,7 +13,7 @@ from parallel_llama.model.huge_pages import huge_pages
 from parallel_llama.parallel.collectives import Communicator
 
 # Together larger than any cache that the ranks have to themselves.
-_TOTAL_BYTES = 1 << 30
+READ_BYTES = 1 << 30
 # Five times what the largest card keeps in its cache.
 _COPIED_BYTES = 1 << 28
 _REPEATS = 5
@@ -50,7 +50,7 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
     peaks = comm.all_gather(torch.tensor([peak, peak_cuda_bytes(device) or 0]))
     largest, largest_cuda = peaks.amax(0).tolist()
     has_card = device.type == "cuda"
-    n_bytes, move = _copying(device) if has_card else _reading(_TOTAL_BYTES // comm.size)
+    n_bytes, move = _copying(device) if has_card else reading(READ_BYTES // comm.size)
     tick = tick_of(device)
     slowest_s = []
     for _ in range(_REPEATS):
@@ -72,7 +72,7 @@ def peak_cuda_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def _reading(n_bytes: int) -> tuple[int, Callable[[], object]]:
+def reading(n_bytes: int) -> tuple[int, Callable[[], object]]:
     """A sum of numbers that lie as weights do, and the bytes that it reads."""
     values = huge_pages(n_bytes // 4 * 4).view(torch.float32).fill_(1)
     return values.nbytes, lambda: values.sum().item()
