@@ -140,7 +140,7 @@ def test_a_copy_reads_and_writes_every_byte(monkeypatch):
 
 
 def test_a_cpu_has_no_peak_of_a_card(monkeypatch):
-    monkeypatch.setattr(machine, "_TOTAL_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
     assert peak_cuda_bytes(CPU) is None
     found = measure(Solo(), CPU)
     assert found.peak_cuda_bytes is None and found.read_bytes_per_s > 0
