@@ -29,12 +29,12 @@ from typing import Any
 
 from launch.bench.agreement import agreements
 from launch.bench.engines import Engine, Run, engines
-from launch.bench.machine import Rates, best_of, prefill_flops
+from launch.bench.machine import Rates, prefill_flops
 from launch.bench.player import ROOT
 from launch.bench.plot import svg
 from launch.bench.report import report
 from launch.bench.roofline import charts
-from launch.bench.task import Kind, Task, make_task, spread
+from launch.bench.task import Kind, Spread, Task, make_task, spread
 from launch.bench.turns import Turns, play
 from launch.bench.weights import Weights
 from parallel_llama.checkpoint import meta_vocab_size
@@ -77,12 +77,11 @@ def compare(
     with tempfile.TemporaryDirectory() as folder:
         weights = Weights(files, args, Path(folder))
         turns = play(weights, task, chosen, n_turns, n_starts, texts, cores)
-    best = best_of(turns.rates)
     figures = {
         each.name: engine_figures(each, task, turns, len(cores))
-        | shares(args, task, turns.runs[each.name], turns.step_bytes[each.name], best)
+        | shares(args, task, runs, turns.rates[each.name], turns.step_bytes[each.name])
         for each in chosen
-        if each.name in turns.runs
+        if (runs := turns.runs.get(each.name))
     }
     exact = [each.name for each in chosen if each.is_exact]
     for name, agreement in agreements(model, turns.runs, task.prompts, exact).items():
@@ -96,8 +95,7 @@ def compare(
         "text_tokens": sum(map(len, texts)),
         "processor": processor(),
         "cores": cores,
-        "read_bytes_per_s": round(best.read_bytes_per_s),
-        "product_flops_per_s": round(best.product_flops_per_s),
+        **machine_rates(turns),
         "system": platform.platform(),
         "python": platform.python_version(),
         "engines": figures,
@@ -132,23 +130,30 @@ def engine_figures(engine: Engine, task: Task, turns: Turns, n_cores: int) -> di
     } | ({"perplexity": float(f"{math.exp(turns.nats[name]):.5g}")} if turns.nats else {})
 
 
+def machine_rates(turns: Turns) -> dict[str, Spread]:
+    """What the machine gave in the course of the runs, others being on it as well perhaps."""
+    looks = [look for own in turns.rates.values() for look in own]
+    names = ("read_bytes_per_s", "product_flops_per_s") if looks else ()
+    return {name: spread([getattr(look, name) for look in looks]) for name in names}
+
+
 def shares(
-    args: ModelArgs, task: Task, runs: Sequence[Run], step_bytes: int, best: Rates
-) -> dict[str, float]:
-    """Which part of its time an engine would take at the machine's own rates of these runs.
+    args: ModelArgs, task: Task, runs: Sequence[Run], rates: Sequence[Rates], step_bytes: int
+) -> dict[str, Spread]:
+    """Which part of its time an engine would take at the rates that the machine had for its runs.
 
     Of a decode step, to read its weights; of prefill, for its products in float32.
     """
-    found = {}
-    speeds = task.spreads(runs)
-    if decode := speeds.get("decode_tokens_per_s"):
-        steps_per_s = decode["median"] / len(task.lengths)
-        found["read_bandwidth_share"] = steps_per_s * step_bytes / best.read_bytes_per_s
-    if prefill := speeds.get("prefill_tokens_per_s"):
-        prompts_per_s = prefill["median"] / sum(task.lengths)
-        n_flops = prefill_flops(args, task.lengths)
-        found["product_rate_share"] = prompts_per_s * n_flops / best.product_flops_per_s
-    return {key: round(value, 3) for key, value in found.items()}
+    found: dict[str, list[float]] = {}
+    for speeds, rate in zip(map(task.rates, runs), rates, strict=True):
+        if decode := speeds.get("decode_tokens_per_s"):
+            share = decode / len(task.lengths) * step_bytes / rate.read_bytes_per_s
+            found.setdefault("read_bandwidth_share", []).append(share)
+        if prefill := speeds.get("prefill_tokens_per_s"):
+            n_flops = prefill_flops(args, task.lengths)
+            share = prefill / sum(task.lengths) * n_flops / rate.product_flops_per_s
+            found.setdefault("product_rate_share", []).append(share)
+    return {key: spread(values) for key, values in found.items()}
 
 
 def all_ratios(task: Task, turns: Turns) -> dict[str, dict[str, Any]]:

@@ -66,11 +66,3 @@ def _least_s(run: Callable[[], object]) -> float:
         run()
         seconds.append(time.perf_counter() - started)
     return min(seconds)
-
-
-def best_of(looks: Sequence[Rates]) -> Rates:
-    """What the machine can do: others on it can only lower it."""
-    return Rates(
-        max(each.read_bytes_per_s for each in looks),
-        max(each.product_flops_per_s for each in looks),
-    )

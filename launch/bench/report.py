@@ -11,11 +11,15 @@ def _spread(values: Mapping[str, float]) -> str:
     return f"{values['median']:g} ({values['min']:g} to {values['max']:g})"
 
 
+def _share(values: Mapping[str, float]) -> str:
+    return f"{values['median']:.0%} ({values['min']:.0%} to {values['max']:.0%})"
+
+
 _SPEEDS: Columns = {
     "prefill_tokens_per_s": ("prefill, tokens/s", _spread),
-    "product_rate_share": ("of float32's products", "{:.0%}".format),
+    "product_rate_share": ("of float32's products", _share),
     "decode_tokens_per_s": ("decode, tokens/s", _spread),
-    "read_bandwidth_share": ("of memory's rate", "{:.0%}".format),
+    "read_bandwidth_share": ("of memory's rate", _share),
     "new_tokens_per_s": ("new tokens/s", _spread),
     "total_s": ("seconds", _spread),
 }
@@ -51,12 +55,21 @@ def _heading(result: dict[str, Any]) -> str:
         prompts = f"{len(lengths)} prompts of {each} tokens, {total} in all"
     return (
         f"{result['model']}; {prompts}; {result['new_tokens']} new for each\n"
-        f"{result['processor']}, {len(result['cores'])} cores, which read memory at "
-        f"{result['read_bytes_per_s'] / 1e9:.1f} GB/s and multiply float32 matrices at "
-        f"{result['product_flops_per_s'] / 1e9:.0f} GFLOP/s\n"
+        f"{result['processor']}, {len(result['cores'])} cores{_rates(result)}\n"
         f"turns: {result['turns']}; median (least to most); "
         f"perplexity of {result['text_tokens']} tokens"
     )
+
+
+def _rates(result: dict[str, Any]) -> str:
+    """What the cores gave before the runs; nothing where no engine got so far."""
+    if "read_bytes_per_s" not in result:
+        return ""
+    read, multiply = (
+        _spread({name: float(f"{value / 1e9:.3g}") for name, value in result[key].items()})
+        for key in ("read_bytes_per_s", "product_flops_per_s")
+    )
+    return f", which read memory at {read} GB/s and multiply float32 matrices at {multiply} GFLOP/s"
 
 
 def _table(corner: str, rows: dict[str, dict[str, Any]], columns: Columns) -> str:

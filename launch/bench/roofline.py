@@ -26,7 +26,7 @@ def charts(result: dict[str, Any]) -> list[Chart]:
                 lines.setdefault(name.partition("@")[0], []).append(point)
         if key == "decode_tokens_per_s":
             for n_bytes in sorted({own["weight_bytes_per_step"] for own in engines.values()}):
-                limit = n_prompts * result["read_bytes_per_s"] / n_bytes
+                limit = n_prompts * result["read_bytes_per_s"]["max"] / n_bytes
                 lines.setdefault("memory's rate", []).append((_megabytes(n_bytes), limit))
         if any(key in own for own in engines.values()):
             lines = {name: sorted(points) for name, points in lines.items()}

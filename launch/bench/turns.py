@@ -19,7 +19,7 @@ from launch.bench.weights import Weights
 class Turns:
     """The engines that were started, the runs of those that got through, and why others did not.
 
-    `rates` is what the machine could do as each turn began. By engine, `step_bytes` is what a
+    By engine, `rates` is what the machine could do as each of its runs began, `step_bytes` what a
     decode step reads of its weights, `first_token_s` how long after its start each fresh process
     gave its first token, `peak_bytes` the memory that it took, and `nats` what a token of the texts
     has.
@@ -27,7 +27,7 @@ class Turns:
 
     players: dict[str, Player] = field(default_factory=dict)
     runs: dict[str, list[Run]] = field(default_factory=dict)
-    rates: list[Rates] = field(default_factory=list)
+    rates: dict[str, list[Rates]] = field(default_factory=dict)
     step_bytes: dict[str, int] = field(default_factory=dict)
     first_token_s: dict[str, list[float]] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
@@ -39,6 +39,7 @@ class Turns:
         _note(f"{name} is out: {error}")
         self.failed[name] = str(error)
         self.runs.pop(name, None)
+        self.rates.pop(name, None)
 
 
 def play(
@@ -103,13 +104,14 @@ def take_turns(
     All get the same prompts in a turn, and each begins `rest_s` after the one before. An engine
     that fails is out, with all its runs.
     """
-    turns.runs |= {name: [] for name in turns.players if name not in turns.failed}
+    present = [name for name in turns.players if name not in turns.failed]
+    turns.runs |= {name: [] for name in present}
+    turns.rates |= {name: [] for name in present}
     for turn in range(1, n_turns + 1):
-        time.sleep(rest_s)
-        turns.rates.append(look())
         for name in list(turns.runs):
             _note(f"{name}: turn {turn} of {n_turns}")
             time.sleep(rest_s)
+            turns.rates[name].append(look())
             try:
                 turns.runs[name].append(turns.players[name].answer(task.prompts(turn), task.n_new))
             except EngineError as error:

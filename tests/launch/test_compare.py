@@ -20,18 +20,19 @@ from launch.bench.agreement import (
     gaps,
     verdict,
 )
-from launch.bench.compare import all_ratios, main
+from launch.bench.compare import all_ratios, main, shares
 from launch.bench.engines import Run, engines
 from launch.bench.machine import Rates, prefill_flops
 from launch.bench.player import EngineError, Player
 from launch.bench.report import report
 from launch.bench.roofline import charts
-from launch.bench.task import make_task, spread
+from launch.bench.task import Task, make_task, spread
 from launch.bench.turns import Turns, start_all, take_turns
 from parallel_llama.config import ModelArgs
 
 STREAM = make_task("stream", 8, 5, vocab_size=100)
 RAGGED = make_task("ragged", 512, 64, vocab_size=100)
+ARGS = ModelArgs(dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=12, vocab_size=100)
 
 
 def test_ragged_prompts_are_evenly_spaced_up_to_the_longest():
@@ -204,13 +205,10 @@ def test_only_float32_weights_can_give_wrong_tokens(folder):
 
 
 def test_prefill_counts_every_product_with_a_weight_and_the_keys_that_are_seen():
-    args = ModelArgs(
-        dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=12, vocab_size=100
-    )
     of_a_layer = 8 * 8 * 2 + 8 * 4 * 2 + 8 * 12 * 3
     pairs = (5 * 6 + 3 * 4) // 2
     attention = 2 * 2 * pairs * 8  # q k and p v, in two layers
-    assert prefill_flops(args, [5, 3]) == 2 * (8 * 2 * of_a_layer + attention + 2 * 800)
+    assert prefill_flops(ARGS, [5, 3]) == 2 * (8 * 2 * of_a_layer + attention + 2 * 800)
 
 
 # Answers each line; the first prompt's first token is how often it has been asked.
@@ -301,10 +299,24 @@ def test_engines_take_turns_and_one_that_fails_is_out():
     log = []
     players = {"a": FakePlayer("a", log), "b": FakePlayer("b", log, fails_at=2)}
     turns = Turns(players)
-    take_turns(turns, NumberedTurns(), 3, lambda: Rates(1e9, 1e9), rest_s=0.0)
+    take_turns(turns, NumberedTurns(), 3, lambda: Rates(1e9 * len(log), 1e9), rest_s=0.0)
     assert log == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
     assert [run.tokens for run in turns.runs["a"]] == [[[1]], [[2]], [[3]]]
     assert turns.failed == {"b": "tired"} and list(turns.runs) == ["a"]
+    # What the machine gave right before each run: after the runs of all who came before it.
+    assert turns.rates == {"a": [Rates(0, 1e9), Rates(2e9, 1e9), Rates(3e9, 1e9)]}
+
+
+def test_a_share_is_of_what_the_machine_gave_for_that_very_run():
+    """Where the memory reads twice as fast in a turn, and so does the engine, its share stays."""
+    task = Task("stream", (8, 8), n_new=3, vocab_size=100)
+    decoded_s = 1.0, 0.5, 1.0  # by 4 tokens
+    runs = [Run([], 0.5, 0.5 + each) for each in decoded_s]
+    rates = [Rates(1e9, 1e9), Rates(2e9, 1e9), Rates(4e9, 2e9)]
+    found = shares(ARGS, task, runs, rates, step_bytes=250_000_000)
+    assert found["read_bandwidth_share"] == {"median": 0.5, "min": 0.125, "max": 0.5}
+    whole = prefill_flops(ARGS, task.lengths) / 0.5 / 1e9
+    assert found["product_rate_share"] == spread([whole, whole, whole / 2])
 
 
 def test_a_start_is_timed_to_the_first_token_and_one_that_fails_is_not_tried_again():
@@ -342,7 +354,7 @@ def test_wrong_use_ends_before_any_engine_starts(arguments, message, capsys):
 RESULT = {
     "model": "tiny",
     "prompt_tokens": [8, 8],
-    "read_bytes_per_s": 2e9,
+    "read_bytes_per_s": {"median": 1e9, "min": 5e8, "max": 2e9},
     "engines": {
         name: {"weight_bytes_per_step": n_bytes, "decode_tokens_per_s": {"median": speed}}
         for name, n_bytes, speed in (("ours:1", 4e8, 7), ("peer@F16", 2e8, 9), ("peer", 4e8, 5))
