@@ -1,11 +1,18 @@
-"""Work in a thread of its own: a generator that runs a little ahead of who takes its items."""
+"""Work in other threads: a generator a little ahead of who takes its items, and pieces shared."""
 
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import torch
+
+from parallel_llama.ops.cpu.program import compute_alone
+
 T = TypeVar("T")
+
+# Beyond these the memory that they take is felt sooner than the time.
+_MAX_WORKERS = 8
 
 
 def ahead(
@@ -41,3 +48,9 @@ def started_thread(begin: Callable[[], None] = lambda: None) -> ThreadPoolExecut
     executor = ThreadPoolExecutor(1, initializer=begin)
     executor.submit(int).result()
     return executor
+
+
+def workers() -> ThreadPoolExecutor:
+    """Threads that share pieces of a weight, in each of which torch computes alone."""
+    n_threads = min(torch.get_num_threads(), _MAX_WORKERS)
+    return ThreadPoolExecutor(n_threads, initializer=compute_alone)

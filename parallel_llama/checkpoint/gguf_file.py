@@ -6,7 +6,7 @@ Source: ggml's docs/gguf.md.
 """
 
 import math
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from parallel_llama.checkpoint.ahead import workers
 from parallel_llama.checkpoint.byte_ranges import (
     Block,
     ByteRanges,
@@ -40,9 +41,6 @@ from parallel_llama.ops.groups import Groups, joined
 # calls cost more.
 DECODED_AT_ONCE = 1 << 19
 
-# Threads that decode: beyond these the memory that they take is felt sooner than the time.
-_MAX_THREADS = 8
-
 
 class GGUFFile(TensorFiles):
     """The tensors of a GGUF file, or of the parts that it was split into.
@@ -61,7 +59,7 @@ class GGUFFile(TensorFiles):
                 tensors[name] = path, FileTensor(name, t.type_name, t.shape, t.offset, t.n_bytes)
         super().__init__(files, args, tensors, empty)
         # They start when there is something to decode, and spend their time outside Python.
-        self._decoders = ThreadPoolExecutor(min(torch.get_num_threads(), _MAX_THREADS))
+        self._decoders = workers()
 
     def close(self) -> None:
         self._decoders.shutdown()

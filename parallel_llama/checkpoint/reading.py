@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 import torch
 from torch import Tensor
 
+from parallel_llama.checkpoint.ahead import workers
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory, sliced_shape
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.hf_folder import HFFolder
@@ -95,11 +96,15 @@ def quantised(param: Param, values: Tensor, form: GroupFormat) -> Groups:
     """
     at_once = QUANTISED_AT_ONCE if values.device.type == "cpu" else PIECE_VALUES
     n_rows = max(1, at_once // max(1, values.shape[1]))
-    parts = [
-        quantise(_finite(param, values[start : start + n_rows], torch.float32), form)
-        for start in range(0, max(1, len(values)), n_rows)
-    ]
-    return parts[0] if len(parts) == 1 else joined(parts, dim=0)
+
+    def part(start: int) -> Groups:
+        return quantise(_finite(param, values[start : start + n_rows], torch.float32), form)
+
+    starts = range(0, max(1, len(values)), n_rows)
+    if len(starts) == 1:
+        return part(0)
+    with workers() as threads:
+        return joined(list(threads.map(part, starts)), dim=0)
 
 
 def _quantised(

@@ -196,10 +196,12 @@ def _in_runs(rows: Tensor, size: int = GROUP_SIZE) -> Tensor:
 
 def _with_minima(groups: Tensor, form: GroupFormat) -> Groups:
     """For each group the line, of those tried, that leaves the least squared error."""
-    scales, mins = _line(groups, _TRIED[0])
+    # Not aminmax, which takes several threads however little there is to do.
+    low, high, mean = groups.amin(-1), groups.amax(-1), groups.mean(-1)
+    scales, mins = _line(groups, low, high, mean, _TRIED[0])
     least = _error(groups, scales, mins)
     for part in _TRIED[1:]:
-        others = _line(groups, part)
+        others = _line(groups, low, high, mean, part)
         error = _error(groups, *others)
         better = error < least
         scales, mins = (
@@ -211,24 +213,25 @@ def _with_minima(groups: Tensor, form: GroupFormat) -> Groups:
     return Groups(form, integers.to(torch.int8).flatten(1), *halves)
 
 
-def _line(groups: Tensor, part: float) -> tuple[Tensor, Tensor]:
+def _line(
+    groups: Tensor, low: Tensor, high: Tensor, mean: Tensor, part: float
+) -> tuple[Tensor, Tensor]:
     """Scales and minima that fit best to integers over the middle part of each group's range."""
-    low, high = groups.aminmax(dim=-1)
     cut = (high - low) * (1 - part) / 2
     integers = _integers(groups - (low + cut)[..., None], (high - low - 2 * cut) / 15, 0, 15)
     # Least squares: the values' slope over the integers, through the mean of both.
-    mean = integers.mean(-1, keepdim=True)
-    apart = integers.sub_(mean)
-    scales = (apart * groups).sum(-1) / apart.square().sum(-1).clamp(min=1)
+    mean_integer = integers.mean(-1, keepdim=True)
+    apart = integers.sub_(mean_integer)
+    scales = (apart * groups).sum(-1) / (apart * apart).sum(-1).clamp(min=1)
     scales = _rounded(scales)
-    return scales, _rounded(groups.mean(-1) - scales * mean[..., 0])
+    return scales, _rounded(mean - scales * mean_integer[..., 0])
 
 
 def _error(groups: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
     """What is left of each group's squares."""
     lifted = groups - mins[..., None]
-    kept = _integers(lifted, scales, 0, 15).mul_(scales[..., None])
-    return kept.sub_(lifted).square_().sum(-1)
+    left = _integers(lifted, scales, 0, 15).mul_(scales[..., None]).sub_(lifted)
+    return left.mul_(left).sum(-1)
 
 
 def _rounded(numbers: Tensor) -> Tensor:

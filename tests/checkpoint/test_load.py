@@ -1,6 +1,8 @@
 """One rank's tensors: random weights, conversion, refusals, and what a load costs."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 import torch
@@ -8,14 +10,16 @@ from checkpoint_cost import cost_of_rank, write_random_folder
 from checkpoint_samples import TINY, interleaved, weights_of, write_hf
 
 from parallel_llama.checkpoint import load, open_checkpoint, random_checkpoint
-from parallel_llama.checkpoint.reading import PIECE_VALUES, pieces_of
+from parallel_llama.checkpoint.ahead import workers
+from parallel_llama.checkpoint.reading import PIECE_VALUES, pieces_of, quantised
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import Precision
-from parallel_llama.errors import CheckpointError
+from parallel_llama.dtypes import GroupFormat, Precision
+from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import dtype_name
+from parallel_llama.ops.groups import quantise
 from parallel_llama.plan import make_plan, values_by_form, weight_bytes
 
 CPU = torch.device("cpu")
@@ -70,6 +74,46 @@ def test_pieces_are_bounded_cover_the_rows_and_begin_at_blocks():
         len(piece) <= 256 and (at == 0 or piece.start % 256 == 0) for at, piece in enumerate(pieces)
     )
     assert pieces_of(Param("w", (100, 8), "ffn"), range(3, 50), PIECE_VALUES) == [range(3, 50)]
+
+
+@pytest.fixture
+def three_threads():
+    """Those of torch's operations in this thread, and in threads to come."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def n_threads_of_a_new_thread():
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(torch.get_num_threads).result()
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_torch_computes_alone_in_threads_that_share_work_and_nowhere_else():
+    with workers() as threads:
+        together = Barrier(3)  # so that there are three
+
+        def n_own_threads(_):
+            together.wait(timeout=30)
+            return torch.get_num_threads()
+
+        assert list(threads.map(n_own_threads, range(3))) == [1, 1, 1]
+        assert torch.get_num_threads() == n_threads_of_a_new_thread() == 3
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("form", [GroupFormat(8), GroupFormat(4, has_min=True)])
+def test_a_matrix_is_quantised_the_same_in_pieces_by_threads(monkeypatch, form):
+    monkeypatch.setattr("parallel_llama.checkpoint.reading.QUANTISED_AT_ONCE", 7 * 64)
+    param = Param("layers.0.feed_forward.w2.weight", (100, 64), "ffn")
+    values = torch.randn(param.shape, generator=torch.Generator().manual_seed(0))
+    found, wanted = quantised(param, values, form), quantise(values, form)
+    assert all(map(torch.equal, found.tensors, wanted.tensors)) and len(found.tensors) > 1
+    values[93, 5] = torch.nan
+    with pytest.raises(DamagedWeights, match=f"{param.name}: 1 of 448 values"):
+        quantised(param, values, form)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -70,6 +70,18 @@ def openmp() -> ctypes.CDLL | None:
     return ctypes.CDLL(str(found[0])) if found else None
 
 
+def compute_alone() -> None:
+    """Let torch's operations run on this thread alone; what other threads have stays as it is.
+
+    Each thread that calls torch gets a team of OpenMP's threads of its own. Two teams are more
+    than there are cores, and then GNU's sends its threads to sleep after every operation.
+    """
+    torch.get_num_threads()  # the first call sets it
+    library = openmp()
+    if library is not None:
+        library.omp_set_num_threads(1)
+
+
 @cache
 def computes(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernels can be made for tensors of this type and place."""
