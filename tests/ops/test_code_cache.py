@@ -1,7 +1,7 @@
 """Machine code from the cache runs in this process, so only what is surely ours is taken."""
 
+import ast
 import os
-import re
 import runpy
 import stat
 from functools import partial
@@ -175,15 +175,24 @@ def test_what_does_not_say_all_of_itself_is_no_parameter_of_a_kernel():
 def _body(*_): ...
 
 
+@needs_openmp
+def test_a_kernel_whose_surroundings_changed_is_made_anew(folder, monkeypatch):
+    for digest in ("now", "then", "now"):
+        monkeypatch.setattr(program, "_SOURCES", digest)
+        SiluAndMulKernel(torch.float32, Machine(16, 16))
+    assert len(list(folder.iterdir())) == 2
+
+
 def test_all_that_kernels_are_built_with_is_in_their_key():
     """Modules outside `ops` that those of its kernels import, whose numbers come into the code."""
     package = Path(program.__file__).parents[2]
-    sources = [path.read_text() for path in Path(program.__file__).parent.glob("*.py")]
+    kernels = set(Path(program.__file__).parent.glob("*.py"))
     imported = {
-        name
-        for source in sources
-        for name in re.findall(r"^from parallel_llama\.([\w.]+) import", source, re.MULTILINE)
+        package.parent.joinpath(*node.module.split(".")).with_suffix(".py")
+        for kernel in kernels
+        for node in ast.walk(ast.parse(kernel.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(package.name)
     }
-    outside = {name for name in imported if not name.startswith("ops")}
-    assert outside == {"dtypes", "parallel.shared_memory"}
-    assert all((package / f"{name.replace('.', '/')}.py").is_file() for name in outside)
+    assert package / "dtypes.py" in imported and package / "ops" / "scores.py" in imported
+    assert all(path.is_file() for path in imported)
+    assert kernels | imported <= set(program._sources())

@@ -142,9 +142,12 @@ def _compiled(name: str, types: Sequence[ir.Type], body: Body) -> bytes:
         return _optimised(_module(name, types, body), machine)
 
     try:
-        recipe = (made_by, cpu, _sources(), name, *map(str, types), _recipe(body))
-    except OSError:  # no sources, as in an archive: code is made every time
+        own = _recipe(body)
+    except OSError:
         return make()
+    if _SOURCES is None:
+        return make()
+    recipe = (made_by, cpu, _SOURCES, name, *map(str, types), own)
     return machine_code("\n".join(recipe), make)
 
 
@@ -168,17 +171,24 @@ def _said(parameter: object) -> str:
     return repr(parameter)
 
 
-@cache
-def _sources() -> str:
-    """The digest of all that kernels are built with."""
+def _sources() -> tuple[Path, ...]:
+    """All that kernels are built with."""
     package = Path(__file__).parents[1]
     others = package.parent / "dtypes.py", package.parent / "parallel" / "shared_memory.py"
-    return _digest((*sorted(package.rglob("*.py")), *others))
+    return *sorted(package.rglob("*.py")), *others
 
 
 @cache
 def _digest(files: tuple[Path, ...]) -> str:
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+# Read as they are imported: once kernels are built, the files may no longer be what builds them.
+# There are none in an archive, where code is made every time.
+try:
+    _SOURCES: str | None = _digest(_sources())
+except OSError:
+    _SOURCES = None
 
 
 def _module(name: str, types: Sequence[ir.Type], body: Body) -> ir.Module:
