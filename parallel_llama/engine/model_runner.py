@@ -33,7 +33,13 @@ from parallel_llama.model.decode_program import (
     Program,
 )
 from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
-from parallel_llama.model.rope import RotaryTables, Rows, base_len, rotary_of_windows, turns_back
+from parallel_llama.model.rope import (
+    HostRotations,
+    RotaryTables,
+    base_len,
+    rotary_of_windows,
+    turns_back,
+)
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import DecodeBatch, DecodeRows, QueryChunk, Scores, TorchOps, choose_ops
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
@@ -131,7 +137,8 @@ class ModelRunner:
         self._no_rows = torch.empty(0, self.args.dim, dtype=self.dtype, device=self.device)
         self._paging = self._graphs = None
         if is_paged:
-            tables = tuple(rotary.whole() for rotary in self._rotary_of)
+            whole = {each: each.whole() for each in set(self._rotary_of)}
+            tables = tuple(whole[each] for each in self._rotary_of)
             self._paging = Paging(self.groups, tables, block_size, tuple(n_blocks))
             longest = self.args.max_seq_len
             if self.groups[0].window is None:  # whose cache holds whole sequences
@@ -267,7 +274,9 @@ class ModelRunner:
         near = (self._before_sinks(number, chunk.positions) for number in groups)
         return is_here and chunk.is_decoded and all(each == chunk.positions for each in near)
 
-    def _group_rows(self, number: int, chunks: Sequence[Chunk], rotations: Rows) -> GroupRows:
+    def _group_rows(
+        self, number: int, chunks: Sequence[Chunk], rotations: HostRotations
+    ) -> GroupRows:
         slots: list[int] = []
         decoded: dict[int, tuple[slice, ...]] = {}
         for chunk in chunks:
@@ -426,7 +435,7 @@ class ModelRunner:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)
 
 
-def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> Rows:
+def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> HostRotations:
     rows = [rotary.rows(chunk.positions, chunk.n_prompt) for chunk in chunks]
     return rows[0] if len(rows) == 1 else np.concatenate(rows)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel_llama.model.batch import Batch, GroupBatch
 from parallel_llama.model.kv_cache import KVCache
-from parallel_llama.model.rope import Rows
+from parallel_llama.model.rope import HostRotations
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import CPUOps, DecodeRoom, DecodeRows, NotRecorded
 
@@ -55,7 +55,7 @@ class GroupRows:
     """
 
     slots: list[int]
-    rotations: Rows
+    rotations: HostRotations
     decode: DecodeRows
 
 

@@ -21,9 +21,8 @@ from parallel_llama.config import ModelArgs, RopeScaling
 # Tables that are kept: one, but for dynamic scaling, where each length of a sequence has its own.
 _MAX_TABLES = 64
 
-
 # Rotations as tables have them, on the host: decode steps copy theirs without torch.
-Rows = npt.NDArray[np.complexfloating]
+HostRotations = npt.NDArray[np.complexfloating]
 
 
 def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
@@ -72,9 +71,9 @@ class RotaryTables:
     def __init__(self, args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.promote_types(dtype, torch.float32)
         self._args, self._dtype, self._device = args, wide.to_complex(), device
-        self._tables: dict[int, Rows] = {}
+        self._tables: dict[int, HostRotations] = {}
 
-    def rows(self, positions: range, n_prompt: int) -> Rows:
+    def rows(self, positions: range, n_prompt: int) -> HostRotations:
         """Rotations of consecutive positions in a sequence that began with `n_prompt` tokens.
 
         Shapes: [T, 1, head_dim / 2] complex, on the host.
@@ -100,7 +99,7 @@ class RotaryTables:
         table = rotations(self._args, range(self._args.max_seq_len), 1)
         return table.to(device=self._device, dtype=self._dtype)
 
-    def _from_table(self, positions: range, n_tokens: int) -> Rows:
+    def _from_table(self, positions: range, n_tokens: int) -> HostRotations:
         """Rotations of positions in a sequence of this length."""
         key = base_len(self._args, n_tokens)
         table = self._tables.get(key)
@@ -112,8 +111,8 @@ class RotaryTables:
             self._tables[key] = table
         return table[positions.start : positions.stop]
 
-    def _rounded(self, exact: Tensor) -> Rows:
-        rounded: Rows = exact.to(self._dtype).numpy()
+    def _rounded(self, exact: Tensor) -> HostRotations:
+        rounded: HostRotations = exact.to(self._dtype).numpy()
         return rounded
 
 

@@ -104,6 +104,14 @@ def run_ahead(comm: Communicator, seeds: range) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(("local_rope_theta", "n_tables"), [(None, 1), (5e3, 2)])
+def test_groups_of_layers_that_rotate_alike_have_one_table(local_rope_theta, n_tables):
+    args = replace(HYBRID, local_rope_theta=local_rope_theta)
+    paging = make_runner(Solo(), args, ops=paged_ops(args))._paging
+    assert paging is not None and len(paging.rotations) == 2
+    assert len(set(paging.rotations)) == n_tables
+
+
 @pytest.mark.parametrize("args", [ARGS, HYBRID, *(OF_FAMILIES[name] for name in CARRIED)])
 def test_every_request_gets_what_it_gets_alone_where_operators_read_blocks(args):
     assert run(Solo(), args, range(4), records=False) == 0
