@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from parallel_llama.ops.cpu.program import compute_alone
+from parallel_llama.ops.cpu.program import compute_alone, openmp
 
 T = TypeVar("T")
 
@@ -52,5 +52,5 @@ def started_thread(begin: Callable[[], None] = lambda: None) -> ThreadPoolExecut
 
 def workers() -> ThreadPoolExecutor:
     """Threads that share pieces of a weight, in each of which torch computes alone."""
-    n_threads = min(torch.get_num_threads(), _MAX_WORKERS)
+    n_threads = min(torch.get_num_threads(), _MAX_WORKERS) if openmp() else 1
     return ThreadPoolExecutor(n_threads, initializer=compute_alone)

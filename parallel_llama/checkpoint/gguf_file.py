@@ -80,11 +80,11 @@ class GGUFFile(TensorFiles):
         file, tensor = self._held(param)
         if GGUF_GROUPS.get(tensor.dtype) != form:
             return None
-        size, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.dtype]]
+        size, n_bytes = _sizes(tensor)
         parts = []
         for block in as_blocks(param, self._places[param.name], rows):
             columns = block.columns
-            held = range(columns.start // size, -(-columns.stop // size))
+            held = _touched(columns, size)
             byte_columns = range(held.start * n_bytes, held.stop * n_bytes)
             row_bytes = block.n_columns // size * n_bytes
             data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
@@ -103,15 +103,17 @@ def _decoded(
     for block in as_blocks(param, place, rows):
         shape = len(block.rows), len(block.columns)
         block_out = left[: math.prod(shape)].view(shape)
+        size, _ = _sizes(tensor)
+        row_values = len(_touched(block.columns, size)) * size
+        step = max(1, DECODED_AT_ONCE // max(1, row_values))
         # Waits for each, and raises what it has raised.
-        list(threads.map(partial(_decode, file, tensor), *_pieces(block, block_out)))
+        list(threads.map(partial(_decode, file, tensor), *_pieces(block, block_out, step)))
         left = left[math.prod(shape) :]
     return out
 
 
-def _pieces(block: Block, out: Tensor) -> tuple[list[Block], list[Tensor]]:
-    """Some rows of a block at a time, and of the matrix that it is to become."""
-    step = max(1, DECODED_AT_ONCE // max(1, len(block.columns)))
+def _pieces(block: Block, out: Tensor, step: int) -> tuple[list[Block], list[Tensor]]:
+    """So many rows of a block at a time, and of the matrix that it is to become."""
     starts = range(0, len(block.rows) if out.numel() else 0, step)
     rows = [block.rows[start : start + step] for start in starts]
     blocks = [Block(block.n_columns, own, block.columns) for own in rows]
@@ -120,14 +122,24 @@ def _pieces(block: Block, out: Tensor) -> tuple[list[Block], list[Tensor]]:
 
 def _decode(file: ByteRanges, tensor: FileTensor, block: Block, out: Tensor) -> None:
     """Decode a block of a quantised tensor into a matrix of its shape."""
-    quantization, columns = GGMLQuantizationType[tensor.dtype], block.columns
-    size, n_bytes = GGML_QUANT_SIZES[quantization]
-    groups = range(columns.start // size, -(-columns.stop // size))
+    columns = block.columns
+    size, n_bytes = _sizes(tensor)
+    groups = _touched(columns, size)
     byte_columns = range(groups.start * n_bytes, groups.stop * n_bytes)
     skipped = columns.start - groups.start * size  # columns of the first group left of the slice
     row_bytes = block.n_columns // size * n_bytes
     data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
     # As one long row: groups do not know their rows, and the decoder is slow on short ones.
-    values = dequantize(data.view(1, -1).numpy(), quantization)
+    values = dequantize(data.view(1, -1).numpy(), GGMLQuantizationType[tensor.dtype])
     decoded = torch.from_numpy(values).view(len(block.rows), -1)
     out.copy_(decoded[:, skipped : skipped + len(columns)])
+
+
+def _sizes(tensor: FileTensor) -> tuple[int, int]:
+    """The values of a group of a quantised tensor, and the bytes."""
+    return GGML_QUANT_SIZES[GGMLQuantizationType[tensor.dtype]]
+
+
+def _touched(columns: range, size: int) -> range:
+    """The groups of a row in which some of its columns lie."""
+    return range(columns.start // size, -(-columns.stop // size))

@@ -35,7 +35,7 @@ PIECE_VALUES = 1 << 25
 # decoded or read twice.
 PIECE_ALIGNMENT = 256
 
-# Values quantised at once: in float32 their many copies fit into the cache of a core.
+# Values quantised at once by a thread: in float32 their many copies fit into the cache of a core.
 QUANTISED_AT_ONCE = 1 << 17
 
 _READERS = {"hf": HFFolder, "meta": MistralFolder, "native": NativeFolder}
@@ -90,7 +90,7 @@ def load(
 
 
 def quantised(param: Param, values: Tensor, form: GroupFormat) -> Groups:
-    """A matrix, or some of it, quantised; in memory for a bounded piece at once.
+    """A matrix, or some of it, quantised; in memory for a bounded piece a thread.
 
     Raises: DamagedWeights if a value is NaN or Inf.
     """

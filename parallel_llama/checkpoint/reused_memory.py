@@ -18,7 +18,8 @@ PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 class ReusedMemory:
     """Makes tensors, each in memory that an earlier one of the same size has left, if there is any.
 
-    All of it is given back with the last tensor and this object. Any thread may let go of a tensor.
+    All of it is given back with the last tensor and this object. Any thread may ask for a tensor,
+    and let go of one.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,10 @@ class ReusedMemory:
         if n_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         free = self._free[n_bytes]
-        memory = free.pop() if free else mmap.mmap(-1, n_bytes, flags=PRIVATE)
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, n_bytes, flags=PRIVATE)
         # torch holds on to this very array as long as a tensor lies in it.
         array = np.frombuffer(memory, dtype=np.uint8)
         finalize(array, free.append, memory).atexit = False

@@ -196,7 +196,7 @@ def _in_runs(rows: Tensor, size: int = GROUP_SIZE) -> Tensor:
 
 def _with_minima(groups: Tensor, form: GroupFormat) -> Groups:
     """For each group the line, of those tried, that leaves the least squared error."""
-    # Not aminmax, which takes several threads however little there is to do.
+    # Not aminmax, which takes several times as long for short rows.
     low, high, mean = groups.amin(-1), groups.amax(-1), groups.mean(-1)
     scales, mins = _line(groups, low, high, mean, _TRIED[0])
     least = _error(groups, scales, mins)

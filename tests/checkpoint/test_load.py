@@ -18,6 +18,7 @@ from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.ops.cpu.program import openmp
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.ops.groups import quantise
 from parallel_llama.plan import make_plan, values_by_form, weight_bytes
@@ -90,6 +91,7 @@ def n_threads_of_a_new_thread():
         return thread.submit(torch.get_num_threads).result()
 
 
+@pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 @pytest.mark.usefixtures("three_threads")
 def test_torch_computes_alone_in_threads_that_share_work_and_nowhere_else():
     with workers() as threads:
