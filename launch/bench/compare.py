@@ -140,7 +140,7 @@ def machine_rates(turns: Turns) -> dict[str, Spread]:
 def shares(
     args: ModelArgs, task: Task, runs: Sequence[Run], rates: Sequence[Rates], step_bytes: int
 ) -> dict[str, Spread]:
-    """Which part of its time an engine would take at the rates that the machine had for its runs.
+    """Which part of its time an engine would take at the rates of the machine around its runs.
 
     Of a decode step, to read its weights; of prefill, for its products in float32.
     """

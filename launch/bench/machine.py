@@ -23,6 +23,12 @@ class Rates:
     read_bytes_per_s: float
     product_flops_per_s: float
 
+    def mean(self, other: "Rates") -> "Rates":
+        return Rates(
+            (self.read_bytes_per_s + other.read_bytes_per_s) / 2,
+            (self.product_flops_per_s + other.product_flops_per_s) / 2,
+        )
+
 
 def prefill_flops(args: ModelArgs, lengths: Sequence[int]) -> int:
     """Multiplications and additions that reading prompts of these lengths takes at the least.

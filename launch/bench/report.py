@@ -62,7 +62,7 @@ def _heading(result: dict[str, Any]) -> str:
 
 
 def _rates(result: dict[str, Any]) -> str:
-    """What the cores gave before the runs; nothing where no engine got so far."""
+    """What the cores gave around the runs; nothing where no engine got so far."""
     if "read_bytes_per_s" not in result:
         return ""
     read, multiply = (

@@ -19,10 +19,10 @@ from launch.bench.weights import Weights
 class Turns:
     """The engines that were started, the runs of those that got through, and why others did not.
 
-    By engine, `rates` is what the machine could do as each of its runs began, `step_bytes` what a
-    decode step reads of its weights, `first_token_s` how long after its start each fresh process
-    gave its first token, `peak_bytes` the memory that it took, and `nats` what a token of the texts
-    has.
+    By engine, `rates` is what the machine could do before and after each of its runs, the mean of
+    both, `step_bytes` what a decode step reads of its weights, `first_token_s` how long after its
+    start each fresh process gave its first token, `peak_bytes` the memory that it took, and `nats`
+    what a token of the texts has.
     """
 
     players: dict[str, Player] = field(default_factory=dict)
@@ -101,21 +101,26 @@ def take_turns(
 ) -> None:
     """Add every engine's runs; turns count from 1.
 
-    All get the same prompts in a turn, and each begins `rest_s` after the one before. An engine
-    that fails is out, with all its runs.
+    All get the same prompts in a turn, and each begins `rest_s` after the one before, when the
+    machine has been looked at. An engine that fails is out, with all its runs.
     """
     present = [name for name in turns.players if name not in turns.failed]
     turns.runs |= {name: [] for name in present}
     turns.rates |= {name: [] for name in present}
+    time.sleep(rest_s)
+    before = look()
     for turn in range(1, n_turns + 1):
         for name in list(turns.runs):
             _note(f"{name}: turn {turn} of {n_turns}")
-            time.sleep(rest_s)
-            turns.rates[name].append(look())
             try:
                 turns.runs[name].append(turns.players[name].answer(task.prompts(turn), task.n_new))
             except EngineError as error:
                 turns.leave_out(name, error)
+            time.sleep(rest_s)
+            after = look()
+            if name in turns.rates:
+                turns.rates[name].append(before.mean(after))
+            before = after
 
 
 def weigh(turns: Turns, texts: Sequence[list[int]]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from argparse import ArgumentTypeError
 from contextlib import ExitStack
@@ -303,11 +304,11 @@ def test_engines_take_turns_and_one_that_fails_is_out():
     assert log == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
     assert [run.tokens for run in turns.runs["a"]] == [[[1]], [[2]], [[3]]]
     assert turns.failed == {"b": "tired"} and list(turns.runs) == ["a"]
-    # What the machine gave right before each run: after the runs of all who came before it.
-    assert turns.rates == {"a": [Rates(0, 1e9), Rates(2e9, 1e9), Rates(3e9, 1e9)]}
+    # What the machine gave before and after each run, there being n runs before the first look.
+    assert turns.rates == {"a": [Rates(0.5e9, 1e9), Rates(2.5e9, 1e9), Rates(3.5e9, 1e9)]}
 
 
-def test_a_share_is_of_what_the_machine_gave_for_that_very_run():
+def test_a_share_is_of_what_the_machine_gave_around_that_very_run():
     """Where the memory reads twice as fast in a turn, and so does the engine, its share stays."""
     task = Task("stream", (8, 8), n_new=3, vocab_size=100)
     decoded_s = 1.0, 0.5, 1.0  # by 4 tokens
@@ -402,5 +403,15 @@ def test_one_command_measures_checks_and_reports(folder, capfd):
     assert whole / 2 < others["weight_bytes_per_step"] < whole * 0.6  # norms are float32
     assert result["ratios"]["ours:2"].keys() == {"transformers", "llama-models"}
     text = report(result)
-    for part in ("16 prompts of 16 to 31 tokens", "ours:2 is", "vllm was left out: no Python"):
-        assert part in text
+    shown = "16 prompts of 16 to 31 tokens", "ours:2 is", "vllm was left out: no Python"
+    assert all(part in text for part in shown)
+    rate = r"at [\d.]+ \([\d.]+ to [\d.]+\)"
+    assert re.search(rf", which read memory {rate} GB/s and multiply .* {rate} GFLOP/s", text)
+
+
+def test_a_report_without_runs_says_why_and_tells_no_rates():
+    names = "model", "processor", "cores", "turns", "new_tokens", "text_tokens"
+    absent = {"vllm": "no Python"}
+    result = dict.fromkeys(names, "?") | {"prompt_tokens": [8], "engines": {}, "failed": {}}
+    text = report(result | {"absent": absent})
+    assert text.endswith("vllm was left out: no Python") and "which read" not in text
