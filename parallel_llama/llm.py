@@ -32,7 +32,7 @@ from parallel_llama.engine import rank_calls
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.engine.kv_capacity import CacheSize, give_back_memory, memory_for, memory_of
+from parallel_llama.engine.kv_capacity import CacheSize, MemoryFor, give_back_memory, memory_of
 from parallel_llama.engine.machine import Machine, measure, peak_cuda_bytes
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompts import Prompt, Prompts
@@ -446,7 +446,7 @@ class LLM:
         with closing(checkpoint), started_thread() as thread:
             # Beside the weights: it is another process that does most of it.
             tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
-            with memory_for("the weights", "use more ranks, or a smaller dtype"):
+            with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
                 runner = ModelRunner.load(
                     self.args,
                     checkpoint,
@@ -466,7 +466,7 @@ class LLM:
         """The engine, once all ranks have their cache."""
         capacity = size.agree(self._present, memory_of(runner.device))
         writes = runner.comm.rank == 0 and self.input_processor.has_tokenizer
-        with memory_for("the KV cache", "lower kv_cache_bytes"):
+        with MemoryFor("the KV cache", "lower kv_cache_bytes"):
             engine = Engine(
                 runner,
                 capacity,
@@ -485,7 +485,7 @@ class LLM:
             on_graph(n_rows)
 
         if runner.device.type == "cuda":
-            with memory_for("recorded decode steps", "lower kv_cache_bytes, or use more ranks"):
+            with MemoryFor("recorded decode steps", "lower kv_cache_bytes, or use more ranks"):
                 runner.record(on_graph=note)
             runner.comm.barrier()
 

@@ -7,6 +7,8 @@ drawn there if the drafts before it had been.
 from collections.abc import Sequence
 from itertools import takewhile
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from parallel_llama.engine.scheduler import ScheduledTokens
@@ -54,7 +56,7 @@ def draw_each(
     vocab: range,
     draws: Sequence[Sequence[Draw]],
     comm: Communicator,
-    best: Tensor | None = None,
+    best: Tensor | npt.NDArray[np.float64] | None = None,
 ) -> list[list[Sampled]]:
     """The tokens of each sequence's draws, up to the first draw that forbids every token.
 

@@ -411,9 +411,8 @@ class Engine:
         flat = [draw for own in draws for draw in own]
         if logits.drawn is not None and self._may_look_ahead(flat):
             return [[drawn] for drawn in self._read_ahead(drawing, flat, logits, logits.drawn)]
-        best = logits.drawn
-        if best is None and all(draw.params.is_greedy for draw in flat):
-            best = logits.largest
+        is_greedy = all(draw.params.is_greedy for draw in flat)
+        best = logits.largest if logits.drawn is None and is_greedy else logits.drawn
         return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, best)
 
     def _read_ahead(

@@ -5,11 +5,11 @@ import hashlib
 import re
 import resource
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -206,24 +206,33 @@ def give_back_memory() -> None:
         trim(0)
 
 
-@contextmanager
-def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Says what memory was wanted for, and what makes it less, where it cannot be had.
+@dataclass(frozen=True)
+class MemoryFor:
+    """A block of code that says what memory is for, and what makes it less, where there is none.
 
     Raises: OutOfMemory.
     """
-    try:
-        yield
-    except RankError:  # one that tells of another rank's lack of memory is not of this rank's
-        raise
-    except (MemoryError, OSError, RuntimeError) as error:
+
+    what: str
+    remedy: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
+    ) -> None:
+        # A RankError that tells of another rank's lack of memory is not of this rank's.
+        if isinstance(error, RankError) or not isinstance(
+            error, (MemoryError, OSError, RuntimeError)
+        ):
+            return
         text = str(error)
         # torch has no error of its own for the CPU's memory.
-        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(text):
-            raise
-        asked = re.search(r"(\d+) bytes", text)
-        size = f" ({asked[1]} bytes at once)" if asked else ""
-        raise OutOfMemory(f"there is no memory for {what}{size}; {remedy}") from error
+        if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
+            asked = re.search(r"(\d+) bytes", text)
+            size = f" ({asked[1]} bytes at once)" if asked else ""
+            raise OutOfMemory(f"there is no memory for {self.what}{size}; {self.remedy}") from error
 
 
 def available_memory(root: Path = Path("/")) -> int:

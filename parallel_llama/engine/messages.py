@@ -28,7 +28,7 @@ class StepMessage:
 
     def encode(self) -> bytes:
         """An empty message is no bytes: the usual case costs nothing."""
-        return b"" if self == StepMessage() else _ENCODER.encode(self)
+        return _ENCODER.encode(self) if self.begin or self.end or self.call else b""
 
 
 def decode_message(message: bytes) -> StepMessage:
@@ -37,7 +37,7 @@ def decode_message(message: bytes) -> StepMessage:
     Raises: ValueError for a message that holds anything else.
     """
     if not message:
-        return StepMessage()
+        return _NOTHING
     try:
         return _DECODER.decode(message)
     except msgspec.MsgspecError as error:
@@ -52,5 +52,6 @@ def size_of(request: Request) -> int:
     return 64 + len(request.prompt) + n_ids + n_chars
 
 
+_NOTHING = StepMessage()
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(StepMessage)

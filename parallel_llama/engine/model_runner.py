@@ -20,7 +20,7 @@ from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.cuda_settings import settle_cuda
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
-from parallel_llama.engine.kv_capacity import memory_for
+from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.spread_cache import CachePart, mask_of
 from parallel_llama.engine.step_buffer import Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.families.model_args import layer_groups
@@ -50,6 +50,8 @@ from parallel_llama.plan import ShardPlan
 
 # Weights that are read before the model takes them.
 _READ_AHEAD = 2
+
+_MEMORY = MemoryFor("a step of this batch", "lower kv_cache_bytes, or use more ranks")
 
 
 class ModelRunner:
@@ -178,7 +180,7 @@ class ModelRunner:
         their order, where they are given, which spares the last block most of its work.
         Collective: those of `Transformer.forward`.
         """
-        with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
+        with _MEMORY:
             program = self._program(chunks, rows)
             with torch.inference_mode():
                 if program is not None:
@@ -202,7 +204,7 @@ class ModelRunner:
         Collective: those of `Transformer.forward`.
         """
         if drawing and not others:
-            with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
+            with _MEMORY:
                 return self._logits_of(chunks, drawing, noise), self._no_rows
         # The middle of a prompt wants no row, and a forward gives one at least.
         hidden = self.forward(chunks, [*drawing, *others] or [0])
@@ -225,7 +227,7 @@ class ModelRunner:
         Collective: those of `Transformer.forward`.
         """
         assert self._paging is not None and self._graphs is not None
-        with memory_for("a step of this batch", "lower kv_cache_bytes, or use more ranks"):
+        with _MEMORY:
             logits = self._graphs(chunks, range(len(tokens)), noise, tokens)
             return logits or self._logits(self._paged_batch(chunks, None, noise, tokens))
 
@@ -365,6 +367,8 @@ class ModelRunner:
         """The slots that some of a chunk's tokens see, by their rows; its first has this one."""
         seen = self._seen(number, positions)
         slices = slices_of(chunk.tables[number], self.block_size, seen)
+        if len(positions) == 1:
+            return {row + positions.start - chunk.start: slices}
         own = {at: _from(seen.start, self._seen(number, range(at, at + 1))) for at in positions}
         return {row + at - chunk.start: part_of(slices, own[at]) for at in positions}
 

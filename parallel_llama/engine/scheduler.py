@@ -314,6 +314,8 @@ class Scheduler:
         if most <= 0:
             return ()
         drafts = tuple(self._draft(sequence, most))[:most]
+        if not drafts:
+            return ()
         first = sequence.n_cached + 1
         stop = first + len(drafts)
         for group, table in zip(self.groups, sequence.tables, strict=True):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -31,20 +32,21 @@ _MAX_ROWS = 32
 class Logits:
     """Scores of this rank's vocabulary rows, and what is known of each row besides.
 
-    That is its largest, or what `TorchOps.draw` makes of it.
+    That is its largest, on the host, or what `TorchOps.draw` makes of it.
 
     Shapes: values [n, V_local] local; largest and drawn [n, 2] float64 local, the second of each
     pair being the token.
     """
 
     values: Tensor
-    largest: Tensor | None = None
+    largest: npt.NDArray[np.float64] | None = None
     drawn: Tensor | None = None
 
     def rows(self, which: slice | list[int]) -> "Logits":
         """The same of some rows."""
-        known = (None if each is None else each[which] for each in (self.largest, self.drawn))
-        return Logits(self.values[which], *known)
+        largest = None if self.largest is None else self.largest[which]
+        drawn = None if self.drawn is None else self.drawn[which]
+        return Logits(self.values[which], largest, drawn)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class Program:
             largest = None if model.scales_logits else ops.largest(scores, first)
             # By far the largest of a step's tensors: all programs may have theirs in one place,
             # which the next step's first kernels may take as well.
-            self._scores = Logits(self._recording.borrowed(scores), largest)
+            borrowed = self._recording.borrowed(scores)
+        self._scores = Logits(borrowed, None if largest is None else largest.numpy())
 
     @property
     def logits(self) -> Logits:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -55,7 +57,7 @@ def sample(
     vocab: range,
     draws: Sequence[Draw],
     comm: Communicator,
-    best: Tensor | None = None,
+    best: Tensor | npt.NDArray[np.float64] | None = None,
 ) -> list[Sampled]:
     """Draw one token per row; the same on all ranks, and at every tp_size.
 
@@ -74,14 +76,20 @@ def sample(
     if not draws:
         return []
     if best is not None and all(draw.takes_best for draw in draws):
-        # A rank alone has them all, and every call of torch's that a step does without is felt.
-        of_ranks = [best.tolist()] if comm.size == 1 else comm.all_gather(best).tolist()
-        tokens = leading_tokens(of_ranks, draws)
+        tokens = leading_tokens(_of_ranks(best, comm), draws)
     else:
         assert logits.shape == (len(draws), len(vocab))
         tokens = _tokens(adjust(logits, vocab, draws), vocab, draws, comm)
     scored = _score_drawn(logits, vocab, tokens, draws, comm)
     return [Sampled(token, scored.get(row)) for row, token in enumerate(tokens)]
+
+
+def _of_ranks(
+    best: Tensor | npt.NDArray[np.float64], comm: Communicator
+) -> list[list[tuple[float, float]]]:
+    """Shapes: [n, 2] local -> [tp_size, n, 2]."""
+    # A rank alone has them all, and every call of torch's that a step does without is felt.
+    return [best.tolist()] if comm.size == 1 else comm.all_gather(torch.as_tensor(best)).tolist()
 
 
 def _tokens(adjusted: Tensor, vocab: range, draws: Sequence[Draw], comm: Communicator) -> list[int]:

@@ -24,8 +24,8 @@ from parallel_llama.engine.kv_capacity import (
     CacheSize,
     Capacity,
     DeviceMemory,
+    MemoryFor,
     available_memory,
-    memory_for,
     memory_of,
 )
 from parallel_llama.errors import OutOfMemory, UsageError
@@ -111,7 +111,7 @@ def test_a_limit_of_the_address_space_is_heeded():
 )
 def test_memory_that_cannot_be_had_says_what_to_lower(take: Callable[[], object]):
     told = pytest.raises(OutOfMemory, match=r"no memory for the cache.*; lower it")
-    with told, memory_for("the cache", "lower it"):
+    with told, MemoryFor("the cache", "lower it"):
         take()
 
 
@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_had_says_what_to_lower(take: Callable[[], object]
     ],
 )
 def test_what_is_no_lack_of_memory_stays_what_it_is(error: Exception):
-    with pytest.raises(type(error)) as caught, memory_for("the cache", "lower it"):
+    with pytest.raises(type(error)) as caught, MemoryFor("the cache", "lower it"):
         raise error
     assert caught.value is error
 
