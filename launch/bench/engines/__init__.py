@@ -17,6 +17,9 @@ Layout = Literal["hf", "meta", "gguf"]
 # The names of weights that are kept as float32, whose greedy tokens must therefore be the same.
 EXACT = "float32", "F32"
 
+# Formats of llama.cpp's that ours uses as they are stored.
+_STORED = "Q8_0", "Q4_0", "Q4_1", "Q4_K"
+
 _LOOK_LIMIT_S = 60
 
 
@@ -25,10 +28,11 @@ class Engine:
     """A runtime: the layout of the weights it loads, the packages it needs, how to get them.
 
     `forms` are those in which it can keep weights, by its own names for them, the usual one first.
-    Where it `converts`, it loads what its module makes of that layout. `python` is what it runs in,
-    where that is known, and `python_flag` else says it. For `restless_s` after a turn it goes on
-    looking for work, which takes cores from the next. Of several ranks it starts the others itself,
-    unless it is `under_torchrun`.
+    Where it `makes` something, whose name ends like this, it loads what its module makes of that
+    layout; where it `shares`, what that other engine loads. `python` is what it runs in, where that
+    is known, and `python_flag` else says it. For `restless_s` after a turn it goes on looking for
+    work, which takes cores from the next. Of several ranks it starts the others itself, unless it
+    is `under_torchrun`.
     """
 
     name: str
@@ -36,7 +40,8 @@ class Engine:
     packages: tuple[str, ...]
     remedy: str
     forms: tuple[str, ...] = EXACT[:1]
-    converts: bool = False
+    makes: str = ""
+    shares: "Engine | None" = None
     n_ranks: int = 1
     takes_ranks: bool = False
     under_torchrun: bool = False
@@ -65,6 +70,8 @@ class Engine:
 
     def absence(self) -> str | None:
         """Why it cannot run, and what to install; None where it can."""
+        if self.shares is not None and (why := self.shares.absence()):
+            return f"{self.shares.name} makes its weights: {why}"
         if self.python is None:
             return f"no Python of its own was given; {self.remedy}"
         missing = [package for package in self.packages if not _has(self.python, package)]
@@ -125,7 +132,7 @@ ENGINES = {
             "hf",
             ("parallel_llama",),
             "pip install .",
-            forms=("float32", "bfloat16", "float16", "int8", "int4", "fp8"),
+            forms=("float32", "bfloat16", "float16", "int8", "int4", "fp8", *_STORED),
             takes_ranks=True,
         ),
         Engine(
@@ -158,8 +165,8 @@ ENGINES = {
             "gguf",
             ("llama_cpp",),
             _PEERS.format("llama-cpp-python==0.3.36"),
-            forms=("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K"),
-            converts=True,
+            forms=("F32", "F16", "BF16", *_STORED),
+            makes=".gguf",
             python=None,
             python_flag="peers_python",
         ),
@@ -169,7 +176,7 @@ ENGINES = {
             ("ctranslate2", "gguf"),
             _PEERS.format("ctranslate2==4.8.5 gguf"),
             forms=("float32", "int8"),
-            converts=True,
+            makes=".ct2",
             python=None,
             python_flag="peers_python",
         ),
@@ -197,6 +204,8 @@ def _engine(name: str) -> Engine:
     engine = replace(ENGINES[base], name=name)
     if at and form not in engine.forms:
         raise ArgumentTypeError(f"{name!r}: {base} keeps weights as {', '.join(engine.forms)}")
+    if base == "ours" and form in _STORED:
+        engine = replace(engine, shares=_engine(f"llama.cpp@{form}"))
     if not colon:
         return engine
     if not engine.takes_ranks:

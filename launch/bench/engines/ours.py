@@ -17,7 +17,7 @@ VERSIONS = {"parallel_llama": parallel_llama.__version__, "torch": version("torc
 class Ours:
     def __init__(self, setup: Setup) -> None:
         # Without guesses: random prompts end in loops, and guessing them would flatter us.
-        form = setup.form
+        form = "stored" if setup.model.endswith(".gguf") else setup.form  # as llama.cpp made it
         kept = {"quant": form} if form in QUANTS else {"dtype": form}
         self.llm = LLM(setup.model, tp_size=setup.n_ranks, device="cpu", max_drafts=0, **kept)
 
