@@ -25,6 +25,7 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.builder import (
     I64,
+    LINE_BYTES,
     Lanes,
     Thread,
     Value,
@@ -47,7 +48,6 @@ from parallel_llama.ops.scores import Scores
 
 _MAX_CHUNK = 4  # of a group whose sums of values stay in registers together
 _BLOCK_BYTES = 1 << 13  # of values that a whole group takes while the next ones are on their way
-_LINE_BYTES = 64  # of a cache
 # Blocks of keys, or of values, from the one that is read to the one that memory is asked for.
 _AHEAD = 2
 # Of a result: the largest score, and the sum of what exp makes of all in relation to it.
@@ -274,7 +274,7 @@ def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) 
     That they are read row by row would be enough if it went on all the time, as it does where they
     are computed with as they are.
     """
-    width, line = shape.rows.width, _LINE_BYTES // shape.rows.stored.itemsize
+    width, line = shape.rows.width, LINE_BYTES // shape.rows.stored.itemsize
     with loop(rows.b, 0, n) as t:
         for start in range(0, width, line):
             (following + (t * width + start)).prefetch(cache=2)

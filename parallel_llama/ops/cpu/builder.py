@@ -17,6 +17,8 @@ I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _TYPES = {torch.float32: F32, torch.float64: F64}
 _STORED = {**_TYPES, torch.float16: F16, torch.bfloat16: I16}  # which has no type of its own here
+
+LINE_BYTES = 64  # of a cache
 _SIZES = {F16: 2, F32: 4, F64: 8}
 
 # A plain number is a constant of the other operand's type, in all lanes of a vector.

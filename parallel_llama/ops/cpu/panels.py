@@ -11,12 +11,11 @@ from operator import or_
 from llvmlite import ir
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
-from parallel_llama.ops.cpu.builder import F16, I8, I32, Lanes, Value, shuffle
+from parallel_llama.ops.cpu.builder import F16, I8, I32, LINE_BYTES, Lanes, Value, shuffle
 from parallel_llama.ops.cpu.narrow_floats import from_e4m3
 from parallel_llama.ops.groups import Plane, planes_of
 
 _ALL_FOUR = 0x01010101  # times a byte, that byte in all places of a word
-_LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class PanelReader:
 
     def prefetch(self, panel: Panel, group: Group) -> None:
         """Ask for a group's integers and scales."""
-        for line in range(0, self._group_bytes, _LINE_BYTES):
+        for line in range(0, self._group_bytes, LINE_BYTES):
             (panel.integers + group.number * self._group_bytes + line).prefetch(cache=2)
         (panel.scales + group.block * 2 * self.lanes.width).prefetch(cache=2)
         if self.form.n_factors:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.builder import (
     I64,
+    LINE_BYTES,
     Lanes,
     Operand,
     Thread,
@@ -41,8 +42,6 @@ from parallel_llama.ops.cpu.exponential import exp, tanh
 from parallel_llama.ops.paged_queries import NO_WINDOW
 from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.scores import Scores
-
-_LINE_BYTES = 64  # of a cache
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class BlockShape:
 def room(b: ir.IRBuilder, type_: ir.Type, n: int) -> Value:
     """Memory of a thread, where a line of the cache begins; for the beginning of a kernel."""
     place = b.alloca(type_, n)
-    place.align = _LINE_BYTES
+    place.align = LINE_BYTES
     return Value(b, place)
 
 
