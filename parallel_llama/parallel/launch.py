@@ -299,7 +299,8 @@ def _listening_to_signals() -> Iterator[_Asked]:
     """Notes Ctrl-C and what ends a program instead of dying of them.
 
     A handler is not inherited by the ranks, but an ignored signal is: where Ctrl-C is ignored, as
-    in a shell's background job, or the terminal's end, as with nohup, it stays so.
+    in a shell's background job, or the terminal's end, as with nohup, it stays so. Once a
+    Ctrl-C was noted the next ones are too: they would cost this process its exit code.
     """
     asked = _Asked()
 
@@ -317,7 +318,8 @@ def _listening_to_signals() -> Iterator[_Asked]:
         yield asked
     finally:
         for number in noted:
-            signal.signal(number, before[number])
+            if number != signal.SIGINT or asked.interrupted_s is None:
+                signal.signal(number, before[number])
 
 
 def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:

@@ -28,15 +28,18 @@ from parallel_llama.parallel.place import world
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 200  # for what takes a second or two: a busy machine is no failure, and a hang is one
 LAUNCH = """
-import sys
+import signal, sys
 from parallel_llama.parallel import launch
 from parallel_llama.parallel.launch import run_ranks
 assert "torch" not in sys.modules
 # No force, and none is needed: whoever is to end hears of it.
 launch._TERM_GRACE_S = 1000.0
 launch._CTRL_C_LIMIT_S = 2.0 if sys.argv[2] == "impatient" else 1000.0
-sys.exit(run_ranks(sys.argv[3:], int(sys.argv[1]), 3, module="rank_programs",
-                   interactive=sys.argv[2] == "interactive"))
+code = run_ranks(sys.argv[3:], int(sys.argv[1]), 3, module="rank_programs",
+                 interactive=sys.argv[2] == "interactive")
+if sys.argv[2] == "late":
+    signal.raise_signal(signal.SIGINT)
+sys.exit(code)
 """
 
 TORCHRUN = (
@@ -191,7 +194,7 @@ def test_an_exit_code_alone_is_passed_on(start):
     assert process.wait(timeout=LIMIT_S) == 3
 
 
-@pytest.mark.parametrize("mode", ["", "interactive"])
+@pytest.mark.parametrize("mode", ["", "interactive", "late"])
 def test_ctrl_c_ends_everything(start, mode):
     process = start(3, "sleep", mode=mode)
     pids = read_pids(process, 3)
