@@ -12,7 +12,7 @@ from load import load, overload, resident_bytes
 from served import Served
 from tiny_folder import write_chat_folder
 
-MAX_GROWTH_BYTES = 8 << 20  # what allocators keep; a leak of 2 kB a request would be more
+MAX_GROWTH_BYTES = 4 << 20  # of 2000 answers: a leak of 2 kB a request would be more
 LONG = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": False}
 
 
@@ -30,15 +30,19 @@ def tiny(folder: Path) -> Iterator[Served]:
 def test_five_thousand_answers_beside_others_are_those_given_alone(tiny):
     asyncio.run(load(tiny, 1000, 64))
     front = psutil.Process(tiny.process.pid)
-    n_files, n_bytes = front.num_fds(), resident_bytes(tiny)
-    tally = asyncio.run(load(tiny, 4000, 64))
-    assert tally.wrong == [] and tally.statuses == {200: tally.n_right}
-    assert tally.n_right + tally.n_left == tally.n_asked == 4000 and tally.n_left > 600
+    n_files, grown = front.num_fds(), []
+    for _ in range(2):
+        n_bytes = resident_bytes(tiny)
+        tally = asyncio.run(load(tiny, 2000, 64))
+        assert tally.wrong == [] and tally.statuses == {200: tally.n_right}
+        assert tally.n_right + tally.n_left == tally.n_asked == 2000 and tally.n_left > 300
+        grown.append(resident_bytes(tiny) - n_bytes)
     deadline = time.monotonic() + 60
     while front.num_fds() > n_files + 2:  # some are closing
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert resident_bytes(tiny) - n_bytes < MAX_GROWTH_BYTES
+    # What allocators keep they take at some time, once; a leak goes on.
+    assert min(grown) < MAX_GROWTH_BYTES
     status = tiny.get("/status")
     assert (status["n_running"], status["n_waiting"], status["kv"]["tokens_used"]) == (0, 0, 0)
 
