@@ -28,7 +28,7 @@ class StepMessage:
 
     def encode(self) -> bytes:
         """An empty message is no bytes: the usual case costs nothing."""
-        return _ENCODER.encode(self) if self.begin or self.end or self.call else b""
+        return b"" if self == _NOTHING else _ENCODER.encode(self)
 
 
 def decode_message(message: bytes) -> StepMessage:
