@@ -36,8 +36,9 @@ def end_process(why: str) -> None:
 class Watch:
     """Looks at works in the order in which they were queued, each for `limit_s` at the most.
 
-    What is late is given up by `abort`; `explain` says why it may have been. Where nobody asks
-    within `heard_s` whether the group is whole, `end` is told. Units: seconds.
+    What is late is given up by `abort`, in its own thread, since it may never return; `explain`
+    says why the work may be late. Where nobody asks within `heard_s` whether the group is whole,
+    `end` is told. Units: seconds.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class Watch:
                 why = self._explain()
                 # Before the card is let go, and the host with it.
                 self._failure = f"{why} (nothing came for {self._limit_s:g} s)"
-                self._abort()
+                # NCCL's abort may block or raise; neither may keep the process from its end.
+                threading.Thread(target=self._abort, name="abort", daemon=True).start()
                 if not self._heard.wait(self._heard_s):
                     self._end(self._failure)
                 return

@@ -225,6 +225,25 @@ def test_a_process_ends_where_its_card_is_not_let_go(is_heard):
     assert said == ([] if is_heard else ["rank 1 has died (nothing came for 0.1 s)"])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("way", ["blocks", "raises", "returns late"])
+def test_a_process_ends_whatever_abort_does(way):
+    """NCCL's abort can wait for the lost card itself: the process was never ended then."""
+    released, ended = threading.Event(), threading.Event()
+
+    def abort() -> None:
+        if way == "raises":
+            raise RuntimeError("ncclCommAbort failed")
+        released.wait(None if way == "blocks" else 0.5)
+
+    watch = Watch(0.1, abort, lambda: "rank 1 has died", 0.1, lambda _: ended.set())
+    watch.add(FakeWork(0))
+    try:
+        assert ended.wait(SOON_S)
+    finally:
+        released.set()
+
+
 def test_a_watch_that_has_ended_has_no_thread():
     before = set(threading.enumerate())
     watch = Watch(30.0, lambda: None, lambda: "")
