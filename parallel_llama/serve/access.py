@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from parallel_llama.serve.errors import Refused, error_response
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
 MAX_KEYS = 1024
+
+_HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?")
 
 
 def read_keys(path: str) -> list[str]:
@@ -102,10 +105,9 @@ def _digest(key: str) -> bytes:
 
 
 def _name_of(host: str) -> str:
-    """A host header without its port."""
-    if host.startswith("["):
-        return host.partition("]")[0].lstrip("[")
-    return host.partition(":")[0]
+    """A Host header without its port; empty where no port, but other text follows the name."""
+    match = _HOST.fullmatch(host)
+    return "" if match is None else match[1] or match[2]
 
 
 def is_loopback(host: str) -> bool:

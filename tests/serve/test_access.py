@@ -198,7 +198,8 @@ def test_a_host_beyond_this_machine_without_keys_is_warned_of(tiny_folder):
 @pytest.mark.parametrize(
     "host",
     ["evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "",
-     "0.0.0.0", "192.168.0.1", "[::2]", "[", "localhost@evil.example", "127.1", "0x7f000001"],
+     "0.0.0.0", "192.168.0.1", "[::2]", "[", "[::1].evil.example", "[::1",
+     "localhost:80.evil.example", "localhost@evil.example", "127.1", "0x7f000001"],
 )  # fmt: skip
 def test_the_name_of_another_host_is_refused(tiny, host):
     """A page whose name leads here could otherwise read what this server says."""
