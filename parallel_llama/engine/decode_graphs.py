@@ -45,22 +45,25 @@ class _Graph:
 class DecodeGraphs:
     """A model's decode steps over some caches, recorded; none before `record`.
 
-    `step` is the step that is recorded; `longest` is the length of the longest sequence.
+    `longest` is the length of the longest sequence.
     """
 
-    def __init__(
-        self, step: Callable[[Batch], Logits], paging: Paging, longest: int, device: torch.device
-    ) -> None:
-        self._step, self._paging, self._device = step, paging, device
+    def __init__(self, paging: Paging, longest: int, device: torch.device) -> None:
+        self._paging, self._device = paging, device
         # A token and its drafts are rows that share their blocks, so this is enough for any batch.
         self._blocks_of_row = paging.most_blocks(longest)
         self._graphs: dict[int, _Graph] = {}
 
     def record(
-        self, comm: Communicator, recorder: Recorder, on_graph: Callable[[int], None]
+        self,
+        step: Callable[[Batch], Logits],
+        comm: Communicator,
+        recorder: Recorder,
+        on_graph: Callable[[int], None],
     ) -> None:
-        """Record the buckets, the smallest first, until LIMIT_S have passed or one cannot be.
+        """Record `step` for each bucket, smallest first, until LIMIT_S have passed or one fails.
 
+        `step` is not kept: it holds the model, which must be freed when its LLM is.
         `on_graph` is told how many rows the one has that comes next. A step cannot be recorded
         where an operator asks the device something, or where there is no memory for another.
 
@@ -72,7 +75,7 @@ class DecodeGraphs:
             if not comm.broadcast(goes_on):
                 break
             on_graph(n_rows)
-            graph = self._try(n_rows, recorder)
+            graph = self._try(step, n_rows, recorder)
             if not comm.all_gather(torch.tensor([graph is not None])).all():
                 break
             assert graph is not None
@@ -105,9 +108,11 @@ class DecodeGraphs:
         """Forget them: a group of ranks cannot be left while a graph holds it."""
         self._graphs.clear()
 
-    def _try(self, n_rows: int, recorder: Recorder) -> _Graph | None:
+    def _try(
+        self, step: Callable[[Batch], Logits], n_rows: int, recorder: Recorder
+    ) -> _Graph | None:
         try:
-            return self._recorded(n_rows, recorder)
+            return self._recorded(step, n_rows, recorder)
         except RankError:
             raise
         except RuntimeError as error:
@@ -118,12 +123,12 @@ class DecodeGraphs:
             )
             return None
 
-    def _recorded(self, n_rows: int, recorder: Recorder) -> _Graph:
+    def _recorded(self, step: Callable[[Batch], Logits], n_rows: int, recorder: Recorder) -> _Graph:
         n_blocks = n_rows * self._blocks_of_row
         size = StepSize(n_rows, None, n_rows, 0, n_blocks, 1)
         buffer = StepBuffer(size, self._paging, self._device)
         buffer.fill(())
-        logits, replay = recorder(lambda: self._step(buffer.batch()))
+        logits, replay = recorder(lambda: step(buffer.batch()))
         return _Graph(buffer, logits, replay)
 
 

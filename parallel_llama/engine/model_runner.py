@@ -145,7 +145,7 @@ class ModelRunner:
             longest = self.args.max_seq_len
             if self.groups[0].window is None:  # whose cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
-            self._graphs = DecodeGraphs(self._logits, self._paging, longest, self.device)
+            self._graphs = DecodeGraphs(self._paging, longest, self.device)
 
     def _is_paged(self) -> bool:
         """Whether operators look for keys in the blocks themselves.
@@ -166,7 +166,7 @@ class ModelRunner:
         """
         if self._graphs is not None:
             with torch.inference_mode():
-                self._graphs.record(self.comm, recorder, on_graph)
+                self._graphs.record(self._logits, self.comm, recorder, on_graph)
 
     def close(self) -> None:
         """Drop what holds the group of ranks; the runner is of no use any more."""

@@ -4,6 +4,8 @@ No card is needed: the operators are torch's, and a recording that runs its step
 tensors of the first time, is to the engine what a graph is.
 """
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -120,6 +122,22 @@ def test_every_request_gets_what_it_gets_alone_where_operators_read_blocks(args)
 @pytest.mark.parametrize("args", [ARGS, HYBRID, *(OF_FAMILIES[name] for name in CARRIED)])
 def test_every_request_gets_what_it_gets_alone_where_steps_are_recorded(args):
     assert run(Solo(), args, range(4), records=True) > 20
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_a_runner_is_freed_with_its_last_reference(records):
+    """Its graphs held one of its methods, and the collector does not look at what start froze."""
+    runner = make_runner(Solo(), ARGS, ops=paged_ops(ARGS))
+    if records:
+        runner.record(Recorded())
+    runner.close()
+    freed = weakref.ref(runner)
+    gc.disable()
+    try:
+        del runner
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
