@@ -16,10 +16,10 @@ def own_device(kind: DeviceKind, local_rank: int) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a card the current one of this thread.
+    """Make a card the current one of this thread; without an index the device is its current card.
 
     Every thread begins with card 0; a kernel that it launches runs on the current one, wherever its
     tensors are. Whatever starts a thread that launches work calls this in it.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

@@ -21,5 +21,5 @@ PARTS = {
 def test_nothing_is_wrong_on_a_card(step, part):
     module = importlib.import_module(f"launch.bench.gpu_steps.{step}")
     assert list(module.PARTS) == list(PARTS[step])
-    rows = list(module.PARTS[part](Setting(torch.device("cuda"), is_rehearsal=False)))
+    rows = list(module.PARTS[part](Setting(torch.device("cuda", 0), is_rehearsal=False)))
     assert rows and not [row for row in rows if row.wrong]

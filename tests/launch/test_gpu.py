@@ -10,7 +10,9 @@ import torch
 from launch.bench import gpu
 from launch.bench.gpu import STEPS, Step, main
 from launch.bench.gpu_report import charts, markdown
-from launch.bench.gpu_steps import Row, Setting, attempt
+from launch.bench.gpu_steps import Row, Setting, attempt, shapes
+from launch.bench.gpu_steps.models import shape
+from parallel_llama.errors import UsageError
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -89,3 +91,20 @@ def test_what_is_wrong_has_no_figure_and_no_point():
 def test_sizes_are_those_of_the_setting():
     cpu = torch.device("cpu")
     assert [Setting(cpu, is_rehearsal).pick(8, 1) for is_rehearsal in (True, False)] == [1, 8]
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b"])
+def test_a_shape_is_measured_within_its_context(monkeypatch, name):
+    """8,256 tokens were asked of a context of 8,192, and every row of 8B was refused."""
+    asked: list[int] = []
+
+    def load(path: str, *, max_seq_len: int, **_: object) -> None:
+        asked.append(max_seq_len)
+        raise UsageError(path)
+
+    monkeypatch.setattr(shapes, "require_right", lambda *_args, **_options: None)
+    monkeypatch.setattr(shapes, "LLM", load)
+    setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
+    (row,) = shapes.of_shape(name, ("none",), setting)
+    assert row.wrong and asked
+    assert asked[0] <= shape(name, setting).max_seq_len

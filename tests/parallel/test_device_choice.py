@@ -88,3 +88,16 @@ def test_a_card_becomes_the_current_one_of_the_thread_that_asks(
     thread.start()
     thread.join()
     assert taken == [("other", torch.device("cuda", 1))]
+
+
+def test_a_device_without_an_index_is_the_current_card(monkeypatch):
+    """torch.cuda.set_device refuses it, which ended the threads that were to launch work."""
+
+    def set_device(device: torch.device) -> None:
+        chosen.append(torch.cuda._utils._get_device_index(device))
+
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    use_device(torch.device("cuda"))
+    use_device(torch.device("cuda", 1))
+    assert chosen == [1]

@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--copy-bytes-per-s", type=float, default=Setting.copy_bytes_per_s)
     parser.add_argument("--matrix-flops", type=float, default=Setting.matrix_flops)
     given = parser.parse_args()
-    device = torch.device("cpu" if given.dry_run else "cuda")
+    device = torch.device("cpu") if given.dry_run else torch.device("cuda", 0)
     setting = Setting(device, given.dry_run, given.copy_bytes_per_s, given.matrix_flops)
 
     def rows() -> Rows:

@@ -64,7 +64,7 @@ class _Model:
 
 def _measured(name: str, quant: str, label: str, setting: Setting) -> Rows:
     require_right(name, setting, quant=quant)
-    n_tokens = setting.pick(max(_PREFILL, 8192) + 64, 96)
+    n_tokens = setting.pick(_PREFILL, 96)
     options = {"dtype": half(setting), "quant": quant, "max_seq_len": n_tokens, "max_drafts": 0}
     with (
         named(name, setting) as path,
