@@ -362,29 +362,60 @@ class LLM:
             self._runs.clear()
             raise
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        stride: int | None = None,
+        on_tokens: Callable[[int], None] = lambda _: None,
+    ) -> list[list[float]]:
         """Natural-log probabilities of every token after the first, given those before it.
+
+        A sequence longer than the context is scored in windows of the context's length, each
+        `stride` tokens after the one before; by default that is half the context. A token is given
+        as many of those before it as are in the first window that holds it.
+
+        Args:
+            sequences: token ids.
+            stride: 1 to one less than the context. A small stride gives tokens more context and
+                takes more time.
+            on_tokens: called after each window with the number of tokens that it added.
 
         Raises: UsageError for a sequence that cannot be scored, or for which the cache has no room.
         """
         self._require_open()
+        longest = self.input_processor.longest
+        stride = max(longest // 2, 1) if stride is None else stride
+        if not 1 <= stride < max(longest, 2):
+            raise UsageError(
+                f"a stride of {stride} and a context of {longest} tokens; use 1 to {longest - 1}"
+            )
         for index, tokens in enumerate(sequences):
             try:
                 self.input_processor.check_sequence(tokens)
+                n_tokens = min(len(tokens), longest)
                 for group in self.engine.scheduler.groups:
                     n_takeable = group.pool.n_takeable()
-                    if group.n_held(len(tokens)) > n_takeable:
+                    if group.n_held(n_tokens) > n_takeable:
                         raise UsageError(
-                            f"{len(tokens)} tokens and the KV cache has room for "
+                            f"{n_tokens} tokens and the KV cache has room for "
                             f"{n_takeable * group.pool.block_size}; raise kv_cache_bytes"
                         )
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error
-        scores = []
-        for tokens in sequences:
+        return [self._score(tokens, longest, stride, on_tokens) for tokens in sequences]
+
+    def _score(
+        self, tokens: Sequence[int], longest: int, stride: int, on_tokens: Callable[[int], None]
+    ) -> list[float]:
+        logprobs: list[float] = []
+        n_done = 0
+        for window in rank_calls.windows(len(tokens), longest, stride):
             with self._whole_step():
-                scores.append(rank_calls.score_sequence(self.engine, tokens))
-        return scores
+                scored = rank_calls.score_sequence(self.engine, tokens[window.start : window.stop])
+            logprobs += scored[len(logprobs) - window.start :]
+            on_tokens(window.stop - n_done)
+            n_done = window.stop
+        return logprobs
 
     def machine(self) -> Machine:
         """How fast the ranks read their memory, and how much of it they have held."""

@@ -533,6 +533,28 @@ def test_a_single_token_has_nothing_to_score(llm: LLM) -> None:
     assert llm.score([[5], [5, 6]])[0] == []
 
 
+@pytest.mark.parametrize("stride", [None, 100, 511])
+def test_a_text_beyond_the_context_is_scored_in_windows(llm: LLM, stride: int | None) -> None:
+    """Each token's score is that of the first window that holds it, to the last bit."""
+    context, tokens = llm.input_processor.max_seq_len, [5 + at * at % 97 for at in range(1200)]
+    seen: list[int] = []
+    (ours,) = llm.score([tokens], stride, seen.append)
+    (expected,) = llm.score([tokens[:context]])
+    start = 0
+    while len(expected) < len(tokens) - 1:
+        start += stride or context // 2
+        (window,) = llm.score([tokens[start : start + context]])
+        expected += window[len(expected) - start :]
+    assert context == 512 and ours == expected
+    assert seen[0] == context and sum(seen) == len(tokens)
+
+
+@pytest.mark.parametrize("stride", [0, -1, 512])
+def test_a_stride_out_of_range_is_refused(llm: LLM, stride: int) -> None:
+    with pytest.raises(UsageError, match=f"a stride of {stride} and a context of 512 .* 1 to 511"):
+        llm.score([[5, 6]], stride)
+
+
 def test_a_score_while_a_stream_is_suspended_disturbs_neither(llm: LLM) -> None:
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     whole, scores = "".join(llm.stream("Hello", params)), llm.score([TOKENS * 8])

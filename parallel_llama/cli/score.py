@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
 from parallel_llama.cli.model import LOADING, MODEL, RANKS, check_model
-from parallel_llama.cli.parsers import input_file
+from parallel_llama.cli.parsers import input_file, whole
 from parallel_llama.cli.prompts import check_tokens
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
-from parallel_llama.cli.terminal import table
+from parallel_llama.cli.terminal import Activity, table
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
 from parallel_llama.files.json_text import parse_json
@@ -26,6 +26,12 @@ TEXT_FILE: Flag[str | None] = Flag("text-file", "one text", input_file, "FILE")
 TOKENS_FILE: Flag[str | None] = Flag(
     "tokens-file", "a JSON list of token ids, or a list of lists", input_file, "FILE"
 )
+STRIDE: Flag[int | None] = Flag(
+    "stride",
+    "tokens between the windows that a text beyond the context is read in (default: half of it)",
+    whole(1),
+    "N",
+)
 
 
 def prepare(flags: Flags) -> Job:
@@ -33,10 +39,16 @@ def prepare(flags: Flags) -> Job:
     if (flags[TEXT_FILE] is None) == (flags[TOKENS_FILE] is None):
         raise UsageError("give the input with --text-file FILE or --tokens-file FILE, one of them")
     inputs, n_ranks = check_model(flags)
+    stride, context = flags[STRIDE], inputs.longest
+    if stride is not None and stride >= context:
+        raise UsageError(
+            f"--stride {stride} and the context is {context}; lower it to {context - 1}"
+        )
 
     def run() -> int:
         sequences = _read_sequences(flags, inputs) if leads() else []
-        return lead(flags, inputs, partial(_score, sequences=sequences, as_json=flags[JSON]))
+        work = partial(_score, sequences=sequences, stride=stride, as_json=flags[JSON])
+        return lead(flags, inputs, work)
 
     return Job(run, n_ranks)
 
@@ -48,8 +60,27 @@ def perplexity(logprobs: Sequence[float]) -> float | None:
     return math.exp(-math.fsum(logprobs) / len(logprobs))
 
 
-def _score(llm: "LLM", *, sequences: Sequence[Sequence[int]], as_json: bool) -> int:
-    scored = list(zip(sequences, llm.score(sequences), strict=True))
+def _score(
+    llm: "LLM", *, sequences: Sequence[Sequence[int]], stride: int | None, as_json: bool
+) -> int:
+    context = llm.input_processor.longest
+    most = max(map(len, sequences), default=0)
+    if most > context:
+        step = stride or context // 2
+        print(
+            f"{most:,} tokens and a context of {context:,}: scored in windows of {context:,} that "
+            f"move on by {step:,}, so that a token has at least {context - step:,} before it",
+            file=sys.stderr,
+        )
+    n_all, n_done = sum(map(len, sequences)), 0
+
+    def show(n_tokens: int) -> None:
+        nonlocal n_done
+        n_done += n_tokens
+        activity.what = f"scoring: {n_done:,} of {n_all:,} tokens"
+
+    with Activity(f"scoring {n_all:,} tokens", sys.stderr) as activity:
+        scored = list(zip(sequences, llm.score(sequences, stride, show), strict=True))
     if as_json:
         for tokens, logprobs in scored:
             line = {
@@ -119,7 +150,7 @@ VERB = Verb(
     "score",
     "Gives the log-probability of every token of a text.",
     "--text-file FILE | --tokens-file FILE [flags]",
-    (TEXT_FILE, TOKENS_FILE, MODEL, JSON, *RANKS, *LOADING),
+    (TEXT_FILE, TOKENS_FILE, STRIDE, MODEL, JSON, *RANKS, *LOADING),
     "parallel-llama score --text-file README.md",
     prepare,
 )

@@ -220,17 +220,12 @@ class InputProcessor:
         return tuple(filter(None, found))
 
     def check_sequence(self, tokens: Sequence[int]) -> None:
-        """Check token ids that are to be scored.
+        """Check token ids, however many.
 
-        Raises: UsageError for an empty sequence, one beyond the context, or an id that is none.
+        Raises: UsageError for an empty sequence, and for an id that is none.
         """
         if not tokens:
             raise UsageError("it is empty; give at least one token")
-        if len(tokens) > self.longest:
-            raise UsageError(
-                f"{len(tokens)} tokens and the context is {self.longest}; "
-                f"shorten it by {len(tokens) - self.longest}"
-            )
         for token in tokens:
             if type(token) is not int:  # bool is an int to Python
                 raise UsageError(f"token {token!r} is not a whole number")

@@ -3,7 +3,7 @@
 Each is called on rank 0, which does its part itself; the other ranks are in `serve_rank`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -40,6 +40,20 @@ def score_sequence(engine: Engine, tokens: Sequence[int]) -> list[float]:
     """
     engine.send(_SCORE + msgspec.msgpack.encode(tokens))
     return _score(engine, tokens)
+
+
+def windows(n_tokens: int, longest: int, stride: int) -> Iterator[range]:
+    """The parts of a sequence that are scored one after the other, of at most `longest` tokens.
+
+    Every window begins `stride` tokens after the one before. The tokens that are new in a window
+    have at least `longest - stride` tokens before them. Source: "Perplexity of fixed-length models"
+    in the documentation of transformers.
+    """
+    start, stop = 0, min(longest, n_tokens)
+    yield range(start, stop)
+    while stop < n_tokens:
+        start, stop = start + stride, min(stop + stride, n_tokens)
+        yield range(start, stop)
 
 
 def measure_machine(engine: Engine) -> Machine:

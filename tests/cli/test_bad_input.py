@@ -144,7 +144,6 @@ SCORED: list[tuple[str, Sequence[str]]] = [
     ("[1, 2, 211]", ["token id 211", "0 to 210"]),
     ("[]", ["at least one"]),
     ("[[1, 2], [3, true]]", ["list 1[1] is 'true'"]),
-    (json.dumps([5] * 513), ["513 tokens", "512", "shorten it by 1"]),
 ]
 
 
@@ -155,6 +154,16 @@ def test_a_sequence_that_cannot_be_scored_is_refused(
     file = tmp_path / "tokens.json"
     file.write_text(text)
     refused("score", "--model", str(good), "--tokens-file", str(file), says=says)
+
+
+def test_a_stride_that_leaves_tokens_without_context_is_refused(
+    good: Path, tmp_path: Path, refused: Refused
+) -> None:
+    file = tmp_path / "tokens.json"
+    file.write_text("[1, 2]")
+    given = ("score", "--model", str(good), "--tokens-file", str(file), "--stride")
+    refused(*given, "512", says=["--stride 512", "the context is 512", "511"])
+    refused(*given, "0", says=["--stride", "1"])
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_opened(
