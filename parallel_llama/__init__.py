@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from parallel_llama.llm import LLM
     from parallel_llama.parallel.failures import RankError
-    from parallel_llama.request import Completion, Grammar, SamplingParams
+    from parallel_llama.request import Completion, CompletionOutput, Grammar, SamplingParams
     from parallel_llama.tokenizer import Chat, Tokenizer, load_tokenizer
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "Chat",
     "CheckpointError",
     "Completion",
+    "CompletionOutput",
     "DamagedWeights",
     "Grammar",
     "NumericalError",
@@ -42,7 +43,7 @@ _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "RankError": "parallel.failures",
-    **dict.fromkeys(("Completion", "Grammar", "SamplingParams"), "request"),
+    **dict.fromkeys(("Completion", "CompletionOutput", "Grammar", "SamplingParams"), "request"),
     **dict.fromkeys(("Chat", "Tokenizer", "load_tokenizer"), "tokenizer"),
     **dict.fromkeys(
         ("CheckpointError", "DamagedWeights", "NumericalError", "OutOfMemory", "UsageError"),
@@ -73,4 +74,4 @@ def _imported(name: str) -> ModuleType:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -106,6 +106,9 @@ class AsyncLLM:
         self._thread = Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
+    def __repr__(self) -> str:
+        return f"AsyncLLM({self._llm!r})"
+
     async def submit(
         self,
         prompt: Prompt,

@@ -35,7 +35,7 @@ from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_capacity import CacheSize, MemoryFor, give_back_memory, memory_of
 from parallel_llama.engine.machine import Machine, measure, peak_cuda_bytes
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.engine.prompts import Prompt, Prompts
+from parallel_llama.engine.prompts import Prompt, Prompts, as_prompts
 from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_facts
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
@@ -57,10 +57,12 @@ from parallel_llama.plan import (
     weight_bytes,
     working_bytes,
 )
-from parallel_llama.request import Completion, Request, SamplingParams
+from parallel_llama.request import Completion, Request, SamplingParams, with_outputs
 from parallel_llama.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclass
@@ -192,6 +194,7 @@ class LLM:
             input_processor = InputProcessor(
                 files, args, max_seq_len=max_seq_len, seed=seed, attention_sinks=attention_sinks
             )
+        self._model = model
         self.input_processor, self.args = input_processor, input_processor.args
         local_rank, n_local_ranks = local_world(size)
         kind = _device_kind(device, n_local_ranks)
@@ -263,28 +266,38 @@ class LLM:
     def generate(
         self,
         prompts: Prompts,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: _Params = None,
+        *,
+        sampling_params: _Params = None,
     ) -> list[Completion]:
         """Complete a prompt or a list of them, in one ragged batch.
 
         A prompt is a text, a list of token ids, a conversation (a list of messages), or vLLM's
-        {"prompt": ..} and {"prompt_token_ids": ..}; they may be mixed.
+        {"prompt": ..} and {"prompt_token_ids": ..}; they may be mixed. `sampling_params` is vLLM's
+        name of `params`.
 
-        Returns: completions in the order of the prompts, the choices of each in their order.
+        Returns: completions in the order of the prompts, the choices of each in their order. With
+            one choice for each prompt the list reads as vLLM's: `.prompt`, `.outputs[0].text`.
         Raises: UsageError naming what cannot be done, before anything runs; NumericalError.
         """
-        completions = [
-            output.completion
-            for output in self.run(self.input_processor.requests(prompts, params))
-            if output.completion is not None
-        ]
-        return sorted(completions, key=lambda each: (each.index, each.choice))
+        given = as_prompts(prompts)
+        requests = self.input_processor.requests(given, _either(params, sampling_params))
+        choices: list[list[Completion]] = [[] for _ in requests]
+        for output in self.run(requests):
+            if output.completion is not None:
+                choices[output.completion.index].append(output.completion)
+        found = []
+        for prompt, request, own in zip(given, requests, choices, strict=True):
+            own.sort(key=lambda each: each.choice)
+            found += with_outputs(own, self.input_processor.text_of(prompt, request), request)
+        return found
 
     def chat(
         self,
         messages: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: _Params = None,
         *,
+        sampling_params: _Params = None,
         tools: Sequence[Mapping[str, Any]] = (),
         documents: Sequence[Mapping[str, Any]] = (),
         template_vars: Mapping[str, Any] | None = None,
@@ -297,14 +310,20 @@ class LLM:
         Returns, Raises: as `generate`.
         """
         chats = self.input_processor.chats(messages, tools, documents, template_vars or {})
-        return self.generate(chats, params)
+        return self.generate(chats, params, sampling_params=sampling_params)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+    ) -> Iterator[str]:
         """Complete one prompt and give its text piece by piece, as it comes.
 
         Raises: UsageError for more than one choice, whose texts would mix.
         """
-        requests = self.input_processor.requests([prompt], params)
+        requests = self.input_processor.requests([prompt], _either(params, sampling_params))
         if requests[0].params.n > 1:
             raise UsageError(f"n={requests[0].params.n}: a stream is one text; use generate")
         for output in self.run(requests):
@@ -453,6 +472,14 @@ class LLM:
         """
         self._end()
 
+    def __repr__(self) -> str:
+        if not self._end.alive:
+            return f"LLM({self._model!r}, closed)"
+        return (
+            f"LLM({self._model!r}, tp_size={self.tp_size}, dtype={self.dtype!r}, "
+            f"quant={self.quant!r}, device={str(self.device)!r})"
+        )
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -585,6 +612,16 @@ class _Run:
     open: set[int] = field(default_factory=set)  # tickets
     inbox: deque[StepOutput] = field(default_factory=deque)
     began_s: float = field(default_factory=time.monotonic)
+
+
+def _either(params: _Params, sampling_params: _Params) -> _Params:
+    """The settings of a call, under whichever of both names.
+
+    Raises: UsageError where both are given.
+    """
+    if params is not None and sampling_params is not None:
+        raise UsageError("params and sampling_params are two names of one argument; give one")
+    return sampling_params if params is None else params
 
 
 def _require_alone(slice_of: tuple[int, int] | None, size: int) -> None:

@@ -10,7 +10,7 @@ import math
 import operator
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -56,6 +56,18 @@ class Grammar:
         _checked_text("the grammar", self.text, MAX_GRAMMAR_BYTES)
         if not self.text:
             raise UsageError("the grammar is empty; leave it out, or write one")
+
+
+class _ShortRepr:
+    """The repr of a dataclass, without the fields that have their default."""
+
+    def __repr__(self) -> str:
+        given = (
+            f"{each.name}={getattr(self, each.name)!r}"
+            for each in fields(self)  # type: ignore[arg-type]
+            if each.repr and getattr(self, each.name) != each.default
+        )
+        return f"{type(self).__name__}({', '.join(given)})"
 
 
 def whole_number(value: object) -> int | None:
@@ -176,8 +188,8 @@ def _setting(default: Any, checked: Any, *limits: Any, or_none: bool = False) ->
     return field(default=default, metadata={"check": check})
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+@dataclass(frozen=True, repr=False)
+class SamplingParams(_ShortRepr):
     """How the tokens of one request are drawn and when it ends; checked when it is made.
 
     What changes the logits comes in this order: logit_bias; min_tokens and grammar, which forbid
@@ -327,7 +339,18 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Completion:
+class CompletionOutput:
+    """One choice of what a request produced, under vLLM's names; `index` is that of the choice."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, repr=False)
+class Completion(_ShortRepr):
     """One choice of what a request produced.
 
     `tokens` holds every id that was drawn, the eos or stop id or the one that completed a stop
@@ -335,6 +358,9 @@ class Completion:
     `prompt_logprobs` has an entry per token of the prompt; the first, which nothing predicts, is
     None. A request with this `seed` gets the same again; greedy decoding has none.
     `n_cached_tokens` of the prompt were in the prefix cache when it began.
+
+    `LLM.generate` and `LLM.chat` add what vLLM's RequestOutput has: the text of the prompt, which
+    token ids have none of, its ids, and all choices of the request as `outputs`.
     """
 
     index: int
@@ -348,6 +374,9 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     seed: int | None = None
     n_cached_tokens: int = field(default=0, compare=False)
+    prompt: str | None = field(default=None, compare=False)
+    prompt_token_ids: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    outputs: tuple[CompletionOutput, ...] = field(default=(), compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """The line of `generate --json`.
@@ -372,6 +401,20 @@ class Completion:
                 each and _logprob_json(each) for each in self.prompt_logprobs
             ]
         return line
+
+
+def with_outputs(
+    choices: Sequence[Completion], prompt: str | None, request: Request
+) -> list[Completion]:
+    """The completions of one request, each with the request's prompt and all choices."""
+    outputs = tuple(
+        CompletionOutput(each.choice, each.text, each.tokens, each.finish_reason, each.logprobs)
+        for each in choices
+    )
+    return [
+        replace(each, prompt=prompt, prompt_token_ids=request.prompt, outputs=outputs)
+        for each in choices
+    ]
 
 
 def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) -> int:

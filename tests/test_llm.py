@@ -24,6 +24,7 @@ from llm_program import PARAMS, fail_once
 from parity_steps import full_logits
 from tiny_folder import write_chat_folder
 
+import parallel_llama
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
 from parallel_llama.config import load_model_args
 from parallel_llama.engine.chunk import Chunk
@@ -514,6 +515,59 @@ def test_an_llm_that_nobody_holds_has_given_its_memory_back(model: Path) -> None
         assert [each() for each in held] == [None, None]
     finally:
         gc.enable()
+
+
+# What others' programs and a prompt of Python read.
+
+
+def test_a_program_for_vllm_reads_prompts_and_outputs(llm: LLM) -> None:
+    prompts, params = ["Hello", "The sky"], SamplingParams(max_tokens=4)
+    results = llm.generate(prompts, sampling_params=params)
+    assert [each.prompt for each in results] == prompts
+    assert [each.outputs[0].text for each in results] == [each.text for each in results]
+    assert [each.outputs[0].token_ids for each in results] == [each.tokens for each in results]
+    assert results == llm.generate(prompts, params)
+    assert [list(each.prompt_token_ids) for each in results] == [
+        llm.get_tokenizer().encode(prompt) for prompt in prompts
+    ]
+
+
+def test_outputs_are_all_choices_of_a_request(llm: LLM) -> None:
+    drawn = SamplingParams(max_tokens=4, n=3, temperature=1.0, seed=3)
+    first, *others = llm.generate([TOKENS], sampling_params=drawn)
+    assert [each.text for each in first.outputs] == [first.text, *(each.text for each in others)]
+    assert [each.index for each in first.outputs] == [0, 1, 2]
+    assert first.prompt is None and first.prompt_token_ids == tuple(TOKENS)
+
+
+def test_the_prompt_of_a_conversation_is_what_its_template_writes(llm: LLM) -> None:
+    message = {"role": "user", "content": "Hello"}
+    (answer,) = llm.chat([message], sampling_params=SamplingParams(max_tokens=2))
+    assert answer.prompt is not None
+    encoded = llm.get_tokenizer().encode(answer.prompt, bos=False)
+    assert tuple(encoded) == answer.prompt_token_ids and "Hello" in answer.prompt
+
+
+def test_two_names_of_the_settings_at_once_are_refused(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2)
+    with pytest.raises(UsageError, match="params and sampling_params"):
+        llm.generate("Hello", params, sampling_params=params)
+
+
+def test_reprs_say_what_was_given(model: Path, llm: LLM) -> None:
+    assert repr(SamplingParams(max_tokens=3, n=2)) == "SamplingParams(max_tokens=3, n=2)"
+    assert repr(SamplingParams()) == "SamplingParams()"
+    start = f"LLM({str(model)!r}, tp_size=1, dtype='float64', quant='none', device='cpu')"
+    assert repr(llm) == start
+    assert repr(llm.get_tokenizer()).endswith(f"Tokenizer(vocab_size={llm.args.vocab_size})")
+    (completion,) = llm.generate([TOKENS], SamplingParams(max_tokens=1))
+    assert repr(completion).startswith("Completion(index=0, text=")
+    assert "None" not in repr(completion) and "outputs" not in repr(completion)
+
+
+def test_the_package_lists_its_public_names_alone() -> None:
+    names = [name for name in dir(parallel_llama) if not name.startswith("__")]
+    assert sorted(names) == sorted(parallel_llama.__all__)
 
 
 # Scores.

@@ -250,6 +250,12 @@ class InputProcessor:
             )
         return tuple(self.chat_template.encode(prompt))
 
+    def text_of(self, prompt: str | list[int] | Chat, request: Request) -> str | None:
+        """A prompt as text, a chat as its template has written it; None for token ids."""
+        if isinstance(prompt, Chat):
+            return self.tokenizer.decode(request.prompt, skip_special=False)
+        return prompt if isinstance(prompt, str) else None
+
     @cached_property
     def _eos_ids(self) -> frozenset[int]:
         """Every id that ends a text or a turn, as far as any of the model's files says."""

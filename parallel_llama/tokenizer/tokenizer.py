@@ -30,6 +30,9 @@ class Tokenizer(ABC):
     def vocab_size(self) -> int:
         return len(self.vocabulary.pieces)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(vocab_size={self.vocab_size})"
+
     def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
         """Token ids of a text, behind the prefix if `bos` asks for it.
 
