@@ -43,13 +43,16 @@ def local_world(size: int) -> tuple[int, int]:
     """This process's number among the ranks of its own host, and how many they are.
 
     Of `size` ranks in all, those that this program starts are on one host, and so are those of an
-    environment that does not say which are.
+    environment without LOCAL_WORLD_SIZE.
 
     Raises: UsageError like `world`.
     """
     if not is_started_as_rank():
         return 0, size
-    return _numbers("LOCAL_RANK", "LOCAL_WORLD_SIZE") or world()
+    local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
+    if "LOCAL_RANK" not in os.environ and local_size == "WORLD_SIZE":
+        return world()
+    return _numbers("LOCAL_RANK", local_size) or world()
 
 
 def place_in_environment() -> Place:

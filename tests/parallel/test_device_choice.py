@@ -74,6 +74,18 @@ def test_a_rank_has_the_card_of_its_number_on_its_own_host(monkeypatch: pytest.M
     assert local_world(3) == (0, 3)
 
 
+def test_a_local_rank_is_enough_to_tell_the_ranks_of_a_host_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without LOCAL_WORLD_SIZE it was refused, though it alone decides which card a rank takes."""
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert local_world(8) == (1, 8)
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(UsageError, match="LOCAL_RANK='8' and WORLD_SIZE='8'"):
+        local_world(8)
+
+
 def test_a_card_becomes_the_current_one_of_the_thread_that_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
