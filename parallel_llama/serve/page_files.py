@@ -24,6 +24,7 @@ TYPES = {
     "settings.js": JAVASCRIPT,
     "status.js": JAVASCRIPT,
     "stored.js": JAVASCRIPT,
+    "template.js": JAVASCRIPT,
     "turns.js": JAVASCRIPT,
     "vendor/marked.esm.js": JAVASCRIPT,
     "vendor/purify.es.mjs": JAVASCRIPT,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import parallel_llama
+from parallel_llama.serve.rate import MINUTE_S
 from parallel_llama.serve.service import Service
 
 _PAGE_BYTES = 4096
@@ -13,7 +14,8 @@ _PAGE_BYTES = 4096
 def status_of(service: Service) -> dict[str, Any]:
     """What runs here and how busy it is; null for what is not known while a model is loading.
 
-    Units: bytes, tokens, seconds and milliseconds where the name says so.
+    Units: bytes, tokens, seconds and milliseconds where the name says so. `memory_bytes` are what a
+    rank has in memory now; `weight_bytes`, `cuda_bytes` and those of `kv` are what it has reserved.
     """
     engine, loaded, step = service.engine, service.engine.loaded, service.engine.last_step
     ranks = [] if loaded is None else loaded.ranks
@@ -29,6 +31,7 @@ def status_of(service: Service) -> dict[str, Any]:
         "step_age_s": engine.step_age_s,
         "step_ms": step and round(step.step_s * 1e3, 2),
         "tokens_per_s": round(engine.metrics.token_rate.per_s(), 1),
+        "tokens_per_s_minute": round(engine.metrics.token_rate.per_s(MINUTE_S), 1),
         "n_running": statistics and statistics.n_running,
         "n_waiting": statistics and statistics.n_waiting,
         "n_restarts": engine.n_restarts,

@@ -368,14 +368,34 @@ def test_the_panel_follows_the_ranks(page: Page, server: StandIn) -> None:
     panel = page.get_by_role("complementary", name="Ranks")
     expect(panel.locator("#state")).to_have_text("ready")
     expect(panel.locator("#speed")).to_have_text("120.1")
-    expect(panel.locator("#rank-list li")).to_have_text(["Rank 0505 MiB", "Rank 1497 MiB"])
+    expect(panel.locator("#rank-list .rank")).to_have_text(["Rank 0", "Rank 1"])
     expect(page.locator("#mark i")).to_have_count(2)
     assert server.status is not None
     server.status["ranks"][1]["up"] = False
     server.status["n_running"], server.status["step_age_s"] = 2, 12.0
     expect(panel.locator("#state")).to_have_text("1 of 2 ranks lost")
-    expect(panel.locator("#rank-list li").nth(1)).to_have_text("Rank 1lost")
+    expect(panel.locator("#rank-list .rank").nth(1)).to_have_text("Rank 1 is lost")
     expect(panel.locator("#stalled")).to_have_text("No step for 12 seconds.")
+
+
+def test_the_panel_tells_the_speed_of_now_and_of_the_last_minute(page: Page) -> None:
+    speeds = page.locator("#panel .speeds > div")
+    expect(speeds).to_have_text([re.compile(r"Now\s*120\.1"), re.compile(r"Last minute\s*34\.5")])
+
+
+def test_the_panel_tells_resident_from_reserved_memory(page: Page, server: StandIn) -> None:
+    row = page.locator("#rank-list li").first
+    expect(row.locator(".resident")).to_have_text("505 MiB")
+    expect(row.locator(".reserved")).to_have_text("385 MiB")  # 265 of weights, 120 of KV cache
+    widths = [
+        row.locator(f".{name} i").evaluate_all("all => all.map((bar) => bar.style.width)")
+        for name in ("resident-bar", "reserved-bar")
+    ]
+    assert [[round(float(width[:-1])) for width in bar] for bar in widths] == [[100], [52, 24]]
+    expect(row.locator(".on-card")).to_be_hidden()
+    assert server.status is not None
+    server.status["ranks"][0]["cuda_bytes"] = 20 << 30
+    expect(row.locator(".on-card")).to_have_text(re.compile(r"On its card\s*20\.0 GiB"))
 
 
 def test_a_model_that_is_loading_is_said(page: Page, server: StandIn) -> None:

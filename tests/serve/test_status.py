@@ -1,4 +1,4 @@
-"""What /status says of ranks."""
+"""What /status says of ranks and of speed."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from parallel_llama.request import SamplingParams
+from parallel_llama.serve import rate
+from parallel_llama.serve.rate import MINUTE_S, Rate
 from parallel_llama.serve.status import status_of
 from parallel_llama.serve.wire import Loaded, RankFacts, framed, from_engine
 
@@ -16,13 +18,34 @@ def test_what_ranks_have_taken_of_their_cards_stands_beside_the_hosts_memory(cud
     ranks = tuple(RankFacts(rank, 7, None, cuda_bytes) for rank in range(2))
     loaded = Loaded("bfloat16", "none", 1, 1000, 16, 1000, ranks)
     loaded = from_engine.decode(framed(loaded)[4:])
-    rate = SimpleNamespace(per_s=lambda: 0.0)
     engine = SimpleNamespace(
         loaded=loaded, last_step=None, state="ready", step_age_s=0.0, n_restarts=0,
-        metrics=SimpleNamespace(token_rate=rate),
+        metrics=SimpleNamespace(token_rate=Rate()),
     )  # fmt: skip
     inputs = SimpleNamespace(max_seq_len=1000, sampling_params=SamplingParams)
     status = status_of(SimpleNamespace(engine=engine, names=["m"], inputs=inputs))
     assert [rank["cuda_bytes"] for rank in status["ranks"]] == [cuda_bytes] * 2
     assert [rank["weight_bytes"] for rank in status["ranks"]] == [7, 7]
     assert msgspec.json.encode(status)
+
+
+def test_the_speed_of_now_and_of_the_last_minute_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(rate, "time", SimpleNamespace(monotonic=lambda: now_s))
+    counted = Rate()
+    now_s += 1
+    counted.add(50)
+    assert counted.per_s() == counted.per_s(MINUTE_S) == 10
+    now_s += 19
+    assert (counted.per_s(), counted.per_s(MINUTE_S)) == (0, 50 / 20)
+    now_s += 30
+    for _ in range(100):
+        counted.add(1)
+    assert len(counted._counts) == 2
+    assert (counted.per_s(), counted.per_s(MINUTE_S)) == (20, 150 / 50)
+    now_s += 40
+    assert (counted.per_s(), counted.per_s(MINUTE_S)) == (0, 100 / 60)
+    counted.add(6)
+    assert len(counted._counts) == 2

@@ -51,6 +51,7 @@ STATUS: dict[str, Any] = {
     "step_age_s": 0.02,
     "step_ms": 31.2,
     "tokens_per_s": 120.1,
+    "tokens_per_s_minute": 34.5,
     "n_running": 1,
     "n_waiting": 0,
     "n_restarts": 0,

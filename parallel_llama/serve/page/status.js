@@ -1,5 +1,7 @@
 // The server's state from GET /status, and the panel that shows it.
 
+import { fromTemplate } from "./template.js";
+
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
 const STALLED_S = 5;
@@ -72,7 +74,7 @@ export class StatusPanel {
     this.text("shape", shapeWords(status));
     this.showSpeed(status ?? {});
     this.showCache(status?.kv ?? {});
-    this.showRanks(status?.ranks ?? []);
+    this.showRanks(status?.ranks ?? [], status?.kv?.bytes_per_rank ?? 0);
     this.text("version", versionWords(status ?? {}));
   }
 
@@ -85,8 +87,9 @@ export class StatusPanel {
     if (element.textContent !== words) element.textContent = words;
   }
 
-  showSpeed({ tokens_per_s, step_ms, step_age_s, n_running, n_waiting }) {
+  showSpeed({ tokens_per_s, tokens_per_s_minute, step_ms, step_age_s, n_running, n_waiting }) {
     this.text("speed", known(tokens_per_s, (value) => decimal(value, 1)));
+    this.text("speed-minute", known(tokens_per_s_minute, (value) => decimal(value, 1)));
     this.text("step", known(step_ms, (value) => `${decimal(value, 1)} ms`));
     this.text("running", known(n_running, count));
     this.text("waiting", known(n_waiting, count));
@@ -105,40 +108,31 @@ export class StatusPanel {
     shares(this.part("kv-bar"), [tokens_used, tokens_cached], tokens_total);
   }
 
-  showRanks(ranks) {
+  showRanks(ranks, kvBytes) {
     const list = this.part("rank-list");
     while (list.children.length > ranks.length) list.lastElementChild.remove();
-    while (list.children.length < ranks.length) list.append(rankRow());
-    const most = Math.max(...ranks.map((rank) => rank.memory_bytes ?? 0));
-    ranks.forEach((rank, index) => showRank(list.children[index], rank, most));
+    while (list.children.length < ranks.length) list.append(fromTemplate("rank-template"));
+    const most = Math.max(...ranks.map((rank) => Math.max(rank.memory_bytes ?? 0, reserved(rank, kvBytes))));
+    ranks.forEach((rank, index) => showRank(list.children[index], rank, kvBytes, most));
     this.part("rank-legend").hidden = !ranks.length;
   }
 }
 
-function rankRow() {
-  const row = document.createElement("li");
-  const name = document.createElement("span");
-  const bytes = document.createElement("span");
-  bytes.className = "bytes";
-  const bar = document.createElement("div");
-  bar.className = "split";
-  bar.ariaHidden = "true";
-  for (const shade of ["strong", "faint"]) {
-    bar.append(Object.assign(document.createElement("i"), { className: shade }));
-  }
-  row.append(name, bytes, bar);
-  return row;
+function reserved({ weight_bytes }, kvBytes) {
+  return (weight_bytes ?? 0) + kvBytes;
 }
 
-function showRank(row, { rank, up, memory_bytes, weight_bytes }, most) {
-  const [name, bytes, bar] = row.children;
+function showRank(row, { rank, up, memory_bytes, weight_bytes, cuda_bytes }, kvBytes, most) {
+  const part = (selector) => row.querySelector(selector);
   row.classList.toggle("lost", !up);
-  name.textContent = `Rank ${rank}`;
-  bytes.textContent = up ? known(memory_bytes, mebibytes) : "lost";
-  row.title = weight_bytes ? `${mebibytes(weight_bytes)} of weights` : "";
-  // Not all weights need be in memory: files are mapped.
-  const weights = Math.min(weight_bytes ?? 0, memory_bytes ?? 0);
-  shares(bar, [weights, (memory_bytes ?? 0) - weights], most);
+  part(".rank").textContent = `Rank ${rank}${up ? "" : " is lost"}`;
+  part(".resident").textContent = up ? known(memory_bytes, mebibytes) : "–";
+  part(".reserved").textContent = known(weight_bytes, (bytes) => mebibytes(bytes + kvBytes));
+  part(".on-card").hidden = !cuda_bytes;
+  part(".on-card dd").textContent = known(cuda_bytes, mebibytes);
+  row.title = weight_bytes ? `${mebibytes(weight_bytes)} of weights, ${mebibytes(kvBytes)} of KV cache` : "";
+  shares(part(".resident-bar"), [up ? memory_bytes : 0], most);
+  shares(part(".reserved-bar"), [weight_bytes, kvBytes], most);
 }
 
 // Widths of a bar's parts. Set through the style object, which a Content-Security-Policy without

@@ -2,6 +2,7 @@
 
 import { showMarkdown, showPlain } from "./markdown.js";
 import { count, decimal } from "./status.js";
+import { fromTemplate } from "./template.js";
 
 export function questionElement({ content }) {
   const element = fromTemplate("question-template");
@@ -74,8 +75,4 @@ function measuresWords({ n_tokens, tokens_per_s, first_token_s }, ended) {
   ]
     .filter(Boolean)
     .join(" · ");
-}
-
-function fromTemplate(id) {
-  return document.getElementById(id).content.firstElementChild.cloneNode(true);
 }
