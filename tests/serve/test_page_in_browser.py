@@ -355,6 +355,49 @@ def test_a_wrong_setting_is_not_sent_and_keeps_the_dialog_open(page: Page, serve
     expect(page.locator("#settings")).to_be_hidden()
 
 
+@pytest.mark.parametrize(
+    ("label", "value", "words"),
+    [
+        ("Top p", "3", "Must be a number from 0 to 1."),
+        ("Top k", "1.5", "Must be a whole number of at least 0."),
+        ("Max tokens", "0", "Must be a whole number of at least 1."),
+        ("Seed", "-1", "Must be a whole number from 0 to 9,007,199,254,740,991."),
+    ],
+)
+def test_words_beside_a_wrong_setting_say_what_it_must_be(
+    page: Page, label: str, value: str, words: str
+) -> None:
+    page.get_by_role("button", name="Settings").click()
+    field = page.get_by_label(label)
+    expect(field).to_have_accessible_description("")
+    field.fill(value)
+    expect(page.get_by_text(words)).to_be_visible()
+    expect(field).to_have_accessible_description(words)
+    expect(field).to_have_attribute("aria-invalid", "true")
+    field.fill("1")
+    expect(page.locator(".fault:visible")).to_have_count(0)
+    expect(field).not_to_have_attribute("aria-invalid", "true")
+
+
+def test_a_wrong_setting_is_not_kept_when_the_dialog_is_closed_all_the_same(page: Page) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Top p").fill("0.5")
+    page.get_by_label("Top p").fill("7")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    expect(page.locator("#settings")).to_be_hidden()
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("Top p")).to_have_value("")
+    expect(page.locator(".fault:visible")).to_have_count(0)
+
+
+def test_an_answer_has_a_limit_of_tokens_where_none_is_set(page: Page, server: StandIn) -> None:
+    ask_and_wait(page, "hello")
+    assert server.requests[-1]["max_tokens"] == 1024
+    page.get_by_role("button", name="Settings").click()
+    assert page.get_by_label("Max tokens").get_attribute("placeholder") == "1024"
+
+
 def test_shift_and_enter_begin_a_line(page: Page, server: StandIn) -> None:
     page.keyboard.type("first")
     page.keyboard.press("Shift+Enter")

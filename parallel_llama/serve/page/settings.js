@@ -3,20 +3,44 @@
 import { load, save } from "./stored.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
-const WITHOUT_DEFAULT = { max_tokens: "to the end", seed: "random" };
+
+// New tokens of an answer for which the reader has set no limit; "Continue" takes as many again.
+const DEFAULT_MAX_TOKENS = 1024;
+const WITHOUT_DEFAULT = { max_tokens: DEFAULT_MAX_TOKENS, seed: "random" };
 
 export class Settings {
   constructor(dialog) {
     this.dialog = dialog;
     this.form = dialog.querySelector("form");
-    const stored = load("settings", {});
-    for (const name of ["system", ...NUMBERS]) this.field(name).value = stored[name] ?? "";
+    this.restore();
     this.showDefaults({});
-    this.form.addEventListener("input", () => this.save());
+    this.form.addEventListener("input", () => {
+      this.showFaults();
+      this.save();
+    });
     // A field with a wrong value keeps the dialog open, and Esc would lose its message.
     dialog.addEventListener("cancel", (event) => {
       if (!this.form.reportValidity()) event.preventDefault();
     });
+    // A browser lets a second Esc through.
+    dialog.addEventListener("close", () => this.form.checkValidity() || this.restore());
+  }
+
+  restore() {
+    const stored = load("settings", {});
+    for (const name of ["system", ...NUMBERS]) this.field(name).value = stored[name] ?? "";
+    this.showFaults();
+  }
+
+  // Words beside each field whose value cannot be taken.
+  showFaults() {
+    for (const name of NUMBERS) {
+      const field = this.field(name);
+      const words = fault(field);
+      field.ariaInvalid = words ? "true" : null;
+      const element = document.getElementById(field.getAttribute("aria-describedby"));
+      if (element.textContent !== words) element.textContent = words;
+    }
   }
 
   field(name) {
@@ -27,10 +51,11 @@ export class Settings {
     return this.field("system").value.trim();
   }
 
-  // The sampling parameters of a request: those that the reader has set.
+  // The sampling parameters of a request: those that the reader has set, and a limit of tokens.
   get sampling() {
     const given = NUMBERS.filter((name) => this.field(name).value !== "" && this.field(name).validity.valid);
-    return Object.fromEntries(given.map((name) => [name, this.field(name).valueAsNumber]));
+    const values = given.map((name) => [name, this.field(name).valueAsNumber]);
+    return { max_tokens: DEFAULT_MAX_TOKENS, ...Object.fromEntries(values) };
   }
 
   showDefaults(defaults) {
@@ -41,11 +66,21 @@ export class Settings {
 
   reset() {
     for (const name of ["system", ...NUMBERS]) this.field(name).value = "";
+    this.showFaults();
     this.save();
   }
 
   save() {
-    const values = ["system", ...NUMBERS].map((name) => [name, this.field(name).value]);
-    save("settings", Object.fromEntries(values.filter(([, value]) => value !== "")));
+    const fields = ["system", ...NUMBERS].map((name) => this.field(name));
+    const set = fields.filter((field) => field.value !== "" && field.validity.valid);
+    save("settings", Object.fromEntries(set.map((field) => [field.name, field.value])));
   }
+}
+
+// What is wrong with the value of a number's field; "" where nothing is.
+function fault({ validity, min, max, step }) {
+  if (validity.valid) return "";
+  const kind = step === "1" ? "a whole number" : "a number";
+  const bounds = max ? `from ${Number(min).toLocaleString("en")} to ${Number(max).toLocaleString("en")}` : `of at least ${min}`;
+  return `Must be ${kind} ${bounds}.`;
 }
