@@ -24,7 +24,7 @@ OWN = sorted(path for path in PAGE.iterdir() if path.is_file())
 REFERENCES = {
     "html": re.compile(r'\s(?:src|href)="([^"#][^"]*)"'),
     "css": re.compile(r"""(?:url\(\s*|@import\s+)["']?([^)"']+)"""),
-    "js": re.compile(r'^(?:import|export)\b[^;]*?from\s*"([^"]+)"', re.MULTILINE),
+    "js": re.compile(r'(?:^(?:import|export)\b[^;]*?from\s*|\bimport\()"([^"]+)"', re.MULTILINE),
 }
 
 
@@ -75,6 +75,7 @@ def test_references_are_found() -> None:
         "c.png",
     }
     assert references("/page/a.js", 'import { x,\n y } from "./b.js";\n') == {"./b.js"}
+    assert references("/page/a.js", 'later = import("./b.js");\n') == {"./b.js"}
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
@@ -123,7 +124,7 @@ def test_vendored_files_are_the_published_ones() -> None:
     for name, source in sources.items():
         content = (VENDOR / name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == source["sha256"], name
-        assert source["version"].encode() in content[:400], name
+        assert source["version"].encode() in content, name
     assert all("Licen" in (VENDOR / name).read_text() for name in licences)
 
 

@@ -179,6 +179,58 @@ def test_a_hostile_answer_runs_and_loads_nothing(page: Page, server: StandIn) ->
     assert all(url.startswith(server.url) for url in elsewhere)
 
 
+def test_formulas_are_laid_out_and_amounts_of_money_are_not(page: Page) -> None:
+    ask_and_wait(page, "formulas")
+    body = page.locator(".answer .body")
+    expect(body.locator("math")).to_have_count(4)
+    expect(body.locator("code.formula")).to_have_count(0)
+    expect(body).to_contain_text("for $5 and $10, or $3.")
+    expect(body.locator("code")).to_have_text("$code$")
+    expect(body.locator("mfrac")).to_have_count(2)
+    expect(body.locator('math[display="block"]')).to_have_count(2)
+    assert body.locator(".boxed").evaluate("e => getComputedStyle(e).borderTopStyle") == "solid"
+    cells = body.locator("mtd:not(:empty)")
+    alignments = cells.evaluate_all("all => all.map((cell) => getComputedStyle(cell).textAlign)")
+    assert alignments == ["right", "left"] * 2
+
+
+def test_code_is_coloured_by_its_language(page: Page) -> None:
+    ask_and_wait(page, "markdown")
+    code = page.locator(".answer pre code")
+    expect(code.locator(".hljs-keyword").first).to_have_text("def")
+    colors = {
+        code.locator(name).first.evaluate("e => getComputedStyle(e).color")
+        for name in (".hljs-keyword", ".hljs-title", ".hljs-number")
+    }
+    assert len(colors) == 3
+
+
+def test_katex_and_highlight_are_loaded_only_when_they_are_wanted(page: Page) -> None:
+    loaded: list[str] = []
+    page.on("request", lambda request: loaded.append(request.url.rpartition("/")[2]))
+    ask_and_wait(page, "hello")
+    assert not {"katex.min.js", "highlight.min.js"} & set(loaded)
+    for text in ("markdown", "formulas"):
+        ask_and_wait(page, text)
+    expect(page.locator("math").first).to_be_visible()
+    expect(page.locator(".hljs-keyword").first).to_be_visible()
+    assert loaded.count("katex.min.js") == loaded.count("highlight.min.js") == 1
+
+
+def test_hostile_formulas_and_code_run_load_and_style_nothing(page: Page, server: StandIn) -> None:
+    elsewhere: list[str] = []
+    page.on("request", lambda request: elsewhere.append(request.url))
+    ask_and_wait(page, "hostile formulas")
+    body = page.locator(".answer .body")
+    expect(body.locator("math")).not_to_have_count(0)
+    expect(body.locator(".hljs-string")).to_contain_text("<img src=x")
+    expect(body.locator("code.formula").first).to_contain_text("def")  # what KaTeX does not take
+    assert body.locator("img, script, math a, [href], [style], annotation").count() == 0
+    assert page.evaluate("window.ran") is None
+    assert all(url.startswith(server.url) for url in elsewhere)
+    assert body.bounding_box()["height"] < 5000
+
+
 @pytest.mark.parametrize(
     ("script", "directive"),
     [

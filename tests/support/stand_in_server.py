@@ -37,6 +37,23 @@ ANSWERS = {
         '[good](https://example.org/) `<b>`\n\n```html" onmouseover="window.ran=2\n</code></pre>'
         "<style>body{display:none}</style>\n```\n"
     ),
+    "formulas": (
+        r"Inline $a^2 + b^2$ and \(\frac{1}{2}\), for $5 and $10, or \$3."
+        "\n\n"
+        r"\[ \boxed{\begin{aligned} x &= 1 \\ y &= 22 \end{aligned}} \]"
+        "\n\n"
+        "Then\n$$\n\\sum_{i=1}^n i\n= \\frac{n(n+1)}{2}\n$$\nand `$code$`.\n"
+    ),
+    "hostile formulas": (
+        r"$\href{javascript:window.ran=1}{x}$ $\includegraphics{http://elsewhere.invalid/p.png}$ "
+        r"$\htmlStyle{position:fixed}{x}$ $\fcolorbox{red}{white}{x}$ $\text{<img src=x>}$ "
+        r"$\def\a{\a\a}\a$ $\rule{1e6em}{1e6em}$ $\nonsense{$ "
+        + "$"
+        + "{" * 3000
+        + "}" * 3000
+        + "$"
+        "\n\n```js\nconst x = '<img src=x onerror=window.ran=2>';\n```\n"
+    ),
     "think": "<think>\nFirst this.\n</think>\n\nThen that.",
 }
 

@@ -3,6 +3,8 @@
 // Three fences, each enough alone: HTML in the text is shown as text, what marked makes of the rest
 // goes through DOMPurify, and the page's Content-Security-Policy allows no script but its own files.
 
+import { formulaExtensions, showFormulas } from "./formulas.js";
+import { highlight } from "./highlight.js";
 import { Marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 
@@ -11,6 +13,7 @@ const SLOW_MS = 500;
 const marked = new Marked({
   gfm: true,
   breaks: true,
+  extensions: formulaExtensions,
   renderer: {
     html: ({ text }) => escaped(text),
     // An image would be loaded from wherever the model says.
@@ -88,7 +91,8 @@ function blockElement(html) {
   const block = document.createElement("div");
   block.append(DOMPurify.sanitize(html, ALLOWED));
   for (const table of block.querySelectorAll("table")) wrapped(table, "wide-table");
-  for (const pre of block.querySelectorAll("pre")) addCopyButton(pre);
+  for (const pre of block.querySelectorAll("pre")) addCodeHead(pre);
+  showFormulas(block);
   return block;
 }
 
@@ -100,8 +104,9 @@ function wrapped(element, className) {
   return wrap;
 }
 
-function addCopyButton(pre) {
+function addCodeHead(pre) {
   const language = /language-(\S+)/.exec(pre.firstElementChild?.className)?.[1] ?? "";
+  if (pre.firstElementChild) highlight(pre.firstElementChild, language);
   const figure = wrapped(pre, "code");
   const head = document.createElement("div");
   head.className = "code-head";
