@@ -1,16 +1,21 @@
 """A conversation, and what turns one into the tokens that ask for its next answer."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from parallel_llama.errors import UsageError
+from parallel_llama.errors import UsageError, quoted
 
 MAX_MESSAGES = 10_000
 MAX_CHARS = 1 << 20  # of all texts, with one for each value; a template writes as many at most
 MAX_DEPTH = 64
 MAX_INT_BITS = 1 << 10
+
+# Roles that every chat template may be asked to write.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+MAX_LABEL_CHARS = 256
 
 # Special tokens, by the names under which templates know them.
 TOKEN_NAMES = (
@@ -26,6 +31,10 @@ RESERVED_NAMES = frozenset(
 
 Message = Mapping[str, Any]
 
+# Templates write labels beside their markup: a label that spells markup could forge a turn.
+_LABEL = re.compile(rf"[\w.:/@+=~-]{{0,{MAX_LABEL_CHARS}}}")
+_LABELS = ("name", "id", "type", "tool_call_id")
+
 _FOR_TEMPLATES = ("tools", "documents", "template_vars", "continues")
 
 
@@ -33,10 +42,12 @@ _FOR_TEMPLATES = ("tools", "documents", "template_vars", "continues")
 class Chat:
     """A conversation, in the form of OpenAI's interface and of transformers.
 
-    A message has a `role` and a `content`: text, a list of parts {"type": "text", "text": ..}, or
-    nothing beside `tool_calls`. Its other keys, `tools`, `documents` and `template_vars`, which are
-    names for the template, mean what the model's template makes of them. With `continues` the last
-    message, which is the assistant's, is the beginning of the next answer.
+    A message has a `role`, which must be one that the model's chat format knows, and a `content`:
+    text, a list of parts {"type": "text", "text": ..}, or nothing beside `tool_calls`. Names and
+    ids, of functions too, are letters, digits and _.:/@+=~-. The message's other keys, `tools`,
+    `documents` and `template_vars`, which are names for the template, mean what the model's
+    template makes of them. With `continues` the last message, which is the assistant's, is the
+    beginning of the next answer.
 
     Raises: UsageError for what is no conversation, or one beyond the limits above.
     """
@@ -57,6 +68,8 @@ class Chat:
             )
         for number, message in enumerate(self.messages):
             _require_message(message, f"messages[{number}]")
+        for number, tool in enumerate(self.tools):
+            _require_function(tool, f"tools[{number}]")
         _require_names(self.template_vars)
         if self.continues:
             _require_answer(self.messages[-1])
@@ -95,6 +108,19 @@ def text_of(message: Message) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+def require_roles(messages: Sequence[Message], known: Collection[str]) -> None:
+    """Refuse roles that a chat format does not know: as free text they could forge a turn.
+
+    Raises: UsageError naming the first unknown role.
+    """
+    for number, message in enumerate(messages):
+        if message["role"] not in known:
+            raise UsageError(
+                f"messages[{number}] has role {quoted(message['role'])}, which is not known; give "
+                + ", ".join(role for role in ROLES if role in known)
+            )
+
+
 def require_plain(chat: Chat) -> None:
     """Refuse what a chat format without a template has no place for.
 
@@ -124,8 +150,11 @@ def _require_objects(value: Any, where: str) -> None:
 def _require_message(message: Message, where: str) -> None:
     if not isinstance(message.get("role"), str):
         raise UsageError(f"{where} has role={message.get('role')!r:.80}; give text as its role")
+    _require_labels(message, where)
     if (calls := message.get("tool_calls")) is not None:
         _require_objects(calls, f"{where}.tool_calls")
+        for number, call in enumerate(calls):
+            _require_function(call, f"{where}.tool_calls[{number}]")
     content = message.get("content")
     if isinstance(content, list | tuple):
         _require_objects(content, f"{where}.content")
@@ -133,6 +162,24 @@ def _require_message(message: Message, where: str) -> None:
             _require_text(part, f"{where}.content[{number}]")
     elif not isinstance(content, str) and (content is not None or not calls):
         raise UsageError(f"{where} has content={content!r:.80}; give text or a list of text parts")
+
+
+def _require_function(item: Mapping[str, Any], where: str) -> None:
+    """Check the labels of a tool or a tool call, and of the function in it."""
+    _require_labels(item, where)
+    if isinstance(function := item.get("function"), dict):
+        _require_labels(function, f"{where}.function")
+
+
+def _require_labels(item: Mapping[str, Any], where: str) -> None:
+    for key in _LABELS:
+        value = item.get(key)
+        if value is not None and not (isinstance(value, str) and _LABEL.fullmatch(value)):
+            found = quoted(value) if isinstance(value, str) else _kind(value)
+            raise UsageError(
+                f"{where}.{key} is {found}; give at most {MAX_LABEL_CHARS} letters, digits and "
+                "_.:/@+=~-"
+            )
 
 
 def _require_answer(message: Message) -> None:

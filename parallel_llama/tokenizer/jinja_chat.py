@@ -1,13 +1,14 @@
 """The chat format that a model brings along as a jinja template, which is untrusted code."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
-from parallel_llama.tokenizer.chat import Chat, Message, text_of
+from parallel_llama.tokenizer.chat import ROLES, Chat, Message, require_roles, text_of
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 
 # Tokens with which models end a turn. One counts for a model if it is a special token there and
@@ -17,7 +18,7 @@ _TURN_ENDS = (
     "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
 
-_MAX_KNOWN = 32
+_QUOTED_WORD = re.compile(r"""['"]([A-Za-z][A-Za-z0-9_-]{0,31})['"]""")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 # Templates in use take up to 0.1 s to compile, and up to 25 us a character where they loop over
@@ -74,6 +75,9 @@ class JinjaChat:
     an object become that object, and parts of text are joined by newlines for messages of roles
     whose parts the template does not write out itself.
 
+    A role is one of ROLES, or a word that the template itself has in quotes, as in
+    `role == 'critic'`.
+
     The bos token is the template's to write, as in transformers and vLLM: none is added. With
     `adds_bos`, as in llama.cpp for GGUF files, the tokenizer puts its own in front of a text that
     does not begin with it; there are never two.
@@ -96,6 +100,7 @@ class JinjaChat:
         self._takes_parts: dict[tuple[str, str], bool] = {}
         special_ids = tokenizer.vocabulary.special_ids
         self.template_text = written = template if tool_use is None else template + tool_use
+        self._roles = tuple(dict.fromkeys((*ROLES, *_QUOTED_WORD.findall(written))))
         self.stop_ids = tokenizer.eos_ids | {
             special_ids[text] for text in _TURN_ENDS if text in special_ids and text in written
         }
@@ -106,6 +111,7 @@ class JinjaChat:
 
     def render(self, chat: Chat) -> str:
         """The text of the conversation, up to where the assistant's next answer goes on."""
+        require_roles(chat.messages, self._roles)
         template = self._tool_use if chat.tools else self._template
         messages = [self._message(message, template) for message in chat.messages]
         text = self._render(template, replace(chat, messages=messages))
@@ -142,8 +148,6 @@ class JinjaChat:
         if not isinstance(given.get("content", ""), str):
             key = (template, given["role"])
             if key not in self._takes_parts:
-                if len(self._takes_parts) == _MAX_KNOWN:  # a role is any text
-                    self._takes_parts.clear()
                 self._takes_parts[key] = self._try_parts(*key)
             if not self._takes_parts[key]:
                 given["content"] = text_of(given)

@@ -6,7 +6,7 @@ They are put together from tokens, so that nothing a message says can become a s
 from collections.abc import Mapping, Sequence
 
 from parallel_llama.errors import UsageError
-from parallel_llama.tokenizer.chat import Chat, Message, require_plain, text_of
+from parallel_llama.tokenizer.chat import Chat, Message, require_plain, require_roles, text_of
 from parallel_llama.tokenizer.spm import SentencePieceTokenizer
 from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
@@ -30,14 +30,11 @@ class Llama3Chat:
 
     def encode(self, chat: Chat) -> list[int]:
         require_plain(chat)
+        require_roles(chat.messages, self.ROLES)
         ids = [self._ids["<|begin_of_text|>"]]
         for message in chat.messages:
-            role = self.ROLES.get(message["role"])
-            if role is None:
-                raise UsageError(
-                    f"role {message['role']!r:.80} is not known; give " + ", ".join(self.ROLES)
-                )
-            ids += [*self._header(role), *self._text(text_of(message)), self._ids["<|eot_id|>"]]
+            header = self._header(self.ROLES[message["role"]])
+            ids += [*header, *self._text(text_of(message)), self._ids["<|eot_id|>"]]
         return ids + self._header("assistant")
 
     def _header(self, role: str) -> list[int]:
@@ -57,6 +54,7 @@ class Llama2Chat:
     Source: llama/generation.py (chat_completion) in Meta's llama.
     """
 
+    ROLES = ("system", "user", "assistant")
     TAGS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
     template_text = ""
 
@@ -67,6 +65,7 @@ class Llama2Chat:
 
     def encode(self, chat: Chat) -> list[int]:
         require_plain(chat)
+        require_roles(chat.messages, self.ROLES)
         self._refuse_tags(chat.messages)
         turns = self._turns(chat.messages)
         ids: list[int] = []

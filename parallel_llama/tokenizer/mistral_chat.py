@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.tokenizer.chat import Chat, Message, require_plain
+from parallel_llama.tokenizer.chat import Chat, Message, require_plain, require_roles
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 
 _ROLES = ("system", "user", "assistant")
@@ -107,13 +107,9 @@ class MistralChat:
 
 
 def _require_turns(messages: Sequence[Message]) -> None:
+    require_roles(messages, _ROLES)
     roles = [message["role"] for message in messages]
     for number, role in enumerate(roles):
-        if role not in _ROLES:
-            raise UsageError(
-                f"messages[{number}] has role {role!r:.80}, which is not known; give "
-                f"{', '.join(_ROLES)}"
-            )
         if role == "assistant" and not _text(messages[number]):
             raise UsageError(f"messages[{number}] is an answer without text; leave it out")
     if roles[-1] == "assistant" or ("assistant", "system") in pairwise(roles):
