@@ -455,6 +455,13 @@ class LLM:
         """The processes of the ranks that this host runs for this program, by rank."""
         return self._group.pids()
 
+    def require_alive(self) -> None:
+        """Look whether all ranks are alive, while no step runs; a step finds it out by itself.
+
+        Raises: RankError naming a rank that has died.
+        """
+        self._group.require_alive()
+
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode one step of so many sequences.
 

@@ -70,6 +70,17 @@ class RankGroup:
         own = {} if self._comm is None else {self._comm.rank: os.getpid()}
         return own | (self._local_ranks.pids() if self._local_ranks else {})
 
+    def require_alive(self) -> None:
+        """Look whether the other ranks are alive, while no step runs.
+
+        Raises: RankError naming a rank that has died, in its own words where it has left any.
+        """
+        if self._local_ranks is not None:
+            self._local_ranks.require_alive()
+        if self._comm is not None:
+            with self.explaining():
+                self._comm.require_alive()
+
     def end(self) -> None:
         """End the other ranks; quietly, for who ends has no use for their faults."""
         with suppress(RankError):

@@ -48,6 +48,9 @@ class ByDevice(Communicator):
     def pulse(self) -> None:
         self._host.pulse()
 
+    def require_alive(self) -> None:
+        self._host.require_alive()
+
     def close(self) -> None:
         self._cards.close()
         self._host.close()

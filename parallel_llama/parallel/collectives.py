@@ -40,7 +40,7 @@ class Communicator(Protocol):
 
     Raises: RankError, from every collective, that names a rank which has died, is late or has gone
     another way.
-    Collective: every method but `pulse` and `close`.
+    Collective: every method but `pulse`, `require_alive` and `close`.
     """
 
     rank: int
@@ -73,6 +73,13 @@ class Communicator(Protocol):
         """Let those who wait at a barrier know that this rank is getting on with its own work."""
         ...
 
+    def require_alive(self) -> None:
+        """Look whether the other ranks are alive, between collectives, without waiting for any.
+
+        Raises: RankError naming a rank that has died.
+        """
+        ...
+
     def close(self) -> None:
         """Leave the group; it can be called twice, and after an error."""
         ...
@@ -98,6 +105,9 @@ class Solo(Communicator):
         pass
 
     def pulse(self) -> None:
+        pass
+
+    def require_alive(self) -> None:
         pass
 
     def close(self) -> None:

@@ -55,6 +55,9 @@ class OneShotSums(Communicator):
     def pulse(self) -> None:
         self._cards.pulse()
 
+    def require_alive(self) -> None:
+        self._cards.require_alive()
+
     def close(self) -> None:
         self._cards.close()
 

@@ -28,6 +28,7 @@ _IDLE_LIMIT = timedelta(days=365)
 
 _BEAT_S = 0.2
 _LISTEN_S = 10 * _BEAT_S  # a busy machine may hold a heart for a second
+_LOST_S = 5.0  # without a heartbeat, where no collective shows a closed connection
 _ANSWER_S = 5.0  # for what a store that is there answers in a millisecond
 _PULSE_S, _POLL_S = 1.0, 0.05
 _LOOK_S = 0.1
@@ -108,6 +109,13 @@ class ProcessGroup(Communicator):
             self._pulsed_s = now
             self._signs.give("pulse", str(now))
 
+    def require_alive(self) -> None:
+        if lost := self._signs.long_silent():
+            raise RankError(
+                f"rank {listed_ranks(lost)} of {self.size} has died, is stopped or cannot be "
+                f"reached: no heartbeat for {_LOST_S:g} s"
+            )
+
     def require_whole(self) -> None:
         """Raises: RankError once a rank is lost that a card was waiting for."""
         if self._watch is not None:
@@ -157,6 +165,7 @@ class _Signs:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._heard: dict[int, tuple[bytes, float]] = {}  # by rank: the last beat, and since when
         self._ended = threading.Event()
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
 
@@ -180,6 +189,16 @@ class _Signs:
         before = {rank: self.seen("heart", rank) for rank in others}
         time.sleep(_LISTEN_S)
         return [rank for rank in others if self.seen("heart", rank) == before[rank]]
+
+    def long_silent(self) -> list[int]:
+        """The other ranks whose hearts have not beaten for `_LOST_S` of these looks."""
+        now = time.monotonic()
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        for rank in others:
+            beat = self.seen("heart", rank)
+            if rank not in self._heard or self._heard[rank][0] != beat:
+                self._heard[rank] = beat, now
+        return [rank for rank in others if now - self._heard[rank][1] > _LOST_S]
 
     def end(self) -> None:
         self._ended.set()

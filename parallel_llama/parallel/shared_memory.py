@@ -197,6 +197,11 @@ class SharedMemory(Communicator):
     def pulse(self) -> None:
         self._cells[self._own + _PULSE] += 1
 
+    def require_alive(self) -> None:
+        self._peers.look()
+        if self._peers.gone:
+            raise RankError(f"rank {min(self._peers.gone)} of {self.size} has died or left early")
+
     def close(self) -> None:
         # The memory itself ends when the last view of it does.
         self._peers.close()

@@ -6,6 +6,7 @@ asked for it: those are compiled in a thread beside the loop.
 
 import os
 import select
+import socket
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from itertools import zip_longest
 from parallel_llama.engine.engine import StepOutput
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.llm import LLM
+from parallel_llama.parallel.failures import RankError
 from parallel_llama.request import Grammar, SamplingParams
 from parallel_llama.serve.wire import (
     Cancel,
@@ -29,6 +31,7 @@ from parallel_llama.serve.wire import (
     to_engine,
 )
 
+_LOOK_MS = 200  # between two looks at the other ranks while there is nothing to do
 _WARM_TOKENS = 15  # fewer than a block, of which the prefix cache keeps nothing
 
 
@@ -54,10 +57,15 @@ class EngineProcess:
         """
         self._warm_up()
         with suppress(BrokenPipeError, ConnectionError):  # the front has gone: nobody listens
-            self._frames.send(self._loaded())
-            while True:
-                self._take_in()
-                self._step()
+            try:
+                self._frames.send(self._loaded())
+                while True:
+                    self._take_in()
+                    self._step()
+            except RankError:
+                # The front hears of it now, and not only when the other ranks have been ended.
+                self._frames.socket.shutdown(socket.SHUT_RDWR)
+                raise
 
     def _warm_up(self) -> None:
         """Answer something, so that the first client does not wait for what is made once.
@@ -107,13 +115,17 @@ class EngineProcess:
                 return
 
     def _wait(self) -> None:
-        """Until the front, or a grammar, has something for the engine."""
+        """Until the front, or a grammar, has something for the engine.
+
+        Raises: RankError as soon as another rank has died.
+        """
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         poll.register(
             self._frames.socket, select.POLLIN | (select.POLLOUT * self._frames.has_unsent)
         )
-        poll.poll()
+        while not poll.poll(_LOOK_MS):
+            self._llm.require_alive()
         with suppress(BlockingIOError):
             os.eventfd_read(self._woken)
 

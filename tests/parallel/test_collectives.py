@@ -334,6 +334,33 @@ def test_gloo_too_names_the_rank_that_has_died_or_is_stopped(number):
         pool.end()
 
 
+def lose_a_rank_while_idle(comm: Communicator) -> str:
+    """Rank 1 dies, and the others look whether it is there, with no collective under way."""
+    comm.barrier()
+    comm.require_alive()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + SOON_S
+    while time.monotonic() < deadline:
+        try:
+            comm.require_alive()
+        except RankError as error:
+            return str(error)
+        time.sleep(0.1)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("shared_memory", KINDS)
+def test_a_rank_that_dies_between_collectives_is_named_too(shared_memory):
+    pool = Ranks(3, shared_memory)
+    try:
+        for rank, outcome in enumerate(pool.outcomes(lose_a_rank_while_idle, lost=[1])):
+            if rank != 1:
+                assert outcome.startswith("rank 1 of 3 has died")
+    finally:
+        pool.end()
+
+
 def take_turns(comm: Communicator) -> None:
     for turn in range(50):
         word = b"%d" % turn if comm.rank == 0 else None

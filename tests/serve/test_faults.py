@@ -123,6 +123,19 @@ def test_a_rank_that_is_killed_is_replaced_and_no_answer_changes(restarted, vict
     assert "died" in why, why  # which was seen, and not only that it is late
 
 
+@pytest.mark.parametrize("victim", [0, 1], ids=["rank 0", "rank 1"])
+def test_an_idle_rank_that_is_killed_is_seen_at_once(restarted, victim):
+    """Only the step of a probe, every 5 s, found that it was not there."""
+    wait_for(lambda: health(restarted) == 200)
+    own = rank_pids(restarted)[victim]
+    last_step_s = restarted.get("/status")["step_age_s"]
+    # Right after a probe, so that the next one is seconds away.
+    wait_for(lambda: restarted.get("/status")["step_age_s"] < last_step_s)
+    os.kill(own, signal.SIGKILL)
+    wait_for(lambda: health(restarted) == 503, limit_s=2.5)
+    wait_for(lambda: health(restarted) == 200)
+
+
 def test_a_rank_that_hangs_is_replaced(restarted):
     alone = texts(restarted, 2)
     stopped = rank_pids(restarted)[1]
