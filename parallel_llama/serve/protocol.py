@@ -1,10 +1,12 @@
 """One connection's HTTP: uvicorn's, with bounds on what a client may send and how slowly."""
 
 import asyncio
+import re
 import resource
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from parallel_llama.serve.errors import Refused, error_response
@@ -17,17 +19,28 @@ HEAD_LIMIT_S = 10.0  # from the first byte of a request to the end of its header
 BODY_LIMIT_S = 30.0  # from there to the end of its body
 MAX_CONNECTIONS = 1024
 
-# What may come without a header or a part of a body being whole: the parser keeps it meanwhile.
-_MAX_PENDING_BYTES = MAX_URL_BYTES + MAX_HEADER_BYTES
+# What may come without a head or a part of a body being whole: the parser keeps it meanwhile. Twice
+# the limits, for the signs between headers.
+_MAX_PENDING_BYTES = 2 * (MAX_URL_BYTES + MAX_HEADER_BYTES)
+
+# The end of a head, and of a chunked body with or without trailers.
+_END = b"\r\n\r\n"
+_LENGTH = re.compile(rb"[0-9]{1,18}")
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Ends a connection that goes beyond a limit, with a reply that names the limit."""
+    """Ends a connection that goes beyond a limit, with a reply that names the limit.
+
+    Each request has a parser of its own, which is given no byte of the next request: what a request
+    says cannot change how the bytes after it are read.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._refused: Refused | None = None
+        self._framing = ""  # the header that says where the body ends
         self._timer: asyncio.TimerHandle | None = None
+        self._unread = bytearray()  # received, and not parsed yet
         self._begin_head()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -44,16 +57,40 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._unset_keepalive_if_required()
         if self._timer is None:  # the first of a request on a connection that was used before
             self._limit(HEAD_LIMIT_S)
-        self._n_pending += len(data)
-        super().data_received(data)
-        if self._n_pending > _MAX_PENDING_BYTES + len(data):
-            self._end_with(Refused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes"))
+        self._unread += data
+        self._parse()
 
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002, uvicorn's
-        """Called for what the parser, or one of the limits below, does not take."""
-        self._end_with(self._refused or Refused(400, "this is no request of HTTP/1.1"))
+    def _parse(self) -> None:
+        while (n_bytes := self._piece_bytes()) and not self.transport.is_closing():
+            piece = self._unread[:n_bytes]
+            del self._unread[:n_bytes]
+            self._n_pending += n_bytes
+            try:
+                self.parser.feed_data(piece)
+            except HttpParserUpgrade:
+                self._read_body_despite_upgrade()
+            except HttpParserError:  # what the parser, or one of the limits below, does not take
+                self._end_with(self._refused or Refused(400, "this is no request of HTTP/1.1"))
+            if self._n_pending > _MAX_PENDING_BYTES:
+                self._end_with(Refused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes"))
+
+    def _piece_bytes(self) -> int:
+        """How many of the unread bytes the parser is given at once: never two requests' bytes."""
+        if self._n_body_left:
+            return min(self._n_body_left, len(self._unread))
+        end = self._unread.find(_END)
+        if end >= 0:
+            return end + len(_END)
+        n_begun = max(n for n in range(len(_END)) if self._unread.endswith(_END[:n]))
+        return len(self._unread) - n_begun
+
+    def _read_body_despite_upgrade(self) -> None:
+        """Read a body that the parser would leave to another protocol, which nobody speaks here."""
+        self.parser = HttpRequestParser(_BodyCallbacks(self))
+        self.parser.feed_data(f"POST / HTTP/1.1\r\n{self._framing}\r\n\r\n".encode())
 
     # What the parser has found
 
@@ -69,25 +106,51 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"there are more than {MAX_HEADERS} headers")
         if self._n_header_bytes > MAX_HEADER_BYTES:
             self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
-        super().on_header(name, value)
+        if self._is_head:  # a trailer is no header
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._check_framing()
         super().on_headers_complete()
+        # Who waits for 100 may leave the body out after another status: nothing can follow it.
+        self.cycle.keep_alive &= not self.expect_100_continue
         self._is_head, self._n_pending = False, 0
         self._limit(BODY_LIMIT_S)
 
     def on_body(self, body: bytes) -> None:
         self._n_pending = 0
+        self._n_body_left -= min(len(body), self._n_body_left)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # the end of the head alone
+            return
         self._unlimit()
         self._begin_head()
         super().on_message_complete()
 
     def _begin_head(self) -> None:
+        self.parser = HttpRequestParser(self)
         self._is_head = True
-        self._n_headers = self._n_header_bytes = self._n_pending = 0
+        self._n_headers = self._n_header_bytes = self._n_pending = self._n_body_left = 0
+
+    def _check_framing(self) -> None:
+        """Learn where the body ends, and refuse what others may read in another way."""
+        if self.parser.get_http_version() not in ("1.0", "1.1"):
+            self._refuse(400, "this is no request of HTTP/1.1")
+        if self.parser.get_method() == b"CONNECT":
+            self._refuse(400, "this is no proxy: CONNECT is not supported")
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (lengths or self.parser.get_http_version() == "1.0"):
+            self._refuse(400, "Transfer-Encoding goes with neither Content-Length nor HTTP/1.0")
+        if codings not in ([], [b"chunked"]):
+            self._refuse(400, "Transfer-Encoding is not supported but for one: chunked")
+        if len(lengths) > 1 or not all(_LENGTH.fullmatch(each) for each in lengths):
+            self._refuse(400, "Content-Length must be one number of at most 18 digits")
+        self._n_body_left = int(lengths[0]) if lengths else 0
+        chunked = "transfer-encoding: chunked"
+        self._framing = chunked if codings else f"content-length: {self._n_body_left}"
 
     def _refuse(self, status: int, message: str) -> NoReturn:
         self._refused = Refused(status, message)
@@ -123,8 +186,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write(_response(refused))
         self.transport.close()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing here speaks another protocol, which is no news to the log."""
+
+class _BodyCallbacks:
+    """What a parser calls that reads a body, and a head only to know where the body ends."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self.on_body = protocol.on_body
+        self.on_message_complete = protocol.on_message_complete
 
 
 def max_connections() -> int:

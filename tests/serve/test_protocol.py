@@ -175,14 +175,28 @@ def test_a_long_body_is_no_long_header():
         POST + b"content-length: -1\r\n\r\n",
         POST + b"content-length: 99999999999999999999\r\n\r\n",
         POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\nab",
-        POST + b"content-length: 1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
         b"GET http://[ HTTP/1.1\r\nhost: localhost\r\n\r\n",
-        b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        b"POST / HTTP/2.0\r\nhost: localhost\r\n\r\n",
+        b"GET /\r\n\r\n",
     ],
 )  # fmt: skip
 def test_what_is_no_http_is_refused_in_the_same_form(data):
     refused(data, 400, "no request of HTTP/1.1")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", "but for one: chunked"),
+        (POST + b"transfer-encoding: gzip\r\n\r\n", "but for one: chunked"),
+        (POST.replace(b"1.1", b"1.0") + b"transfer-encoding: chunked\r\n\r\n", "nor HTTP/1.0"),
+        (b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n\r\n", "CONNECT"),
+        (POST + b"content-length: 00000000000000000001\r\n\r\na", "one number"),
+    ],
+)
+def test_what_proxies_may_read_in_another_way_is_refused_by_name(data, says):
+    refused(data, 400, says)
 
 
 @pytest.mark.parametrize(
