@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from parallel_llama.serve.errors import Refused, error_response
@@ -17,6 +18,7 @@ MAX_HEADER_BYTES = 64 << 10  # of all names and values together
 MAX_URL_BYTES = 8 << 10
 HEAD_LIMIT_S = 10.0  # from the first byte of a request to the end of its headers
 BODY_LIMIT_S = 30.0  # from there to the end of its body
+MAX_UNREAD_BYTES = 64 << 10  # behind a request that is not answered yet
 MAX_CONNECTIONS = 1024
 
 # What may come without a head or a part of a body being whole: the parser keeps it meanwhile. Twice
@@ -32,8 +34,11 @@ class BoundedProtocol(HttpToolsProtocol):
     """Ends a connection that goes beyond a limit, with a reply that names the limit.
 
     Each request has a parser of its own, which is given no byte of the next request: what a request
-    says cannot change how the bytes after it are read.
+    says cannot change how the bytes after it are read. A request is parsed when the one before it
+    is answered; until then its bytes wait, most of them in the socket.
     """
+
+    flow: "_Flow"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,6 +50,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         if len(self.connections) > max_connections():
             self._end_with(Refused(503, "too many connections are open; come again"))
         else:
@@ -57,14 +63,23 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._unset_keepalive_if_required()
-        if self._timer is None:  # the first of a request on a connection that was used before
-            self._limit(HEAD_LIMIT_S)
         self._unread += data
         self._parse()
 
+    def on_response_complete(self) -> None:
+        self.flow.is_full = False
+        super().on_response_complete()
+        self._parse()
+
     def _parse(self) -> None:
-        while (n_bytes := self._piece_bytes()) and not self.transport.is_closing():
+        """Parse up to the end of a request, unless one is in work."""
+        while self._unread and not (self._is_answering() or self.transport.is_closing()):
+            self._unset_keepalive_if_required()
+            if self._timer is None:  # the first of a request on a connection that was used before
+                self._limit(HEAD_LIMIT_S)
+            n_bytes = self._piece_bytes()
+            if not n_bytes:
+                break
             piece = self._unread[:n_bytes]
             del self._unread[:n_bytes]
             self._n_pending += n_bytes
@@ -76,6 +91,13 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._end_with(self._refused or Refused(400, "this is no request of HTTP/1.1"))
             if self._n_pending > _MAX_PENDING_BYTES:
                 self._end_with(Refused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes"))
+        if len(self._unread) >= MAX_UNREAD_BYTES:
+            self.flow.pause_reading()
+            self.flow.is_full = True
+
+    def _is_answering(self) -> bool:
+        """Whether a request has been read to its end, and its answer is not complete."""
+        return self._is_head and self.cycle is not None and not self.cycle.response_complete
 
     def _piece_bytes(self) -> int:
         """How many of the unread bytes the parser is given at once: never two requests' bytes."""
@@ -185,6 +207,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if is_free or not (self._is_head or cycle.response_started):
             self.transport.write(_response(refused))
         self.transport.close()
+
+
+class _Flow(FlowControl):
+    """uvicorn's, but that a request which reads its body does not ask for more of the next ones."""
+
+    is_full = False
+
+    def resume_reading(self) -> None:
+        if not self.is_full:
+            super().resume_reading()
 
 
 class _BodyCallbacks:
