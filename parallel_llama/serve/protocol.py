@@ -197,6 +197,23 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self._end_with(Refused(408, f"the body did not come within {limit_s:g} s"))
 
+    @property
+    def n_unsent(self) -> int:
+        """Bytes of answers that the client, or the network, has not taken yet."""
+        return self.transport.get_write_buffer_size()
+
+    def waits_since(self, now_s: float, min_bytes: int) -> float:
+        """When the client has last taken so many bytes of what waits for it; now if nothing does.
+
+        Right to the time between two calls.
+        """
+        flow, n_unsent = self.flow, self.n_unsent
+        if not n_unsent or not (flow.write_paused or self.transport.is_closing()):
+            flow.wait = None
+        elif flow.wait is None or n_unsent <= flow.wait[1] - min_bytes:
+            flow.wait = now_s, n_unsent
+        return now_s if flow.wait is None else flow.wait[0]
+
     # The end
 
     def _end_with(self, refused: Refused) -> None:
@@ -213,6 +230,11 @@ class _Flow(FlowControl):
     """uvicorn's, but that a request which reads its body does not ask for more of the next ones."""
 
     is_full = False
+    wait: tuple[float, int] | None = None  # since when, and then for how many bytes to be taken
+
+    def resume_writing(self) -> None:
+        self.wait = None
+        super().resume_writing()
 
     def resume_reading(self) -> None:
         if not self.is_full:

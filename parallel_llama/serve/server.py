@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -14,9 +15,13 @@ from parallel_llama.errors import UsageError
 from parallel_llama.serve.engine_client import EngineClient, EngineEnded
 from parallel_llama.serve.protocol import BoundedProtocol
 from parallel_llama.serve.request_id import RequestIds
+from parallel_llama.serve.slow_readers import abort_slow_readers
 
 BACKLOG = 512
+# Kept by the system of what a client has not asked for yet: more would hide how slowly it reads.
+_SYSTEM_UNSENT_BYTES = 32 << 10
 _LOOK_S = 0.05
+_TICKS_PER_LOOK = 10  # uvicorn's, of 0.1 s
 _CLOSING_S = 5  # for connections, once nothing is asked any more
 
 
@@ -29,6 +34,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         own = socket.socket(family)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _SYSTEM_UNSENT_BYTES)
         own.bind(address)
         own.listen(BACKLOG)
     except OSError as error:
@@ -101,7 +107,13 @@ async def _ending(running: "asyncio.Task[None]") -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, but for its signals, which mean more here than to it."""
+    """uvicorn's, but for its signals, which mean more here than to it, and for slow readers."""
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_LOOK == 0:
+            connections = cast(set[BoundedProtocol], self.server_state.connections)
+            abort_slow_readers(connections, asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
