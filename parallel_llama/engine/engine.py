@@ -392,7 +392,7 @@ class Engine:
                 self.comm,
             )
             for (state, _, _), one in zip(part, scored, strict=True):
-                state.prompt_logprobs.append(one)
+                state.prompt_logprobs.append(self._spelled(one))
 
     def _sample(
         self, drawing: abc.Sequence[ScheduledTokens], logits: Logits
@@ -530,7 +530,7 @@ class Engine:
             if state.history is not None:
                 state.history.append(one.token)
             if one.logprobs is not None:
-                state.logprobs.append(one.logprobs)
+                state.logprobs.append(self._spelled(one.logprobs))
         state.lookup.judge(item.n_drafts, max(0, len(kept) - 1))
         self.scheduler.commit(item, ids)
         return self._output(state, ids, text, reason)
@@ -561,18 +561,18 @@ class Engine:
 
     def _completion(self, state: _SequenceState, reason: FinishReason) -> Completion:
         sequence, request, params = state.sequence, state.request, state.request.params
-        logprobs = tuple(map(self._spelled, state.logprobs))
-        prompt_logprobs = (None, *map(self._spelled, state.prompt_logprobs))
         return Completion(
             index=request.index,
             text=state.detokenizer.text if state.detokenizer else "",
             tokens=tuple(sequence.tokens[sequence.n_prompt :]),
             finish_reason=reason,
             n_prompt_tokens=sequence.n_prompt,
-            logprobs=logprobs if params.logprobs is not None else None,
+            logprobs=tuple(state.logprobs) if params.logprobs is not None else None,
             choice=sequence.number,
             n_choices=params.n,
-            prompt_logprobs=prompt_logprobs if params.prompt_logprobs is not None else None,
+            prompt_logprobs=(
+                None if params.prompt_logprobs is None else (None, *state.prompt_logprobs)
+            ),
             seed=None if params.is_greedy else request.seed,
             n_cached_tokens=sequence.n_found or 0,
         )

@@ -60,6 +60,14 @@ class Sequence:
         """Known tokens whose keys and values are not in the cache."""
         return len(self.tokens) - self.n_cached
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether its steps score the request's prompt: the first choice does it for all of them.
+
+        The step that scores the last token of a prompt is also the one of the first draw.
+        """
+        return self.number == 0 and not self.n_drawn and _is_scored(self.request)
+
 
 @dataclass(frozen=True)
 class ScheduledTokens:
@@ -353,13 +361,13 @@ class Scheduler:
         return min(table.stop for table in sequence.tables) * self.block_size - sequence.n_cached
 
     def _awaits_sibling(self, sequence: Sequence) -> bool:
-        """Whether an older sequence is about to cache full blocks that this one could share."""
+        """Whether an older one is about to score its prompt, or to cache blocks it could share."""
         first = sequence.siblings[0]
-        if (
-            first is sequence
-            or first.n_cached >= sequence.n_prompt
-            or not _shares_prefix(sequence.request)
-        ):
+        if first is sequence:
+            return False
+        if first.scores_prompt:
+            return True  # it may not end before its prompt is scored
+        if first.n_cached >= sequence.n_prompt:
             return False
         n_shared = (sequence.n_prompt - 1) // self.block_size
         last = sequence.keys[n_shared - 1 : n_shared]
@@ -393,7 +401,7 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence) -> int:
         """How many blocks of the sequence's first tokens are held, all but one token at most."""
-        if not _shares_prefix(sequence.request):
+        if sequence.scores_prompt:  # each token must be computed to be scored
             return 0
         n = (len(sequence.tokens) - 1) // self.block_size
         for (
@@ -418,9 +426,9 @@ def _most_tokens(request: Request) -> int:
     return len(request.prompt) + request.max_tokens - 1
 
 
-def _shares_prefix(request: Request) -> bool:
-    """Whether it may find tokens in the prefix cache: not if each must be computed to be scored."""
-    return request.params.prompt_logprobs is None
+def _is_scored(request: Request) -> bool:
+    """Whether the prompt's own tokens have log-probabilities."""
+    return request.params.prompt_logprobs is not None
 
 
 def _chunk(sequence: Sequence, most: int, drafts: tuple[int, ...] = ()) -> ScheduledTokens:

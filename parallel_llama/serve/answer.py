@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from parallel_llama.request import FinishReason, Request
+from parallel_llama.request import FinishReason, Request, TokenLogprob
 from parallel_llama.serve.request_id import current_id
 from parallel_llama.serve.wire import Output
 
@@ -45,6 +45,7 @@ class Answer:
         self.key, self.request, self.request_id = key, request, current_id.get()
         self.is_abandoned = False  # nobody waits for it any more
         self.n_engines = 1  # that have had it
+        self.prompt_logprobs: list[TokenLogprob] = []  # of the second token and those after it
         # When things happened to it, on the monotonic clock.
         self.submitted_s = time.monotonic()
         self.begun_s: float | None = None
@@ -127,6 +128,7 @@ class Answer:
     def begin_again(self) -> None:
         """A new engine runs it from the prompt."""
         self.n_engines += 1
+        self.prompt_logprobs.clear()  # which the new engine sends again
         for told in self._told:
             told.n_tokens_again = told.n_chars_again = 0
 

@@ -35,7 +35,7 @@ from parallel_llama.serve.spelling import chat_logprobs
 from parallel_llama.serve.tool_prompt import conversation
 from parallel_llama.serve.tools import Tools, tools_of
 from parallel_llama.serve.wire import Output
-from parallel_llama.serve.writing import finish_reason, streamed, usage_of
+from parallel_llama.serve.writing import finish_reason, logprobs_of, streamed, usage_of
 
 _CHUNK = "chat.completion.chunk"
 
@@ -132,7 +132,7 @@ def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
             ChatChoice(
                 index=completion.choice,
                 message=message,
-                logprobs=asked.logprobs(completion.logprobs or ()),
+                logprobs=asked.logprobs(logprobs_of(outputs, completion.choice)),
                 finish_reason=reason,
                 stop_reason=stop_reason,
                 token_ids=asked.token_ids(completion.tokens),

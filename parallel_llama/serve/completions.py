@@ -28,7 +28,7 @@ from parallel_llama.serve.replies import (
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.spelling import completion_logprobs
 from parallel_llama.serve.wire import Output
-from parallel_llama.serve.writing import finish_reason, streamed, usage_of
+from parallel_llama.serve.writing import finish_reason, logprobs_of, streamed, usage_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -142,24 +142,25 @@ async def _whole(asked: _Asked) -> CompletionReply:
         outputs = [await answer.whole() for answer in asked.answers]
     finally:
         _abandon(asked)
-    ended = [[each.completion for each in own if each.completion is not None] for own in outputs]
-    choices = []
-    for number, (answer, own) in enumerate(zip(asked.answers, ended, strict=True)):
-        prompt = asked.prompt_text(answer)
-        for completion in sorted(own, key=lambda each: each.choice):
-            choices.append(_choice(asked, number, answer, completion, prompt))
-    every = [completion for own in ended for completion in own]
-    return asked.reply(choices, usage_of(asked.answers, every))
+    choices, ended = [], []
+    for number, own in enumerate(outputs):
+        prompt = asked.prompt_text(asked.answers[number])
+        completions = [output.completion for output in own if output.completion is not None]
+        ended += completions
+        for completion in sorted(completions, key=lambda each: each.choice):
+            choices.append(_choice(asked, number, own, completion, prompt))
+    return asked.reply(choices, usage_of(asked.answers, ended))
 
 
 def _choice(
-    asked: _Asked, number: int, answer: Answer, completion: Completion, prompt: str
+    asked: _Asked, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
 ) -> CompletionChoice:
+    answer = asked.answers[number]
     is_prompt_alone = asked.body.max_tokens == 0
     reason, stop_reason = finish_reason(completion)
-    scored = [*(completion.prompt_logprobs or ())]
+    scored = [None, *answer.prompt_logprobs] if asked.body.echo else []
     if not is_prompt_alone:
-        scored += completion.logprobs or ()
+        scored += logprobs_of(outputs, completion.choice)
     at = 0 if asked.body.echo else len(prompt)
     return CompletionChoice(
         index=asked.index(number, completion.choice),

@@ -22,6 +22,7 @@ from parallel_llama.serve.wire import (
     Loaded,
     Output,
     Refused,
+    Scored,
     Stepped,
     Submit,
     framed,
@@ -227,6 +228,8 @@ class EngineClient:
                     self._answers[key].begin()
                 for output in message.outputs:
                     self._tell(self._answers[output.key], output)
+            case Scored():
+                self._answers[message.key].prompt_logprobs += message.logprobs
             case Loaded():
                 self._begin(message, writer)
             case Refused():

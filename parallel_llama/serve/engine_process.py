@@ -11,13 +11,14 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from itertools import zip_longest
 
 from parallel_llama.engine.engine import StepOutput
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.llm import LLM
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.request import Grammar, SamplingParams
+from parallel_llama.request import Grammar, SamplingParams, TokenLogprob
 from parallel_llama.serve.wire import (
     Cancel,
     Failed,
@@ -26,12 +27,14 @@ from parallel_llama.serve.wire import (
     Output,
     RankFacts,
     Refused,
+    Scored,
     Stepped,
     Submit,
     to_engine,
 )
 
 _LOOK_MS = 200  # between two looks at the other ranks while there is nothing to do
+_SCORED_ROWS = 256  # of prompt log-probabilities in one frame, which the front decodes at once
 _WARM_TOKENS = 15  # fewer than a block, of which the prefix cache keeps nothing
 
 
@@ -169,6 +172,8 @@ class EngineProcess:
             self._tickets.clear()
             return
         begun = tuple(self._keys[ticket] for ticket in self._engine.begun)
+        for output in outputs:
+            self._send_prompt_logprobs(output)
         told = tuple(map(self._told, outputs))
         step_s = time.perf_counter() - started
         self._frames.send(Stepped(told, begun, step_s, self._engine.statistics()))
@@ -177,6 +182,23 @@ class EngineProcess:
         key = self._keys[output.ticket]
         if output.is_last:
             del self._keys[output.ticket], self._tickets[key]
-        return Output(
-            key, output.choice, output.tokens, output.text, output.logprobs, output.completion
-        )
+        completion = output.completion
+        if completion is not None:  # the front has these already, from outputs and from Scored
+            completion = replace(completion, logprobs=None, prompt_logprobs=None)
+        logprobs = tuple(map(_unspelled, output.logprobs))
+        return Output(key, output.choice, output.tokens, output.text, logprobs, completion)
+
+    def _send_prompt_logprobs(self, output: StepOutput) -> None:
+        """Send the log-probabilities of a prompt, once for all choices and in bounded frames."""
+        completion = output.completion
+        if completion is None or completion.choice or completion.prompt_logprobs is None:
+            return
+        _first, *scored = completion.prompt_logprobs  # nothing predicts the first token
+        for start in range(0, len(scored), _SCORED_ROWS):
+            rows = map(_unspelled, filter(None, scored[start : start + _SCORED_ROWS]))
+            self._frames.send(Scored(self._keys[output.ticket], tuple(rows)))
+
+
+def _unspelled(scored: TokenLogprob) -> TokenLogprob:
+    """Without texts, which the front has itself."""
+    return replace(scored, text=None, top_texts=())

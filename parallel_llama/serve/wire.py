@@ -63,7 +63,11 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """What a step gave one choice of a request: tokens, text to show, perhaps its end."""
+    """What a step gave one choice of a request: tokens, text to show, perhaps its end.
+
+    The completion is without log-probabilities: those of its tokens are in the outputs, those of
+    its prompt in Scored.
+    """
 
     key: int
     choice: int
@@ -71,6 +75,13 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     completion: Completion | None = None
+
+
+class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
+    """The log-probabilities of the next prompt tokens of a request, the second token's first."""
+
+    key: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
@@ -99,7 +110,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-FromEngine = Loaded | Stepped | Refused | Failed
+FromEngine = Loaded | Scored | Stepped | Refused | Failed
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -1,12 +1,13 @@
 """What both kinds of completion write alike: streams, ends and counts."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
-from parallel_llama.request import Completion
+from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.errors import error_reply
 from parallel_llama.serve.events import EventStream, event
 from parallel_llama.serve.replies import FinishReason, PromptTokensDetails, Usage
+from parallel_llama.serve.wire import Output
 
 
 async def streamed(chunks: AsyncGenerator[bytes]) -> EventStream:
@@ -37,6 +38,11 @@ def finish_reason(completion: Completion) -> tuple[FinishReason, str | None]:
             return "length", None
         case other:
             return "length", other
+
+
+def logprobs_of(outputs: Iterable[Output], choice: int) -> list[TokenLogprob]:
+    """The log-probabilities of a choice's tokens, from all that came of its request."""
+    return [one for output in outputs if output.choice == choice for one in output.logprobs]
 
 
 def usage_of(answers: Sequence[Answer], ended: Sequence[Completion]) -> Usage:

@@ -334,6 +334,16 @@ def test_a_scored_prompt_is_computed_whole():
         assert (item.start, len(item.tokens)) == (0, 10)
 
 
+def test_choices_share_a_scored_prompt_that_the_first_computes():
+    scheduler, model = make(64, step_tokens=8)
+    scheduler.add(make_request(range(30), prompt_logprobs=0, n=4, max_tokens=1))
+    n_prefilled = 0
+    while not scheduler.idle:
+        n_prefilled += sum(len(item.tokens) for item in step(scheduler, model))
+    # The others begin with its 7 full blocks of 4, and compute the 2 tokens behind.
+    assert n_prefilled == 30 + 3 * 2
+
+
 def test_one_token_is_left_to_compute_of_a_prompt_that_is_cached():
     scheduler, model = make(64)
     for start in (0, 4):
