@@ -42,6 +42,7 @@ from parallel_llama.model.rope import (
 )
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import DecodeBatch, DecodeRows, QueryChunk, Scores, TorchOps, choose_ops
+from parallel_llama.ops.decode_batch import SeenKeys
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.ops.torch_ops import MAX_QUERIES
 from parallel_llama.parallel.collectives import Communicator
@@ -280,7 +281,7 @@ class ModelRunner:
         self, number: int, chunks: Sequence[Chunk], rotations: HostRotations
     ) -> GroupRows:
         slots: list[int] = []
-        decoded: dict[int, tuple[slice, ...]] = {}
+        decoded: dict[int, SeenKeys] = {}
         for chunk in chunks:
             decoded |= self._decoded(number, len(slots), chunk, chunk.positions)
             slots += slots_of(chunk.tables[number], self.block_size, chunk.positions)
@@ -338,7 +339,7 @@ class ModelRunner:
             return self._spread_batch(number, chunks, rotations, self._part)
         slots: list[int] = []
         prefilled: list[QueryChunk] = []
-        decoded: dict[int, tuple[slice, ...]] = {}
+        decoded: dict[int, SeenKeys] = {}
         sink_tiles: list[SinkTile] = []
         for chunk in chunks:
             row, blocks = len(slots), chunk.tables[number]
@@ -363,14 +364,17 @@ class ModelRunner:
 
     def _decoded(
         self, number: int, row: int, chunk: Chunk, positions: range
-    ) -> dict[int, tuple[slice, ...]]:
-        """The slots that some of a chunk's tokens see, by their rows; its first has this one."""
+    ) -> dict[int, SeenKeys]:
+        """The keys that some of a chunk's tokens see, by their rows; its first has this one."""
         seen = self._seen(number, positions)
         slices = slices_of(chunk.tables[number], self.block_size, seen)
         if len(positions) == 1:
-            return {row + positions.start - chunk.start: slices}
-        own = {at: _from(seen.start, self._seen(number, range(at, at + 1))) for at in positions}
-        return {row + at - chunk.start: part_of(slices, own[at]) for at in positions}
+            return {row + positions.start - chunk.start: (seen.start, slices)}
+        own = {at: self._seen(number, range(at, at + 1)) for at in positions}
+        return {
+            row + at - chunk.start: (keys.start, part_of(slices, _from(seen.start, keys)))
+            for at, keys in own.items()
+        }
 
     def _spread_batch(
         self, number: int, chunks: Sequence[Chunk], rotations: Tensor, part: CachePart

@@ -17,5 +17,9 @@ class Scores:
         """The scale of heads of this size."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
+    def factor_of(self, head_dim: int) -> float:
+        """What queries are multiplied by: the scale, divided by a soft cap."""
+        return self.scale_of(head_dim) / (self.soft_cap or 1)
+
 
 PLAIN = Scores()  # as in Llama

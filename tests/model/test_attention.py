@@ -53,7 +53,7 @@ def make_batch(keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> GroupBat
     if n_together:
         queries = range(start, start + n_together)
         chunks.append(QueryChunk.of(0, queries, first_slots(keys, queries.stop)))
-    decoded = {row: first_slots(keys, start + row + 1) for row in range(n_together, n_rows)}
+    decoded = {row: (0, first_slots(keys, start + row + 1)) for row in range(n_together, n_rows)}
     nothing = torch.empty(0)
     return GroupBatch(
         slots=nothing,

@@ -1,5 +1,6 @@
 """Consecutive queries of a sequence attend to their own keys in the cache, in compiled code."""
 
+import random
 from collections.abc import Iterator
 from functools import cache
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.ops import QueryChunk, Scores, kv_rows
+from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, kv_rows
 from parallel_llama.ops.cpu import tile_attention
+from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.chunk_attention import ChunkAttentionKernel
 from parallel_llama.ops.cpu.program import Machine, openmp
 from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
@@ -198,6 +200,54 @@ def check_cuts(
             own = q[start : start + stop - start + 3]
             assert torch.equal(run(attention, own, new_k, new_v, part), expected[start:stop])
             start = stop
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "vector_bytes", "head_dim", "n_group", "scores"),
+    [
+        (torch.float32, torch.float32, 64, 64, 3, PLAIN),
+        (torch.float32, torch.float32, 32, 80, 1, CAPPED),
+        (torch.float32, torch.float32, 16, 6, 5, PLAIN),
+        (torch.float64, torch.float64, 64, 80, 1, PLAIN),
+        (torch.float64, torch.float64, 16, 6, 5, CAPPED),
+        *((torch.float32, each, 64, 48, 2, PLAIN) for each in CACHES),
+    ],
+    ids=str,
+)
+def test_a_query_gets_the_same_to_the_last_bit_alone_and_in_a_chunk(
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    vector_bytes: int,
+    head_dim: int,
+    n_group: int,
+    scores: Scores,
+) -> None:
+    """At most nine tokens of a prompt were decoded, and had other sums than in a longer chunk."""
+    rng, machine = random.Random(0), MACHINES[vector_bytes]
+    decode = AttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, machine)
+    attention = kernel(dtype, head_dim, vector_bytes, scores, cache_dtype)
+    for _ in range(10):
+        n, start = rng.randint(1, 60), rng.choice([0, 1, 100, 127, 128, 255, 400])
+        chunk = make_chunk(n, start, rng.choice([None, None, 1, 7, 100, 128, 300]))
+        wide = torch.randn(2, N_KV_HEADS, N_SLOTS, head_dim, dtype=dtype)
+        k, v = wide if cache_dtype == dtype else kv_rows.pack(wide, cache_dtype)
+        q = make_queries(dtype, n, n_group, head_dim)
+        torch.set_num_threads(rng.randint(1, 3))
+        alone = torch.empty_like(q)
+        decode(q, k, v, DecodeBatch.of(rows_of(chunk, rng)), alone)
+        assert torch.equal(run(attention, q, k, v, chunk), alone[chunk.rows])
+
+
+def rows_of(chunk: QueryChunk, rng: random.Random) -> dict[int, tuple[int, list[slice]]]:
+    """Its queries one by one, in any order."""
+    rows, slots = {}, chunk.slots.tolist()
+    for row, position in enumerate(chunk.positions, chunk.rows.start):
+        first = max(position - (chunk.window or N_SLOTS) + 1, 0)
+        own = slots[first - chunk.first_key : position + 1 - chunk.first_key]
+        rows[row] = first, [slice(slot, slot + 1) for slot in own]
+    order = list(rows)
+    rng.shuffle(order)
+    return {row: rows[row] for row in order}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

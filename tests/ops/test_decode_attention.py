@@ -72,7 +72,8 @@ def run(
 ) -> Tensor:
     """Into the first heads of wider rows; what lies beside them must stay as it was."""
     wide = torch.full((len(q), q.shape[1] + 1, q.shape[2]), -7.0, dtype=q.dtype)
-    attention(q, k, v, DecodeBatch.of(dict(enumerate(sequences))), wide[:, :-1])
+    seen = {row: (0, slices) for row, slices in enumerate(sequences)}
+    attention(q, k, v, DecodeBatch.of(seen), wide[:, :-1])
     assert (wide[:, -1] == -7).all()
     return wide[:, :-1]
 
@@ -204,7 +205,7 @@ def test_threads_share_the_keys_of_a_sequence(dtype: torch.dtype, n_keys: int) -
 def test_counts_are_left_at_0() -> None:
     k = torch.randn(1, 900, 16)
     q = torch.randn(2, 3, 16)
-    batch = DecodeBatch.of({0: [slice(0, 900)], 1: [slice(0, 257)]})
+    batch = DecodeBatch.of({0: (0, [slice(0, 900)]), 1: (0, [slice(0, 257)])})
     kernel(torch.float32, 16, 3, 64)(q, k, k, batch, torch.empty_like(q))
     assert not batch.taken.any() and not batch.done.any()
 

@@ -135,7 +135,7 @@ def test_kernels_read_every_number_as_torch_does(
     attention = AttentionKernel(dtype, stored, 64, 1, Scores(), machine)
     out = torch.empty(n, 1, 64, dtype=dtype)
     keys = kv_rows.pack(torch.randn(1, n, 64), stored)
-    own = DecodeBatch.of({slot: [slice(slot, slot + 1)] for slot in range(n)})
+    own = DecodeBatch.of({slot: (0, [slice(slot, slot + 1)]) for slot in range(n)})
     attention(torch.randn(n, 1, 64, dtype=dtype), keys, rows, own, out)
     assert torch.equal(out[:, 0], kv_rows.unpack(rows, dtype)[0])
 

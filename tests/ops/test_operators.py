@@ -301,7 +301,8 @@ def test_decode_attention(backend: Backend, scores: Scores, cache: torch.dtype |
     q = torch.randn(4, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
     out = torch.full_like(q, -7.0)
     slots = {0: [slice(3, 4)], 1: [slice(40, 64), slice(0, 9)], 3: [slice(5, 30)]}
-    ops.decode_attention(q, k, v, DecodeBatch.of(slots), out)
+    seen = {row: (0, own) for row, own in slots.items()}
+    ops.decode_attention(q, k, v, DecodeBatch.of(seen), out)
     for row, own in slots.items():
         seen = [slot for each in own for slot in range(each.start, each.stop)]
         check(out[row], by_definition(q[row], k, v, seen, scores))

@@ -134,9 +134,10 @@ class AttentionKernel:
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
-        # A vector of scores may begin at a part's last key, and one of -inf comes after that.
+        # A vector of scores may begin at a part's last key, and one of -inf after that. Before
+        # its first key there may be most of a vector.
         n_keys = min(batch.max_len, PART_KEYS)
-        stride = -(-n_keys // self._width) * self._width + self._width
+        stride = -(-n_keys // self._width) * self._width + 2 * self._width
         n_items = len(batch.parts) * n_kv_heads
         n_threads = min(torch.get_num_threads(), n_items)
         scores = torch.empty(n_threads * self.n_group * stride, dtype=self.dtype)
@@ -165,12 +166,13 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[V
     """The kernel.
 
     for (part of a row, head) that no other thread has taken:
-        scores = q[row, group of head] @ k[head, slots of part].T * scale, with a soft cap
-        result = softmax(scores) @ v[head, slots of part]
+        scores = (q[row, group of head] * scale) @ k[head, slots of part].T, with a soft cap
+        weights = exp(scores - largest)
+        result = weights @ v[head, slots of part]
         if the row has no other part:
-            out[row, group of head] = result
+            out[row, group of head] = result / sum of weights
         elif no other result of the row is left to be done:
-            out[row] = their sum, each by its share of the softmax
+            out[row] = their sum, as `query_columns` adds one to those before it
     """
     (
         taken, done, n_parts, n_kv_heads, parts, slot_ranges,
@@ -179,28 +181,38 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[V
     lanes, n_group, group_size = shape.lanes, shape.n_group, shape.n_group * shape.head_dim
     own = scores + thread.number * stride * n_group
     spare = Value(b, b.alloca(lanes.vector.element, shape.n_spare * shape.head_dim))
+    scaled = Value(b, b.alloca(lanes.vector.element, group_size))
     with loop(b, 0, shape.n_spare * shape.head_dim, lanes.width) as i:
         # Numbers that nobody wrote may be so small that products with them are slow.
         lanes.store(spare + i, lanes.constant(b, 0))
     with thread.untaken(taken, n_parts[0] * n_kv_heads) as item:
         part, head = item // n_kv_heads, item % n_kv_heads
-        row, n_keys, first, end, number, count = (
+        row, n_keys, first, end, number, count, n_before = (
             parts[part * PART_FIELDS + i] for i in range(PART_FIELDS)
         )
+        # Each key has the lane that its position has, in this part or in a longer one.
+        start = n_before % lanes.width
         seen, group = (slot_ranges, first, end), head * group_size
-        with _blocks(*seen, lanes.width) as block:
-            keys = k + head * k_stride
-            _score(shape, q + row * q_stride + group, keys, own, stride, block, spare)
+        with loop(b, 0, group_size, lanes.width) as i:
+            query = lanes.load(q + row * q_stride + group + i)
+            lanes.store(scaled + i, query * shape.scores.factor_of(shape.head_dim))
+        with loop(b, 0, n_group) as query:
+            lanes.store(own + query * stride, lanes.constant(b, -math.inf))
+        with _blocks(*seen, lanes.width, start) as block:
+            _score(shape, scaled, k + head * k_stride, own, stride, block, spare)
         with loop(b, 0, n_group) as query:
             share = shares + (item * n_group + query) * _SHARE_FIELDS
-            _softmax(lanes, own + query * stride, n_keys, share)
+            _weigh(lanes, own + query * stride, start + n_keys, share)
         own_out = out + row * out_stride
         result = where(count > 1, results + item * group_size, own_out + group)
         with loop(b, 0, group_size, lanes.width) as i:
             lanes.store(result + i, lanes.constant(b, 0))
-        with _blocks(*seen, shape.block) as block:
+        with _blocks(*seen, shape.block, start) as block:
             values = v + head * v_stride
             _add_values(shape, result, values, own, stride, block, spare)
+        with when(count < 2), loop(b, 0, n_group) as query:
+            total = shares[(item * n_group + query) * _SHARE_FIELDS + 1]
+            _divide(shape, result + query * shape.head_dim, total)
         with when(count > 1):
             first_part, n_queries = part - number, n_kv_heads * n_group
             n_done = (done + first_part).add_atomically(1)
@@ -228,10 +240,12 @@ class _Block:
 
 
 @contextmanager
-def _blocks(slot_ranges: Value, first: Value, end: Value, size: int) -> Iterator[_Block]:
-    """Emit what is built inside for every block of a part's keys, in their order."""
+def _blocks(slot_ranges: Value, first: Value, end: Value, size: int, at: Value) -> Iterator[_Block]:
+    """Emit what is built inside for every block of a part's keys, in their order, counted from
+    this number on.
+    """
     b = slot_ranges.b
-    n_before = Variable(first.like(0))
+    n_before = Variable(at)
     with loop(b, first, end) as number:
         start, stop = slot_ranges[number * 2], slot_ranges[number * 2 + 1]
         with loop(b, start, stop, size) as slot:
@@ -245,7 +259,7 @@ def _blocks(slot_ranges: Value, first: Value, end: Value, size: int) -> Iterator
 def _score(
     shape: _Shape, q: Value, k: Value, scores: Value, stride: Value, block: _Block, spare: Value
 ) -> None:
-    """scores[g, t] = q[g] @ k[slot of t] * scale, capped, for queries g and a block's keys t.
+    """scores[g, t] = q[g] @ k[slot of t], capped, for queries g and a block's keys t.
 
     Shapes: q [G, D]; k [n_slots, W]; scores [G, stride], undefined after the last key.
     """
@@ -262,10 +276,8 @@ def _score(
 
 def _capped(shape: _Shape, dots: Value) -> Value:
     """The scores of products of queries and keys."""
-    scale, cap = shape.scores.scale_of(shape.head_dim), shape.scores.soft_cap
-    if cap is None:
-        return dots * scale
-    return tanh(shape.lanes, dots * (scale / cap)) * cap
+    cap = shape.scores.soft_cap
+    return dots if cap is None else tanh(shape.lanes, dots) * cap
 
 
 def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) -> Value:
@@ -326,14 +338,14 @@ def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
-def _softmax(lanes: Lanes, row: Value, n: Value, share: Value) -> None:
-    """row = exp(row - max(row)) / sum(exp(row - max(row))) for n numbers and room for a vector.
+def _weigh(lanes: Lanes, row: Value, n: Value, share: Value) -> None:
+    """row = exp(row - max(row)) for n numbers and room for a vector.
 
-    That maximum and that sum are left at `share`.
+    That maximum, and the sum of the results, are left at `share`.
     """
     b = row.b
     lanes.store(row + n, lanes.constant(b, -math.inf))  # exp makes it 0
-    largest = Variable(lanes.constant(b, -math.inf))
+    largest = Variable(lanes.constant(b, torch.finfo(lanes.computed).min))
     with loop(b, 0, n, lanes.width) as t:
         largest.value = larger(lanes.load(row + t), largest.value)
     maximum = lanes.reduce(larger, largest.value)
@@ -343,39 +355,45 @@ def _softmax(lanes: Lanes, row: Value, n: Value, share: Value) -> None:
         lanes.store(row + t, term)
         total.value += term
     share[0], share[1] = maximum, lanes.reduce(add, total.value)
-    inverse = 1 / lanes.splat(share[1])
-    with loop(b, 0, n, lanes.width) as t:
-        lanes.store(row + t, lanes.load(row + t) * inverse)
+
+
+def _divide(shape: _Shape, result: Value, total: Value) -> None:
+    """result /= total. Shapes: [D]."""
+    inverse = 1 / shape.lanes.splat(total)
+    with loop(result.b, 0, shape.head_dim, shape.lanes.width) as i:
+        shape.lanes.store(result + i, shape.lanes.load(result + i) * inverse)
 
 
 def _put_together(
     shape: _Shape, out: Value, results: Value, shares: Value, n: Value, step: Value
 ) -> None:
-    """out = sum of a query's n results, each by its share of the whole softmax.
+    """out = the sum of a query's n results, divided by that of their weights.
 
-    There are the results of so many queries, a step, from one of its own to the next. The shares
-    take their maximum's place.
+    There are the results of so many queries, a step, from one of its own to the next. Where shares
+    were, there are factors then: of all results before, and of the result.
     """
     lanes, b = shape.lanes, out.b
-    largest, total = (Variable(lanes.constant(b, number)) for number in (-math.inf, 0))
 
     def share_at(part: Value) -> Value:
         return shares + part * step * _SHARE_FIELDS
 
-    with loop(b, 0, n) as part:
-        largest.value = larger(lanes.splat(share_at(part)[0]), largest.value)
-    with loop(b, 0, n) as part:
-        share = share_at(part)
-        sum_ = exp(lanes, lanes.splat(share[0]) - largest.value) * lanes.splat(share[1])
-        share[0] = lanes.reduce(larger, sum_)  # all lanes have the same
-        total.value += sum_
+    largest, total = (Variable(lanes.splat(shares[i])) for i in range(_SHARE_FIELDS))
+    with loop(b, 1, n) as part:
+        share, before = share_at(part), largest.value
+        own = lanes.splat(share[0])
+        largest.value = larger(own, before)
+        factors = exp(lanes, before - largest.value), exp(lanes, own - largest.value)
+        total.value = fma(lanes.splat(share[1]), factors[1], total.value * factors[0])
+        for number, factor in enumerate(factors):
+            share[number] = lanes.reduce(larger, factor)  # all lanes have the same
     inverse = 1 / total.value
     with loop(b, 0, shape.head_dim, lanes.width) as i:
-        value = Variable(lanes.constant(b, 0))
-        with loop(b, 0, n) as part:
+        value = Variable(lanes.load(results + i))
+        with loop(b, 1, n) as part:
+            before, factor = (lanes.splat(share_at(part)[i]) for i in range(_SHARE_FIELDS))
             own = lanes.load(results + part * step * shape.head_dim + i)
-            value.value = fma(lanes.splat(share_at(part)[0]) * inverse, own, value.value)
-        lanes.store(out + i, value.value)
+            value.value = fma(own, factor, value.value * before)
+        lanes.store(out + i, value.value * inverse)
 
 
 def _add_values(

@@ -4,13 +4,16 @@ The queries that share a KV head, those of one token side by side, are columns; 
 columns are a block. All that is computed of a block has columns in its lanes. So no dot product and
 no softmax adds lanes up:
 
-    scores[keys, columns] = k[keys] @ q[:, columns]
-    sums[:, columns]      = sums[:, columns] * corrections + v[keys].T @ weights[keys, columns]
+    scores[keys, columns]  = k[keys] @ q[:, columns]
+    weights[keys, columns] = exp(scores[keys, columns] - the largest of a column)
+    own[:, columns]        = v[keys].T @ weights[keys, columns]
+    sums[:, columns]       = sums[:, columns] * before + own[:, columns] * factor
 
-Keys are taken tile by tile, with the largest score so far. Tiles are counted from the sequence's
-start, and one that a query does not see leaves its column as it was. So a result depends on the
-query, its keys and its values alone: not on the chunk's other queries, nor on where the chunk
-begins, nor on the thread.
+Keys are taken tile by tile, each with its own largest score; what the tiles before have summed, and
+what a tile has, are brought to the largest so far. Tiles are counted from the sequence's start, and
+one that a query does not see leaves its column as it was. So a result depends on the query, its
+keys and its values alone: not on the chunk's other queries, nor on where the chunk begins, nor on
+the thread.
 
 Source: FlashAttention-2, arXiv 2307.08691; online softmax, arXiv 1805.02867.
 """
@@ -31,6 +34,7 @@ from parallel_llama.ops.cpu.builder import (
     Thread,
     Value,
     Variable,
+    fma,
     larger,
     loop,
     smaller,
@@ -48,7 +52,8 @@ from parallel_llama.ops.scores import Scores
 class BlockShape:
     """What a kernel is made for: heads, vectors of columns, keys of a tile.
 
-    Keys are scored `n_at_once`, of which a tile is a multiple.
+    Keys are scored `n_at_once`, of which a tile is a multiple. `n_strided` sums are made of the
+    weights of a tile, each of so many keys apart, before these are added up.
     """
 
     lanes: Lanes
@@ -57,6 +62,7 @@ class BlockShape:
     n_vectors: int
     tile: int
     n_at_once: int
+    n_strided: int
 
     @property
     def n_columns(self) -> int:
@@ -89,17 +95,18 @@ def room(b: ir.IRBuilder, type_: ir.Type, n: int) -> Value:
 class Block:
     """Room for a block of C columns.
 
-    Shapes: q, sums [n_padded, C]; scores [tile, C]; positions [C].
+    Shapes: q, sums [n_padded, C]; scores [tile, C]; positions [C]; totals [n_strided, C].
     """
 
     q: Value
     sums: Value
     scores: Value
     positions: Value
+    totals: Value
 
     @classmethod
     def of(cls, shape: BlockShape, b: ir.IRBuilder) -> "Block":
-        rows = (shape.n_padded, shape.n_padded, shape.tile, 1)
+        rows = (shape.n_padded, shape.n_padded, shape.tile, 1, shape.n_strided)
         element = shape.lanes.vector.element
         return cls(*(room(b, element, n * shape.n_columns) for n in rows))
 
@@ -173,8 +180,8 @@ class Products(Protocol):
     def score(self, head: Value, tile: Value, n: Value) -> None:
         """scores = k @ q for n keys from position `tile` on, a multiple of those at once."""
 
-    def add_values(self, n: Value, corrections: list[Value]) -> None:
-        """sums = sums * corrections + v.T @ scores, for the first n of the keys scored last.
+    def add_values(self, n: Value, before: list[Value], factors: list[Value]) -> None:
+        """sums = sums * before + (v.T @ scores) * factors, for the first n keys scored last.
 
         Others that were scored with them have scores 0.
         """
@@ -186,9 +193,10 @@ def attend(shape: BlockShape, block: Block, products: Products, thread: Thread, 
     for (head, columns) in the pairs of KV head and block that no other thread has taken:
         for keys in the tiles that one of the columns sees:
             scores = k[head, keys] @ q[columns], -inf where a column does not see a key
-            weights = exp(scores - largest so far)
-            sums = sums * corrections + v[head, keys].T @ weights
-        out[columns] = sums / sum of weights
+            weights = exp(scores - largest of the tile)
+            before, factors = exp(largest before - largest so far), exp(largest of the tile - it)
+            sums = sums * before + (v[head, keys].T @ weights) * factors
+        out[columns] = sums / sum of weights, which is summed likewise
     """
     b, window, nothing = thread.number.b, call.window, call.window.like(0)
     with thread.untaken(call.taken, call.n_blocks * call.n_kv_heads) as item:
@@ -211,8 +219,8 @@ def attend(shape: BlockShape, block: Block, products: Products, thread: Thread, 
             is_seen = (tile + n_scored < first + 2) & (last - window < tile)
             with when(is_seen ^ 1):
                 _hide(shape, tile, n_scored, window, block)
-            corrections = softmax.weigh(n_scored, block.scores)
-            products.add_values(n_seen, corrections)
+            before, factors = softmax.weigh(n_scored, block)
+            products.add_values(n_seen, before, factors)
         _store(shape, call.out + own, columns, softmax, block)
 
 
@@ -243,7 +251,7 @@ class _Columns:
 def _load(shape: BlockShape, q: Value, columns: _Columns, block: Block) -> None:
     """A block's queries, times the scale, and their positions; their sums begin at 0."""
     lanes, b, stride = shape.lanes, q.b, columns.call.q_stride
-    scale = shape.scores.scale_of(shape.head_dim) / (shape.scores.soft_cap or 1)
+    scale = shape.scores.factor_of(shape.head_dim)
     with loop(b, 0, shape.n_columns, lanes.width) as first:
         rows = []
         for lane in range(lanes.width):
@@ -286,30 +294,58 @@ class _Softmax:
     def __init__(self, shape: BlockShape, b: ir.IRBuilder) -> None:
         self._shape, lanes = shape, shape.lanes
         # Not -inf, from which -inf cannot be taken: a column may see nothing of its first tile.
-        least = lanes.constant(b, torch.finfo(lanes.computed).min)
-        self._largest = [Variable(least) for _ in range(shape.n_vectors)]
+        self._least = lanes.constant(b, torch.finfo(lanes.computed).min)
+        self._largest = [Variable(self._least) for _ in range(shape.n_vectors)]
         self.totals = [Variable(lanes.constant(b, 0)) for _ in range(shape.n_vectors)]
 
-    def weigh(self, n: Value, scores: Value) -> list[Value]:
-        """Turn n keys' scores into weights. Returns: what earlier sums are to be multiplied by."""
-        shape, lanes = self._shape, self._shape.lanes
-        before = [largest.value for largest in self._largest]
-        with loop(n.b, 0, n) as t:
-            own = shape.vectors(scores + t * shape.n_columns)
-            for largest, score in zip(self._largest, own, strict=True):
+    def weigh(self, n: Value, block: Block) -> tuple[list[Value], list[Value]]:
+        """Turn n keys' scores into weights.
+
+        Returns: what the sums of earlier tiles are to be multiplied by, and those of this one.
+        """
+        shape, scores, b = self._shape, block.scores, n.b
+        own = [Variable(self._least) for _ in self._largest]
+        with loop(b, 0, n) as t:
+            for largest, score in zip(
+                own, shape.vectors(scores + t * shape.n_columns), strict=True
+            ):
                 largest.value = larger(score, largest.value)
-        corrections = [
-            exp(lanes, old - new.value) for old, new in zip(before, self._largest, strict=True)
-        ]
-        for total, correction in zip(self.totals, corrections, strict=True):
-            total.value *= correction
-        with loop(n.b, 0, n) as t:
-            place = scores + t * shape.n_columns
+        self._exponentiate(n, block, [each.value for each in own])
+        before, factors = [], []
+        for mine, so_far, total, added in zip(
+            own, self._largest, self.totals, self._total(block), strict=True
+        ):
+            earlier = so_far.value
+            so_far.value = larger(mine.value, earlier)
+            before.append(exp(shape.lanes, earlier - so_far.value))
+            factors.append(exp(shape.lanes, mine.value - so_far.value))
+            total.value = fma(added, factors[-1], total.value * before[-1])
+        return before, factors
+
+    def _exponentiate(self, n: Value, block: Block, largest: list[Value]) -> None:
+        """Turn scores into weights, and add these to the totals that are so many keys apart."""
+        shape, lanes, b = self._shape, self._shape.lanes, n.b
+        with loop(b, 0, shape.n_strided * shape.n_columns, lanes.width) as i:
+            lanes.store(block.totals + i, lanes.constant(b, 0))
+        with loop(b, 0, n) as t:
+            place = block.scores + t * shape.n_columns
+            totals = block.totals + (t & (shape.n_strided - 1)) * shape.n_columns
             for number, score in enumerate(shape.vectors(place)):
-                weight = exp(lanes, score - self._largest[number].value)
-                lanes.store(place + number * lanes.width, weight)
-                self.totals[number].value += weight
-        return corrections
+                weight, at = exp(lanes, score - largest[number]), number * lanes.width
+                lanes.store(place + at, weight)
+                lanes.store(totals + at, lanes.load(totals + at) + weight)
+
+    def _total(self, block: Block) -> list[Value]:
+        """The sums of a tile's weights: half of the totals and the other half, until one is left,
+        as the lanes of a vector are added up.
+        """
+        shape = self._shape
+        rows = [shape.vectors(block.totals + i * shape.n_columns) for i in range(shape.n_strided)]
+        while len(rows) > 1:
+            half = len(rows) // 2
+            pairs = zip(rows[:half], rows[half:], strict=True)
+            rows = [[one + other for one, other in zip(*pair, strict=True)] for pair in pairs]
+        return rows[0]
 
 
 def _store(

@@ -19,6 +19,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.builder import (
+    F32,
     I8,
     I16,
     I32,
@@ -26,6 +27,7 @@ from parallel_llama.ops.cpu.builder import (
     Lanes,
     Thread,
     Value,
+    fma,
     intrinsic,
     loop,
     transposed,
@@ -61,7 +63,7 @@ class TileAttentionKernel:
     def __init__(self, head_dim: int, scores: Scores) -> None:
         assert tiles_are_allowed() and self.takes(head_dim)
         self._head_dim, self._tiles = head_dim, tile_shape()
-        self._shape = BlockShape(_LANES, head_dim, scores, _VECTORS, _TILE, _DEPTH)
+        self._shape = BlockShape(_LANES, head_dim, scores, _VECTORS, _TILE, _DEPTH, 1)
         integers, bytes_ = I64.as_pointer(), I8.as_pointer()
         halves = [I16.as_pointer(), I64]
         types = [integers, *[I64] * 5, *halves, *halves, bytes_, bytes_]
@@ -152,6 +154,7 @@ class _TileProducts:
         self._keys, self._values, self._first, self._n_rows = keys, values, first, n_rows
         self._q = _Pairs(shape, room(b, I8, 4 * shape.head_dim * shape.n_columns), shape.head_dim)
         self._weights = _Pairs(shape, room(b, I8, 4 * _TILE * shape.n_columns), _TILE)
+        self._sums = room(b, F32, shape.head_dim * shape.n_columns)
         self._row = first  # among the keys as they are laid out, of the first scored last
 
     def prepare(self) -> None:
@@ -164,24 +167,25 @@ class _TileProducts:
             keys = self._keys + (self._row + t) * head_bytes
             out = self._block.scores + t * self._shape.n_columns
             steps = self._shape.head_dim // _DEPTH
-            self._multiply(keys, head_bytes, 64, self._q, n.like(steps), out, is_first=True)
+            self._multiply(keys, head_bytes, 64, self._q, n.like(steps), out)
 
-    def add_values(self, n: Value, corrections: list[Value]) -> None:
+    def add_values(self, n: Value, before: list[Value], factors: list[Value]) -> None:
         shape, lanes = self._shape, self._shape.lanes
-        sums = self._block.sums
         n_steps = (n + (_DEPTH - 1)) // _DEPTH
         self._weights.split(self._block.scores, n_steps * _DEPTH, _near_bfloat16)
-        with loop(n.b, 0, shape.head_dim) as i:
-            place = sums + i * shape.n_columns
-            for number, (total, correction) in enumerate(
-                zip(shape.vectors(place), corrections, strict=True)
-            ):
-                lanes.store(place + number * lanes.width, total * correction)
         step_bytes = _DEPTH * shape.head_dim * 2
         with loop(n.b, 0, shape.head_dim, _DEPTH) as i:
             values = self._values + self._row * (shape.head_dim * 2) + i * (_DEPTH * 2)
-            out = sums + i * shape.n_columns
-            self._multiply(values, 64, step_bytes, self._weights, n_steps, out, is_first=False)
+            self._multiply(
+                values, 64, step_bytes, self._weights, n_steps, self._sums + i * shape.n_columns
+            )
+        with loop(n.b, 0, shape.head_dim) as i:
+            place, own = (each + i * shape.n_columns for each in (self._block.sums, self._sums))
+            for number, (total, added) in enumerate(
+                zip(shape.vectors(place), shape.vectors(own), strict=True)
+            ):
+                added = fma(added, factors[number], total * before[number])
+                lanes.store(place + number * lanes.width, added)
 
     def _multiply(
         self,
@@ -191,10 +195,8 @@ class _TileProducts:
         pairs: "_Pairs",
         n_steps: Value,
         out: Value,
-        *,
-        is_first: bool,
     ) -> None:
-        """32 rows by a block's columns into `out`, or added to it, in steps of 32 to sum over.
+        """32 rows by a block's columns into `out`, in steps of 32 to sum over.
 
         Shapes: rows [32, n_steps * 32], each step's tiles in rows of so many bytes; out [32, C].
         """
@@ -206,11 +208,8 @@ class _TileProducts:
             (out + (i * _SIDE * self._shape.n_columns + j * _SIDE)).bits_as(I8.as_pointer())
             for i, j in product(range(2), range(2))
         ]
-        for total, place in zip(totals, places, strict=True):
-            if is_first:
-                tile_instruction(b, "tilezero", total)
-            else:
-                tile_instruction(b, "tileloadd64", total, place, in_out)
+        for total in totals:
+            tile_instruction(b, "tilezero", total)
         with loop(b, 0, n_steps) as step:
             for number, tile in enumerate(of_rows):
                 own = rows + step * step_bytes + number * _SIDE * row_bytes
