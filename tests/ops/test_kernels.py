@@ -92,6 +92,16 @@ def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(kernel, dtype
         assert torch.equal(linear(x[:n], weight), alone[:n])
 
 
+@pytest.mark.usefixtures("n_threads")
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_few_rows_and_many_have_the_same_products_to_the_last_bit(machine, dtype):
+    """A row's sums came in another order from 33 rows on, so its tokens depended on neighbours."""
+    few, many = (linear_for(each, dtype, machine) for each in (LinearKernel, BlockLinearKernel))
+    for n, k, m in [(1, 1, 1), (33, 7, 5), (40, 576, 97), (9, 1024, 50), (13, 2500, 31)]:
+        x, weight = torch.randn(n, k, dtype=dtype), torch.randn(m, k, dtype=dtype)
+        assert torch.equal(few(x, weight), many(x, weight))
+
+
 def test_the_number_of_threads_does_not_change_a_bit(kernel, dtype):
     linear = linear_for(kernel, dtype, this_machine())
     x, weight = torch.randn(7, 130, dtype=dtype), torch.randn(101, 130, dtype=dtype)

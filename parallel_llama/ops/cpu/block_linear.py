@@ -2,8 +2,12 @@
 
 Rows of x are kept a few together, and outputs some vectors together, input by input: so one step
 takes what it needs from two places, in order. A thread lays out a panel of outputs and lets the
-rows pass over it before it comes to the next. What is summed in which order depends on the number
-of inputs alone, so a row's result is the same among any rows and from any number of threads.
+rows pass over it before it comes to the next.
+
+The sums are those of `linear`, to the last bit. There a vector of W lanes runs along the inputs,
+lane i adds up the inputs i, i + W, i + 2 W, ..., and half of the lanes is added to the other half
+until one is left. Here outputs are in the lanes, so the inputs of one such lane are summed after
+those of another, and pairs of sums are added as in that tree. Inputs are laid out in this order.
 
     block of rows      [inputs, n_rows]
     panel of outputs   [inputs, n_vectors, lanes]
@@ -12,6 +16,7 @@ of inputs alone, so a row's result is the same among any rows and from any numbe
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -22,6 +27,7 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.builder import (
     I64,
+    LINE_BYTES,
     Lanes,
     Thread,
     Value,
@@ -32,14 +38,8 @@ from parallel_llama.ops.cpu.builder import (
     transposed,
     when,
 )
+from parallel_llama.ops.cpu.linear import SUMMED_INPUTS
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
-
-# Inputs of a panel: the second cache holds it while rows pass over it.
-_MAX_INPUTS = 1024
-
-# Inputs whose products go to a sum of their own, which is added to those before: that rounds less
-# than one long sum.
-_SUMMED = 128
 
 # Rows that pass over all panels before the next ones do, so that a cache holds them; fewer where
 # there would not be so many panels for each thread.
@@ -70,6 +70,18 @@ class _Shape:
         """Of a panel."""
         return self.n_vectors * self.lanes.width
 
+    def padded(self, n_inputs: int) -> int:
+        """A number of inputs made up to whole vectors."""
+        return -(-n_inputs // self.lanes.width) * self.lanes.width
+
+    def place(self, step: Value, lane: int, n_inputs: Value) -> Value:
+        """Where input step * W + lane of so many is laid out: lane by lane, in the order in which
+        `_LaneSums` takes them.
+        """
+        width = self.lanes.width
+        number = int(f"{lane:0{width.bit_length() - 1}b}"[::-1], 2)  # the bits reversed
+        return (n_inputs + (width - 1)) // width * number + step
+
 
 class BlockLinearKernel:
     """Y = X A for many rows of X, with A given as torch keeps it, transposed.
@@ -95,9 +107,9 @@ class BlockLinearKernel:
         if not n:
             return y
         n_blocks = -(-n // shape.n_rows)
-        blocks = x.new_empty(n_blocks * shape.n_rows, k)
+        blocks = x.new_empty(n_blocks * shape.n_rows, shape.padded(k))
         run(self._rows, n_threads, x.data_ptr(), x.stride(0), blocks.data_ptr(), n, k)
-        panels = x.new_empty(n_threads, _MAX_INPUTS, shape.n_outputs)
+        panels = x.new_empty(n_threads, SUMMED_INPUTS, shape.n_outputs)
         n_panels = -(-m // shape.n_outputs)
         n_chunks = max(-(-n // _MAX_CHUNK), _PANELS_PER_THREAD * n_threads // max(n_panels, 1))
         chunk = -(-n_blocks // n_chunks) * shape.n_rows
@@ -115,42 +127,57 @@ def make_block_linear(dtype: torch.dtype, stored: torch.dtype) -> BlockLinearKer
 def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
     """Rows in blocks, input by input; the last row fills up the last block.
 
-    Shapes: x [n, k] -> blocks [n_blocks, k, n_rows].
+    Shapes: x [n, k] -> blocks [n_blocks, k made up to whole vectors, n_rows].
     """
     x, x_stride, blocks, n, k = arguments
-    n_rows = shape.n_rows
-    with loop(b, *thread.part_of((n + (n_rows - 1)) // n_rows)) as block:
-        rows = [x + smaller(block * n_rows + i, n - 1) * x_stride for i in range(n_rows)]
-        own = blocks + block * n_rows * k
-        with loop(b, 0, k) as i:
-            for number, row in enumerate(rows):
-                (own + i * n_rows)[number] = row[i]
+    n_rows, width = shape.n_rows, shape.lanes.width
+    side = min(n_rows, width)
+    square = replace(shape.lanes, width=side)
+    n_padded = (k + (width - 1)) // width * width
+    with (
+        loop(b, *thread.part_of((n + (n_rows - 1)) // n_rows)) as block,
+        loop(b, 0, k, SUMMED_INPUTS) as start,
+    ):
+        rows = [x + smaller(block * n_rows + i, n - 1) * x_stride + start for i in range(n_rows)]
+        own = blocks + (block * n_padded + start) * n_rows
+        n_inputs = smaller(k - start, SUMMED_INPUTS)
+        with loop(b, 0, n_inputs, width) as i:
+            for first, first_row in product(range(0, width, side), range(0, n_rows, side)):
+                mask = square.first(n_inputs - i - first)
+                of_rows = rows[first_row : first_row + side]
+                numbers = [square.load(row + (i + first), mask) for row in of_rows]
+                for number, column in enumerate(transposed(numbers)):
+                    place = shape.place(i // width, first + number, n_inputs)
+                    square.store(own + place * n_rows + first_row, column)
 
 
 def _block_linear(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
     """The kernel.
 
-    for inputs, _MAX_INPUTS at a time:
+    for inputs, SUMMED_INPUTS at a time:
         for (chunk of rows, panel of outputs) in this thread's:
             lay out weight[outputs, inputs]
             for block in rows of the chunk:
                 y[block, outputs] += x[block, inputs] @ weight[outputs, inputs].T
     """
     blocks, weight, panels, y, n, k, m, chunk = arguments
-    panel = panels + thread.number * (_MAX_INPUTS * shape.n_outputs)
+    width, waiting = shape.lanes.width, _LaneSums(shape, b)
+    panel = panels + thread.number * (SUMMED_INPUTS * shape.n_outputs)
     n_chunks = (n + chunk - 1) // chunk
     n_panels = (m + (shape.n_outputs - 1)) // shape.n_outputs
+    n_padded = (k + (width - 1)) // width * width
     with (
-        loop(b, 0, k, _MAX_INPUTS) as start,
+        loop(b, 0, k, SUMMED_INPUTS) as start,
         loop(b, *thread.part_of(n_chunks * n_panels)) as item,
     ):
         first = item % n_panels * shape.n_outputs
-        n_inputs = smaller(k - start, _MAX_INPUTS)
+        n_inputs = smaller(k - start, SUMMED_INPUTS)
         _lay_out_panel(shape, weight + start, panel, first, n_inputs, k, m)
         first_row = item // n_panels * chunk
         with loop(b, first_row, smaller(first_row + chunk, n), shape.n_rows) as row:
-            own = blocks + row * k + start * shape.n_rows
-            _add_products(shape, own, panel, y, (row, first), start, n_inputs, n, m)
+            own = blocks + row * n_padded + start * shape.n_rows
+            place = _Place(y, row, first, n, m)
+            _add_products(shape, own, panel, place, start, n_inputs, waiting)
 
 
 def _lay_out_panel(
@@ -166,41 +193,96 @@ def _lay_out_panel(
         with loop(b, 0, n_inputs, width) as i:
             mask = shape.lanes.first(n_inputs - i)
             columns = transposed([shape.of_weight.load(row + i, mask) for row in rows])
-            place = panel + i * shape.n_outputs + vector
             for number, column in enumerate(columns):
-                shape.lanes.store(place + number * shape.n_outputs, column)
+                place = shape.place(i // width, number, n_inputs) * shape.n_outputs + vector
+                shape.lanes.store(panel + place, column)
+
+
+class _LaneSums:
+    """Room for the sums of lanes that wait for those that they are added to: one of each size.
+
+    Lanes come in the order 0, W/2, W/4, 3W/4, and so on: their numbers with the bits reversed.
+    """
+
+    def __init__(self, shape: _Shape, b: ir.IRBuilder) -> None:
+        self._lanes, self._n_numbers = shape.lanes, shape.n_rows * shape.n_outputs
+        self._depth = shape.lanes.width.bit_length() - 1
+        place = b.alloca(shape.lanes.vector.element, self._depth * self._n_numbers)
+        place.align = LINE_BYTES
+        self._room = Value(b, place)
+
+    def add(
+        self,
+        sums: list[Value],
+        number: Value,
+        put: Callable[[list[Value]], None],
+        level: int = 0,
+    ) -> None:
+        """Take the sums of a lane, the number-th that comes; `put` those of all after the last."""
+        if level == self._depth:
+            put(sums)
+            return
+        width = self._lanes.width
+        waiting = self._room + level * self._n_numbers
+        is_second = ((number >> level) & 1) > 0
+        with when(is_second ^ 1):
+            for at, total in enumerate(sums):
+                self._lanes.store(waiting + at * width, total)
+        with when(is_second):
+            earlier = [self._lanes.load(waiting + at * width) for at in range(len(sums))]
+            both = [one + other for one, other in zip(earlier, sums, strict=True)]
+            self.add(both, number, put, level + 1)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the results of a block of rows and a panel of outputs go: in y [n, m], from there."""
+
+    y: Value
+    row: Value
+    output: Value
+    n: Value
+    m: Value
 
 
 def _add_products(
     shape: _Shape,
     rows: Value,
     panel: Value,
-    y: Value,
-    place: tuple[Value, Value],
+    place: _Place,
     n_before: Value,
     n_inputs: Value,
-    n: Value,
-    m: Value,
+    waiting: _LaneSums,
 ) -> None:
-    """A block of rows by a panel: added to the rows and outputs of y from `place` on.
-
-    Where no inputs came before, it is written there.
+    """A block of rows by a panel, added to what is at its place; written there where no inputs
+    came before.
     """
-    lanes, b = shape.lanes, n.b
-    first_row, first = place
+    lanes, b = shape.lanes, n_inputs.b
     starts = range(0, shape.n_outputs, lanes.width)
-    masks = [lanes.first(m - first - start) for start in starts]
-    own = [y + smaller(first_row + i, n - 1) * m + first for i in range(shape.n_rows)]
-    places = [(row + start, mask) for row in own for start, mask in zip(starts, masks, strict=True)]
-    with loop(b, 0, n_inputs, _SUMMED) as segment:
-        sums = [Variable(lanes.constant(b, 0)) for _ in places]
-        with loop(b, segment, smaller(segment + _SUMMED, n_inputs)) as i:
+    n_steps = (n_inputs + (lanes.width - 1)) // lanes.width
+
+    def put(sums: list[Value]) -> None:
+        masks = [lanes.first(place.m - place.output - start) for start in starts]
+        own = [
+            place.y + smaller(place.row + i, place.n - 1) * place.m + place.output
+            for i in range(shape.n_rows)
+        ]
+        targets = [
+            (row + start, mask)
+            for row, (start, mask) in product(own, zip(starts, masks, strict=True))
+        ]
+        totals = [Variable(total) for total in sums]
+        with when(n_before > 0):
+            for total, (address, mask) in zip(totals, targets, strict=True):
+                total.value = lanes.load(address, mask) + total.value
+        for total, (address, mask) in zip(totals, targets, strict=True):
+            lanes.store(address, total.value, mask)
+
+    with loop(b, 0, lanes.width) as number:
+        sums = [Variable(lanes.constant(b, 0)) for _ in range(shape.n_rows * shape.n_vectors)]
+        with loop(b, number * n_steps, (number + 1) * n_steps) as i:
             outputs = [lanes.load(panel + i * shape.n_outputs + start) for start in starts]
             inputs = [lanes.splat((rows + i * shape.n_rows)[row]) for row in range(shape.n_rows)]
             for total, (x, weights) in zip(sums, product(inputs, outputs), strict=True):
                 total.value = fma(x, weights, total.value)
-        with when(n_before + segment > 0):
-            for total, (address, mask) in zip(sums, places, strict=True):
-                total.value += lanes.load(address, mask)
-        for total, (address, mask) in zip(sums, places, strict=True):
-            lanes.store(address, total.value, mask)
+        waiting.add([total.value for total in sums], number, put)

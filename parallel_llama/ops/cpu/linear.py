@@ -33,6 +33,7 @@ from parallel_llama.ops.cpu.builder import (
     in_groups,
     larger,
     loop,
+    smaller,
     when,
 )
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
@@ -43,6 +44,10 @@ MAX_ROWS = 32
 
 # Rows of x in a group.
 _ROWS = 6
+
+# Inputs that are summed in the lanes of a vector before these are added up: as many as a panel of
+# `block_linear` has, which sums in the same order. The second cache holds such a panel.
+SUMMED_INPUTS = 1024
 
 Row = Callable[[Value], tuple[Value, Value]]  # where a row of x is, and that of the result
 
@@ -222,24 +227,30 @@ def _products(
 
     Meanwhile it asks, so far behind the start of each column, for so many numbers at every vector.
     """
-    sums = [Variable(lanes.constant(k.b, 0)) for _ in rows for _ in columns]
+    b, element = k.b, lanes.vector.element
+    totals = [Variable(Value(b, element(-0.0))) for _ in rows for _ in columns]
     start, share = asked or (k, k)
     ahead = Variable(start)
 
-    def add_products(i: Value, mask: Value | None = None) -> None:
+    def add_products(sums: list[Variable], i: Value, mask: Value | None = None) -> None:
         of_rows = [lanes.load(row + i, mask) for row in rows]
         of_columns = [of_weight.load(column + i, mask) for column in columns]
         for total, (one, other) in zip(sums, product(of_rows, of_columns), strict=True):
             total.value = fma(one, other, total.value)
 
     whole = k & -lanes.width
-    with loop(k.b, 0, whole, lanes.width) as i:
-        if asked is not None:
-            for column in columns:
-                (column + ahead.value).prefetch(cache=2)
-            ahead.value += share
-        add_products(i)
     mask = lanes.first(k - whole)
-    with loop(k.b, whole, k, lanes.width) as i:
-        add_products(i, mask)
-    return [lanes.reduce(add, total.value) for total in sums]
+    with loop(b, 0, k, SUMMED_INPUTS) as first:
+        sums = [Variable(lanes.constant(b, 0)) for _ in totals]
+        stop = smaller(first + SUMMED_INPUTS, k)
+        with loop(b, first, smaller(stop, whole), lanes.width) as i:
+            if asked is not None:
+                for column in columns:
+                    (column + ahead.value).prefetch(cache=2)
+                ahead.value += share
+            add_products(sums, i)
+        with loop(b, larger(first, whole), stop, lanes.width) as i:
+            add_products(sums, i, mask)
+        for total, own in zip(totals, sums, strict=True):
+            total.value += lanes.reduce(add, own.value)
+    return [total.value for total in totals]
