@@ -5,8 +5,10 @@ once, as fast as memory gives it. Prompts have many rows: there the cores' arith
 Each kernel is a function of LLVM's intermediate representation, compiled when a model is loaded.
 Attention needs no mask, and no copy of keys that lie here and there in the cache.
 
-A kernel sums in an order that does not depend on how many rows or threads there are, so a row's
-result is the same to the last bit in any company that the same kernel takes.
+A kernel sums in an order that does not depend on how many rows or threads there are, and kernels
+for few rows and for many sum in the same order. So a row's result is the same to the last bit in
+any batch and at any cut of its prompt. Kernels on matrix tiles (AMX) are for many rows alone, and
+sum in another order.
 
 Kernels take a `run`: a call is made at once, or recorded, for `walk` to make those of a whole step.
 """
