@@ -181,9 +181,10 @@ def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) ->
         return {}
     full = tuple(family.full_layers(fields, n_layers))
     is_uniform = family.full_layers is every_layer_has_the_window
-    if is_uniform and _FULL in layer_types and _SLIDING in layer_types:
+    if is_uniform and _FULL in layer_types and window < max_seq_len:
         raise UsageError(
-            f"layer_types mixes {_FULL!r} and {_SLIDING!r}: the layers of {family.name!r} are alike"
+            f"layer_types has {_FULL!r} and sliding_window={window}, which every layer of "
+            f"{family.name!r} has; remove the one that the weights were not trained with"
         )
     if layer_types:
         full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)

@@ -71,7 +71,6 @@ def _features_of_3(fields: Fields) -> dict[str, Any]:
     return {
         **_features_of_2_and_3(fields),
         "qk_norm": True,
-        "attention_soft_cap": fields.optional_number(_ATTENTION_CAP),
         "logit_soft_cap": fields.optional_number(_LOGIT_CAP),
         "local_rope_theta": local.number("rope_theta", fields.number(_LOCAL_THETA, 10000.0)),
     }
@@ -189,7 +188,8 @@ GEMMA3 = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
     base_architecture="Gemma3TextModel",
-    reads=GEMMA2.reads | {_LOCAL_THETA, "sliding_window_pattern"},
+    # transformers' Gemma 3 has the key for caps of scores and does not use it: refused if set.
+    reads=GEMMA2.reads - {_ATTENTION_CAP} | {_LOCAL_THETA, "sliding_window_pattern"},
     features=_features_of_3,
     writes=lambda args: {**_writes_of_2_and_3(args), _LOCAL_THETA: args.local_rope_theta},
     keys=GEMMA2.keys,

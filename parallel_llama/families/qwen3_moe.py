@@ -8,7 +8,7 @@ Source: arXiv 2505.09388; Qwen3MoeConfig of transformers 5.23.
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.family import Family, GGUFForm
+from parallel_llama.families.family import Family, GGUFForm, every_layer_has_the_window
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import QK_NORM_NAMES, expert_names, names_with
 from parallel_llama.families.qwen3 import QWEN3
@@ -34,7 +34,8 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 def _writes(args: ModelArgs) -> dict[str, Any]:
     return {
-        **QWEN3.writes(args),
+        "attention_bias": args.attention_bias,
+        "use_sliding_window": args.sliding_window is not None,
         "num_experts": args.n_experts,
         "num_experts_per_tok": args.n_active_experts,
         "norm_topk_prob": args.normed_experts,
@@ -57,7 +58,7 @@ QWEN3_MOE = Family(
     },
     features=_features,
     writes=_writes,
-    full_layers=QWEN3.full_layers,
+    full_layers=every_layer_has_the_window,  # transformers does not use max_window_layers here
     window_switch=QWEN3.window_switch,
     defaults={"max_seq_len": 32768, "sliding_window": 4096, "n_kv_heads": 4},
     names=names_with(*QK_NORM_NAMES, *expert_names("mlp", "gate_proj", "down_proj", "up_proj")),

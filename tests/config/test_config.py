@@ -1007,5 +1007,14 @@ def test_layer_types_count_where_layers_of_a_family_differ() -> None:
     args = from_hf(values)
     assert (args.sliding_window, args.full_layers) == (16, (0,))
     mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    with pytest.raises(UsageError, match=r"layer_types mixes .* layers of 'mistral' are alike"):
+    with pytest.raises(UsageError, match=r"layer_types has .* which every layer of 'mistral' has"):
         from_hf({**values, **mistral})
+
+
+def test_a_cap_of_the_scores_of_gemma_3_is_refused() -> None:
+    """It was applied, and transformers has the key and does not apply it."""
+    gemma3 = {**HF, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    with pytest.raises(UsageError, match=r"attn_logit_softcapping=2\.0 is not supported"):
+        from_hf({**gemma3, "attn_logit_softcapping": 2.0})
+    assert from_hf({**gemma3, "attn_logit_softcapping": None}) == from_hf(gemma3)
+    assert from_hf({**gemma3, "final_logit_softcapping": 3.0}).logit_soft_cap == 3

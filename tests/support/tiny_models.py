@@ -138,6 +138,7 @@ TINY_MODELS: dict[str, TinyModel] = {
         own={
             "query_pre_attn_scalar": 13,
             "layer_types": ["full_attention"] * 3,
+            "final_logit_softcapping": 3.0,
         },
     ),
     "8/2 mixtral": TinyModel(8, 2, 8, 56, family="mixtral", own=_EXPERTS),
@@ -191,6 +192,19 @@ TINY_MODELS: dict[str, TinyModel] = {
         n_layers=7,
         family="gemma3_text",
         own={"query_pre_attn_scalar": 13, "sliding_window": 5},
+    ),
+    "8/2 qwen3_moe, window": TinyModel(
+        8,
+        2,
+        6,
+        56,
+        family="qwen3_moe",
+        own={
+            **_QWEN3_EXPERTS,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,  # which transformers does not use
+        },
     ),
     # Fewer channels and vocabulary rows than heads: some ranks hold none of them.
     "6/2 ranks without rows": TinyModel(6, 2, 4, 24, ffn_dim=3, vocab_size=5, mlp_bias=True),
