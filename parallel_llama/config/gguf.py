@@ -19,6 +19,8 @@ from parallel_llama.files.fields import Fields
 from parallel_llama.files.gguf_header import GGUFHeader, read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
 
+_RELATIVE_FACTOR, _ABSOLUTE_FACTOR = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
+
 # Under the architecture's own prefix, as in llama.block_count.
 _KEYS = {
     "vocab_size", "context_length", "embedding_length", "block_count",
@@ -27,8 +29,7 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon", "rope.dimension_count",
     "rope.freq_base", "rope.scale_linear", "rope.scaling.type",
     "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.finetuned", "rope.scaling.attn_factor",
-    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.finetuned", _RELATIVE_FACTOR, _ABSOLUTE_FACTOR, "rope.scaling.yarn_beta_fast",
     "rope.scaling.yarn_beta_slow", "tensor_data_layout", "expert_count",
     "expert_used_count",
 }  # fmt: skip
@@ -139,11 +140,9 @@ def _gguf_rope(
             "supported: none, linear, yarn"
         )
     scales = kind != "none" and factor not in (0.0, 1.0)
-    attention_factor = own.number(f"{arch}.rope.scaling.attn_factor", 1.0) * own.number(
-        f"{arch}.rope.scaling.yarn_attn_factor", 1.0
-    )
-    if attention_factor != 1 and not (scales and kind == "yarn"):
-        raise UsageError(f"a rotary attn_factor of {attention_factor} is supported with yarn only")
+    for key in (_RELATIVE_FACTOR, _ABSOLUTE_FACTOR):
+        if (stated := own.number(f"{arch}.{key}", 1.0)) != 1 and not (scales and kind == "yarn"):
+            raise UsageError(f"a rotary attn_factor of {stated} is supported with yarn only")
     if "rope_freqs.weight" in header.tensors:
         if scales:
             raise UsageError(
@@ -160,9 +159,30 @@ def _gguf_rope(
         own.integer(f"{arch}.rope.scaling.original_context_length", max_seq_len),
         beta_fast=own.number(f"{arch}.rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=own.number(f"{arch}.rope.scaling.yarn_beta_slow", 1.0),
-        # llama.cpp multiplies its own temperature by the file's factor
-        attention_factor=attention_factor * (1 + 0.1 * math.log(max(factor, 1.0))),
+        attention_factor=_yarn_attention_factor(own, arch, factor),
     )
+
+
+def _yarn_attention_factor(own: Fields, arch: str, factor: float) -> float | None:
+    """The factor of queries and keys under yarn; None is YaRN's own, 1 + 0.1 ln(factor).
+
+    The converter stores attention_factor, beta_fast and beta_slow of config.json under yarn_ keys;
+    they mean what they mean to transformers. llama.cpp reads these keys for few architectures (not
+    for those supported here), so its logits differ from transformers' in such files. attn_factor is
+    another key, which llama.cpp multiplies by YaRN's own factor.
+
+    Raises: UsageError if both are stated.
+    """
+    absolute = own.optional_number(f"{arch}.{_ABSOLUTE_FACTOR}")
+    relative = own.number(f"{arch}.{_RELATIVE_FACTOR}", 1.0)
+    if relative == 1:
+        return absolute
+    if absolute is not None:
+        raise UsageError(
+            f"{_RELATIVE_FACTOR}={relative} and {_ABSOLUTE_FACTOR}={absolute} cannot be combined; "
+            "drop one"
+        )
+    return relative * (1 + 0.1 * math.log(max(factor, 1.0)))
 
 
 def _rope_factors(header: GGUFHeader, path: Path) -> tuple[float, ...]:

@@ -793,6 +793,9 @@ def test_rope_scaling_of_a_gguf_file() -> None:
     assert scaling is not None
     assert scaling.attention_factor == pytest.approx(2 * (1 + 0.1 * math.log(4)))
     assert replace(scaling, attention_factor=None) == RopeScaling("yarn", 4.0, 16)
+    yarn.fields["llama.rope.scaling.yarn_attn_factor"] = 1.25
+    with pytest.raises(UsageError, match=r"attn_factor=2\.0 and .*1\.25 cannot be combined"):
+        from_gguf(yarn)
 
 
 @pytest.mark.parametrize(

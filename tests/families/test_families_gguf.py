@@ -1,6 +1,7 @@
 """GGUF files of every family that llama.cpp writes, against the HF folder that each came from."""
 
 from dataclasses import fields as dataclass_fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ _EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size"
 
 MODELS: dict[str, TinyModel] = {
     "llama": TINY_MODELS["9/3"],
+    "llama, yarn": TINY_MODELS["12/4 yarn, wide heads"],
+    "llama, yarn with an attention factor": replace(
+        TINY_MODELS["12/4 yarn, wide heads"],
+        rope={**TINY_MODELS["12/4 yarn, wide heads"].rope, "attention_factor": 1.25},
+    ),
     "mistral": TINY_MODELS["8/2 mistral"],
     "mixtral": TINY_MODELS["8/2 mixtral"],
     "qwen2": TINY_MODELS["8/2 qwen2"],

@@ -86,6 +86,14 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
         if rope["rope_type"] == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+            if "attention_factor" in rope:
+                writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     n_experts = config.get("num_experts") or config.get("num_local_experts")
     if n_experts:
         writer.add_expert_count(n_experts)
