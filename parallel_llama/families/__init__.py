@@ -6,7 +6,7 @@ from functools import lru_cache
 from parallel_llama.families.falcon import FALCON
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
-from parallel_llama.families.glm import CHATGLM, GLM
+from parallel_llama.families.glm import CHATGLM, GLM, GLM4
 from parallel_llama.families.llama import LLAMA
 from parallel_llama.families.mistral import MISTRAL
 from parallel_llama.families.mixtral import MIXTRAL
@@ -34,6 +34,7 @@ FAMILIES = {
         FALCON,
         PALM,
         GLM,
+        GLM4,
         CHATGLM,
     )
 }

@@ -2,8 +2,11 @@
 
 ChatGLM's config.json and names are its own, and so is its tokenizer, which is code of its folder;
 GLM's are transformers'. Both rotate the first half of each head, pair by pair of neighbours.
+GLM-4-0414 and GLM-Z1 have another model_type than GLM-4, glm4, and a norm behind attention and
+feed-forward as well.
 
-Source: arXiv 2406.12793; GlmConfig of transformers 5.23; config.json of THUDM/chatglm2-6b and 3.
+Source: arXiv 2406.12793; GlmConfig and Glm4Config of transformers 5.24; config.json of
+THUDM/chatglm2-6b and 3.
 """
 
 from typing import Any
@@ -36,6 +39,11 @@ def _glm_writes(args: ModelArgs) -> dict[str, Any]:
     }
 
 
+_GATE_AND_UP = (
+    ("feed_forward.w1.*", "mlp.gate_up_proj.*", "ffn_up.*"),
+    ("feed_forward.w3.*", "mlp.gate_up_proj.*", "ffn_up.*"),
+)
+
 GLM = Family(
     name="glm",
     architecture="GlmForCausalLM",
@@ -43,11 +51,28 @@ GLM = Family(
     reads=frozenset({"attention_bias", _PART}),
     features=_glm_features,
     writes=_glm_writes,
-    defaults={"max_seq_len": 131072, "head_dim": 128, "norm_eps": 1.5625e-7},
+    defaults={"max_seq_len": 131072, "head_dim": 128, "norm_eps": 1.5625e-7, "n_kv_heads": 2},
+    names=names_with(*in_layers(*_GATE_AND_UP)),
+    rotary_order=_INTERLEAVED,
+)
+
+GLM4 = Family(
+    name="glm4",
+    architecture="Glm4ForCausalLM",
+    base_architecture="Glm4Model",
+    reads=GLM.reads,
+    features=lambda fields: {**_glm_features(fields), "post_norms": True},
+    writes=_glm_writes,
+    defaults=GLM.defaults,
     names=names_with(
         *in_layers(
-            ("feed_forward.w1.*", "mlp.gate_up_proj.*", "ffn_up.*"),
-            ("feed_forward.w3.*", "mlp.gate_up_proj.*", "ffn_up.*"),
+            *_GATE_AND_UP,
+            (
+                "post_attention_norm.weight",
+                "post_self_attn_layernorm.weight",
+                "post_attention_norm.weight",
+            ),
+            ("post_ffn_norm.weight", "post_mlp_layernorm.weight", "post_ffw_norm.weight"),
         )
     ),
     rotary_order=_INTERLEAVED,

@@ -111,6 +111,9 @@ TINY_MODELS: dict[str, TinyModel] = {
     "8/2 glm": TinyModel(
         8, 2, 12, 48, family="glm", own={"partial_rotary_factor": 0.5, "pad_token_id": 0}
     ),
+    "8/2 glm4": TinyModel(
+        8, 2, 12, 48, family="glm4", own={"partial_rotary_factor": 0.5, "pad_token_id": 0}
+    ),
     "8/1 gemma": TinyModel(8, 1, 10, 56, tied=True, family="gemma"),
     "8/4 gemma2": TinyModel(
         8,
