@@ -17,6 +17,7 @@ from torch import Tensor
 from parallel_llama.errors import DamagedWeights
 from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
+from parallel_llama.files.bounded_files import open_descriptor
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ByteRanges:
 
     def __init__(self, path: Path, empty: Empty = new_memory) -> None:
         self.path, self._empty = path, empty
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_descriptor(path)
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def close(self) -> None:

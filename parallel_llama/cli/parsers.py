@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parallel_llama.files.bounded_files import is_folder, is_there
+from parallel_llama.files.bounded_files import is_folder, is_input, is_there
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.files.json_text import parse_json
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -150,12 +150,14 @@ def rank_of(text: str) -> tuple[int, int]:
 
 
 def input_file(text: str) -> str:
-    """The path of something that is there to be read, a file or a pipe."""
+    """The path of a regular file, or of a pipe that the shell gives, /dev/fd/N."""
     path = Path(filled_text(text))
     if not is_there(path):
         raise ValueError("no such file")
     if is_folder(path):
         raise ValueError("a folder; give a file in it")
+    if not is_input(path):
+        raise ValueError("not a regular file; give one, or a pipe as <(command)")
     return text
 
 

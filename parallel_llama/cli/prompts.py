@@ -12,6 +12,7 @@ from parallel_llama.cli.arguments import Flag, Flags
 from parallel_llama.cli.parsers import STDIN, input_file_or_stdin, plain_text, template_var
 from parallel_llama.cli.sampling_flags import SETTINGS, settings_of
 from parallel_llama.errors import UsageError, quoted
+from parallel_llama.files.bounded_files import open_input
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.files.json_text import parse_json
 from parallel_llama.request import MAX_TOKEN_ID
@@ -131,7 +132,7 @@ def check_tokens(value: Any, what: str = "tokens") -> list[int]:
 def _split(path: str, name: str) -> Iterator[bytes]:
     """The lines of a file, one at a time in memory."""
     try:
-        with nullcontext(_stdin()) if path == STDIN else Path(path).open("rb") as file:
+        with nullcontext(_stdin()) if path == STDIN else open_input(Path(path)) as file:
             while data := file.readline(MAX_LINE_BYTES + 1):
                 if len(data) > MAX_LINE_BYTES:
                     raise UsageError(f"{name}: a line of more than {MAX_LINE_BYTES} bytes")

@@ -13,6 +13,7 @@ from parallel_llama.cli.arguments import Flag, Flags, warn
 from parallel_llama.cli.model import SEED
 from parallel_llama.cli.parsers import filled_text, input_file, number, whole
 from parallel_llama.errors import UsageError, quoted
+from parallel_llama.files.bounded_files import open_input, read_bounded
 from parallel_llama.files.json_text import parse_json
 from parallel_llama.request import (
     MAX_BIAS,
@@ -67,15 +68,10 @@ def grammar_file(text: str) -> str:
     """The text of a grammar's file."""
     path = Path(input_file(text))
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_GRAMMAR_BYTES + 1)
-        if len(data) > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"larger than {MAX_GRAMMAR_BYTES} bytes, the most that is read")
-        return filled_text(data.decode())
+        with open_input(path) as file:
+            return filled_text(read_bounded(file, path, MAX_GRAMMAR_BYTES).decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from None
 
 
 # The settings for which a model's generation_config may have defaults.

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import Activity, table
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
+from parallel_llama.files.bounded_files import open_input
 from parallel_llama.files.json_text import parse_json
 
 if TYPE_CHECKING:
@@ -131,7 +133,8 @@ def _read_sequences(flags: Flags, inputs: InputProcessor) -> list[list[int]]:
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with TextIOWrapper(open_input(Path(path)), encoding="utf-8") as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except OSError as error:

@@ -15,6 +15,7 @@ from parallel_llama.families.model_args import (
     head_size,
     require_size,
 )
+from parallel_llama.files.bounded_files import open_file
 from parallel_llama.files.fields import Fields
 from parallel_llama.files.gguf_header import GGUFHeader, read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
@@ -194,7 +195,7 @@ def _rope_factors(header: GGUFHeader, path: Path) -> tuple[float, ...]:
         )
     if tensor.shape[0] > MAX_SIZES["head_dim"]:
         raise UsageError(f"rope_freqs.weight has {tensor.shape[0]} values, more than any head")
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(tensor.offset)
         data = file.read(tensor.n_bytes)
     if len(data) != tensor.n_bytes:

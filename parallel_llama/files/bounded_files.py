@@ -1,10 +1,13 @@
 """Files of anybody: the one place where the file system is asked about them.
 
-What it does not let us see is an error, and never the answer that nothing is there. Contents are
-read with a bound on their size.
+What it does not let us see is an error, and never the answer that nothing is there. Only regular
+files are opened: reading a pipe, a device or a socket could wait for ever. Contents are read with a
+bound on their size.
 """
 
 import errno
+import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +15,8 @@ from io import BufferedReader
 from pathlib import Path
 
 from parallel_llama.errors import CheckpointError, UnreadableFile
+
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,6})")
 
 
 def is_there(path: Path) -> bool:
@@ -65,10 +70,45 @@ def resolved(path: Path) -> Path:
         raise _unreadable(path, error) from error
 
 
-def open_file(path: Path) -> BufferedReader:
-    """A file, opened to read its bytes."""
+def open_descriptor(path: Path) -> int:
+    """The descriptor of a regular file, opened for reading; child processes do not inherit it.
+
+    Raises: UnreadableFile also for anything but a regular file, without waiting for it.
+    """
+    # What was opened is checked, for the path may lead elsewhere by now; without O_NONBLOCK the
+    # opening itself would wait until somebody writes to the pipe.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
-        return path.open("rb")
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    raise UnreadableFile(f"{str(path)[:500]}: cannot be read: {_kind(mode)}, and no regular file")
+
+
+def open_file(path: Path) -> BufferedReader:
+    """A regular file, opened to read its bytes."""
+    return os.fdopen(open_descriptor(path), "rb")
+
+
+def is_input(path: Path) -> bool:
+    """Whether `open_input` opens what is at a path."""
+    return is_file(path) or (_own_descriptor(path) is not None and is_there(path))
+
+
+def open_input(path: Path) -> BufferedReader:
+    """A file that the command line names: a regular one, or a descriptor this process has open.
+
+    The latter, /dev/stdin or /dev/fd/N, may be a pipe, as in the shell's <(...).
+    """
+    descriptor = _own_descriptor(path)
+    if descriptor is None:
+        return open_file(path)
+    try:
+        return os.fdopen(os.dup(descriptor), "rb")
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -87,7 +127,13 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
     Raises: CheckpointError if it cannot be read or is larger than `max_bytes`.
     """
-    with open_file(path) as file, reading(path):
+    with open_file(path) as file:
+        return read_bounded(file, path, max_bytes)
+
+
+def read_bounded(file: BufferedReader, path: Path, max_bytes: int) -> bytes:
+    """What is left in an open file; `path` is for the errors, which are those of `read_bytes`."""
+    with reading(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the most that is read")
@@ -104,6 +150,20 @@ def _mode(path: Path) -> int:
         if error.errno == errno.ENAMETOOLONG:  # then nothing can have it
             return 0
         raise _unreadable(path, error) from error
+
+
+def _own_descriptor(path: Path) -> int | None:
+    """The number of the descriptor that a path stands for; None for all other paths."""
+    if str(path) == "/dev/stdin":
+        return 0
+    match = _DESCRIPTOR.fullmatch(str(path))
+    return None if match is None else int(match[1])
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISFIFO(mode):
+        return "a named pipe"
+    return "a folder" if stat.S_ISDIR(mode) else "a device"
 
 
 def _unreadable(path: Path, error: Exception) -> UnreadableFile:

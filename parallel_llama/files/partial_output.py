@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.files.bounded_files import open_file
+
 
 def take_lock(descriptor: int) -> bool:
     """Lock an open file until it is closed or the process ends; False if another one has it.
@@ -24,7 +26,7 @@ def take_lock(descriptor: int) -> bool:
 
 def whole_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file with their ends, but for a last one that its writer did not finish."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         yield from (line for line in file if line.endswith(b"\n"))
 
 

@@ -8,6 +8,8 @@ import gc
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,8 +26,12 @@ from tiny_folder import write_chat_folder
 from tiny_models import TINY_MODELS, write_hf, write_meta
 
 from parallel_llama import LLM
+from parallel_llama.checkpoint.byte_ranges import ByteRanges
 from parallel_llama.cli.main import main
+from parallel_llama.config.gguf import _rope_factors
 from parallel_llama.errors import CheckpointError
+from parallel_llama.files.gguf_header import GGUFHeader, GGUFTensor
+from parallel_llama.files.partial_output import whole_lines
 from parallel_llama.tokenizer import bounded_process
 
 NOBODY = 65534
@@ -289,6 +295,120 @@ def test_a_file_of_a_flag_that_cannot_be_read(
         (good / "loop").unlink()
     assert (code, len(lines)) == (2, 1), "\n".join(lines)
     assert len(lines[0]) < 1000
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise AssertionError(f"waits for more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(path.parent)
+        server.bind(path.name)
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    ": a named pipe, and no regular file": lambda path: os.mkfifo(path, 0o666),
+    ": a device": lambda path: path.symlink_to("/dev/zero"),
+    ": a folder": lambda path: path.mkdir(0o755),
+    ": No such device": _socket,
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize(
+    ("model", "file"),
+    [
+        ("hf", "model.safetensors"),
+        ("hf", "tokenizer_config.json"),
+        ("bin", "pytorch_model.bin"),
+        ("meta", "consolidated.00.pth"),
+        ("indexed", "model.safetensors.index.json"),
+    ],
+)
+def test_a_file_that_is_not_regular_is_refused_at_once(
+    good: Path, refuses: Refuses, model: str, file: str, kind: str
+) -> None:
+    """A named pipe in a model's folder was waited for without end."""
+    path = good / model / file
+    path.rename(good / "away")
+    try:
+        SPECIAL[kind](path)
+        with within(30):
+            said = refuses("generate", model)
+        assert f"{file}: cannot be read{kind}" in said
+    finally:
+        (path.rmdir if kind == ": a folder" else path.unlink)()
+        (good / "away").rename(path)
+
+
+@pytest.mark.parametrize("file", ["rope_freqs", "weights", "journal"])
+def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(
+    tmp_path: Path, file: str
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    opens: dict[str, Callable[[], object]] = {
+        "rope_freqs": lambda: _rope_factors(
+            GGUFHeader({}, {"rope_freqs.weight": GGUFTensor("rope_freqs.weight", (2,), 0, 0, 8)}),
+            path,
+        ),
+        "weights": lambda: ByteRanges(path),
+        "journal": lambda: list(whole_lines(path)),
+    }
+    with within(10), pytest.raises(CheckpointError, match="a named pipe, and no regular file"):
+        opens[file]()
+
+
+@pytest.mark.parametrize(
+    ("verb", "flag"),
+    [flag for flag in FLAGS if "--output" not in flag] + [("serve", "--api-key-file")],
+)
+def test_a_named_pipe_of_a_flag_is_refused_at_once(
+    good: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    verb: str,
+    flag: str,
+) -> None:
+    """It was waited for without end."""
+    monkeypatch.chdir(good)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    argv = [verb, "--model", "hf", flag, str(path)]
+    if verb == "generate" and flag != "--prompts":
+        argv += ["--prompt", "Hi", "--max-tokens", "2"]
+    with within(30):
+        assert main(argv) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and ("regular file" in lines[0]), lines
+
+
+def test_a_pipe_of_the_shell_is_read(
+    good: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in --text-file <(command)."""
+    monkeypatch.chdir(good)
+    assert main(["score", "--model", "hf", "--text-file", "text.txt", "--json"]) == 0
+    expected = capsys.readouterr().out
+    reader, writer = os.pipe()
+    os.write(writer, (good / "text.txt").read_bytes())
+    os.close(writer)
+    with within(60):
+        assert main(["score", "--model", "hf", "--text-file", f"/dev/fd/{reader}", "--json"]) == 0
+    os.close(reader)
+    assert capsys.readouterr().out == expected
 
 
 def test_a_program_gets_the_same_error(good: Path) -> None:
