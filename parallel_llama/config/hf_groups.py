@@ -33,6 +33,9 @@ _FORMAT_KEYS = {
     "awq": ("version", "format", "checkpoint_format"),
 }
 
+# Keys beside quantization_config by which other programs say that weights are quantised.
+_OTHER_PROGRAMS = {"compression_config": "compressed-tensors", "quantization": "MLX"}
+
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
 
 
@@ -56,6 +59,12 @@ def packing_of(values: Mapping[str, Any]) -> Packing | None:
 
     Raises: UsageError for a method, or a kind of it, that is not read.
     """
+    for key, program in _OTHER_PROGRAMS.items():
+        if values.get(key):
+            raise UsageError(
+                f"has {key}, so its weights are quantised by {program}, which is not supported; "
+                f"'gptq' and 'awq' are; {_INSTEAD}"
+            )
     stated = Fields(Fields(values).mapping("quantization_config"))
     method = stated.text("quant_method", "unknown")
     if not stated.values or method == "gguf":

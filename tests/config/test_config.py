@@ -529,6 +529,17 @@ def test_the_config_of_smollm2_is_read() -> None:
             for method in ("bitsandbytes", "fp8", "compressed-tensors", "mxfp4")
         ),
         ({"quantization_config": {"load_in_4bit": True}}, "quant_method='unknown'"),
+        # They were told to remove the key, and the weights stay quantised.
+        *(
+            (
+                {key: {"bits": 4}},
+                f"has {key}, .* by {program}, which is not supported.*use the unquantised",
+            )
+            for key, program in (
+                ("compression_config", "compressed-tensors"),
+                ("quantization", "MLX"),
+            )
+        ),
         *(
             (
                 {"quantization_config": {"quant_method": method, "bits": 4, **stated}},
