@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -55,7 +56,9 @@ class GGUFFile(TensorFiles):
         for path in files.weights:
             for name, t in read_gguf_header(path).tensors.items():
                 if name in tensors:
-                    raise CheckpointError(f"{path}: tensor {name!r} is in an earlier part as well")
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r:.200} is in an earlier part as well"
+                    )
                 tensors[name] = path, FileTensor(name, t.type_name, t.shape, t.offset, t.n_bytes)
         super().__init__(files, args, tensors, empty)
         # They start when there is something to decode, and spend their time outside Python.
@@ -130,7 +133,8 @@ def _decode(file: ByteRanges, tensor: FileTensor, block: Block, out: Tensor) -> 
     row_bytes = block.n_columns // size * n_bytes
     data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
     # As one long row: groups do not know their rows, and the decoder is slow on short ones.
-    values = dequantize(data.view(1, -1).numpy(), GGMLQuantizationType[tensor.dtype])
+    with np.errstate(all="ignore"):  # scales may be infinite, which is refused later with a name
+        values = dequantize(data.view(1, -1).numpy(), GGMLQuantizationType[tensor.dtype])
     decoded = torch.from_numpy(values).view(len(block.rows), -1)
     out.copy_(decoded[:, skipped : skipped + len(columns)])
 

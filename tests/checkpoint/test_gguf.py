@@ -32,11 +32,11 @@ from parallel_llama.config import (
     stored_formats,
 )
 from parallel_llama.dtypes import GGUF_GROUPS
-from parallel_llama.errors import CheckpointError
+from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
 from parallel_llama.files import gguf_header
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
+from parallel_llama.plan import Precision, make_plan, make_precision, values_by_form, weight_bytes
 from parallel_llama.tokenizer import load_chat_template, load_tokenizer
 
 CPU = torch.device("cpu")
@@ -68,6 +68,21 @@ def decoded(path, args, params):
         back[interleaved(param.name, place, args.head_dim)] = place
         wholes[param.name] = whole[back]
     return wholes
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
+def test_infinite_scales_are_refused_without_a_warning_of_numpy(tmp_path, kind):
+    types = dict.fromkeys(MATRICES, kind)
+    files = write_gguf(tmp_path / "wide.gguf", WIDE, weights_of(WIDE), types)
+    for tensor in gguf.GGUFReader(files.path, "r+").tensors:
+        if tensor.tensor_type == GGMLQuantizationType[kind]:
+            blocks = tensor.data.reshape(-1, GGML_QUANT_SIZES[tensor.tensor_type][1])
+            at = 208 if kind == "Q6_K" else 0
+            blocks[:, at : at + 2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+    precision, shard = Precision.plain("float32"), make_plan(WIDE, 1).shares[0]
+    with pytest.raises(DamagedWeights, match="values read are NaN or Inf"):
+        list(load(opened(files, WIDE), WIDE, shard, precision, CPU))
 
 
 @pytest.mark.parametrize("kind", TYPES)
