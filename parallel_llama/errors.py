@@ -7,8 +7,21 @@ names the value, the limit and the remedy.
 
 from collections.abc import Iterable
 
+# Messages quote files and requests; what is longer is cut in the middle, so that the remedy stays.
+MAX_MESSAGE_CHARS = 2000
 
-class UsageError(ValueError):
+
+class _BoundedError(ValueError):
+    """An error whose message has at most MAX_MESSAGE_CHARS characters."""
+
+    def __init__(self, message: str) -> None:
+        if len(message) > MAX_MESSAGE_CHARS:
+            half = MAX_MESSAGE_CHARS // 2 - 3
+            message = f"{message[:half]} ... {message[-half:]}"
+        super().__init__(message)
+
+
+class UsageError(_BoundedError):
     """What was asked for cannot be done; found before any work starts."""
 
 
@@ -16,7 +29,7 @@ class ContextExceeded(UsageError):
     """A prompt and its completion together do not fit into the model's context."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(_BoundedError):
     """A model's files are missing, damaged or disagree with each other; their headers show it."""
 
 

@@ -120,9 +120,10 @@ class HFFolder(TensorFiles):
         if len(others):
             at = int(others[0])
             raise CheckpointError(
-                f"{self._tensors[name][0]}: {name!r} has input {at} in group {int(groups[at])}, "
-                f"expected {at // size}: groups are read whose {size} inputs lie side by side; use "
-                "a model that was quantised with desc_act=false, or a GGUF file of it"
+                f"{self._tensors[name][0]}: {name!r:.200} has input {at} in group "
+                f"{int(groups[at])}, expected {at // size}: groups are read whose {size} inputs "
+                "lie side by side; use a model that was quantised with desc_act=false, or a GGUF "
+                "file of it"
             )
 
     def _require_no_bias(self, matrix: PackedMatrix) -> None:
@@ -134,8 +135,8 @@ class HFFolder(TensorFiles):
         bias = self._part(matrix, "bias", range(1), range(matrix.place.shape[0]))
         if bias.view(torch_dtype(STORED[tensor.dtype])).any():
             raise CheckpointError(
-                f"{path}: {name!r} is not zero, and the model that config.json describes has no "
-                "such bias; use the config.json that belongs to the weights"
+                f"{path}: {name!r:.200} is not zero, and the model that config.json describes "
+                "has no such bias; use the config.json that belongs to the weights"
             )
 
 
@@ -164,7 +165,7 @@ def _require_index(
     listing = {hf_full_name(n, names): index.parent / file for n, file in weight_map.items()}
     held = {name: path for path, header in headers.items() for name in header}
     wrong = [
-        f"{name!r} should be in {file.name!r} and is "
+        f"{name!r:.200} should be in {file.name!r} and is "
         + (f"in {held[name].name!r}" if name in held else "in none of the files")
         for name, file in listing.items()
         if held.get(name) != file

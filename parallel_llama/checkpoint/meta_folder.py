@@ -64,7 +64,7 @@ class MetaFolder(Checkpoint):
                 if name not in state
             ],
             "extra": [
-                f"{name!r} ({path.name})"
+                f"{name!r:.200} ({path.name})"
                 for name, path, _ in held
                 if name not in params and not family_of(args).skips(name, "meta", args)
             ],
@@ -79,7 +79,7 @@ class MetaFolder(Checkpoint):
         for name, path, tensor in held:
             if name in params and tensor.dtype not in _DTYPES:
                 raise CheckpointError(
-                    f"{path}: tensor {name!r} has the dtype {tensor.dtype}; readable are "
+                    f"{path}: tensor {name!r:.200} has the dtype {tensor.dtype}; readable are "
                     "float64, float32, float16 and bfloat16"
                 )
 

@@ -63,7 +63,7 @@ class TensorFiles(Checkpoint):
             path, tensor = self._tensors[name]
             if tensor.dtype not in self._dtypes(name):
                 raise CheckpointError(
-                    f"{path}: tensor {name!r} has the dtype {tensor.dtype}; {self.readable}"
+                    f"{path}: tensor {name!r:.200} has the dtype {tensor.dtype}; {self.readable}"
                 )
 
     def close(self) -> None:

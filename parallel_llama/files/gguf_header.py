@@ -196,7 +196,7 @@ def _array(cursor: _Cursor, what: str) -> list[Any]:
 
 def _tensor(cursor: _Cursor, index: int) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.name(f"the name of tensor {index}")
-    what = f"tensor {name!r}"
+    what = f"tensor {name!r:.200}"
     n_dims = cursor.number("I", what)
     if not 1 <= n_dims <= MAX_DIMS:
         raise CheckpointError(f"{cursor.path}: {what} has {n_dims} dimensions, allowed 1 to 4")
@@ -260,8 +260,8 @@ def _read(path: Path, size: int) -> GGUFHeader:
         for index in range(n_fields):
             key = cursor.name(f"the name of field {index}")
             if key in fields:
-                raise CheckpointError(f"{path}: field {key!r} appears twice")
-            what = f"field {key!r}"
+                raise CheckpointError(f"{path}: field {key!r:.200} appears twice")
+            what = f"field {key!r:.200}"
             fields[key] = _value(cursor, cursor.number("I", what), what)
         places = [_tensor(cursor, index) for index in range(n_tensors)]
         header_end = cursor.position
@@ -281,7 +281,7 @@ def _placed(
     for name, shape, type_number, offset in places:
 
         def fail(why: str, name: str = name) -> None:
-            raise CheckpointError(f"{path}: tensor {name!r} {why}")
+            raise CheckpointError(f"{path}: tensor {name!r:.200} {why}")
 
         if name in tensors:
             fail("appears twice")

@@ -1025,6 +1025,33 @@ def test_layer_types_count_where_layers_of_a_family_differ() -> None:
         from_hf({**values, **mistral})
 
 
+_KEYS_OF_TEXT = ["dtype", "torch_dtype", "hidden_act", "model_type", "architectures", "layer_types"]
+
+
+@pytest.mark.parametrize("key", [*_KEYS_OF_TEXT, "hidden_size", "rope_scaling", "x" * 100_000])
+def test_an_error_does_not_print_a_long_value_whole(key: str) -> None:
+    """A dtype of 100,000 characters was."""
+    value: Any = "x" * 100_000
+    if key in ("architectures", "layer_types"):
+        value = [value]
+    if key == "rope_scaling":
+        value = {"rope_type": value}
+    try:
+        from_hf({**HF, key: value})
+    except UsageError as error:
+        assert len(str(error)) < 800
+    else:
+        assert len(key) > 100  # an unknown key is ignored
+
+
+@pytest.mark.parametrize("kind", [UsageError, CheckpointError])
+def test_the_message_of_an_error_keeps_its_beginning_and_end(kind: type[ValueError]) -> None:
+    message = str(kind("model.safetensors: " + "x" * 100_000 + "; fetch it again"))
+    assert len(message) <= 2000
+    assert message.startswith("model.safetensors: x") and message.endswith("x; fetch it again")
+    assert str(kind("y" * 2000)) == "y" * 2000
+
+
 def test_a_cap_of_the_scores_of_gemma_3_is_refused() -> None:
     """It was applied, and transformers has the key and does not apply it."""
     gemma3 = {**HF, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
