@@ -70,6 +70,12 @@ def quoted(text: str, limit: int = 60) -> str:
     return ascii(text) if len(text) <= limit else ascii(text[:limit]) + "..."
 
 
+def printable(text: str, limit: int) -> str:
+    """Text of another process in a message: control characters as ?, cut where it is long."""
+    shown = "".join(c if c.isprintable() else "?" for c in text[:limit])
+    return shown if len(text) <= limit else f"{shown}..."
+
+
 def listed(names: Iterable[str], limit: int = 10) -> str:
     """The first few names, and how many more there are."""
     every = list(names)

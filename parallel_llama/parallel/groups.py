@@ -41,6 +41,7 @@ from parallel_llama.parallel.place import (
     place_in_environment,
 )
 from parallel_llama.parallel.process_group import ProcessGroup, within
+from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
 
 _KNOCK_S = 0.05
@@ -128,6 +129,8 @@ def form_group(
                 timeout=timeout,
             )
             fairscale_groups.initialize_model_parallel(size)
+    except RankError:
+        raise
     except RuntimeError as error:
         raise RankError(
             f"rank {rank} of {size} met the others and cannot connect to them: "
@@ -165,16 +168,17 @@ def form_group(
 def _nccl_leaves_errors_to_us() -> Iterator[None]:
     """Keeps torch's watchdog from ending the process of a rank whose peer is lost.
 
-    It would end a user's program 30 s later, with a page of C++. torch reads this once, as it makes
-    a group.
+    It would end a user's program 30 s later, with a page of C++. Nor may its threads look for
+    dumps at the store, which is Python's and out of reach once the interpreter ends. torch reads
+    these once, when it makes a group.
     """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = before or "0"
+    names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
+    added = [name for name in names if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, "0"))
     try:
         yield
     finally:
-        if before is None:
+        for name in added:
             del os.environ[name]
 
 
@@ -207,7 +211,8 @@ def _silent_stdout() -> Iterator[None]:
 def _open_store(place: Place, timeouts: Timeouts) -> Store:
     """The store where the ranks meet: rank 0 keeps it, unless torchrun does."""
     # Between restarts under torchrun the store may be the same one.
-    prefix = f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
+    run = " ".join(os.environ.get(name, "") for name in names)
     timeout = timedelta(seconds=timeouts.start_s)
     bound = None if place.is_served or place.rank > 0 else _bound_socket(place)
     if bound is None:
@@ -220,7 +225,7 @@ def _open_store(place: Place, timeouts: Timeouts) -> Store:
         timeout=timeout,
         master_listen_fd=bound,
     )
-    return PrefixStore(prefix, store)
+    return SealedStore(store, place.secret, run)
 
 
 def _bound_socket(place: Place) -> int | None:

@@ -4,7 +4,6 @@ Ranks that differ in a file, a setting or a version would compute something, and
 notice that it is wrong.
 """
 
-import json
 import os
 import secrets
 import socket
@@ -14,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
 from torch.distributed import Store
 
+from parallel_llama.errors import printable
 from parallel_llama.parallel.failures import RankError
 
 _POLL_S = 0.02
@@ -23,6 +24,9 @@ _GOODBYE_S = 1.0
 
 # Facts of up to this length are shown as they are; longer ones are digests of what differs.
 _SHOWN_CHARS = 40
+
+_MAX_CARD_BYTES = 1 << 16
+_MAX_OBJECTION_CHARS = 2000
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,30 @@ class Card:
     @classmethod
     def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str]) -> "Card":
         name = socket.gethostname()
-        return cls(rank, size, dict(facts), name, os.getpid(), secrets.token_hex(8))
+        # Some are of a class of their own, such as torch's version.
+        texts = {fact: str(value) for fact, value in facts.items()}
+        return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8))
 
     @classmethod
-    def decode(cls, data: bytes) -> "Card":
-        return cls(**json.loads(data))
+    def decode(cls, data: bytes, rank: int) -> "Card":
+        """Raises: RankError for anything but the card of `rank`, of at most _MAX_CARD_BYTES."""
+        try:
+            card = msgspec.json.decode(data[: _MAX_CARD_BYTES + 1], type=cls)
+        except (msgspec.DecodeError, RecursionError):
+            card = None
+        if card is None or card.rank != rank or len(data) > _MAX_CARD_BYTES:
+            raise RankError(
+                f"what was written as rank {rank} to the store where the ranks meet does not come "
+                "from a rank; is another program using the same address?"
+            )
+        return card
 
     def encode(self) -> str:
-        return json.dumps(vars(self))
+        return msgspec.json.encode(self).decode()
 
     @property
     def process(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        return f"process {self.pid} on {printable(self.host, 255)}"
 
 
 def meet(store: Store, own: Card, missing: set[int]) -> None:
@@ -66,7 +82,8 @@ def meet(store: Store, own: Card, missing: set[int]) -> None:
     """
     cards: dict[int, Card] = {}
     try:
-        there = Card.decode(store.compare_set(f"card/{own.rank}", "", own.encode()))
+        key = f"card/{own.rank}"
+        there = Card.decode(store.compare_set(key, "", own.encode()), own.rank)
         if there.token != own.token:
             raise RankError(
                 f"two processes are rank {own.rank} of {own.size}: {there.process} and "
@@ -74,10 +91,11 @@ def meet(store: Store, own: Card, missing: set[int]) -> None:
             )
         while len(cards) < own.size:
             if store.check(["objection"]):
-                raise RankError(store.get("objection").decode())
+                raise RankError(_read_objection(store.get("objection")))
             for rank in range(own.size):
                 if rank not in cards and store.check([f"card/{rank}"]):
-                    cards[rank] = _checked(Card.decode(store.get(f"card/{rank}")), own)
+                    card = Card.decode(store.get(f"card/{rank}"), rank)
+                    cards[rank] = _checked(card, own)
                     missing.discard(rank)
             if len(cards) < own.size:
                 time.sleep(_POLL_S)
@@ -86,9 +104,13 @@ def meet(store: Store, own: Card, missing: set[int]) -> None:
         objection = str(error)
         with suppress(RuntimeError):  # where the store has ended already
             # All hear the same, of whoever has found something wrong first.
-            objection = store.compare_set("objection", "", objection).decode()
+            objection = _read_objection(store.compare_set("objection", "", objection))
             _say_goodbye(store, own)
         raise RankError(objection) from error
+
+
+def _read_objection(data: bytes) -> str:
+    return printable(data.decode("utf-8", "replace"), _MAX_OBJECTION_CHARS)
 
 
 def require_same(cards: Sequence[Card]) -> None:
@@ -99,9 +121,10 @@ def require_same(cards: Sequence[Card]) -> None:
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             rank, like = odd[0], values.index(usual)
-            told = f"{name}: rank {rank} of {len(cards)} "
+            told = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(cards)} "
             if max(len(usual), len(values[rank])) <= _SHOWN_CHARS:
-                told += f"has {values[rank]} and rank {like} has {usual}"
+                others = printable(values[rank], _SHOWN_CHARS), printable(usual, _SHOWN_CHARS)
+                told += f"has {others[0]} and rank {like} has {others[1]}"
             else:
                 told += f"has another one than rank {like}"
             more = f"; so do {len(odd) - 1} more" if len(odd) > 1 else ""

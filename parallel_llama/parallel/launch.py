@@ -1,9 +1,10 @@
 """The start and the end of ranks on one host, without torchrun and without torch.
 
 The ranks get torchrun's environment and meet on loopback alone: the parent binds a socket to
-127.0.0.1, at which rank 0 listens and nobody else. Rank 0 is one of the processes that `run_ranks`
-starts, and the parent itself with `LocalRanks`. The one invariant: when the parent ends, however it
-ends, no rank is left.
+127.0.0.1, at which rank 0 listens and nobody else. They inherit a secret in an open file without a
+name, by which they tell each other from any other process that reaches the socket. Rank 0 is one of
+the processes that `run_ranks` starts, and the parent itself with `LocalRanks`. The one invariant:
+when the parent ends, however it ends, no rank is left.
 """
 
 import json
@@ -27,7 +28,13 @@ from typing import IO, Any
 
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, RankError, Report, read_report
-from parallel_llama.parallel.place import STORE_FD, Place, end_with_parent
+from parallel_llama.parallel.place import (
+    SECRET_BYTES,
+    SECRET_FD,
+    STORE_FD,
+    Place,
+    end_with_parent,
+)
 
 MAX_RANKS = 1024
 
@@ -101,9 +108,10 @@ def run_ranks(
     ranks: list[_Rank] = []
     with _terminal_kept(), _listening_to_signals() as asked, ExitStack() as reports:
         try:
-            with _bound_socket() as store:
-                common = _environment(nproc, threads, store.getsockname()[1])
-                own, files = store.fileno(), _inherited_files()
+            secret = _secret_file(secrets.token_bytes(SECRET_BYTES))
+            with _bound_socket() as store, secret:
+                common = _environment(nproc, threads, store.getsockname()[1], secret)
+                own, files = store.fileno(), [secret.fileno(), *_inherited_files()]
                 first = {**common, STORE_FD: str(own)}
                 hears = partial(_before_exec, os.getpid())
                 ranks.append(_start(0, command, first, reports, [own, *files], preexec_fn=hears))
@@ -128,9 +136,10 @@ class LocalRanks:
         self._ranks: list[_Rank] = []
         command = [sys.executable, "-m", module]
         try:
-            with _bound_socket() as store:
+            secret = secrets.token_bytes(SECRET_BYTES)
+            with _bound_socket() as store, _secret_file(secret) as file:
                 port = store.getsockname()[1]
-                common = _environment(size, threads, port)
+                common = _environment(size, threads, port, file)
                 # They run this very package, wherever it was imported from.
                 paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
                 common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -138,12 +147,14 @@ class LocalRanks:
                 # exec, where the threads of this process are not there.
                 how: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
                 for number in range(1, size):
-                    rank = _start(number, command, common, self._reports, **how)
+                    files = [file.fileno()]
+                    rank = _start(number, command, common, self._reports, files, **how)
                     self._ranks.append(rank)
                     assert rank.process.stdin is not None
                     rank.process.stdin.write(json.dumps(settings).encode() + b"\n")
                     rank.process.stdin.flush()
-                self.place = Place(0, size, "127.0.0.1", port, bound=os.dup(store.fileno()))
+                bound = os.dup(store.fileno())
+                self.place = Place(0, size, "127.0.0.1", port, bound=bound, secret=secret)
         except BaseException:
             self.end()
             raise
@@ -216,7 +227,15 @@ def _bound_socket() -> socket.socket:
     return bound
 
 
-def _environment(nproc: int, threads: int, port: int) -> dict[str, str]:
+def _secret_file(secret: bytes) -> IO[bytes]:
+    """A file without a name: unlike a variable, nothing that ranks start inherits it."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115, the caller closes it
+    file.write(secret)
+    file.flush()
+    return file
+
+
+def _environment(nproc: int, threads: int, port: int, secret: IO[bytes]) -> dict[str, str]:
     """What all ranks find in their environment; a person's own settings go first."""
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -228,6 +247,7 @@ def _environment(nproc: int, threads: int, port: int) -> dict[str, str]:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        SECRET_FD: str(secret.fileno()),
         "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",

@@ -4,12 +4,15 @@ import ctypes
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel_llama.errors import UsageError
 
 # The number of the socket that rank 0 has inherited, bound to MASTER_ADDR and MASTER_PORT.
 STORE_FD = "PARALLEL_LLAMA_STORE_FD"
+# The number of the file that all ranks of `launch` have inherited, with the run's secret.
+SECRET_FD = "PARALLEL_LLAMA_SECRET_FD"
+SECRET_BYTES = 32
 
 _PR_SET_PDEATHSIG = 1
 
@@ -20,7 +23,8 @@ class Place:
 
     `bound` is the number of a socket that is bound to the address already, for rank 0 to listen at.
     `is_served` says that somebody else keeps the store there, as torchrun's agent does; else rank 0
-    keeps it.
+    keeps it. `secret` is known to the ranks of this run alone; it is empty where nobody has handed
+    one out.
     """
 
     rank: int
@@ -29,6 +33,7 @@ class Place:
     port: int = 0
     bound: int | None = None
     is_served: bool = False
+    secret: bytes = field(default=b"", repr=False)
 
 
 def world() -> tuple[int, int]:
@@ -58,7 +63,7 @@ def local_world(size: int) -> tuple[int, int]:
 def place_in_environment() -> Place:
     """This process's place from torchrun's environment; one rank alone without it.
 
-    The bound socket can be taken once: another call does not find it.
+    The bound socket and the secret can be taken once: another call does not find them.
 
     Raises: UsageError for an environment that is incomplete.
     """
@@ -79,7 +84,17 @@ def place_in_environment() -> Place:
         int(port),
         bound=None if bound is None else int(bound),
         is_served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        secret=_inherited_secret(),
     )
+
+
+def _inherited_secret() -> bytes:
+    number = os.environ.pop(SECRET_FD, None)
+    if number is None:
+        return b""
+    secret = os.pread(int(number), SECRET_BYTES, 0)
+    os.close(int(number))
+    return secret
 
 
 def is_started_as_rank() -> bool:

@@ -19,6 +19,7 @@ from torch.distributed import Store
 from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator, Timeouts
 from parallel_llama.parallel.failures import RankError, first_line, late
+from parallel_llama.parallel.sealed_store import ForgedValue
 from parallel_llama.parallel.watch import Watch
 
 Result = TypeVar("Result")
@@ -32,6 +33,8 @@ _LOST_S = 5.0  # without a heartbeat, where no collective shows a closed connect
 _ANSWER_S = 5.0  # for what a store that is there answers in a millisecond
 _PULSE_S, _POLL_S = 1.0, 0.05
 _LOOK_S = 0.1
+
+_MAX_DIGITS = 18  # of a count
 
 
 class ProcessGroup(Communicator):
@@ -55,7 +58,7 @@ class ProcessGroup(Communicator):
         self._signs = _Signs(store, self.rank, self.size)
         self._watch = abort and Watch(timeouts.step_s, abort, self._culprits)
         self._n_barriers = 0
-        self._pulsed_s = 0.0
+        self._n_pulses, self._pulsed_s = 0, 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not x.is_contiguous():
@@ -89,14 +92,14 @@ class ProcessGroup(Communicator):
     def barrier(self) -> None:
         """At the store, where a rank can be seen to pulse."""
         self._n_barriers += 1
-        self._signs.give(f"barrier {self._n_barriers}", "")
-        pulses: dict[int, bytes] = {}
+        self._signs.give(f"barrier {self._n_barriers}", 1)
+        pulses: dict[int, int] = {}
         heard_s = dict.fromkeys(range(self.size), time.monotonic())
         while missing := self._signs.missing(f"barrier {self._n_barriers}"):
             now = time.monotonic()
             for rank in missing:
                 pulse = self._signs.seen("pulse", rank)
-                if pulse != pulses.setdefault(rank, pulse):
+                if pulse > pulses.setdefault(rank, pulse):
                     pulses[rank], heard_s[rank] = pulse, now
             limit_s = self._timeouts.start_s
             if overdue := [rank for rank in missing if now - heard_s[rank] > limit_s]:
@@ -106,8 +109,8 @@ class ProcessGroup(Communicator):
     def pulse(self) -> None:
         now = time.monotonic()
         if now - self._pulsed_s > _PULSE_S:
-            self._pulsed_s = now
-            self._signs.give("pulse", str(now))
+            self._n_pulses, self._pulsed_s = self._n_pulses + 1, now
+            self._signs.give("pulse", self._n_pulses)
 
     def require_alive(self) -> None:
         if lost := self._signs.long_silent():
@@ -160,35 +163,37 @@ class ProcessGroup(Communicator):
 class _Signs:
     """What ranks show each other at their store; a thread keeps the heart beating.
 
+    All are counts that only grow, so that an old one, written again by another process, says
+    nothing.
+
     Raises: RankError from every question that the store does not answer.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._heard: dict[int, tuple[bytes, float]] = {}  # by rank: the last beat, and since when
+        self._heard: dict[int, tuple[int, float]] = {}  # by rank: the last beat, and since when
         self._ended = threading.Event()
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
 
-    def give(self, what: str, value: str) -> None:
-        """Show something to all."""
-        self._ask(lambda: self._store.set(f"{what}/{self._rank}", value))
+    def give(self, what: str, count: int) -> None:
+        """Show a count to all."""
+        self._ask(lambda: self._store.set(f"{what}/{self._rank}", str(count)))
 
-    def seen(self, what: str, rank: int) -> bytes:
-        """What a rank has shown last; nothing where it has not."""
-        key, store = f"{what}/{rank}", self._store
-        return self._ask(lambda: store.get(key) if store.check([key]) else b"")
+    def seen(self, what: str, rank: int) -> int:
+        """The count that a rank has shown last; 0 where it has shown none."""
+        return self._ask(lambda: self._read(f"{what}/{rank}"))
 
     def missing(self, what: str) -> list[int]:
         """The ranks that have not shown it."""
         keys = {rank: f"{what}/{rank}" for rank in range(self._size)}
-        return self._ask(lambda: [r for r, key in keys.items() if not self._store.check([key])])
+        return self._ask(lambda: [rank for rank, key in keys.items() if not self._read(key)])
 
     def silent(self) -> list[int]:
         """The other ranks whose hearts have stopped; it listens for some beats."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         before = {rank: self.seen("heart", rank) for rank in others}
         time.sleep(_LISTEN_S)
-        return [rank for rank in others if self.seen("heart", rank) == before[rank]]
+        return [rank for rank in others if self.seen("heart", rank) <= before[rank]]
 
     def long_silent(self) -> list[int]:
         """The other ranks whose hearts have not beaten for `_LOST_S` of these looks."""
@@ -196,7 +201,7 @@ class _Signs:
         others = [rank for rank in range(self._size) if rank != self._rank]
         for rank in others:
             beat = self.seen("heart", rank)
-            if rank not in self._heard or self._heard[rank][0] != beat:
+            if rank not in self._heard or self._heard[rank][0] < beat:
                 self._heard[rank] = beat, now
         return [rank for rank in others if now - self._heard[rank][1] > _LOST_S]
 
@@ -211,6 +216,13 @@ class _Signs:
                 self._store.set(f"heart/{self._rank}", str(n_beats))
         except RuntimeError:  # the store has ended, and with it who kept it
             pass
+
+    def _read(self, key: str) -> int:
+        try:
+            value = self._store.get(key) if self._store.check([key]) else b""
+        except ForgedValue:  # no rank has written it
+            return 0
+        return int(value) if value.isdigit() and len(value) <= _MAX_DIGITS else 0
 
     def _ask(self, question: Callable[[], Result]) -> Result:
         try:

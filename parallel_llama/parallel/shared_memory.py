@@ -25,7 +25,6 @@ A turn of `all_reduce` may be taken by a kernel as well: `Turn` is what it has t
 """
 
 import functools
-import json
 import mmap
 import operator
 import os
@@ -38,7 +37,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -69,7 +70,7 @@ _IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # who has waited a second has time
 _LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
-_HOST_BYTES = 4096  # of what a rank says of its host; Linux knows 8192 cores, in 2467 digits
+_HOST_BYTES = 4096  # of what a rank says of its host; Linux knows 8192 cores, in 2048 digits
 _DTYPES = (
     torch.uint8,
     torch.int32,
@@ -119,7 +120,7 @@ def share(group: Communicator, timeouts: Timeouts) -> Communicator:
     if not bool(ready.all()):
         peers.close()
         return group
-    cores = functools.reduce(operator.or_, (host.cores for host in hosts))
+    cores = functools.reduce(operator.or_, (int(host.cores, 16) for host in hosts))
     # Spinning helps who waits for a rank on another core, and robs one that shares the core.
     spins = _SPINS if cores.bit_count() >= group.size else 0
     return SharedMemory(group, memory, peers, spins, timeouts)
@@ -411,27 +412,36 @@ class _Host:
     """What the ranks must know of each other to decide whether they share a memory.
 
     `fd` is the memory's on rank 0, and -1 where there is none; `token` is written into it, so that
-    nobody takes another file for it. `cores` has a bit for each core that the rank may use.
+    nobody takes another file for it. `cores` has a bit for each core that the rank may use, in
+    hexadecimal digits.
     """
 
     host: str
     pid: int
     fd: int
     token: str
-    cores: int
+    cores: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]+$")]
 
     @classmethod
     def here(cls, fd: int, token: str) -> "_Host":
         cores = os.sched_getaffinity(0) if _is_supported() else {0}
-        return cls(_host_id(), os.getpid(), fd, token, sum(1 << core for core in cores))
+        mask = sum(1 << core for core in cores)
+        return cls(_host_id(), os.getpid(), fd, token, f"{mask:x}")
 
     def encode(self) -> Tensor:
-        text = json.dumps(vars(self)).ljust(_HOST_BYTES)
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        text = msgspec.json.encode(self).ljust(_HOST_BYTES)
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     @classmethod
     def decode(cls, row: Tensor) -> "_Host":
-        return cls(**json.loads(row.numpy().tobytes()))
+        """Raises: RankError for bytes that no rank has sent."""
+        try:
+            return msgspec.json.decode(row.numpy().tobytes(), type=cls)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RankError(
+                "a rank has sent something else than what ranks say of their hosts; is another "
+                "program connected to the ranks?"
+            ) from error
 
 
 def _is_supported() -> bool:

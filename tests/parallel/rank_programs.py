@@ -126,7 +126,7 @@ def meet(timeout_s: str, color: str = "", stopped: str = "") -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     say(pid=os.getpid())
-    if stopped == "1" and RANK == 1:
+    if RANK > 0 and stopped == str(RANK):
         os.kill(os.getpid(), signal.SIGSTOP)
     if stopped and int(stopped) != RANK:
         wait_until_another_is_stopped()

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
 
 import parallel_llama
 from parallel_llama.errors import UsageError
@@ -443,6 +444,71 @@ def test_a_rank_that_is_stopped_before_it_meets_the_others_is_named(start, rank)
     process.terminate()
     assert process.wait(timeout=LIMIT_S) == 143
     assert all_gone(pids)
+
+
+def outcomes(process: subprocess.Popen[str], n: int) -> list[str]:
+    """What came of the first n ranks that say so."""
+    assert process.stderr is not None
+    found: list[str] = []
+    while len(found) < n:
+        line = process.stderr.readline()
+        assert line, "the ranks ended before they said anything"
+        if line.startswith("{") and "outcome" in (told := json.loads(line)):
+            found.append(told["outcome"])
+    return found
+
+
+def store_of(pids: list[int]) -> TCPStore:
+    """The store of ranks that are starting, as any process of the host reaches it."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for pid in pids:
+            for connection in psutil.Process(pid).net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    return TCPStore("127.0.0.1", connection.laddr.port, wait_for_workers=False)
+        time.sleep(0.01)
+    raise AssertionError("no rank listens")
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_process_that_nobody_has_started_is_not_met(start, n):
+    """It joined as the last rank, or ended the start with a text of its own, escapes included."""
+    process = start(n, "meet", "6", "", str(n - 1))
+    store = store_of(read_pids(process, n))
+    card = Card(n - 1, n, {"color": "red"}, "elsewhere", 1, "").encode()
+    for prefix in ("", "start 0/"):
+        store.set(f"{prefix}objection", "\x1b[2J")
+        store.set(f"{prefix}card/{n - 1}", card)
+    for said in outcomes(process, n - 1):
+        assert said.startswith(f"rank {n - 1} of {n} never joined within 6 s")
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("key", ["card", "objection"])
+def test_a_process_that_forges_a_ranks_word_is_not_believed(start, n, key):
+    """It lists the keys, and so it knows their prefix. 100,000 brackets were a RecursionError."""
+    process = start(n, "meet", str(LIMIT_S), "", str(n - 1))
+    store = store_of(read_pids(process, n))
+    while not (keys := store.list_keys()):
+        time.sleep(0.01)
+    name = f"card/{n - 1}" if key == "card" else "objection"
+    store.set(f"{keys[0].split('/')[0]}/{name}", "[" * 100_000)
+    for said in outcomes(process, n - 1):
+        assert said.startswith(f"another process has written {name!r} to the store")
+        assert said.isprintable()
+
+
+def test_the_secret_of_a_run_is_in_no_environment_or_command_line(start):
+    process = start(2, "sleep")
+    secrets = set()
+    for pid in read_pids(process, 2):
+        found = psutil.Process(pid)
+        number = found.environ()["PARALLEL_LLAMA_SECRET_FD"]
+        secret = Path(f"/proc/{pid}/fd/{number}").read_bytes()
+        secrets.add(secret)
+        shown = f"{found.environ()}{found.cmdline()}"
+        assert len(secret) == 32 and secret.hex() not in shown and str(secret) not in shown
+    assert len(secrets) == 1
 
 
 def test_libraries_announce_nothing_where_answers_go(capfd):

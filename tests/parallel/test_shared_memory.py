@@ -336,3 +336,20 @@ def test_a_dead_process_is_gone_before_anybody_has_reaped_it():
     os.kill(child.pid, 0)
     child.wait()
     peers.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"[" * 4096,
+        b"{}",
+        b'{"host":"h","pid":"../1","fd":3,"token":"t","cores":"f"}',
+        b'{"host":"h","pid":1,"fd":3,"token":"t","cores":"0x"}',
+        b"\xff",
+    ],
+)
+def test_what_no_rank_says_of_its_host_is_refused(sent):
+    """Brackets were a RecursionError, and a process's number could be any path."""
+    row = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+    with pytest.raises(RankError, match="a rank has sent something else"):
+        shared_memory._Host.decode(row)
