@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import run_ranks, threads_per_rank
-from parallel_llama.parallel.place import is_started_as_rank, world
+from parallel_llama.parallel.place import is_started_as_rank, launcher_name, world
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ def rank_count(nproc: int | None) -> int:
         return nproc or 1
     if nproc is not None and nproc != size:
         raise UsageError(
-            f"--nproc {nproc} inside torchrun, which started {size} ranks; leave --nproc out"
+            f"--nproc {nproc} inside {launcher_name()}, which started {size} ranks; "
+            "leave --nproc out"
         )
     return size
 

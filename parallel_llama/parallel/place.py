@@ -36,32 +36,103 @@ class Place:
     secret: bytes = field(default=b"", repr=False)
 
 
-def world() -> tuple[int, int]:
-    """This process's rank and the number of ranks, from torchrun's environment; (0, 1) without.
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables in which a launcher names a process's rank; `remedy` gives ranks an address."""
 
-    Raises: UsageError if RANK and WORLD_SIZE are not a rank and a number of ranks.
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    remedy: str
+
+
+_TORCHRUN = _Launcher(
+    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+    "start them with torchrun or with --nproc",
+)  # fmt: skip
+_SLURM = (
+    "add this line before srun: export MASTER_PORT=29500 "
+    'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+)
+_LAUNCHERS = (
+    _Launcher(
+        "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "add -x MASTER_ADDR=HOST -x MASTER_PORT=29500 to mpirun, where rank 0 runs on HOST",
+    ),
+    _Launcher(
+        "mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+        "add -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 to mpiexec, where rank 0 runs on HOST",
+    ),
+    _Launcher(
+        "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", _SLURM
+    ),
+    _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "", _SLURM),
+)  # fmt: skip
+
+
+def _launcher() -> _Launcher | None:
+    """What started this process as one of several ranks, or torchrun as the only one; else None.
+
+    A single task of srun or mpirun may start ranks of its own. A batch script of Slurm has the
+    variables of its job's tasks, and is none.
     """
-    return _numbers("RANK", "WORLD_SIZE") or (0, 1)
+    if _TORCHRUN.rank in os.environ or _TORCHRUN.size in os.environ:
+        return _TORCHRUN
+    for launcher in _LAUNCHERS:
+        if launcher.rank in os.environ and launcher.size in os.environ:
+            is_script = launcher.size == "SLURM_NTASKS" and os.environ.get("ENVIRONMENT") == "BATCH"
+            return None if is_script or os.environ[launcher.size] == "1" else launcher
+    return None
+
+
+def world() -> tuple[int, int]:
+    """This process's rank and the number of ranks; (0, 1) where nobody has started it as a rank.
+
+    They are torchrun's, or those of mpirun, mpiexec or srun.
+
+    Raises: UsageError if the environment's values are not a rank and a number of ranks.
+    """
+    launcher = _launcher()
+    return (0, 1) if launcher is None else _numbers(launcher.rank, launcher.size)
 
 
 def local_world(size: int) -> tuple[int, int]:
     """This process's number among the ranks of its own host, and how many they are.
 
     Of `size` ranks in all, those that this program starts are on one host, and so are those of an
-    environment without LOCAL_WORLD_SIZE.
+    environment that does not say how many are.
 
     Raises: UsageError like `world`.
     """
-    if not is_started_as_rank():
+    launcher = _launcher()
+    if launcher is None:
         return 0, size
-    local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
-    if "LOCAL_RANK" not in os.environ and local_size == "WORLD_SIZE":
+    if launcher.name == "srun" and (n_tasks := _tasks_of_node()) is not None:
+        local_rank = os.environ.get(launcher.local_rank, "")
+        return (int(local_rank), n_tasks) if local_rank.isdigit() else world()
+    has_size = launcher.local_size in os.environ
+    if launcher.local_rank not in os.environ and not has_size:
         return world()
-    return _numbers("LOCAL_RANK", local_size) or world()
+    return _numbers(launcher.local_rank, launcher.local_size if has_size else launcher.size)
+
+
+def _tasks_of_node() -> int | None:
+    """How many of a Slurm step's tasks are on this node: of "2(x3),1", nodes 0 to 2 have 2."""
+    counts: list[str] = []
+    try:
+        for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
+            count, _, times = part.rstrip(")").partition("(x")
+            counts += [count] * int(times or 1)
+        return int(counts[int(os.environ["SLURM_NODEID"])])
+    except (KeyError, ValueError, IndexError):
+        return None
 
 
 def place_in_environment() -> Place:
-    """This process's place from torchrun's environment; one rank alone without it.
+    """This process's place from its launcher's environment; one rank alone without it.
 
     The bound socket and the secret can be taken once: another call does not find them.
 
@@ -72,9 +143,10 @@ def place_in_environment() -> Place:
         return Place(0, 1)
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        launcher = _launcher() or _TORCHRUN
         raise UsageError(
-            f"RANK={rank} and MASTER_ADDR={host!r}, MASTER_PORT={port!r}: the ranks need an "
-            "address to meet; start them with torchrun or with --nproc"
+            f"{launcher.rank}={rank} and MASTER_ADDR={host!r}, MASTER_PORT={port!r}: the ranks "
+            f"need an address to meet; {launcher.remedy}"
         )
     bound = os.environ.pop(STORE_FD, None)
     return Place(
@@ -99,7 +171,12 @@ def _inherited_secret() -> bytes:
 
 def is_started_as_rank() -> bool:
     """Whether somebody has started this process as one of some ranks, or the only one."""
-    return "RANK" in os.environ
+    return _launcher() is not None
+
+
+def launcher_name() -> str:
+    """What started this process as a rank."""
+    return (_launcher() or _TORCHRUN).name
 
 
 def is_under_torchrun() -> bool:
@@ -107,11 +184,9 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
 
 
-def _numbers(rank_name: str, size_name: str) -> tuple[int, int] | None:
-    """A rank and a number of ranks from the environment; None where it has neither."""
+def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
+    """A rank and a number of ranks from the environment."""
     texts = os.environ.get(rank_name), os.environ.get(size_name)
-    if texts == (None, None):
-        return None
     rank, size = (int(t) if t and t.isascii() and t.isdigit() else -1 for t in texts)
     if not 0 <= rank < size:
         raise UsageError(

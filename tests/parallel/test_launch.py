@@ -24,7 +24,12 @@ from parallel_llama.parallel import groups
 from parallel_llama.parallel.failures import RankError, Report, read_report, report_error
 from parallel_llama.parallel.handshake import Card, require_same
 from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_rank
-from parallel_llama.parallel.place import world
+from parallel_llama.parallel.place import (
+    is_started_as_rank,
+    local_world,
+    place_in_environment,
+    world,
+)
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 200  # for what takes a second or two: a busy machine is no failure, and a hang is one
@@ -561,6 +566,101 @@ def test_the_environment_says_rank_and_size(monkeypatch):
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("WORLD_SIZE")
     assert world() == (0, 1)
+
+
+SRUN = {
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "4",
+    "OMPI_COMM_WORLD_SIZE": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+ALONE = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+SHELL = {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "5"}  # of salloc
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        (SRUN, ((2, 3), (0, 1))),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ((1, 2), (1, 2))),
+        (MPIRUN, ((4, 5), (1, 2))),
+        (PMI, ((1, 3), (0, 1))),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}, ((2, 3), (0, 2))),
+        # torchrun within srun, and mpirun within a job of Slurm
+        ({**SRUN, "RANK": "0", "WORLD_SIZE": "2"}, ((0, 2), (0, 2))),
+        ({**SRUN, **MPIRUN}, ((4, 5), (1, 2))),
+    ],
+)
+def test_tasks_of_slurm_and_mpi_know_their_rank(bare_environ, env, expected):
+    """Each ran alone, with the same prompt, and all ended with exit code 0."""
+    for name, value in env.items():
+        bare_environ.setenv(name, value)
+    assert (world(), local_world(3)) == expected
+    assert is_started_as_rank()
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        ALONE,
+        SHELL,
+        {**SHELL, "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"},  # sbatch
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {**SHELL, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_one_task_or_a_shell_of_slurm_starts_its_own_ranks(bare_environ, env):
+    for name, value in env.items():
+        bare_environ.setenv(name, value)
+    assert world() == (0, 1) and local_world(3) == (0, 3)
+    assert not is_started_as_rank()
+
+
+@pytest.mark.parametrize(
+    ("env", "line"),
+    [
+        (SRUN, "export MASTER_PORT=29500 MASTER_ADDR=$(scontrol show hostnames "),
+        (MPIRUN, "-x MASTER_ADDR=HOST -x MASTER_PORT=29500"),
+        (PMI, "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"),
+    ],
+)
+def test_without_an_address_the_launchers_own_line_is_given(bare_environ, env, line):
+    for name, value in env.items():
+        bare_environ.setenv(name, value)
+    with pytest.raises(UsageError, match=re.escape(line)):
+        groups.join()
+    bare_environ.setenv("MASTER_ADDR", "node1")
+    bare_environ.setenv("MASTER_PORT", "29500")
+    assert (place_in_environment().rank, place_in_environment().host) == (world()[0], "node1")
+
+
+@pytest.fixture
+def bare_environ(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment in which no launcher has left anything."""
+    starts = (
+        "RANK",
+        "WORLD_",
+        "LOCAL_",
+        "MASTER_",
+        "SLURM_",
+        "OMPI_",
+        "PMI",
+        "MPI_",
+        "ENVIRONMENT",
+    )
+    for name in list(os.environ):
+        if name.startswith(starts):
+            monkeypatch.delenv(name)
+    return monkeypatch
 
 
 @pytest.mark.parametrize(("host", "port"), [("", "29500"), ("127.0.0.1", "0"), ("127.0.0.1", "x")])
