@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 
 import fire
@@ -28,6 +29,7 @@ from parallel_llama.errors import (
 )
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.parallel.failures import RankError, report_crash, report_error
+from parallel_llama.parallel.place import is_watched, world
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
 INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
@@ -46,6 +48,8 @@ def load_verb(name: str) -> Verb:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; what is wrong with it is said on stderr."""
+    # Of an address without a name, torch's store warns once for each connection.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return exit_code(lambda: _run(list(argv)))
 
 
@@ -58,9 +62,11 @@ def exit_code(run: Callable[[], int]) -> int:
         return code
     except (DamagedWeights, NumericalError, OutOfMemory, WriteError, RankError) as error:
         report_error(str(error))
+        _tell_ranks(error)
         return FAILED
     except (UsageError, CheckpointError) as error:
         report_error(str(error))
+        _tell_ranks(error)
         return WRONG_USE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -81,7 +87,17 @@ def exit_code(run: Callable[[], int]) -> int:
         return FAILED
     except Exception as error:
         report_crash(error)
+        _tell_ranks(error)
         return FAILED
+
+
+def _tell_ranks(error: Exception) -> None:
+    """Tell the ranks of other processes that this one fails, where they would wait for it."""
+    with suppress(UsageError):  # about the very variables that say which rank this is
+        if world()[1] > 1 and not is_watched():
+            from parallel_llama.parallel.groups import give_up  # torch, for this alone
+
+            give_up(str(error) or type(error).__name__)
 
 
 def _require_streams() -> None:

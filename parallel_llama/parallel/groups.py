@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import timedelta
 from functools import partial
 from io import StringIO
@@ -23,12 +23,19 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fairscale_groups
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from parallel_llama.errors import listed_ranks
+from parallel_llama.errors import UsageError, listed_ranks
 from parallel_llama.parallel.by_device import ByDevice
 from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError, first_line
-from parallel_llama.parallel.handshake import Card, meet
+from parallel_llama.parallel.handshake import (
+    Card,
+    meet,
+    read_objection,
+    say_goodbye,
+    tell,
+    telling,
+)
 from parallel_llama.parallel.one_shot import (
     seconds_on_card,
     symmetric_memory,
@@ -38,6 +45,7 @@ from parallel_llama.parallel.place import (
     Place,
     end_with_parent,
     is_under_torchrun,
+    is_watched,
     place_in_environment,
 )
 from parallel_llama.parallel.process_group import ProcessGroup, within
@@ -45,8 +53,14 @@ from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
 
 _KNOCK_S = 0.05
+_LISTEN_S = 0.1
+# For a rank that gives up before it joins, until the other ranks have come to read why.
+_TELL_S = 15.0
 
 _CPU = torch.device("cpu")
+
+
+_has_begun = False  # whether this process has called `join`
 
 
 def join(
@@ -68,6 +82,8 @@ def join(
     that are about to do something else.
     Collective: every rank calls it, once.
     """
+    global _has_begun
+    _has_begun = True
     place = place or place_in_environment()
     use_device(device)
     if place.size == 1:
@@ -82,14 +98,26 @@ def join(
     timeouts = Timeouts.of(timeout_s)
     missing = set(range(place.size))
 
+    heard: list[str] = []  # why another rank has given up
+    ended = threading.Event()
+
     def come_together() -> Communicator:
         use_device(device)  # this is a thread of its own
-        store = _open_store(place, timeouts)
-        meet(store, Card.of_this_process(place.rank, place.size, facts or {}), missing)
-        return form_group(place.rank, place.size, store, device, timeouts)
+        store = _open_store(place, timeouts.start_s)
+        with telling(store, place.rank, place.size):
+            meet(store, Card.of_this_process(place.rank, place.size, facts or {}), missing)
+            # gloo waits for a rank that has given up, as long as for one that is late.
+            how = place, timeouts.start_s, ended, heard
+            threading.Thread(target=_listen, args=how, daemon=True).start()
+            return form_group(place.rank, place.size, store, device, timeouts)
+
+    def look_around() -> None:
+        if heard:
+            raise RankError(heard[0])
+        look(sorted(missing))
 
     try:
-        return within(timeouts.start_s, come_together, lambda: look(sorted(missing)))
+        return within(timeouts.start_s, come_together, look_around)
     except TimeoutError as error:
         raise RankError(_never_came(place, missing, timeouts)) from error
     except dist.DistNetworkError as error:
@@ -98,6 +126,28 @@ def join(
             f"{_keeper(place)} has died or given up, and with it the store where the ranks meet"
             f"{others}"
         ) from error
+    finally:
+        ended.set()
+
+
+def give_up(why: str) -> None:
+    """Tell the other ranks why this one will never join; returns when they have read it.
+
+    Only where nobody else ends ranks when one fails, as torchrun and our own launcher do. Rank 0
+    keeps the store for them meanwhile. It waits `_TELL_S` seconds at the most.
+    """
+    if _has_begun or is_watched():
+        return
+
+    def tell_all() -> None:
+        place = place_in_environment()
+        if place.size > 1:
+            store = _open_store(place, _TELL_S)
+            wait_s = 0.0 if place.rank > 0 else _TELL_S
+            tell(store, place.rank, place.size, f"rank {place.rank} of {place.size}: {why}", wait_s)
+
+    with suppress(UsageError, RuntimeError, TimeoutError):  # nobody is there to read it
+        within(_TELL_S, tell_all)
 
 
 def form_group(
@@ -208,24 +258,42 @@ def _silent_stdout() -> Iterator[None]:
         os.close(kept)
 
 
-def _open_store(place: Place, timeouts: Timeouts) -> Store:
+def _open_store(place: Place, limit_s: float) -> Store:
     """The store where the ranks meet: rank 0 keeps it, unless torchrun does."""
-    # Between restarts under torchrun the store may be the same one.
-    names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
-    run = " ".join(os.environ.get(name, "") for name in names)
-    timeout = timedelta(seconds=timeouts.start_s)
     bound = None if place.is_served or place.rank > 0 else _bound_socket(place)
+    return _connect(place, limit_s, bound)
+
+
+def _connect(place: Place, limit_s: float, bound: int | None = None) -> Store:
+    """A connection to the store; with a socket that is `bound`, the store itself."""
     if bound is None:
-        _knock(place, timeouts.start_s)
+        _knock(place, limit_s)
     store = TCPStore(
         place.host,
         place.port,
         is_master=bound is not None,
         wait_for_workers=False,
-        timeout=timeout,
+        timeout=timedelta(seconds=limit_s),
         master_listen_fd=bound,
     )
+    # Between restarts under torchrun the store may be the same one.
+    names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
+    run = " ".join(os.environ.get(name, "") for name in names)
     return SealedStore(store, place.secret, run)
+
+
+def _listen(place: Place, limit_s: float, ended: threading.Event, heard: list[str]) -> None:
+    """Add to `heard` why another rank gives up, until this rank has `ended` its start.
+
+    By a connection of its own: the rank's other one waits for gloo.
+    """
+    with suppress(RuntimeError, TimeoutError):  # the store has ended
+        store = _connect(place, limit_s)
+        while not ended.wait(_LISTEN_S):
+            if (objection := read_objection(store)) is not None:
+                heard.append(objection)
+                say_goodbye(store, place.rank)
+                return
 
 
 def _bound_socket(place: Place) -> int | None:

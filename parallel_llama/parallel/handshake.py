@@ -9,8 +9,8 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -77,39 +77,73 @@ def meet(store: Store, own: Card, missing: set[int]) -> None:
 
     `missing` holds the ranks that are not there yet, brought up to date while this waits.
 
-    Raises: RankError naming what differs and where, on every rank.
+    Raises: RankError naming what differs and where, or why another rank has given up.
     Collective: every rank calls it. It has no limit of its own.
     """
     cards: dict[int, Card] = {}
+    key = f"card/{own.rank}"
+    there = Card.decode(store.compare_set(key, "", own.encode()), own.rank)
+    if there.token != own.token:
+        raise RankError(
+            f"two processes are rank {own.rank} of {own.size}: {there.process} and "
+            f"{own.process}; give each process a RANK of its own"
+        )
+    while len(cards) < own.size:
+        if (objection := read_objection(store)) is not None:
+            raise RankError(objection)
+        for rank in range(own.size):
+            if rank not in cards and store.check([f"card/{rank}"]):
+                card = Card.decode(store.get(f"card/{rank}"), rank)
+                cards[rank] = _checked(card, own)
+                missing.discard(rank)
+        if len(cards) < own.size:
+            time.sleep(_POLL_S)
+    require_same([cards[rank] for rank in range(own.size)])
+
+
+@contextmanager
+def telling(store: Store, rank: int, size: int) -> Iterator[None]:
+    """Tells all ranks of an error that ends this rank, and raises the first that any rank told.
+
+    Raises: RankError.
+    """
     try:
-        key = f"card/{own.rank}"
-        there = Card.decode(store.compare_set(key, "", own.encode()), own.rank)
-        if there.token != own.token:
-            raise RankError(
-                f"two processes are rank {own.rank} of {own.size}: {there.process} and "
-                f"{own.process}; give each process a RANK of its own"
-            )
-        while len(cards) < own.size:
-            if store.check(["objection"]):
-                raise RankError(_read_objection(store.get("objection")))
-            for rank in range(own.size):
-                if rank not in cards and store.check([f"card/{rank}"]):
-                    card = Card.decode(store.get(f"card/{rank}"), rank)
-                    cards[rank] = _checked(card, own)
-                    missing.discard(rank)
-            if len(cards) < own.size:
-                time.sleep(_POLL_S)
-        require_same([cards[rank] for rank in range(own.size)])
+        yield
     except RankError as error:
         objection = str(error)
         with suppress(RuntimeError):  # where the store has ended already
-            # All hear the same, of whoever has found something wrong first.
-            objection = _read_objection(store.compare_set("objection", "", objection))
-            _say_goodbye(store, own)
+            objection = tell(store, rank, size, objection)
         raise RankError(objection) from error
 
 
-def _read_objection(data: bytes) -> str:
+def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
+    """Write why this rank gives up, unless another rank has; what all ranks read then.
+
+    The store may end with this rank. So ranks that have a card get a moment to read it, and ranks
+    that are still to come `wait_s` seconds.
+    """
+    first = _printable(store.compare_set("objection", "", objection))
+    say_goodbye(store, rank)
+    there = [r for r in range(size) if wait_s or store.check([f"card/{r}"])]
+    deadline = time.monotonic() + max(wait_s, _GOODBYE_S)
+    while time.monotonic() < deadline:
+        if all(store.check([f"goodbye/{r}"]) for r in there):
+            break
+        time.sleep(_POLL_S)
+    return first
+
+
+def read_objection(store: Store) -> str | None:
+    """Why a rank has given up, where one has."""
+    return _printable(store.get("objection")) if store.check(["objection"]) else None
+
+
+def say_goodbye(store: Store, rank: int) -> None:
+    """Show that this rank has read why another gives up."""
+    store.set(f"goodbye/{rank}", "")
+
+
+def _printable(data: bytes) -> str:
     return printable(data.decode("utf-8", "replace"), _MAX_OBJECTION_CHARS)
 
 
@@ -141,14 +175,3 @@ def _checked(card: Card, own: Card) -> Card:
             f"({card.process}) one of {card.size}; give all the same WORLD_SIZE"
         )
     return card
-
-
-def _say_goodbye(store: Store, own: Card) -> None:
-    """Wait a moment for the others to hear of it too: the store may end with this rank."""
-    store.set(f"goodbye/{own.rank}", "")
-    deadline = time.monotonic() + _GOODBYE_S
-    there = [rank for rank in range(own.size) if store.check([f"card/{rank}"])]
-    while time.monotonic() < deadline:
-        if all(store.check([f"goodbye/{rank}"]) for rank in there):
-            return
-        time.sleep(_POLL_S)

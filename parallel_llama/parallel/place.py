@@ -184,6 +184,11 @@ def is_under_torchrun() -> bool:
     return "TORCHELASTIC_USE_AGENT_STORE" in os.environ
 
 
+def is_watched() -> bool:
+    """Whether torchrun or `launch` has started this process, and ends all ranks when one fails."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
     """A rank and a number of ranks from the environment."""
     texts = os.environ.get(rank_name), os.environ.get(size_name)

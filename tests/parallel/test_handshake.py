@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -188,3 +189,26 @@ def test_a_fingerprint_of_large_weights_samples_them(tmp_path: Path, model: Path
         file.seek(40 << 20)
         file.write(b"x" * (2 << 20))
     assert fingerprint(find_model(str(folder)))[path.name] != before[path.name]
+
+
+@pytest.mark.parametrize(("n", "failed"), [(2, 0), (2, 1), (3, 0), (5, 3)])
+def test_ranks_hear_of_one_that_fails_before_it_joins(
+    model: Path, run: Run, n: int, failed: int
+) -> None:
+    """They waited a minute for it, and said only that it never joined."""
+    command = (*GENERATE, "--model", str(model), "--timeout", "150")
+    commands = [command] * n
+    commands[failed] = (*command, "--temperature", "hot")
+    started = time.monotonic()
+    for rank, (code, out, err) in enumerate(run(*commands)):
+        assert out == "" and "--temperature" in err and "hot" in err
+        assert code == (2 if rank == failed else 1)
+        assert rank == failed or f"rank {failed} of {n}: " in err
+        assert "Traceback" not in err and "[W" not in err
+    assert time.monotonic() - started < 100
+
+
+def test_the_same_mistake_on_all_ranks_ends_them_all(model: Path, run: Run) -> None:
+    command = (*GENERATE, "--model", str(model), "--temperature", "hot")
+    for code, out, err in run(command, command, command):
+        assert (code, out) == (2, "") and err.count("--temperature") == 1

@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -318,19 +319,22 @@ def meet() -> Iterator[Meet]:
     kept.bind(("127.0.0.1", 0))
     port = str(kept.getsockname()[1])
 
-    def start(rank: int, size: int, color: str, timeout_s: float) -> None:
+    def start(rank: int, size: int, color: str, timeout_s: float, card: str = "lo") -> None:
         more = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": port}
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "rank_programs", "meet", str(timeout_s), color],
                 stderr=subprocess.PIPE,
                 text=True,
-                env=environ(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", **more),
+                env=environ(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME=card, **more),
             )
         )
 
     def meet(
-        *ranks: tuple[int, int, str], timeout_s: float = LIMIT_S, rank_0_s: float | None = None
+        *ranks: tuple[int, int, str],
+        timeout_s: float = LIMIT_S,
+        rank_0_s: float | None = None,
+        cards: Mapping[int, str] = MappingProxyType({}),
     ) -> list[dict[str, Any]]:
         """With a limit of its own, rank 0 starts when the ranks before it have begun to wait."""
         for rank, size, color in ranks:
@@ -339,7 +343,7 @@ def meet() -> Iterator[Meet]:
                     read_pids(process, 1)
                 start(rank, size, color, rank_0_s)
             else:
-                start(rank, size, color, timeout_s)
+                start(rank, size, color, timeout_s, cards.get(rank, "lo"))
         return [
             next(
                 line for line in said(process.communicate(timeout=LIMIT_S)[1]) if "outcome" in line
@@ -410,6 +414,17 @@ def test_two_processes_of_one_rank_are_both_named(meet, rank):
 def test_ranks_that_are_about_to_do_different_things_are_told_which(meet):
     for line in meet((0, 3, "red"), (1, 3, "blue"), (2, 3, "red")):
         assert "color: rank 1 of 3 has blue and rank 0 has red" in line["outcome"]
+
+
+@pytest.mark.parametrize(("n", "lost"), [(3, 0), (3, 1), (5, 4)])
+def test_where_one_rank_cannot_connect_all_hear_of_it_at_once(meet, n, lost):
+    """It said so by itself, and the others waited for it until --timeout."""
+    ranks = [(rank, n, "") for rank in range(n)]
+    for line in meet(*ranks, cards={lost: "nosuch0"}, timeout_s=90):
+        assert line["outcome"].startswith(
+            f"rank {lost} of {n} met the others and cannot connect to them: "
+        )
+        assert line["seconds"] < 60
 
 
 @pytest.mark.parametrize(
