@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
-from parallel_llama.errors import CheckpointError, UnreadableFile
+from parallel_llama.errors import CheckpointError, UnreadableFile, UsageError
 
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,6})")
 
@@ -86,7 +86,7 @@ def open_descriptor(path: Path) -> int:
     if stat.S_ISREG(mode):
         return descriptor
     os.close(descriptor)
-    raise UnreadableFile(f"{str(path)[:500]}: cannot be read: {_kind(mode)}, and no regular file")
+    raise UnreadableFile(f"{str(path)[:500]}: cannot be read: {_kind(mode)}, not a regular file")
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -137,6 +137,22 @@ def read_bounded(file: BufferedReader, path: Path, max_bytes: int) -> bytes:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the most that is read")
+    return data
+
+
+def read_private(path: Path, max_bytes: int) -> bytes:
+    """The content of a file that others must not see.
+
+    Raises: UsageError for a file of this user that others can read, as ssh does; CheckpointError
+    like `read_bytes`.
+    """
+    with open_input(path) as file:
+        data, status = read_bounded(file, path, max_bytes), os.fstat(file.fileno())
+    if status.st_uid == os.geteuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UsageError(
+            f"{path} has the mode {stat.filemode(status.st_mode)}, so that others can read it; "
+            f"run: chmod 600 {path}"
+        )
     return data
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fairscale.nn.model_parallel import initialize as fairscale_groups
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from parallel_llama.errors import UsageError, listed_ranks
+from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
 from parallel_llama.parallel.by_device import ByDevice
 from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
 from parallel_llama.parallel.current_device import use_device
@@ -42,6 +42,7 @@ from parallel_llama.parallel.one_shot import (
     with_one_shot_sums,
 )
 from parallel_llama.parallel.place import (
+    SECRET_FILE,
     Place,
     end_with_parent,
     is_under_torchrun,
@@ -146,7 +147,9 @@ def give_up(why: str) -> None:
             wait_s = 0.0 if place.rank > 0 else _TELL_S
             tell(store, place.rank, place.size, f"rank {place.rank} of {place.size}: {why}", wait_s)
 
-    with suppress(UsageError, RuntimeError, TimeoutError):  # nobody is there to read it
+    with suppress(
+        UsageError, CheckpointError, RuntimeError, TimeoutError
+    ):  # nobody is there to read it
         within(_TELL_S, tell_all)
 
 
@@ -345,9 +348,10 @@ def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
         who = f"rank {listed_ranks(missing)} of {place.size} never joined"
     else:
         who = f"the {place.size} ranks met and one of them stopped answering"
+    unseen = f", or has another {SECRET_FILE}" if SECRET_FILE in os.environ else ""
     return (
-        f"{who} within {timeouts.start_s:g} s; see what it says, or whether it was started "
-        "(--timeout waits longer)"
+        f"{who} within {timeouts.start_s:g} s; see what it says, or whether it was started"
+        f"{unseen} (--timeout waits longer)"
     )
 
 

@@ -7,12 +7,16 @@ import sys
 from dataclasses import dataclass, field
 
 from parallel_llama.errors import UsageError
+from parallel_llama.files.bounded_files import expanded, read_private
 
 # The number of the socket that rank 0 has inherited, bound to MASTER_ADDR and MASTER_PORT.
 STORE_FD = "PARALLEL_LLAMA_STORE_FD"
 # The number of the file that all ranks of `launch` have inherited, with the run's secret.
 SECRET_FD = "PARALLEL_LLAMA_SECRET_FD"
 SECRET_BYTES = 32
+# The path of a file with the secret, for ranks that another launcher has started.
+SECRET_FILE = "PARALLEL_LLAMA_SECRET_FILE"
+_MAX_SECRET_BYTES = 4096
 
 _PR_SET_PDEATHSIG = 1
 
@@ -136,7 +140,8 @@ def place_in_environment() -> Place:
 
     The bound socket and the secret can be taken once: another call does not find them.
 
-    Raises: UsageError for an environment that is incomplete.
+    Raises: UsageError for an environment that is incomplete; CheckpointError for a file of the
+    secret that cannot be read.
     """
     rank, size = world()
     if size == 1:
@@ -156,16 +161,25 @@ def place_in_environment() -> Place:
         int(port),
         bound=None if bound is None else int(bound),
         is_served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        secret=_inherited_secret(),
+        secret=_secret(),
     )
 
 
-def _inherited_secret() -> bytes:
-    number = os.environ.pop(SECRET_FD, None)
-    if number is None:
+def _secret() -> bytes:
+    """The secret that this process has inherited from `launch`, or that of SECRET_FILE."""
+    number, path = os.environ.pop(SECRET_FD, None), os.environ.get(SECRET_FILE)
+    if number is not None:
+        secret = os.pread(int(number), SECRET_BYTES, 0)
+        os.close(int(number))
+        return secret
+    if path is None:
         return b""
-    secret = os.pread(int(number), SECRET_BYTES, 0)
-    os.close(int(number))
+    secret = read_private(expanded(path), _MAX_SECRET_BYTES).strip()
+    if len(secret) < SECRET_BYTES:
+        raise UsageError(
+            f"{SECRET_FILE}={path} has {len(secret)} bytes; use {SECRET_BYTES} to "
+            f"{_MAX_SECRET_BYTES} random ones, such as: openssl rand -hex 32"
+        )
     return secret
 
 

@@ -4,18 +4,15 @@ import base64
 import hashlib
 import hmac
 import ipaddress
-import os
 import re
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parallel_llama.errors import UsageError
-from parallel_llama.files.bounded_files import expanded, open_input, read_bounded
+from parallel_llama.files.bounded_files import expanded, read_private
 from parallel_llama.serve.errors import Refused, error_response
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
@@ -31,15 +28,8 @@ def read_keys(path: str) -> list[str]:
     Raises: UsageError for a file that has none, a key that is too short to be one, and a file that
     others can read: as in ssh, where it is one's own.
     """
-    with open_input(expanded(path)) as file:
-        data = read_bounded(file, Path(path), MAX_KEYS * MAX_KEY_CHARS)
-        status = os.fstat(file.fileno())
+    data = read_private(expanded(path), MAX_KEYS * MAX_KEY_CHARS)
     text = data.decode("utf-8", "replace")
-    if status.st_uid == os.geteuid() and status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise UsageError(
-            f"{path} has the mode {stat.filemode(status.st_mode)}, so that others can read the "
-            f"keys; run: chmod 600 {path}"
-        )
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys or len(keys) > MAX_KEYS:

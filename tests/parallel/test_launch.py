@@ -319,14 +319,15 @@ def meet() -> Iterator[Meet]:
     kept.bind(("127.0.0.1", 0))
     port = str(kept.getsockname()[1])
 
-    def start(rank: int, size: int, color: str, timeout_s: float, card: str = "lo") -> None:
+    def start(rank: int, size: int, color: str, timeout_s: float, **own: str) -> None:
         more = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": port}
+        more = {"GLOO_SOCKET_IFNAME": "lo", **more, **own}
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "rank_programs", "meet", str(timeout_s), color],
                 stderr=subprocess.PIPE,
                 text=True,
-                env=environ(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME=card, **more),
+                env=environ(MASTER_ADDR="127.0.0.1", **more),
             )
         )
 
@@ -334,16 +335,19 @@ def meet() -> Iterator[Meet]:
         *ranks: tuple[int, int, str],
         timeout_s: float = LIMIT_S,
         rank_0_s: float | None = None,
-        cards: Mapping[int, str] = MappingProxyType({}),
+        own: Mapping[int, Mapping[str, str]] = MappingProxyType({}),
     ) -> list[dict[str, Any]]:
-        """With a limit of its own, rank 0 starts when the ranks before it have begun to wait."""
+        """`own` are variables of single ranks.
+
+        With a limit of its own, rank 0 starts when the ranks before it have begun to wait.
+        """
         for rank, size, color in ranks:
             if rank == 0 and rank_0_s is not None:
                 for process in processes:
                     read_pids(process, 1)
                 start(rank, size, color, rank_0_s)
             else:
-                start(rank, size, color, timeout_s, cards.get(rank, "lo"))
+                start(rank, size, color, timeout_s, **own.get(rank, {}))
         return [
             next(
                 line for line in said(process.communicate(timeout=LIMIT_S)[1]) if "outcome" in line
@@ -416,11 +420,46 @@ def test_ranks_that_are_about_to_do_different_things_are_told_which(meet):
         assert "color: rank 1 of 3 has blue and rank 0 has red" in line["outcome"]
 
 
+def secret_file(path: Path, secret: str, mode: int = 0o600) -> dict[str, str]:
+    path.write_text(secret + "\n")
+    path.chmod(mode)
+    return {"PARALLEL_LLAMA_SECRET_FILE": str(path)}
+
+
+@pytest.mark.parametrize("n", [3, 5])
+def test_ranks_meet_by_the_secret_of_a_file(meet, tmp_path, n):
+    files = {rank: secret_file(tmp_path / f"{rank}", "s" * 64) for rank in range(n)}
+    lines = meet(*((rank, n, "") for rank in range(n)), own=files)
+    assert [line["outcome"] for line in lines] == ["met"] * n
+
+
+def test_a_rank_with_another_secret_is_not_met(meet, tmp_path):
+    files = {rank: secret_file(tmp_path / f"{rank}", f"{rank > 1}" * 16) for rank in range(3)}
+    lines = meet(*((rank, 3, "") for rank in range(3)), own=files, timeout_s=6)
+    for line, missing in zip(lines, ("2", "2", "0, 1"), strict=True):
+        assert line["outcome"].startswith(f"rank {missing} of 3 never joined within 6 s")
+        assert "or has another PARALLEL_LLAMA_SECRET_FILE" in line["outcome"]
+
+
+@pytest.mark.parametrize(
+    ("secret", "mode", "says"),
+    [("s" * 31, 0o600, "has 31 bytes; use 32 to 4096"), ("s" * 64, 0o644, "run: chmod 600")],
+)
+def test_a_secret_that_is_short_or_open_to_others_is_refused(
+    bare_environ, tmp_path, secret, mode, says
+):
+    env = {**PMI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for name, value in {**env, **secret_file(tmp_path / "secret", secret, mode)}.items():
+        bare_environ.setenv(name, value)
+    with pytest.raises(UsageError, match=says):
+        place_in_environment()
+
+
 @pytest.mark.parametrize(("n", "lost"), [(3, 0), (3, 1), (5, 4)])
 def test_where_one_rank_cannot_connect_all_hear_of_it_at_once(meet, n, lost):
     """It said so by itself, and the others waited for it until --timeout."""
     ranks = [(rank, n, "") for rank in range(n)]
-    for line in meet(*ranks, cards={lost: "nosuch0"}, timeout_s=90):
+    for line in meet(*ranks, own={lost: {"GLOO_SOCKET_IFNAME": "nosuch0"}}, timeout_s=90):
         assert line["outcome"].startswith(
             f"rank {lost} of {n} met the others and cannot connect to them: "
         )

@@ -143,7 +143,7 @@ def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path, mode: in
     path = tmp_path / "keys"
     path.write_text(KEYS[0])
     path.chmod(mode)
-    with pytest.raises(UsageError, match=f"others can read the keys; run: chmod 600 {path}"):
+    with pytest.raises(UsageError, match=f"others can read it; run: chmod 600 {path}"):
         read_keys(str(path))
     for own in (0o600, 0o400):
         path.chmod(own)
