@@ -6,9 +6,12 @@ alone.
 """
 
 import errno
+import fcntl
+import ipaddress
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -55,6 +58,7 @@ from parallel_llama.parallel.shared_memory import share
 
 _KNOCK_S = 0.05
 _LISTEN_S = 0.1
+_SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
 # For a rank that gives up before it joins, until the other ranks have come to read why.
 _TELL_S = 15.0
 
@@ -110,7 +114,8 @@ def join(
             # gloo waits for a rank that has given up, as long as for one that is late.
             how = place, timeouts.start_s, ended, heard
             threading.Thread(target=_listen, args=how, daemon=True).start()
-            return form_group(place.rank, place.size, store, device, timeouts)
+            with _gloo_on_interface_to(place):
+                return form_group(place.rank, place.size, store, device, timeouts)
 
     def look_around() -> None:
         if heard:
@@ -233,6 +238,43 @@ def _nccl_leaves_errors_to_us() -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
+
+
+@contextmanager
+def _gloo_on_interface_to(place: Place) -> Iterator[None]:
+    """Lets gloo use the network by which this rank reaches the store.
+
+    By itself it takes the address of the host's name, often 127.0.1.1, which no other host reaches.
+    GLOO_SOCKET_IFNAME goes first where it is set.
+    """
+    name = "GLOO_SOCKET_IFNAME"
+    found = None if name in os.environ else _interface_to(place)
+    if found is None:
+        yield
+        return
+    os.environ[name] = found
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _interface_to(place: Place) -> str | None:
+    """The interface by which this rank reaches the store; None where that is not by IPv4."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((place.host, place.port))  # sends nothing
+            own = ipaddress.IPv4Address(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode())
+                with suppress(OSError):  # it has no address
+                    reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                    address = ipaddress.IPv4Address(reply[20:24])
+                    if address == own or (address.is_loopback and own.is_loopback):
+                        return name
+    except OSError:
+        pass
+    return None
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -455,6 +455,54 @@ def test_a_secret_that_is_short_or_open_to_others_is_refused(
         place_in_environment()
 
 
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them, 10.231.0.1 and 10.231.0.2; needs root."""
+    names = [f"{end}{os.getpid()}" for end in "ab"]
+
+    def ip(*command: str) -> None:
+        subprocess.run(["ip", *command], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", names[0], "link", "add", "v0", "type", "veth", "peer", "v0", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.231.0.{number}/24", "dev", "v0")
+            ip("-n", name, "link", "set", "v0", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_ranks_of_two_hosts_connect_by_the_network_on_which_they_meet(hosts, n):
+    """gloo took the address of the host's name, which no other host reaches."""
+    more = {"WORLD_SIZE": str(n), "MASTER_ADDR": "10.231.0.1", "MASTER_PORT": "29500"}
+    env = environ(**more)
+    env.pop("GLOO_SOCKET_IFNAME", None)
+    program = sys.executable, "-m", "rank_programs", "meet", "50"
+    ranks = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", hosts[min(rank, 1)], *program],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**env, "RANK": str(rank)},
+        )
+        for rank in range(n)
+    ]
+    try:
+        for rank in ranks:
+            _, stderr = rank.communicate(timeout=LIMIT_S)
+            assert [line["outcome"] for line in said(stderr) if "outcome" in line] == ["met"]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
 @pytest.mark.parametrize(("n", "lost"), [(3, 0), (3, 1), (5, 4)])
 def test_where_one_rank_cannot_connect_all_hear_of_it_at_once(meet, n, lost):
     """It said so by itself, and the others waited for it until --timeout."""
