@@ -347,6 +347,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprob, ...] | None = field(default=None, repr=False)
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -357,7 +358,8 @@ class Completion(_ShortRepr):
     string included; `text` ends before them. So `tokens` may decode to more than `text`.
     `prompt_logprobs` has an entry per token of the prompt; the first, which nothing predicts, is
     None. A request with this `seed` gets the same again; greedy decoding has none.
-    `n_cached_tokens` of the prompt were in the prefix cache when it began.
+    `n_cached_tokens` of the prompt were in the prefix cache when it began. `stop_reason` is the
+    stop string or the stop token id of the request that ended it, else None.
 
     `LLM.generate` and `LLM.chat` add what vLLM's RequestOutput has: the text of the prompt, which
     token ids have none of, its ids, and all choices of the request as `outputs`.
@@ -377,6 +379,7 @@ class Completion(_ShortRepr):
     prompt: str | None = field(default=None, compare=False)
     prompt_token_ids: tuple[int, ...] = field(default=(), compare=False, repr=False)
     outputs: tuple[CompletionOutput, ...] = field(default=(), compare=False, repr=False)
+    stop_reason: str | int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The line of `generate --json`.
@@ -408,7 +411,14 @@ def with_outputs(
 ) -> list[Completion]:
     """The completions of one request, each with the request's prompt and all choices."""
     outputs = tuple(
-        CompletionOutput(each.choice, each.text, each.tokens, each.finish_reason, each.logprobs)
+        CompletionOutput(
+            each.choice,
+            each.text,
+            each.tokens,
+            each.finish_reason,
+            each.logprobs,
+            each.stop_reason,
+        )
         for each in choices
     )
     return [

@@ -37,7 +37,7 @@ class StopChecker:
     """
 
     def __init__(self, stop: Sequence[str], shows_stop: bool = False) -> None:
-        self.found = False  # whether a stop string is complete
+        self.found = ""  # the stop string that ended the text
         self._shows_stop = shows_stop
         self._prefix = _automaton(stop)
         self._held = ""
@@ -53,7 +53,7 @@ class StopChecker:
         for n_read, char in enumerate(piece, len(self._held) + 1):
             self._prefix = self._prefix.step(char)
             if n_match := self._prefix.n_match:
-                self.found, self._held = True, ""
+                self.found, self._held = text[n_read - n_match : n_read], ""
                 return text[: n_read if self._shows_stop else n_read - n_match]
         n_shown = len(text) - self._prefix.length
         self._held = text[n_shown:]

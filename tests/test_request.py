@@ -392,7 +392,7 @@ def test_the_tampering_itself_leaves_a_message_readable() -> None:
     assert request.params.temperature == 0.5
 
 
-def _whole(text: str, stops: list[str]) -> tuple[str, bool]:
+def _whole(text: str, stops: list[str]) -> tuple[str, str]:
     """The definition: of all occurrences the one that ends first, the longest of those."""
     ends = [
         (start + len(stop), start)
@@ -401,12 +401,12 @@ def _whole(text: str, stops: list[str]) -> tuple[str, bool]:
         if text.startswith(stop, start)
     ]
     if not ends:
-        return text, False
-    _, start = min(ends)
-    return text[:start], True
+        return text, ""
+    end, start = min(ends)
+    return text[:start], text[start:end]
 
 
-def _streamed(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+def _streamed(pieces: list[str], stops: list[str]) -> tuple[str, str]:
     stream = StopChecker(stops)
     shown = [stream.push(piece) for piece in pieces]
     shown.append(stream.flush())

@@ -25,11 +25,17 @@ class Detokenizer:
         self._stop = StopChecker(params.stop, shows_stop=params.include_stop_str_in_output)
         self._shown: list[str] = []
         self._n_tokens = 0
+        self._stop_id: int | None = None
 
     @property
     def text(self) -> str:
         """Everything that was shown."""
         return "".join(self._shown)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or the id of the request's stop_token_ids, that ended the text."""
+        return self._stop.found or self._stop_id
 
     def push(self, token: int, is_last: bool) -> tuple[str, bool]:
         """Text that may be shown now, and whether the completion stops at this token.
@@ -38,13 +44,15 @@ class Detokenizer:
         """
         self._n_tokens += 1
         is_stop = token in self._request.stop_ids
+        if token in self._request.params.stop_token_ids:
+            self._stop_id = token
         is_text = not is_stop or self._request.params.include_stop_str_in_output
         shown = ""
         if self._decoder is not None and is_text:
             shown = self._show(self._through_stop(self._decoder.push(token)))
         if is_stop or is_last:
             shown += self.close()
-        return shown, is_stop or self._stop.found
+        return shown, is_stop or bool(self._stop.found)
 
     def close(self) -> str:
         """What was held back, now that nothing more comes."""

@@ -575,6 +575,9 @@ class Engine:
             ),
             seed=None if params.is_greedy else request.seed,
             n_cached_tokens=sequence.n_found or 0,
+            stop_reason=(
+                state.detokenizer.stop_reason if state.detokenizer and reason == "stop" else None
+            ),
         )
 
     def _spelled(self, scored: TokenLogprob) -> TokenLogprob:

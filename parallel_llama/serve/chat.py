@@ -206,12 +206,18 @@ class _Choice:
             told[0].logprobs = self._asked.logprobs(output.logprobs)
             told[0].token_ids = self._asked.token_ids(output.tokens)
         if output.completion is not None:
-            reason, _ = self.finish_reason(output.completion)
-            end = ChatChunkChoice(index=self._index, delta=ChatDelta(), finish_reason=reason)
-            told.append(end)
+            reason, stop_reason = self.finish_reason(output.completion)
+            told.append(
+                ChatChunkChoice(
+                    index=self._index,
+                    delta=ChatDelta(),
+                    finish_reason=reason,
+                    stop_reason=stop_reason,
+                )
+            )
         return told
 
-    def finish_reason(self, completion: Completion) -> tuple[FinishReason, str | None]:
+    def finish_reason(self, completion: Completion) -> tuple[FinishReason, str | int | None]:
         """Why it ended; to be asked once all of it has been read."""
         reason, stop_reason = finish_reason(completion)
         return ("tool_calls" if self._n_calls and reason == "stop" else reason), stop_reason

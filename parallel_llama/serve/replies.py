@@ -81,7 +81,7 @@ class ChatChoice(Reply):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
 
 
@@ -113,6 +113,7 @@ class ChatChunkChoice(Reply):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
 
 
@@ -140,7 +141,7 @@ class CompletionChoice(Reply):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     token_ids: Sequence[int] | UnsetType = UNSET
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
 

@@ -29,11 +29,14 @@ async def _with_error(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
         await chunks.aclose()
 
 
-def finish_reason(completion: Completion) -> tuple[FinishReason, str | None]:
-    """Why a completion ended in OpenAI's words, and in ours where those do not say it."""
+def finish_reason(completion: Completion) -> tuple[FinishReason, str | int | None]:
+    """Why a completion ended in OpenAI's words, and what ended it where those do not say it.
+
+    That is a stop string or stop token id, as in vLLM, or a reason which OpenAI does not have.
+    """
     match completion.finish_reason:
         case "stop":
-            return "stop", None
+            return "stop", completion.stop_reason
         case "length":
             return "length", None
         case other:

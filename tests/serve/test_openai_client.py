@@ -213,6 +213,38 @@ def test_tokens_of_the_prefix_cache_are_counted(client):
     assert first == 0 and again == (found[1].prompt_tokens - 1) // 16 * 16
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"stop": ["zebra", "France"]}, "France"),
+        ({"stop": ["zebra"]}, None),
+        ({"stop": ["zebra"], "max_tokens": 2}, None),
+        ({"extra_body": {"stop_token_ids": [4649]}}, 4649),
+        ({"stop": [" is"], "extra_body": {"include_stop_str_in_output": True}}, " is"),
+    ],
+)
+def test_the_stop_string_or_token_that_ended_an_answer_is_its_stop_reason(
+    lenient, smollm2, fields, reason, stream
+):
+    """It was null, so that one of several stop strings could not be told from another."""
+    assert smollm2.post("/tokenize", prompt=" France")["tokens"] == [4649]
+    given = {"model": "smollm2", "max_tokens": 24, "stream": stream, **fields}
+    template = smollm2.post("/tokenize", messages=QUESTION)["tokens"]
+    for reply in (
+        lenient.chat.completions.create(messages=QUESTION, **given),
+        lenient.completions.create(prompt=template, **given),
+    ):
+        (end,) = [
+            choice
+            for each in (reply if stream else [reply])
+            for choice in each.choices
+            if choice.finish_reason
+        ]
+        assert end.stop_reason == reason
+        assert end.finish_reason == ("length" if fields.get("max_tokens") else "stop")
+
+
 def test_an_answer_that_has_begun_goes_on(client):
     begun = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
     going_on = {"continue_final_message": True, "add_generation_prompt": False}
