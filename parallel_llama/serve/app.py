@@ -19,6 +19,7 @@ from parallel_llama.serve.bodies import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    read_body,
 )
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import completions
@@ -28,6 +29,7 @@ from parallel_llama.serve.exposition import make_registry
 from parallel_llama.serve.openapi import description
 from parallel_llama.serve.page_files import page_routes
 from parallel_llama.serve.replies import Detokenized, Model, Models, TokenizerInfo, Tokens
+from parallel_llama.serve.request_id import CLIENT_GONE
 from parallel_llama.serve.service import Service
 from parallel_llama.serve.status import status_of
 from parallel_llama.serve.tool_prompt import conversation
@@ -161,24 +163,24 @@ def _post(service: Service, kind: type[B], handler: Handler[B]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         data = await _body(request)
         try:
-            body = decoder.decode(data)
+            body = read_body(decoder, data)
         except UnicodeDecodeError as error:
-            raise Refused(400, f"the body is no JSON: {error}") from error
+            raise Refused(400, f"the body is not valid JSON: {error}") from error
         return await handler(service, request, body)
 
-    return _guarded(endpoint)
+    return _guarded(endpoint, "messages" if kind is ChatBody else "prompt")
 
 
-def _guarded(endpoint: Endpoint) -> Endpoint:
-    """An endpoint whose errors become replies."""
+def _guarded(endpoint: Endpoint, prompt: str | None = None) -> Endpoint:
+    """An endpoint whose errors become replies; `prompt` is the field that holds a prompt."""
 
     async def guarded(request: Request) -> Response:
         try:
             return await endpoint(request)
         except (ClientGone, ClientDisconnect):
-            return Response(status_code=499)  # which nobody sees
+            return Response(status_code=CLIENT_GONE)
         except Exception as error:
-            return error_response(error)
+            return error_response(error, prompt)
 
     return guarded
 

@@ -1,16 +1,18 @@
 """The bodies that clients send, every field with its type and bound.
 
-A field that is not listed is refused, with the name that it is nearest to: nothing is accepted and
-ignored, but for those under "taken without effect", which ask for what is so anyhow.
+A field that is not listed is refused, with the name that it is nearest to. Those under "taken
+without effect" are what SDKs send and what changes nothing here; the log names each of them once.
 
 Source: the API reference of OpenAI; vLLM's extra parameters.
 """
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from parallel_llama.files.fields import did_you_mean
 from parallel_llama.request import (
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
@@ -29,6 +31,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 64
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 256
+MAX_METADATA = 16
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
@@ -37,6 +40,9 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Object = dict[str, Any]
+Metadata = dict[
+    Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]
+]  # as long as OpenAI takes them
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -106,7 +112,12 @@ class SamplingBody(Body):
     request_id: Name | None = None
     # Taken without effect.
     user: Name | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    store: bool | None = None
+    metadata: Annotated[Metadata, Meta(max_length=MAX_METADATA)] | None = None
     priority: Literal[0] | None = None
 
 
@@ -148,9 +159,12 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template_kwargs: Annotated[Object, Meta(max_length=16)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    # For the template, if it reads it; else without effect.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     # Taken without effect.
-    store: Literal[False] | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
+    prediction: Object | None = None
     add_special_tokens: Literal[False] | None = None
 
 
@@ -192,3 +206,53 @@ class DetokenizeBody(Body):
 
 
 BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+
+# Fields that change nothing, and that no template reads.
+WITHOUT_EFFECT = (
+    "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
+    "store", "metadata", "verbosity", "modalities", "prediction",
+)  # fmt: skip
+
+NESTED: tuple[type[Body], ...] = (
+    StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, ToolFunction, Tool,
+    ChosenFunction, ToolChoice,
+)  # fmt: skip
+_UNKNOWN = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile("Object missing required field `(.*)`")
+_MAX_PARAM_CHARS = 64
+B = TypeVar("B", bound=Body)
+
+
+class InvalidBody(ValueError):
+    """A body of another shape than its route takes; `param` and `code` are as OpenAI gives them."""
+
+    def __init__(self, message: str, param: str | None, code: str) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+def read_body(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
+    """The body in some JSON.
+
+    Raises: InvalidBody; msgspec.DecodeError, UnicodeDecodeError or RecursionError for other text.
+    """
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), decoder.type) from error
+
+
+def _invalid(text: str, kind: type[Body]) -> InvalidBody:
+    what, _, where = text.rpartition(" - at `$")
+    if not what:
+        what, where = text, ""
+    where = where.rstrip("`").lstrip(".")[:_MAX_PARAM_CHARS]
+    code = "invalid_type" if ", got `" in what else "invalid_value"
+    if found := _UNKNOWN.fullmatch(what):
+        code = "unknown_parameter"
+        structs = NESTED if where else (kind,)
+        text += did_you_mean(found[1], {name for of in structs for name in of.__struct_fields__})
+    elif found := _MISSING.fullmatch(what):
+        code = "missing_required_parameter"
+    name = found[1][:_MAX_PARAM_CHARS] if found else ""
+    return InvalidBody(text, ".".join(filter(None, (where, name))) or None, code)

@@ -106,6 +106,8 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
     if tools is not None and tools.has_special_marks:
         params = replace(params, skip_special_tokens=False)
     template, names = service.inputs.chat_template, body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        names = {"reasoning_effort": body.reasoning_effort, **names}
     functions = [] if tools is None else body.tools or []
     continues = bool(body.continue_final_message)
     if (body.add_generation_prompt is False) != continues:

@@ -1,14 +1,18 @@
 """What goes wrong, as a status and a body in OpenAI's form."""
 
 import logging
+import re
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from parallel_llama.errors import CheckpointError, ContextExceeded, NumericalError, UsageError
 from parallel_llama.serve.answer import Diverged, Stalled
+from parallel_llama.serve.bodies import BODIES, NESTED, InvalidBody
 from parallel_llama.serve.engine_client import Busy, NotReady
 from parallel_llama.serve.replies import ErrorDetail, ErrorReply, Reply
+from parallel_llama.serve.request_id import REASON
 from parallel_llama.serve.service import UnknownModel
 
 logger = logging.getLogger(__name__)
@@ -26,22 +30,26 @@ class Refused(Exception):
         self.status = status
 
 
-def error_reply(error: Exception) -> tuple[int, ErrorReply]:
-    """The status and the body for an error; one that nobody expected is logged, and not shown."""
+def error_reply(error: Exception, prompt: str | None = None) -> tuple[int, ErrorReply]:
+    """The status and the body for an error; one that nobody expected is logged, and not shown.
+
+    `prompt` is the field of the request that holds its prompt.
+    """
     message = str(error)
     match error:
         case Refused():
-            return error.status, _reply(message, _TYPES.get(error.status, "invalid_request_error"))
+            type, code = _REFUSALS.get(error.status, ("invalid_request_error", None))
+            return error.status, _reply(message, type, code=code)
         case ContextExceeded():
-            return 400, _reply(message, "invalid_request_error", code="context_length_exceeded")
+            code = "context_length_exceeded"
+            return 400, _reply(message, "invalid_request_error", prompt, code)
         case UsageError():
-            return 400, _reply(message, "invalid_request_error")
-        case msgspec.ValidationError():
-            _what, found, where = message.rpartition(" - at `$.")
-            param = where.rstrip("`") if found else None
-            return 400, _reply(message, "invalid_request_error", param)
+            return 400, _reply(message, "invalid_request_error", _param(message), "invalid_value")
+        case InvalidBody():
+            return 400, _reply(message, "invalid_request_error", error.param, error.code)
         case msgspec.DecodeError() | RecursionError():
-            return 400, _reply(f"the body is no JSON: {message}", "invalid_request_error")
+            message = f"the body is not valid JSON: {message}"
+            return 400, _reply(message, "invalid_request_error", code="invalid_json")
         case UnknownModel():
             return 404, _reply(message, "invalid_request_error", "model", "model_not_found")
         case Busy():
@@ -63,16 +71,62 @@ def json_response(reply: Reply, status: int = 200) -> Response:
     return Response(reply.encode(), status, media_type="application/json")
 
 
-def error_response(error: Exception) -> Response:
-    """The response that tells of an error; with when to come again, where that may help."""
-    status, reply = error_reply(error)
-    response = json_response(reply, status)
-    if status in (429, 503):
-        response.headers["retry-after"] = str(RETRY_AFTER_S)
-    return response
+def error_response(error: Exception, prompt: str | None = None) -> Response:
+    """The response for an error, as `error_reply`; with when to try again where that may help."""
+    return _ErrorResponse(*error_reply(error, prompt))
 
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+class _ErrorResponse(Response):
+    """An error as JSON, which tells the log why: REASON in the scope is its code and parameter."""
+
+    media_type = "application/json"
+
+    def __init__(self, status: int, reply: ErrorReply) -> None:
+        super().__init__(reply.encode(), status)
+        if status in (429, 503):
+            self.headers["retry-after"] = str(RETRY_AFTER_S)
+        self._error = reply.error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[REASON] = reason_of(self._error)
+        await super().__call__(scope, receive, send)
+
+
+def reason_of(error: ErrorDetail) -> dict[str, str]:
+    """Why a request was refused, for the log: without its message, which may quote a client."""
+    reason = {"code": error.code or error.type}
+    if error.param is not None and _LOGGED_PARAM.fullmatch(error.param):
+        reason["param"] = error.param
+    return reason
+
+
+_REFUSALS = {
+    400: ("invalid_request_error", "invalid_request"),
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "host_not_allowed"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "request_timeout"),
+    413: ("invalid_request_error", "body_too_large"),
+    414: ("invalid_request_error", "url_too_long"),
+    415: ("invalid_request_error", "unsupported_media_type"),
+    431: ("invalid_request_error", "headers_too_large"),
+    503: ("service_unavailable_error", "too_many_connections"),
+}
+_FIELDS = frozenset(name for body in BODIES for name in body.__struct_fields__)
+_ALIASES = {"template_vars": "chat_template_kwargs"}
+_FIRST_WORD = re.compile("(?:prompt [0-9]+: )?([a-z_]+)")
+_OWN_NAMES = "|".join({*_FIELDS, *(name for of in NESTED for name in of.__struct_fields__)})
+_LOGGED_PARAM = re.compile(rf"(?:{_OWN_NAMES})(?:\[[0-9.]*\]|\.(?:{_OWN_NAMES}))*")
+
+
+def _param(message: str) -> str | None:
+    """The field that an error is about: messages about one begin with its name."""
+    found = _FIRST_WORD.match(message)
+    name = found and _ALIASES.get(found[1], found[1])
+    if name in _FIELDS:
+        return name
+    return "prompt" if message.startswith("prompt ") else None
 
 
 def _reply(

@@ -1,12 +1,21 @@
 """From the fields of a body to how its tokens are drawn."""
 
 import json
+import logging
+from functools import lru_cache
 from typing import Any
 
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError, shown
 from parallel_llama.request import Grammar, SamplingParams
-from parallel_llama.serve.bodies import ResponseFormat, SamplingBody, StructuredOutputs
+from parallel_llama.serve.bodies import (
+    WITHOUT_EFFECT,
+    ResponseFormat,
+    SamplingBody,
+    StructuredOutputs,
+)
+
+logger = logging.getLogger(__name__)
 
 # Fields of a body that are settings of the same name.
 _SAME = (
@@ -33,6 +42,9 @@ def sampling_params(
     """
     if body.stream_options is not None and not body.stream:
         raise UsageError("stream_options are for a stream; set stream to true, or leave them out")
+    for name in WITHOUT_EFFECT:
+        if getattr(body, name, None) is not None:
+            log_ignored(name)
     given: dict[str, Any] = {
         name: value for name in _SAME if (value := getattr(body, name)) is not None
     }
@@ -45,6 +57,12 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+@lru_cache(maxsize=64)
+def log_ignored(name: str) -> None:
+    """Log that a field has no effect: once for each name, not for each request."""
+    logger.info("ignored, as it has no effect here", extra={"told": {"field": name}})
 
 
 def grammar_of(body: SamplingBody) -> Grammar | None:

@@ -10,6 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "x-request-id"
 MAX_CHARS = 128
+CLIENT_GONE = 499  # nginx's, for the log: nobody is there to see it
+REASON = "parallel_llama.reason"  # in the scope of a request that is refused: why, for the log
 
 _FIT = re.compile(f"[!-~]{{1,{MAX_CHARS}}}")  # what is printed, but for spaces
 
@@ -41,9 +43,16 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[HEADER] = request_id
                 if message["status"] >= 400 and not scope["path"].startswith("/health"):
-                    told = {"status": message["status"], "path": scope["path"][:MAX_CHARS]}
-                    logger.info("refused", extra={"told": {"request_id": request_id, **told}})
+                    _log(request_id, message["status"], scope)
             await send(message)
 
         current_id.set(request_id)
         await self._app(scope, receive, named)
+
+
+def _log(request_id: str, status: int, scope: Scope) -> None:
+    """One line for a request that was refused, failed, or left by its client."""
+    told = {"request_id": request_id, "status": status, "path": scope["path"][:MAX_CHARS]}
+    is_gone = status == CLIENT_GONE
+    told |= {} if is_gone else scope.get(REASON, {})
+    logger.info("cancelled" if is_gone else "refused", extra={"told": told})

@@ -10,10 +10,15 @@ from typing import Any
 import msgspec
 
 from parallel_llama.errors import UsageError
+from parallel_llama.files.fields import nearest
 from parallel_llama.serve.bodies import Tool
+from parallel_llama.serve.params import log_ignored
 from parallel_llama.serve.tool_calls import HERMES
 from parallel_llama.tokenizer import Chat, ChatTemplate
 from parallel_llama.tokenizer.chat import Message, text_of
+
+_WORD = re.compile(r"[A-Za-z_]\w+")
+_ALIKE = 0.85  # of a name to one that the template reads, where it is taken for a slip
 
 # In HERMES' form.
 _IN_WORDS = """You can call functions. Each line describes one:
@@ -35,17 +40,24 @@ def conversation(
 ) -> Chat:
     """The chat of some messages for this template.
 
-    Raises: UsageError for what is no conversation, and for names that the template does not read.
+    Names that the template does not read are left out, and logged.
+
+    Raises: UsageError for what is no conversation, and for a name that is nearly one which the
+    template reads.
     """
     text = template.template_text if template else ""
-    for name in template_vars:
-        if not _reads(text, name):
-            raise UsageError(
-                f"chat_template_kwargs: the model's template does not read {name!r:.80}; leave it "
-                "out"
-            )
     described = list(map(_described, tools))
     chat = Chat(messages, described, template_vars=template_vars, continues=continues)
+    known = {name: value for name, value in template_vars.items() if _reads(text, name)}
+    words = set(_WORD.findall(text)) if len(known) < len(template_vars) else set()
+    for name in template_vars.keys() - known.keys():
+        if (near := nearest(name, words, _ALIKE)) is not None:
+            raise UsageError(
+                f"chat_template_kwargs: the model's template does not read {name!r:.80}; did you "
+                f"mean {near!r}?"
+            )
+        log_ignored(name if name == "reasoning_effort" else "chat_template_kwargs")
+    chat = replace(chat, template_vars=known)
     return chat if has_place_for_tools(template) else _in_words(chat)
 
 

@@ -347,8 +347,51 @@ def test_what_clients_write_is_not_in_the_log(tiny):
     with socket.create_connection((tiny.connect().host, tiny.connect().port), 10) as raw:
         raw.sendall(f"{MARK}\x1b[2J\r\n\r\n".encode())
         assert raw.recv(65536).startswith(b"HTTP/1.1 400 ")
-    usual = re.compile(r"\S+ \S+ INFO \S+: (answered|refused) request_id=[0-9a-f]{32}[\w .=/]+\n")
+    usual = re.compile(
+        r"\S+ \S+ INFO \S+: ((answered|refused) request_id=[0-9a-f]{32}[\w .=/]+"
+        r"|ignored, as it has no effect here field=user)\n"
+    )
     assert [line for line in tiny.lines[before:] if not usual.fullmatch(line)] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fields", "says"),
+    [
+        ("POST", "/v1/completions", {"prompt": "a", "top_p": 7}, "code=invalid_value param=top_p"),
+        ("POST", "/v1/completions", {"prompt": "a", MARK: 7}, "code=unknown_parameter"),
+        (
+            "POST", "/v1/completions", {"prompt": "a", "max_tokens": 9999},
+            "code=context_length_exceeded param=prompt",
+        ),
+        ("POST", "/v1/completions", b"{", "code=invalid_json"),
+        ("POST", "/v1/completions", {"prompt": "a", "model": MARK}, "code=model_not_found"),
+        ("GET", "/nowhere", None, "code=not_found"),
+        ("GET", "/v1/completions", None, "code=method_not_allowed"),
+    ],
+)  # fmt: skip
+def test_the_log_says_why_a_request_was_refused(tiny, method, path, fields, says):
+    """It gave the status alone."""
+    before = len(tiny.lines)
+    headers = {"content-type": "application/json", "x-request-id": "this-one"}
+    tiny.send(method, path, fields, headers)
+    tiny.get("/status")
+    (line,) = [each for each in tiny.lines[before:] if "this-one" in each]
+    assert says in line and MARK not in line
+
+
+def test_a_request_that_its_client_leaves_is_cancelled_and_not_refused(tiny):
+    before = len(tiny.lines)
+    connection = tiny.connect(10)
+    body = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True}).encode()
+    headers = {"content-type": "application/json", "x-request-id": "this-one"}
+    connection.request("POST", "/v1/completions", body, headers)
+    while not tiny.get("/status")["n_running"]:
+        pass
+    connection.close()
+    while tiny.get("/status")["n_running"]:
+        pass
+    (line,) = [each for each in tiny.lines[before:] if "request_id: " in each or "499" in each]
+    assert "cancelled request_id=this-one status=499 path=/v1/completions" in line
 
 
 def test_a_record_of_the_log_steers_no_terminal_and_passes_for_no_other():

@@ -20,6 +20,7 @@ ROUTES: dict[type, tuple[str, dict[str, Any]]] = {
     DetokenizeBody: ("/detokenize", {"tokens": [5, 6]}),
 }
 TOKENIZE: tuple[str, dict[str, Any]] = ("/tokenize", {"prompt": "hi"})
+TOO_LONG = "context_length_exceeded"
 VALUE = "the value goes here"  # what hostile text takes the place of
 Place = tuple[str | int, ...]
 
@@ -198,7 +199,10 @@ def test_a_field_has_bounds_and_a_type(tiny, canary, body, place, kind):
                 data = of_body(body, place, value)
                 reply = send(tiny, body, data)
                 if reply[0] != 200:  # another rule, such as the length of the context
-                    assert require_error(reply, data)["param"] in (None, "model"), data[:200]
+                    code = require_error(reply, data)["code"]
+                    assert code in ("invalid_value", "model_not_found", TOO_LONG), data[:200]
+                    message = json.loads(reply[1])["error"]["message"]
+                    assert not message.startswith(("Expected", "Invalid", "Object")), message
     for value in beyond(kind):
         data = of_body(body, place, value)
         require_error(send(tiny, body, data), data)
@@ -253,6 +257,48 @@ def test_a_field_that_is_no_field_is_refused_by_name(tiny, body, place):
     assert wrong != data
     message = require_error(send(tiny, body, wrong), wrong)["message"]
     assert "tempreture" in message or f"missing required field `{place[-1]}`" in message
+
+
+@pytest.mark.parametrize(
+    ("body", "given", "param", "code", "says"),
+    [
+        (ChatBody, {"tempreture": 1}, "tempreture", "unknown_parameter", "'temperature'"),
+        (ChatBody, {"reasoning_efort": "low"}, "reasoning_efort", "unknown_parameter", "_effort'"),
+        (
+            ChatBody, {"stream_options": {"include_usge": True}},
+            "stream_options.include_usge", "unknown_parameter", "'include_usage'",
+        ),
+        (ChatBody, {"messages": None}, "messages", "invalid_type", "array"),
+        (ChatBody, {"top_p": 2}, "top_p", "invalid_value", "1.0"),
+        (ChatBody, {"stop": ["a", 1]}, "stop[1]", "invalid_type", "str"),
+        (ChatBody, {"modalities": ["audio"]}, "modalities[0]", "invalid_value", "audio"),
+        (ChatBody, {"top_logprobs": 2}, "top_logprobs", "invalid_value", "set logprobs"),
+        (ChatBody, {"logit_bias": {"a": 1}}, "logit_bias", "invalid_value", "token id"),
+        (ChatBody, {"messages": [{"role": "a", "content": "a"}]}, "messages", "invalid_value", ""),
+        (ChatBody, {"max_tokens": 99_999}, "messages", TOO_LONG, "512"),
+        (CompletionBody, {"max_tokens": 99_999}, "prompt", TOO_LONG, "512"),
+        (CompletionBody, {"prompt": "word " * 600}, "prompt", TOO_LONG, "512"),
+        (
+            CompletionBody, {"prompt": ["a", "word " * 600]},
+            "prompt", TOO_LONG, "prompt 1: a prompt of",
+        ),
+        (CompletionBody, {"prompt": [["a"]]}, "prompt[0][0]", "invalid_type", ""),
+        (CompletionBody, {"prompt": [[5], []]}, "prompt[1]", "invalid_value", "length"),
+        (CompletionBody, {"n": 2, "best_of": 3}, "best_of", "invalid_value", "only n"),
+        (
+            ChatBody, {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs", "invalid_value", "set already",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_names_its_field_and_kind(tiny, body, given, param, code, says, stream):
+    """Only errors of type and bound did; clients that shorten long prompts look for the code."""
+    _, fields = ROUTES[body]
+    data = json.dumps({**fields, **given, "stream": stream}).encode()
+    error = require_error(send(tiny, body, data), data)
+    assert (error["param"], error["code"]) == (param, code)
+    assert says in error["message"]
 
 
 N_RANDOM = 500  # of each body; `python -m launch.fuzz` makes more of them

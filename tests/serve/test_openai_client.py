@@ -177,6 +177,54 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client, fields, kind, sa
     assert refused.value.body["type"] == "invalid_request_error"
 
 
+def test_what_sdks_send_beside_is_taken_and_logged_once(client, smollm2):
+    """Each was refused, so that programs written for OpenAI's server did not run here."""
+    before = len(smollm2.lines)
+    given = {
+        "model": "smollm2",
+        "messages": QUESTION,
+        "max_tokens": 24,
+        "reasoning_effort": "low",
+        "verbosity": "low",
+        "store": True,
+        "metadata": {"run": "17"},
+        "modalities": ["text"],
+        "prediction": {"type": "content", "content": "The capital"},
+        "prompt_cache_key": "a",
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "b",
+        "service_tier": "flex",
+        "user": "c",
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": False, "x": 1}},
+    }
+    for _ in range(3):
+        reply = client.chat.completions.create(**given)
+        assert reply.choices[0].message.content == ANSWER
+    ignored = [line for line in smollm2.lines[before:] if "ignored" in line]
+    fields = ["reasoning_effort", "verbosity", "store", "metadata", "modalities", "prediction"]
+    fields += ["prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"]
+    fields += ["user", "chat_template_kwargs"]
+    assert sorted(line.split("field=")[1].strip() for line in ignored) == sorted(fields)
+
+
+def test_a_name_that_is_nearly_one_the_template_reads_is_refused(client):
+    names = {"add_generation_promt": False}
+    with pytest.raises(openai.BadRequestError, match="did you mean 'add_generation_prompt'"):
+        client.chat.completions.create(
+            model="smollm2",
+            messages=QUESTION,
+            max_tokens=1,
+            extra_body={"chat_template_kwargs": names},
+        )
+
+
+def test_a_prompt_that_is_too_long_is_told_by_its_code(client):
+    messages = [{"role": "user", "content": "word " * 9000}]
+    with pytest.raises(openai.BadRequestError, match="8192") as refused:
+        client.chat.completions.create(model="smollm2", messages=messages, max_tokens=1)
+    assert refused.value.code == "context_length_exceeded" and refused.value.param == "messages"
+
+
 def test_token_ids_come_where_they_are_asked_for(client, lenient, smollm2):
     prompt = smollm2.post("/tokenize", messages=QUESTION)["tokens"]
     given = {"model": "smollm2", "messages": QUESTION, "max_tokens": 6}

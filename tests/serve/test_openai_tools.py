@@ -109,7 +109,6 @@ def test_tokens_are_those_of_the_prompt_with_functions(client, smollm2):
         ({"tool_choice": "required", "tools": openai.omit}, "no tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "regex"),
         ({"tools": [TIME] * 2}, "more than once"),
-        ({"extra_body": {"chat_template_kwargs": {"thinking": True}}}, "does not read"),
     ],
 )
 def test_functions_that_cannot_be_called_are_refused(client, fields, says):

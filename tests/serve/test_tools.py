@@ -171,10 +171,11 @@ def test_a_template_with_a_place_for_tools_gets_them_as_they_are():
     assert chat.tools[1] == {"type": "function", "function": {"name": "time", "strict": True}}
 
 
-def test_a_name_that_the_template_does_not_read_is_refused():
+def test_a_name_that_the_template_does_not_read_is_left_out_unless_it_is_a_slip():
     model = inputs("{{ enable_thinking }}").chat_template
     assert conversation(model, MESSAGES, (), {"enable_thinking": False}).template_vars
-    with pytest.raises(UsageError, match="does not read 'thinking'"):
-        conversation(model, MESSAGES, (), {"thinking": False})
+    assert not conversation(model, MESSAGES, (), {"seed": 1}).template_vars
+    with pytest.raises(UsageError, match="did you mean 'enable_thinking'"):
+        conversation(model, MESSAGES, (), {"enable_thinkng": False})
     with pytest.raises(UsageError, match="bos_token"):
         conversation(inputs("bos_token").chat_template, MESSAGES, (), {"bos_token": "x"})
