@@ -16,6 +16,10 @@ from parallel_llama.files.json_text import parse_json
 from parallel_llama.parallel.launch import MAX_RANKS
 
 LARGEST = 2**63 - 1
+_ORIGIN = re.compile(
+    r"(?!http://.*:80$)(?!https://.*:443$)"
+    r"[a-z][a-z0-9+.-]*://([a-z0-9_.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?"
+)
 GIB = 1 << 30
 
 # What stands for stdin in the place of a prompt or a file, as in other programs.
@@ -36,6 +40,16 @@ def filled_text(text: str) -> str:
     if not text:
         raise ValueError("empty; give at least one character")
     return plain_text(text)
+
+
+def origin(text: str) -> str:
+    """A web page's origin as browsers send it, or * for all of them."""
+    if text != "*" and not _ORIGIN.fullmatch(text):
+        raise ValueError(
+            "not an origin; give SCHEME://HOST or SCHEME://HOST:PORT in lower case, without a path "
+            "or a default port, or * for all"
+        )
+    return text
 
 
 def whole(low: int, high: int = LARGEST) -> Callable[[str], int]:

@@ -22,7 +22,7 @@ from parallel_llama.cli.model import (
     in_dtype,
     llm_options,
 )
-from parallel_llama.cli.parsers import filled_text, number, one_of, whole
+from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whole
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import DIM, painted
@@ -38,6 +38,11 @@ PORT: Flag[int] = Flag("port", "port to listen at; 0 for any", whole(0, 65535), 
 API_KEY_FILE: Flag[str | None] = Flag(
     "api-key-file", "a file of keys, one a line, of which clients must send one",
     filled_text, "FILE", default_text="none: whoever reaches the port is served",
+)  # fmt: skip
+ORIGINS: Flag[list[str]] = Flag(
+    "allowed-origin", "web pages that may use the server (CORS), such as https://chat.example.org; "
+    "* for all; may be repeated",
+    origin, "ORIGIN", default_text="none but the server's own page", repeatable=True,
 )  # fmt: skip
 MODEL_NAME: Flag[str | None] = Flag(
     "served-model-name", "the model's name to clients",
@@ -81,6 +86,11 @@ def prepare(flags: Flags) -> Job:
             f"--host {flags[HOST]} without --{API_KEY_FILE.name}: whoever reaches this machine "
             "is served"
         )
+    if "*" in flags[ORIGINS] and not keys:
+        warn(
+            f"--{ORIGINS.name} * without --{API_KEY_FILE.name}: every web page that is open in a "
+            "browser of this machine is served"
+        )
     own = bound_socket(flags[HOST], flags[PORT])
     if is_started_as_rank():
         return Job(lambda: _serve_as_rank(flags, inputs, own, keys), n_ranks)
@@ -118,7 +128,7 @@ def _front(
     import uvloop
 
     from parallel_llama.request import SamplingParams
-    from parallel_llama.serve.access import Access
+    from parallel_llama.serve.access import Access, allowing_origins
     from parallel_llama.serve.app import make_app
     from parallel_llama.serve.engine_client import EngineClient
     from parallel_llama.serve.metrics import Metrics
@@ -145,7 +155,8 @@ def _front(
         print(f"{line}, {dtype})", file=sys.stderr, flush=True)
 
     engine.on_loaded = tell
-    app = Access(make_app(Service(names, inputs, engine)), keys, flags[HOST])
+    access = Access(make_app(Service(names, inputs, engine)), keys, flags[HOST])
+    app = allowing_origins(access, flags[ORIGINS])
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     with own:
@@ -207,8 +218,8 @@ VERB = Verb(
     "Serves a model over HTTP, to OpenAI's clients and to a browser.",
     "[--model PATH_OR_NAME] [--nproc N] [flags]",
     (
-        MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, MAX_REQUESTS, RESTARTS, DRAIN, LOG_FORMAT,
-        *RANKS, *CACHE, *LOADING,
+        MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS, DRAIN,
+        LOG_FORMAT, *RANKS, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",
     prepare,

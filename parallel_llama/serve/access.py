@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import expanded, read_private
 from parallel_llama.serve.errors import Refused, error_response
+from parallel_llama.serve.request_id import HEADER
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
@@ -41,6 +43,23 @@ def read_keys(path: str) -> list[str]:
                 f"{MAX_KEY_CHARS} letters, digits and signs"
             )
     return keys
+
+
+def allowing_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application, for web pages of these origins too, or of any origin with "*".
+
+    Pages send a key themselves: a browser adds neither cookies nor a password that it was given.
+    Preflights carry no key and are answered without one. The check of the Host header stays.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=(HEADER, "retry-after"),
+    )
 
 
 class Access:

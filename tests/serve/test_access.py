@@ -17,6 +17,7 @@ from starlette.routing import Route
 from tiny_folder import write_chat_folder
 
 from parallel_llama.cli.log import _Lines
+from parallel_llama.cli.parsers import origin as origin_of
 from parallel_llama.errors import UsageError
 from parallel_llama.serve import access
 from parallel_llama.serve.access import OPEN, is_loopback, read_keys
@@ -244,6 +245,88 @@ def test_no_other_page_may_read_a_reply(tiny, path):
         status, headers, _ = tiny.send(method, path, headers=asks)
         assert not [name for name in headers if name.lower().startswith("access-control")]
         assert method != "OPTIONS" or status in (404, 405)
+
+
+ORIGIN = "https://chat.example.org"
+
+
+@pytest.fixture(scope="module")
+def with_origins(tmp_path_factory: pytest.TempPathFactory):
+    folder = write_chat_folder(tmp_path_factory.mktemp("model"))
+    path = folder / "keys"
+    path.write_text(KEYS[0])
+    path.chmod(0o600)
+    given = [f"--allowed-origin={ORIGIN}", "--allowed-origin=http://localhost:3000"]
+    with Served(f"--model={folder}", f"--api-key-file={path}", *given) as served:
+        yield served
+
+
+def preflight(served: Served, origin: str, **headers: str) -> tuple[int, dict[str, str]]:
+    asks = {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+        **headers,
+    }
+    status, found, _ = served.send("OPTIONS", "/v1/chat/completions", headers=asks)
+    return status, {name.lower(): value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("origin", [ORIGIN, "http://localhost:3000"])
+def test_a_page_of_an_allowed_origin_is_served_with_its_key(with_origins, origin):
+    """Pages of others could not use the server at all, whatever the operator wanted."""
+    status, headers = preflight(with_origins, origin)
+    assert status == 200 and headers["access-control-allow-origin"] == origin
+    assert "authorization" in headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in headers  # the browser's own password
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    for key, expected in ((KEYS[0], 200), ("sk-of-nobody", 401)):
+        status, headers, _ = with_origins.send(
+            "POST", "/v1/chat/completions", body, {"origin": origin, **bearer(key)}
+        )
+        assert status == expected and headers["access-control-allow-origin"] == origin
+        assert "Origin" in headers["vary"] and "x-request-id" in headers
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["https://evil.example", "http://chat.example.org", f"{ORIGIN}:8443", f"{ORIGIN}.evil.example",
+     "https://evil.chat.example.org", "null", "*", "", ORIGIN.upper(), f"{ORIGIN}/",
+     "localhost:3000"],
+)  # fmt: skip
+def test_a_page_of_another_origin_is_not(with_origins, origin):
+    status, headers = preflight(with_origins, origin)
+    assert status == 400 and "access-control-allow-origin" not in headers
+    _, headers, _ = with_origins.send(
+        "GET", "/v1/models", headers={"origin": origin, **bearer(KEYS[0])}
+    )
+    assert "access-control-allow-origin" not in {name.lower() for name in headers}
+
+
+def test_an_allowed_origin_opens_neither_other_methods_nor_other_names_of_hosts(with_origins):
+    assert preflight(with_origins, ORIGIN, **{"access-control-request-method": "DELETE"})[0] == 400
+    headers = {"origin": ORIGIN, "host": "evil.example", **bearer(KEYS[0])}
+    assert with_origins.send("GET", "/v1/models", headers=headers)[0] == 403
+
+
+def test_every_origin_is_allowed_only_where_that_is_said(tmp_path):
+    folder = write_chat_folder(tmp_path)
+    with Served(f"--model={folder}", "--allowed-origin=*") as served:
+        assert "every web page" in served.stderr
+        status, headers = preflight(served, "https://evil.example")
+        assert status == 200 and headers["access-control-allow-origin"] == "*"
+        _, headers, _ = served.send("GET", "/v1/models", headers={"origin": "null"})
+        assert headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["null", "", "chat.example.org", f"{ORIGIN}/", f"{ORIGIN}:443", "http://a:80", "https://*.a",
+     f"{ORIGIN}, https://b", "HTTPS://a", "https://a:b@c", "https://a?b"],
+)  # fmt: skip
+def test_what_is_no_origin_is_refused_before_work(text):
+    with pytest.raises(ValueError, match="not an origin"):
+        origin_of(text)
 
 
 POSTS = [route.path for route in ROUTES if "POST" in (route.methods or ())]
