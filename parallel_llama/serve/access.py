@@ -18,6 +18,9 @@ from parallel_llama.serve.errors import Refused, error_response
 from parallel_llama.serve.request_id import HEADER
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
+# In the state of a request's scope: what gives its connection a place, if one is free.
+ADMIT = "parallel_llama.admit"
+TOO_MANY = "too many connections are open; try again later"
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
 MAX_KEYS = 1024
 
@@ -67,7 +70,8 @@ class Access:
 
     With keys every path but those in OPEN wants one: as a bearer token, as OpenAI's clients send
     it, or as the password of a browser's own dialogue. A server that listens on loopback answers
-    to no other host's name: a web page could otherwise have its own name point here.
+    to no other host's name: a web page could otherwise have its own name point here. A request that
+    is let through gives its connection a place, and is refused where none is free.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], host: str) -> None:
@@ -76,12 +80,17 @@ class Access:
         self._is_local = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        admit = scope.get("state", {}).get(ADMIT)
         try:
             self._check(scope["path"], Headers(scope=scope))
+            if admit is not None and scope["path"] not in OPEN and not admit():
+                raise Refused(503, TOO_MANY)
         except Refused as refused:
             response = error_response(refused)
             if refused.status == 401:
                 response.headers["www-authenticate"] = 'Basic realm="parallel_llama"'
+            if refused.status == 503:
+                response.headers["connection"] = "close"
             await response(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -1,16 +1,18 @@
 """One connection's HTTP: uvicorn's, with bounds on what a client may send and how slowly."""
 
 import asyncio
+import logging
 import re
 import resource
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from parallel_llama.serve.errors import Refused, error_response
+from parallel_llama.serve.access import ADMIT, TOO_MANY
+from parallel_llama.serve.errors import Refused, error_reply, error_response, reason_of
 from parallel_llama.serve.request_id import HEADER, new_request_id
 
 MAX_HEADERS = 100
@@ -19,7 +21,8 @@ MAX_URL_BYTES = 8 << 10
 HEAD_LIMIT_S = 10.0  # from the first byte of a request to the end of its headers
 BODY_LIMIT_S = 30.0  # from there to the end of its body
 MAX_UNREAD_BYTES = 64 << 10  # behind a request that is not answered yet
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 1024  # that have been admitted
+MAX_OTHERS = 128  # at least so many more, that have not
 
 # What may come without a head or a part of a body being whole: the parser keeps it meanwhile. Twice
 # the limits, for the signs between headers.
@@ -30,8 +33,16 @@ _END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 
 
+logger = logging.getLogger(__name__)
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Ends a connection that goes beyond a limit, with a reply that names the limit.
+
+    A connection is admitted by its first request that passes `Access`, health checks excepted, and
+    then keeps its place until it ends. Others have what admitted ones leave free, MAX_OTHERS at
+    least: where that is full, the oldest of them makes room for a new one. So neither silent
+    connections nor those without a key keep out a health check, or a client with a key.
 
     Each request has a parser of its own, which is given no byte of the next request: what a request
     says cannot change how the bytes after it are read. A request is parsed when the one before it
@@ -46,15 +57,35 @@ class BoundedProtocol(HttpToolsProtocol):
         self._framing = ""  # the header that says where the body ends
         self._timer: asyncio.TimerHandle | None = None
         self._unread = bytearray()  # received, and not parsed yet
+        self._is_admitted = False
+        self._made_s = self.loop.time()
         self._begin_head()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
-        if len(self.connections) > max_connections():
-            self._end_with(Refused(503, "too many connections are open; come again"))
+        self._limit(HEAD_LIMIT_S)
+        if len(self.connections) > max_connections() + max_others():
+            others = (each for each in self._every() if not each._is_admitted)
+            min(others, key=lambda each: each._made_s)._make_room()
+
+    def admit(self) -> bool:
+        """Give the connection a place that it keeps; whether it has one."""
+        if not self._is_admitted:
+            n_admitted = sum(each._is_admitted for each in self._every())
+            self._is_admitted = n_admitted < max_connections()
+        return self._is_admitted
+
+    def _every(self) -> "set[BoundedProtocol]":
+        return cast("set[BoundedProtocol]", self.connections)
+
+    def _make_room(self) -> None:
+        """End a connection for the sake of a new one."""
+        self.connections.discard(self)
+        if self.n_unsent:
+            self.transport.abort()  # its client may never read
         else:
-            self._limit(HEAD_LIMIT_S)
+            self._end_with(Refused(503, TOO_MANY))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unlimit()
@@ -115,6 +146,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self.parser.feed_data(f"POST / HTTP/1.1\r\n{self._framing}\r\n\r\n".encode())
 
     # What the parser has found
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][ADMIT] = self.admit
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -222,7 +257,12 @@ class BoundedProtocol(HttpToolsProtocol):
         cycle = self.cycle
         is_free = cycle is None or cycle.response_complete
         if is_free or not (self._is_head or cycle.response_started):
-            self.transport.write(_response(refused))
+            request_id = new_request_id()
+            self.transport.write(_response(refused, request_id))
+            if refused.status != 503:  # each new connection may end another: no line for each
+                reason = reason_of(error_reply(refused)[1].error)
+                told = {"request_id": request_id, "status": refused.status, **reason}
+                logger.info("refused", extra={"told": told})
         self.transport.close()
 
 
@@ -250,15 +290,20 @@ class _BodyCallbacks:
 
 
 def max_connections() -> int:
-    """How many may be open at once; each is a file, and half of those are left for others."""
+    """How many may be admitted at once; each is a file, and some are left for others."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 
 
-def _response(refused: Refused) -> bytes:
+def max_others() -> int:
+    """How many more connections may be open that have not been admitted."""
+    return max(1, min(MAX_OTHERS, max_connections() // 4))
+
+
+def _response(refused: Refused, request_id: str) -> bytes:
     """What `error_response` says, as it goes over a connection that ends with it."""
     response = error_response(refused)
-    response.headers[HEADER] = new_request_id()
+    response.headers[HEADER] = request_id
     response.headers["connection"] = "close"
     first = f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}\r\n".encode()
     headers = b"".join(b"%b: %b\r\n" % pair for pair in response.raw_headers)

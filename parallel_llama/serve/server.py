@@ -1,6 +1,7 @@
 """The server from its first moment to its last: its socket, its signals, its drain."""
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -13,9 +14,11 @@ from starlette.types import ASGIApp
 
 from parallel_llama.errors import UsageError
 from parallel_llama.serve.engine_client import EngineClient, EngineEnded
-from parallel_llama.serve.protocol import BoundedProtocol
+from parallel_llama.serve.protocol import BoundedProtocol, max_connections, max_others
 from parallel_llama.serve.request_id import RequestIds
 from parallel_llama.serve.slow_readers import abort_slow_readers
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 512
 # Kept by the system of what a client has not asked for yet: more would hide how slowly it reads.
@@ -109,10 +112,18 @@ async def _ending(running: "asyncio.Task[None]") -> int:
 class _Server(uvicorn.Server):
     """uvicorn's, but for its signals, which mean more here than to it, and for slow readers."""
 
+    _is_full = False  # of connections, at the last look
+
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_LOOK == 0:
             connections = cast(set[BoundedProtocol], self.server_state.connections)
             abort_slow_readers(connections, asyncio.get_running_loop().time())
+            was_full, self._is_full = (
+                self._is_full,
+                len(connections) >= max_connections() + max_others(),
+            )
+            if self._is_full and not was_full:
+                logger.warning("all places for connections are taken: %d", len(connections))
         return await super().on_tick(counter)
 
     @contextmanager

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,6 +12,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from parallel_llama.serve import protocol
+from parallel_llama.serve.access import Access
 from parallel_llama.serve.protocol import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
@@ -330,26 +331,138 @@ def test_a_client_that_leaves_ends_its_request_though_others_wait_behind_it():
     talk(told, endless)
 
 
-def test_a_connection_too_many_is_told_to_come_again(monkeypatch):
-    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 3)
+KEY = "sk-of-one-person"
+WITH_KEY = b"authorization: Bearer " + KEY.encode() + b"\r\n\r\n"
+HEALTH = GET.replace(b"/", b"/health", 1) + b"\r\n"
+
+
+class Crowd:
+    """Connections to a server with few places: 4 that are kept, and 2 more."""
+
+    def __init__(self, port: int, state: ServerState) -> None:
+        self.port, self.connections = port, state.connections
+        self.open: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def connect(self, data: bytes = b"") -> int:
+        """The status of the answer to these bytes on a new connection; 0 for none."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.open.append((reader, writer))
+        writer.write(data)
+        if not data:
+            await asyncio.sleep(0.02)
+        return (await asyncio.wait_for(reply(reader), 10))[0] if data else 0
+
+    async def statuses(self, data: bytes) -> list[int]:
+        """Those of the answers on the connections that are open."""
+        found = []
+        for reader, writer in self.open:
+            try:
+                writer.write(data)
+                found.append((await asyncio.wait_for(reply(reader), 10))[0])
+            except (ConnectionError, asyncio.IncompleteReadError):
+                found.append(0)
+        return found
+
+
+def crowd(monkeypatch, told: Callable[[Crowd], Awaitable[None]], keys: Sequence[str] = ()) -> None:
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(protocol, "max_others", lambda: 2, raising=False)
 
     async def run() -> None:
-        async with listening(reads_all) as (port, state):
-            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            status, headers, _ = await reply(reader)
-            assert status == 503 and headers["retry-after"]
-            writer.close()
-            for _, each in held:
-                each.close()
-            while state.connections:  # until the server has noticed
-                await asyncio.sleep(0.01)
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(GET + b"\r\n")
-            assert (await reply(reader))[0] == 200
-            writer.close()
+        async with listening(Access(reads_all, keys, "127.0.0.1")) as (port, state):
+            each = Crowd(port, state)
+            await asyncio.wait_for(told(each), 100)
+            for _, writer in each.open:
+                writer.close()
 
     asyncio.run(run())
+
+
+def test_a_health_check_is_answered_though_all_places_are_taken(monkeypatch):
+    """It got 503, as everybody did, so that a busy server was taken for a dead one."""
+
+    async def told(crowd: Crowd) -> None:
+        assert [await crowd.connect(GET + b"\r\n") for _ in range(6)] == [200] * 4 + [503] * 2
+        for _ in range(5):
+            assert await crowd.connect(HEALTH) == 200
+        assert await crowd.connect(GET + b"\r\n") == 503
+        assert (await crowd.statuses(GET + b"\r\n"))[:4] == [200] * 4
+
+    crowd(monkeypatch, told)
+
+
+def test_a_place_is_free_again_when_its_connection_ends(monkeypatch):
+    async def told(crowd: Crowd) -> None:
+        for _ in range(4):
+            assert await crowd.connect(GET + b"\r\n") == 200
+        assert await crowd.connect(GET + b"\r\n") == 503
+        crowd.open.pop(0)[1].close()
+        while len(crowd.connections) > 3:
+            await asyncio.sleep(0.01)
+        assert await crowd.connect(GET + b"\r\n") == 200
+
+    crowd(monkeypatch, told)
+
+
+def test_the_oldest_silent_connection_makes_room_for_a_new_one(monkeypatch):
+    """1,024 connections that sent nothing kept everybody else out for as long as they liked."""
+
+    async def told(crowd: Crowd) -> None:
+        for _ in range(20):
+            await crowd.connect()
+        assert len(crowd.connections) == 6
+        for _ in range(4):
+            assert await crowd.connect(GET + b"\r\n") == 200
+        (reader, _), *_ = crowd.open
+        assert (await reply(reader))[0] == 503 and await reader.read() == b""
+
+    crowd(monkeypatch, told)
+
+
+def test_a_silent_client_that_reads_nothing_makes_room_too(monkeypatch):
+    """Closing waits for such a client to take what is unsent."""
+
+    async def told(crowd: Crowd) -> None:
+        for _ in range(6):
+            await crowd.connect()
+        for each in crowd.connections:
+            each.transport.write(b"a" * (16 << 20))
+        for _ in range(4):
+            assert await crowd.connect(GET + b"\r\n") == 200
+        await asyncio.sleep(0.05)
+        assert len(crowd.connections) == 6
+
+    crowd(monkeypatch, told)
+
+
+def test_clients_without_a_key_hold_no_place_of_those_with_one(monkeypatch):
+    """Whoever asked first had it, key or not."""
+
+    async def told(crowd: Crowd) -> None:
+        for _ in range(30):  # who stay, and ask without a key or for what needs none
+            assert await crowd.connect(GET + b"\r\n") == 401
+            assert await crowd.connect(HEALTH) == 200
+            await crowd.connect()
+        crowd.open.clear()
+        for _ in range(4):
+            assert await crowd.connect(GET + WITH_KEY) == 200
+        for _ in range(30):
+            assert await crowd.connect(GET + b"\r\n") == 401
+        assert await crowd.connect(GET + WITH_KEY) == 503
+        assert await crowd.connect(HEALTH) == 200
+        assert (await crowd.statuses(GET + WITH_KEY))[:4] == [200] * 4
+
+    crowd(monkeypatch, told, [KEY])
+
+
+def test_what_the_protocol_refuses_is_in_the_log_with_its_reason(caplog):
+    """It was not there at all."""
+    with caplog.at_level("INFO", "parallel_llama"):
+        _, headers, _ = asked(GET + header(2) * MAX_HEADERS + b"\r\n")
+    (record,) = caplog.records
+    assert record.getMessage() == "refused" and record.told == {
+        "request_id": headers["x-request-id"], "status": 431, "code": "headers_too_large",
+    }  # fmt: skip
 
 
 def test_another_protocol_is_not_spoken(caplog):
