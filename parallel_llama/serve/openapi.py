@@ -4,6 +4,7 @@ Source: OpenAPI Specification 3.1.1.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -105,8 +106,9 @@ OPERATIONS = (
 )
 
 
+@cache
 def description(version: str) -> dict[str, Any]:
-    """The document, for a server of this version."""
+    """The document, for a server of this version; made once, as that takes milliseconds."""
     _, schemas = msgspec.json.schema_components((*BODIES, *REPLIES), ref_template=_REF)
     paths = {
         each.path: {"get" if each.body is None else "post": _operation(each)} for each in OPERATIONS
