@@ -107,9 +107,17 @@ async def tokenize(service: Service, _: Request, body: TokenizeBody) -> Response
 
     def encoded() -> list[int]:
         if body.prompt is not None:
-            return inputs.tokenizer.encode(body.prompt, bos=body.add_special_tokens)
+            return inputs.tokenizer.encode(
+                body.prompt, bos=body.add_special_tokens, special=body.parse_special
+            )
         template, names = inputs.chat_template, body.chat_template_kwargs or {}
-        chat = conversation(template, body.messages or (), body.tools or (), names)
+        chat = conversation(
+            template,
+            body.messages or (),
+            body.tools or (),
+            names,
+            parse_special=body.parse_special,
+        )
         return list(inputs.encode(chat))
 
     def reply() -> Response:

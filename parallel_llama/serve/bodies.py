@@ -102,6 +102,8 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
     skip_special_tokens: bool | None = None
+    # False: special tokens that texts or messages spell are text; llama.cpp's name.
+    parse_special: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -195,6 +197,7 @@ class TokenizeBody(Body):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: Annotated[Object, Meta(max_length=16)] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = True
     return_token_strs: bool = False
 
 

@@ -115,8 +115,9 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
             "continue_final_message=true and add_generation_prompt=false go together; give both or "
             "none"
         )
+    special = body.parse_special is not False
     prompt = await service.in_thread(
-        lambda: conversation(template, body.messages, functions, names, continues)
+        lambda: conversation(template, body.messages, functions, names, continues, special)
     )
     (answer,) = await service.submit([prompt], params)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"

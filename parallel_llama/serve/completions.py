@@ -110,15 +110,18 @@ async def _begin(service: Service, body: CompletionBody) -> _Asked:
 def prompts_of(body: CompletionBody, inputs: InputProcessor) -> list[Prompt]:
     """The prompts of a body: texts, or token ids, one or a list.
 
-    Texts that are to get no special token in front are token ids already.
+    Texts that are to get no special token, in front or inside, are token ids already.
 
     Raises: UsageError for a list of several kinds, or of too many.
     """
     prompts = _listed(body)
-    if body.add_special_tokens is not False:
+    bos, special = body.add_special_tokens is not False, body.parse_special is not False
+    if bos and special:
         return prompts
     return [
-        inputs.tokenizer.encode(each, bos=False) if isinstance(each, str) else each
+        inputs.tokenizer.encode(each, bos=bos and each != "", special=special)
+        if isinstance(each, str)
+        else each
         for each in prompts
     ]
 

@@ -37,6 +37,7 @@ def conversation(
     tools: Sequence[Tool],
     template_vars: Mapping[str, Any],
     continues: bool = False,
+    parse_special: bool = True,
 ) -> Chat:
     """The chat of some messages for this template.
 
@@ -47,7 +48,13 @@ def conversation(
     """
     text = template.template_text if template else ""
     described = list(map(_described, tools))
-    chat = Chat(messages, described, template_vars=template_vars, continues=continues)
+    chat = Chat(
+        messages,
+        described,
+        template_vars=template_vars,
+        continues=continues,
+        parse_special=parse_special,
+    )
     known = {name: value for name, value in template_vars.items() if _reads(text, name)}
     words = set(_WORD.findall(text)) if len(known) < len(template_vars) else set()
     for name in template_vars.keys() - known.keys():

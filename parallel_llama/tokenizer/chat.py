@@ -49,6 +49,10 @@ class Chat:
     template makes of them. With `continues` the last message, which is the assistant's, is the
     beginning of the next answer.
 
+    A special token that is spelled in a message becomes that token, as in transformers and vLLM.
+    Without `parse_special` it stays text, and no message can forge a turn. Formats that are built
+    in, for folders without a template, always read messages so.
+
     Raises: UsageError for what is no conversation, or one beyond the limits above.
     """
 
@@ -57,6 +61,7 @@ class Chat:
     documents: Sequence[Mapping[str, Any]] = ()
     template_vars: Mapping[str, Any] = field(default_factory=dict)
     continues: bool = False
+    parse_special: bool = True
 
     def __post_init__(self) -> None:
         for name in ("messages", "tools", "documents"):

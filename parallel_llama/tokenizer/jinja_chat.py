@@ -4,9 +4,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from parallel_llama.errors import CheckpointError, UsageError
+from parallel_llama.errors import CheckpointError, UsageError, quoted
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
 from parallel_llama.tokenizer.chat import ROLES, Chat, Message, require_roles, text_of
 from parallel_llama.tokenizer.tokenizer import Tokenizer
@@ -17,6 +18,9 @@ _TURN_ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>",
     "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
+
+# Characters that Unicode sets aside for a program's own use inside itself.
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 _QUOTED_WORD = re.compile(r"""['"]([A-Za-z][A-Za-z0-9_-]{0,31})['"]""")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -66,7 +70,10 @@ class JinjaChat:
     """Renders the model's template and encodes the text, special tokens included.
 
     A message that spells a special token thereby becomes one: the template gives text alone, and
-    every library that follows HF's convention reads it so. A `tool_use` template is the one for
+    every library that follows HF's convention reads it so. For a chat without `parse_special` such
+    texts are cut behind their first character before the template gets them. So are other tokens
+    that are found in text first, if the template writes them, for some models mark turns with such.
+    A `tool_use` template is the one for
     chats with tools. `names` are the special tokens by the names that templates use, such as
     `bos_token`.
 
@@ -100,22 +107,86 @@ class JinjaChat:
         self._takes_parts: dict[tuple[str, str], bool] = {}
         special_ids = tokenizer.vocabulary.special_ids
         self.template_text = written = template if tool_use is None else template + tool_use
+        self._markup = [
+            *special_ids,
+            *(text for text in tokenizer.vocabulary.units if text.strip() and text in written),
+        ]
         self._roles = tuple(dict.fromkeys((*ROLES, *_QUOTED_WORD.findall(written))))
         self.stop_ids = tokenizer.eos_ids | {
             special_ids[text] for text in _TURN_ENDS if text in special_ids and text in written
         }
 
     def encode(self, chat: Chat) -> list[int]:
-        text = self.render(chat)
-        return self._tokenizer.encode(text, bos=self._adds_bos and not self._begins_with_bos(text))
+        cut = "" if chat.parse_special else self._cut_for(chat)
+        text = self.render(chat, cut)
+        pieces = text.split(cut) if cut else [text]
+        return self._tokenizer.encode_pieces(
+            pieces, bos=self._adds_bos and not self._begins_with_bos(text)
+        )
 
-    def render(self, chat: Chat) -> str:
-        """The text of the conversation, up to where the assistant's next answer goes on."""
+    def render(self, chat: Chat, cut: str = "") -> str:
+        """The text of the conversation, up to where the assistant's next answer goes on.
+
+        With `cut`, a character, this stands in texts of the chat where they would spell markup.
+        """
         require_roles(chat.messages, self._roles)
         template = self._tool_use if chat.tools else self._template
-        messages = [self._message(message, template) for message in chat.messages]
-        text = self._render(template, replace(chat, messages=messages))
-        return self._up_to(text, text_of(messages[-1]).strip()) if chat.continues else text
+        chat = replace(chat, messages=[self._message(each, template) for each in chat.messages])
+        if cut:
+            chat = replace(
+                chat,
+                messages=[
+                    {**self._plain(each, cut), "role": each["role"]} for each in chat.messages
+                ],
+                tools=self._plain(chat.tools, cut),
+                documents=self._plain(chat.documents, cut),
+                template_vars=self._plain(chat.template_vars, cut),
+            )
+        text = self._render(template, chat)
+        return self._up_to(text, text_of(chat.messages[-1]).strip()) if chat.continues else text
+
+    def _cut_for(self, chat: Chat) -> str:
+        """A character that neither the chat nor the template has."""
+        fields = (chat.messages, chat.tools, chat.documents, chat.template_vars)
+        taken = {*json.dumps(fields, ensure_ascii=False), *self.template_text}
+        taken.update(*self._markup)
+        # Arguments of calls are JSON in JSON, which may spell a character by its number.
+        cut = next((each for each in _NONCHARACTERS if each not in taken), None)
+        if cut is None:
+            raise UsageError(
+                "the messages hold every noncharacter of Unicode; take some of them out"
+            )
+        return cut
+
+    def _plain(self, value: Any, cut: str) -> Any:
+        """A value of JSON's kinds whose texts, keys included, are cut where they spell markup.
+
+        Raises: UsageError for a special token of one character, which cannot be cut.
+        """
+        match value:
+            case str():
+                return self._plain_text(value, cut)
+            case dict():
+                return {
+                    self._plain_text(key, cut): self._plain(item, cut)
+                    for key, item in value.items()
+                }
+            case list() | tuple():
+                return [self._plain(item, cut) for item in value]
+        return value
+
+    def _plain_text(self, text: str, cut: str) -> str:
+        while found := self._marks.search(text):
+            if len(found[0]) == 1:
+                raise UsageError(
+                    f"parse_special=false: {quoted(found[0])} is a special token of one character, "
+                    "which cannot be text; take it out"
+                )
+            text = self._marks.sub(lambda each: f"{each[0][0]}{cut}{each[0][1:]}", text)
+        # What a template joins to it must not complete a token that it begins.
+        if begun := self._beginnings.search(text):
+            text = f"{text[: begun.end(1)]}{cut}{text[begun.end(1) :]}"
+        return text
 
     def _up_to(self, text: str, answer: str) -> str:
         """A conversation's text without what the template writes behind its last answer."""
@@ -160,6 +231,17 @@ class JinjaChat:
         except (UsageError, CheckpointError):
             return False
         return "part-one" in text and "part-two" in text and "part-mark" not in text
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self._markup)) or "(?!)")
+
+    @cached_property
+    def _beginnings(self) -> re.Pattern[str]:
+        """A beginning of markup at the end of a text, but for spaces."""
+        begun = {text[:n] for text in self._markup for n in range(1, len(text))}
+        longest_first = sorted(begun, key=len, reverse=True)
+        return re.compile(rf"({'|'.join(map(re.escape, longest_first)) or '(?!)'})\s*\Z")
 
     def _begins_with_bos(self, text: str) -> bool:
         bos_id = self._tokenizer.bos_id

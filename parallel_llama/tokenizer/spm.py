@@ -94,6 +94,13 @@ class SentencePieceTokenizer(Tokenizer):
                 ids += spm.EncodeAsIds(part)
         return ids
 
+    def _continued(self, text: str) -> list[int]:
+        first, *others = self._specials.split(text)
+        if isinstance(first, int):
+            return self._encoded(text, special=True)
+        ids: list[int] = self._behind.EncodeAsIds(first)
+        return ids + self._encoded(text[len(first) :], special=True) if others else ids
+
     def to_model(self) -> bytes:
         """The content of a tokenizer.model; what other files added is not in it."""
         return bytes(self._spm.serialized_model_proto())
@@ -137,6 +144,7 @@ def _vocabulary(proto: Any, added: Sequence[AddedToken], source: str) -> Vocabul
     pieces: list[bytes] = []
     special_ids: dict[str, int] = {}
     openings: dict[int, bytes] = {}
+    units = {piece.piece for piece in proto.pieces if piece.type == USER_DEFINED}
     drops_space = proto.normalizer_spec.add_dummy_prefix
     for id, piece in enumerate(proto.pieces):
         text, kind = piece.piece, piece.type
@@ -161,7 +169,9 @@ def _vocabulary(proto: Any, added: Sequence[AddedToken], source: str) -> Vocabul
         openings.pop(id, None)
         if is_special:
             special_ids[text] = id
-    return Vocabulary(pieces, special_ids, openings)
+        else:
+            units.add(text)
+    return Vocabulary(pieces, special_ids, openings, frozenset(units))
 
 
 def _byte(text: str, source: str) -> bytes:

@@ -49,8 +49,23 @@ class Tokenizer(ABC):
             ) from error
         return [*(self._prefix if bos else ()), *self._encoded(text, special)]
 
+    def encode_pieces(self, pieces: Sequence[str], *, bos: bool = True) -> list[int]:
+        """Token ids of a text that is cut into pieces, none of which spans a cut.
+
+        Raises: as `encode`.
+        """
+        first, *others = pieces
+        ids = self.encode(first, bos=bos)
+        for piece in filter(None, others):
+            ids += self._continued(piece)
+        return ids
+
     @abstractmethod
     def _encoded(self, text: str, special: bool) -> list[int]: ...
+
+    def _continued(self, text: str) -> list[int]:
+        """Token ids of a text that follows other text, special tokens included."""
+        return self._encoded(text, special=True)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of a whole sequence of tokens."""

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ MAX_EXTRA_BYTES = 512 << 20
 MAX_EXTRA_PER_BYTE = 20
 
 MAX_DECODER_STEPS = 16
+_N_TRIED = 8  # special tokens, for one behind which text is encoded as inside a text
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _Spelling = Callable[[str], bytes]
@@ -159,6 +160,20 @@ class TokenizersTokenizer(Tokenizer):
     def _encoded(self, text: str, special: bool) -> list[int]:
         return self._encoder.encode(text, special)
 
+    def _continued(self, text: str) -> list[int]:
+        ids = self._encoded(self._anchor + text, special=True)
+        return ids[1:] if self._anchor else ids
+
+    @cached_property
+    def _anchor(self) -> str:
+        """A special token behind which text gets no space in front; "" where there is none."""
+        vocabulary = self.vocabulary
+        for text, id in sorted(vocabulary.special_ids.items(), key=lambda pair: pair[1])[:_N_TRIED]:
+            first, *others = self._encoded(f"{text} a", special=True)
+            if first == id and b"".join(map(vocabulary.piece, others)) == b" a":
+                return text
+        return ""
+
     def to_json(self) -> str:
         """The content of a tokenizer.json, for a tokenizer that was built here."""
         assert isinstance(self._encoder, BuiltEncoder)
@@ -182,7 +197,8 @@ def _vocabulary(contents: Contents, source: str) -> Vocabulary:
             pieces[id] = text.encode()
         if is_special:
             special_ids[text] = id
-    return Vocabulary(pieces, special_ids, openings)
+    units = frozenset(text for _, text, is_special in contents.added if not is_special)
+    return Vocabulary(pieces, special_ids, openings, units)
 
 
 def _decoder(described: Any, source: str) -> tuple[_Spelling, _Spelling]:

@@ -21,12 +21,14 @@ class Vocabulary:
 
     `pieces[id]` is what the token spells; `special_ids` maps the text of each special token to its
     id; `openings` are the spellings of tokens that spell something else, a space less, where they
-    begin a text.
+    begin a text. `units` are the texts of tokens that are not special and yet are found in text
+    before anything else.
     """
 
     pieces: Sequence[bytes]
     special_ids: Mapping[str, int]
     openings: Mapping[int, bytes] = field(default_factory=dict)
+    units: frozenset[str] = frozenset()
 
     @cached_property
     def _special(self) -> frozenset[int]:

@@ -10,7 +10,7 @@ from parallel_llama.serve.completions import prompts_of
 
 
 class Tokenizer:
-    def encode(self, text, *, bos=True):
+    def encode(self, text, *, bos=True, special=True):
         return [1] * bos + list(text.encode())
 
 
