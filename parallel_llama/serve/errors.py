@@ -111,7 +111,7 @@ _REFUSALS = {
     414: ("invalid_request_error", "url_too_long"),
     415: ("invalid_request_error", "unsupported_media_type"),
     431: ("invalid_request_error", "headers_too_large"),
-    503: ("service_unavailable_error", "too_many_connections"),
+    503: ("service_unavailable_error", "overloaded"),
 }
 _FIELDS = frozenset(name for body in BODIES for name in body.__struct_fields__)
 _ALIASES = {"template_vars": "chat_template_kwargs"}

@@ -20,6 +20,7 @@ MAX_HEADER_BYTES = 64 << 10  # of all names and values together
 MAX_URL_BYTES = 8 << 10
 HEAD_LIMIT_S = 10.0  # from the first byte of a request to the end of its headers
 BODY_LIMIT_S = 30.0  # from there to the end of its body
+MAX_BODIES_BYTES = 256 << 20  # of all requests that are not answered yet
 MAX_UNREAD_BYTES = 64 << 10  # behind a request that is not answered yet
 MAX_CONNECTIONS = 1024  # that have been admitted
 MAX_OTHERS = 128  # at least so many more, that have not
@@ -27,6 +28,9 @@ MAX_OTHERS = 128  # at least so many more, that have not
 # What may come without a head or a part of a body being whole: the parser keeps it meanwhile. Twice
 # the limits, for the signs between headers.
 _MAX_PENDING_BYTES = 2 * (MAX_URL_BYTES + MAX_HEADER_BYTES)
+
+# Bodies up to this size are not counted: it takes a look at all connections.
+_SMALL_BODY_BYTES = 64 << 10
 
 # The end of a head, and of a chunked body with or without trailers.
 _END = b"\r\n\r\n"
@@ -58,7 +62,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread = bytearray()  # received, and not parsed yet
         self._is_admitted = False
-        self._made_s = self.loop.time()
+        self._made_s = self._begun_s = self.loop.time()
+        self._n_body = 0  # bytes of the body of the request that is not answered yet
         self._begin_head()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -89,6 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unlimit()
+        self._unread.clear()  # the rest of the connection is in cycles, which last for long
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -98,7 +104,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse()
 
     def on_response_complete(self) -> None:
-        self.flow.is_full = False
+        self.flow.is_full, self._n_body = False, 0
         super().on_response_complete()
         self._parse()
 
@@ -172,12 +178,25 @@ class BoundedProtocol(HttpToolsProtocol):
         # Who waits for 100 may leave the body out after another status: nothing can follow it.
         self.cycle.keep_alive &= not self.expect_100_continue
         self._is_head, self._n_pending = False, 0
+        self._begun_s = self.loop.time()
         self._limit(BODY_LIMIT_S)
 
     def on_body(self, body: bytes) -> None:
         self._n_pending = 0
         self._n_body_left -= min(len(body), self._n_body_left)
+        if not self.cycle.response_complete:
+            self._n_body += len(body)
         super().on_body(body)
+        if self._n_body > _SMALL_BODY_BYTES:
+            self._bound_bodies()
+
+    def _bound_bodies(self) -> None:
+        """Refuse the request that sends its body for the longest, if all bodies are too long."""
+        if sum(each._n_body for each in self._every()) > MAX_BODIES_BYTES:
+            sending = (each for each in self._every() if each._n_body and not each._is_head)
+            slowest = min(sending, key=lambda each: each._begun_s)
+            slowest._n_body = 0
+            slowest._end_with(Refused(503, "too many long bodies are being sent; try again later"))
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():  # the end of the head alone
@@ -259,7 +278,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if is_free or not (self._is_head or cycle.response_started):
             request_id = new_request_id()
             self.transport.write(_response(refused, request_id))
-            if refused.status != 503:  # each new connection may end another: no line for each
+            has_begun = self._n_pending or self._unread or not self._is_head
+            if has_begun and refused.status != 503:  # what overload ends is not logged one by one
                 reason = reason_of(error_reply(refused)[1].error)
                 told = {"request_id": request_id, "status": refused.status, **reason}
                 logger.info("refused", extra={"told": told})
