@@ -11,7 +11,7 @@ from parallel_llama.serve.completions import prompts_of
 
 class Tokenizer:
     def encode(self, text, *, bos=True, special=True):
-        return [1] * bos + list(text.encode())
+        return [1] * bos + [2] * special + list(text.encode())
 
 
 INPUTS = SimpleNamespace(tokenizer=Tokenizer())
@@ -25,8 +25,15 @@ def test_texts_and_ids_are_prompts_as_they_are(prompt):
 
 def test_a_text_without_special_tokens_gets_none():
     body = CompletionBody(prompt=["a", "b"], add_special_tokens=False)
-    assert prompts_of(body, INPUTS) == [[97], [98]]
+    assert prompts_of(body, INPUTS) == [[2, 97], [2, 98]]
     assert prompts_of(CompletionBody(prompt=[5], add_special_tokens=False), INPUTS) == [[5]]
+
+
+def test_a_text_whose_special_tokens_are_text_gets_one_in_front():
+    body = CompletionBody(prompt=["a", ""], parse_special=False)
+    assert prompts_of(body, INPUTS) == [[1, 97], []]
+    body = CompletionBody(prompt="a", parse_special=False, add_special_tokens=False)
+    assert prompts_of(body, INPUTS) == [[97]]
 
 
 @pytest.mark.parametrize("prompt", [["a", 5], ["a"] * 65])
