@@ -31,8 +31,9 @@ from parallel_llama.config import ModelArgs, default_quant, load_model_args, sto
 from parallel_llama.engine import rank_calls
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
+from parallel_llama.engine.free_memory import give_back_memory
 from parallel_llama.engine.input_processor import InputProcessor
-from parallel_llama.engine.kv_capacity import CacheSize, MemoryFor, give_back_memory, memory_of
+from parallel_llama.engine.kv_capacity import CacheSize, MemoryFor, memory_of
 from parallel_llama.engine.machine import Machine, measure, peak_cuda_bytes
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompts import Prompt, Prompts, as_prompts

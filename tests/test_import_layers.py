@@ -40,8 +40,8 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 TORCH_FREE = {
     "errors", "dtypes", "stop", "files", "families", "config", "plan", "request", "tokenizer",
     "structured", "reshard.target_folder", "engine.block_group", "engine.block_pool",
-    "engine.detokenizer", "engine.input_processor", "engine.messages", "engine.prompt_lookup",
-    "engine.prompts", "engine.scheduler", "engine.statistics",
+    "engine.detokenizer", "engine.free_memory", "engine.input_processor", "engine.messages",
+    "engine.prompt_lookup", "engine.prompts", "engine.scheduler", "engine.statistics",
 }  # fmt: skip
 MATH = {"model", "ops"}
 

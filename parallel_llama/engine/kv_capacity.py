@@ -1,6 +1,5 @@
 """How many tokens the KV cache holds: from the memory at hand, agreed across the ranks."""
 
-import ctypes
 import hashlib
 import re
 import resource
@@ -195,15 +194,6 @@ class CacheSize:
     def _sizes(self, n_blocks: int) -> tuple[int, ...]:
         longest, tokens = self.max_seq_len, self._step_tokens
         return pool_sizes(self.args, n_blocks, self.block_size, longest, tokens)
-
-
-def give_back_memory() -> None:
-    """Return to the system what is free inside the process, where its C library keeps that.
-
-    What the reading of weights has taken and let go is there for the KV cache and for others then.
-    """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
-        trim(0)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
+from parallel_llama.engine.free_memory import give_back_memory, n_kept_bytes
 from parallel_llama.errors import UsageError
 from parallel_llama.serve.engine_client import EngineClient, EngineEnded
 from parallel_llama.serve.protocol import BoundedProtocol, max_connections, max_others
@@ -25,6 +26,8 @@ BACKLOG = 512
 _SYSTEM_UNSENT_BYTES = 32 << 10
 _LOOK_S = 0.05
 _TICKS_PER_LOOK = 10  # uvicorn's, of 0.1 s
+_TICKS_PER_TRIM = 100
+_MAX_KEPT_BYTES = 32 << 20  # by the C library, before it is asked to give them back
 _CLOSING_S = 5  # for connections, once nothing is asked any more
 
 
@@ -124,6 +127,8 @@ class _Server(uvicorn.Server):
             )
             if self._is_full and not was_full:
                 logger.warning("all places for connections are taken: %d", len(connections))
+        if counter % _TICKS_PER_TRIM == 0 and n_kept_bytes() > _MAX_KEPT_BYTES:
+            asyncio.get_running_loop().run_in_executor(None, give_back_memory)
         return await super().on_tick(counter)
 
     @contextmanager
