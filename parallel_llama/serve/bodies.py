@@ -24,6 +24,7 @@ from parallel_llama.request import (
 from parallel_llama.tokenizer.chat import MAX_MESSAGES
 
 MAX_BODY_BYTES = 2 << 20
+MAX_NESTED = 1 << 15  # lists and objects; each takes some 20 times its bytes in memory
 MAX_TEXT_CHARS = 1 << 20
 MAX_PROMPTS = 64
 MAX_N = 16
@@ -239,10 +240,23 @@ def read_body(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
 
     Raises: InvalidBody; msgspec.DecodeError, UnicodeDecodeError or RecursionError for other text.
     """
+    if _n_brackets(data) > MAX_NESTED and _n_brackets(_without_texts(data)) > MAX_NESTED:
+        message = f"the body has more than {MAX_NESTED} lists and objects; use fewer"
+        raise InvalidBody(message, None, "invalid_value")
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), decoder.type) from error
+
+
+def _n_brackets(data: bytes) -> int:
+    return data.count(b"[") + data.count(b"{")
+
+
+def _without_texts(data: bytes) -> bytes:
+    """JSON without what stands between quotes."""
+    bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    return b"".join(bare.split(b'"')[::2])
 
 
 def _invalid(text: str, kind: type[Body]) -> InvalidBody:

@@ -11,7 +11,14 @@ from canary import Canary
 from msgspec import inspect
 from served import Served
 
-from parallel_llama.serve.bodies import BODIES, ChatBody, CompletionBody, DetokenizeBody
+from parallel_llama.serve.bodies import (
+    BODIES,
+    MAX_NESTED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
 
 HI = [{"role": "user", "content": "hi"}]
 ROUTES: dict[type, tuple[str, dict[str, Any]]] = {
@@ -299,6 +306,19 @@ def test_an_error_names_its_field_and_kind(tiny, body, given, param, code, says,
     error = require_error(send(tiny, body, data), data)
     assert (error["param"], error["code"]) == (param, code)
     assert says in error["message"]
+
+
+def test_the_lists_and_objects_of_a_body_are_bounded(tiny):
+    """300 bodies of 680,000 empty lists each took 2.5 GB, and /health was silent for a minute."""
+    for inner in ("[],", "{},", '{"[":[]},', r'"\\",[],'):
+        content = f'{inner * MAX_NESTED}"a"'.encode()
+        data = b'{"max_tokens":1,"messages":[{"role":"user","content":[' + content + b"]}]}"
+        error = require_error(send(tiny, ChatBody, data), data)
+        assert f"more than {MAX_NESTED} lists and objects" in error["message"]
+    text = r"[{\\" * (MAX_NESTED // 8) + r"\"[{" * MAX_NESTED  # of a text there may be more
+    for prompt in (text, json.loads(f'"{text}"') + "[" * MAX_NESTED):
+        data = json.dumps({"prompt": prompt}).encode()
+        assert send(tiny, TokenizeBody, data)[0] == 200
 
 
 N_RANDOM = 500  # of each body; `python -m launch.fuzz` makes more of them
