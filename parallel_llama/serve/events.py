@@ -81,3 +81,4 @@ async def _while_there(receive: Receive, work: Awaitable[T]) -> T:
             working.cancel()
             with suppress(asyncio.CancelledError):
                 await working
+        del working  # its error knows this frame: a cycle would keep the request's body for long

@@ -1,6 +1,10 @@
 """An answer that an engine gives, and another one gives again."""
 
 import asyncio
+import gc
+import weakref
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,6 +13,7 @@ from hypothesis import strategies as st
 from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.serve import answer as answers
 from parallel_llama.serve.answer import Answer, Diverged, Stalled
+from parallel_llama.serve.events import unless_gone
 from parallel_llama.serve.wire import Output
 
 TOKENS = tuple(range(100, 112))
@@ -98,3 +103,29 @@ def test_who_leaves_early_cancels():
         assert cancelled == [answer] and answer.is_abandoned
 
     asyncio.run(run())
+
+
+def test_what_a_refused_request_held_is_free_at_once():
+    """Its error and the frame that waited for it kept each other: 300 bodies stayed for good."""
+    held = []
+
+    class Body:
+        pass
+
+    async def refuse() -> None:
+        body = Body()
+        held.append(weakref.ref(body))
+        raise ValueError("refused")
+
+    async def run() -> None:
+        request = SimpleNamespace(receive=asyncio.Event().wait)
+        with suppress(ValueError):
+            await unless_gone(request, refuse())
+        await asyncio.sleep(0)
+        assert held[0]() is None
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
