@@ -55,7 +55,7 @@ class Flags:
         self.verb, self._given = verb, given
 
     def __getitem__(self, flag: Flag[Value]) -> Value:
-        """What was given, else the default, as for a flag that the verb does not take."""
+        """What was given, else the verb's default; a flag the verb does not take has its own."""
         value: Value = self._given.get(flag.name, flag.initial)
         return value
 
@@ -101,7 +101,9 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
     for flag in verb.positionals:
         if flag.name not in given:
             raise UsageError(f"{verb.name} needs {flag.name.upper()}: {verb.name} {verb.usage}")
-    return Flags(verb.name, given)
+    # Verbs have flags of one name with defaults of their own: the verb's default is the one to use.
+    defaults = {flag.name: flag.initial for flag in verb.flags}
+    return Flags(verb.name, defaults | given)
 
 
 def _pairs(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str]]:

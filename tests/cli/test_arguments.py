@@ -36,6 +36,7 @@ from parallel_llama.cli.main import VERBS, load_verb
 from parallel_llama.cli.parsers import plain_text
 from parallel_llama.cli.prompts import gather, read_lines
 from parallel_llama.cli.ranks import Job, rank_count
+from parallel_llama.cli.sampling_flags import given_sampling
 from parallel_llama.cli.score import perplexity
 from parallel_llama.errors import UsageError
 from parallel_llama.plan import PROCESS_BYTES
@@ -301,6 +302,12 @@ def test_a_flag_that_a_verb_does_not_take_has_its_default() -> None:
     command_line._prepare(ECHO, [])
     flags = kept.pop()
     assert (flags[Flag("b", "", int, "N", 7)], flags[Flag("c", "")]) == (7, False)
+
+
+@pytest.mark.parametrize(("verb", "most"), [("generate", 128), ("chat", 512)])
+def test_an_answer_has_as_many_tokens_as_the_verbs_help_says(verb: str, most: int) -> None:
+    """chat took the default of generate's flag of the same name, 128."""
+    assert given_sampling(parse_flags(load_verb(verb), []))["max_tokens"] == most
 
 
 def test_fire_prints_nothing_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
