@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +37,7 @@ COMMANDS = {
     "/clear": "begin a new conversation",
     "/system TEXT": "begin a new conversation with this instruction",
     "/retry": "answer the last message again",
+    "/continue": "go on with an answer that was cut off",
     "/set NAME VALUE": "change a sampling setting, as the flag --NAME does; alone it lists them",
     "/save FILE": "write the conversation to a new file, a line for generate --prompts",
     "/exit": "leave, as /quit and Ctrl-D do",
@@ -85,6 +86,8 @@ class Conversation:
         self.console = Console(highlight=False, markup=False, emoji=False)
         self.remarks = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.turns: list[Message] = []
+        # Prompt and answer of the last turn where the answer was cut off; empty otherwise.
+        self.cut_off: tuple[int, ...] = ()
 
     def run(self, model: str) -> int:
         """Talk until the input ends; Ctrl-C gives up a line or an answer, not the program."""
@@ -137,13 +140,15 @@ class Conversation:
                 self._say(f"  {command:<17}{meaning}")
             self._say("  a line that ends in \\ goes on in the next")
         elif name == "/clear" and not rest:
-            self.turns = []
+            self.turns, self.cut_off = [], ()
             self._say("a new conversation")
         elif name == "/system" and rest:
-            self.turns, self.system = [], rest
+            self.turns, self.cut_off, self.system = [], (), rest
             self._say("a new conversation, with this instruction")
         elif name == "/retry" and not rest:
             self._retry()
+        elif name == "/continue" and not rest:
+            self._continue()
         elif name == "/set":
             self._set(rest)
         elif name == "/save" and rest:
@@ -154,10 +159,26 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         turn = {"role": "user", "content": text}
-        meter = None
-        pieces = []
+        answer = self._generate(lambda: self._request(turn))
+        if answer is not None:
+            self.turns += [turn, {"role": "assistant", "content": answer}]
+
+    def _continue(self) -> None:
+        if not self.cut_off:
+            self._say("no answer was cut off" if self.turns else "nothing was said yet")
+            return
+        answer = self._generate(lambda: self._capped(list(self.cut_off)))
+        if answer is not None:
+            said = self.turns[-1]["content"]
+            self.turns[-1] = {"role": "assistant", "content": said + answer}
+
+    def _generate(self, make_request: Callable[[], Request]) -> str | None:
+        """Stream the completion of a request to the terminal and return it; None if refused."""
+        pieces: list[str] = []
+        tokens: list[int] = []
+        reason = None
         try:
-            request = self._request(turn)
+            request = make_request()
             meter = Meter([request])
             # Closed even if the terminal goes away in between: the other ranks wait for the end.
             with (
@@ -167,37 +188,67 @@ class Conversation:
                 for step in steps:
                     meter.take(step)
                     pieces.append(step.text)
+                    tokens += step.tokens
+                    reason = step.completion and step.completion.finish_reason
                     self.console.print(printable(step.text), end="", style="cyan", soft_wrap=True)
         except (UsageError, CheckpointError) as error:
             self._say(f"{error}; /clear begins a new conversation")
-            return
+            return None
         print(flush=True)
         if sys.stdout.isatty():
             rate = f", {meter.tokens_per_s:.1f} tokens/s" if meter.tokens_per_s else ""
             self._say(f"{meter.n_tokens} token{'s' * (meter.n_tokens != 1)}{rate}")
-        self.turns += [turn, {"role": "assistant", "content": "".join(pieces)}]
+        is_cut_off = reason in (None, "length", "interrupted")
+        self.cut_off = (*request.prompt, *tokens) if is_cut_off else ()
+        if reason == "length":
+            self._say(self._cut_off_line(request.max_tokens))
+        elif is_cut_off and interrupted():
+            self._say("stopped; /continue goes on with the answer")
+        return "".join(pieces)
+
+    def _cut_off_line(self, max_tokens: int) -> str:
+        """Why an answer of so many tokens was cut off, and how to get the rest."""
+        if len(self.cut_off) >= self.llm.input_processor.longest:
+            return "the answer is cut off: the context is full; ask for the rest in a new message"
+        return (
+            f"the answer is cut off at --max-tokens {max_tokens}; /continue goes on with it, "
+            "/set max-tokens N allows longer answers"
+        )
 
     def _request(self, turn: Message) -> Request:
         """The request for an answer to a turn, within what the context has room for.
 
         The oldest turns make way for it, with a remark.
         """
-        inputs, n_dropped = self.llm.input_processor, 0
-        wanted = self.params.max_tokens or inputs.max_seq_len
+        n_dropped = 0
+        wanted = min(self._max_tokens, LEAST_ANSWER)
         while True:
             chat = Chat([*self._first(), *self.turns, turn], template_vars=self.variables)
             try:
-                request: Request = inputs.request(0, chat, replace(self.params, max_tokens=None))
+                request = self._capped(chat)
             except ContextExceeded:
                 if not self.turns:
                     raise
             else:
-                if request.max_tokens >= min(wanted, LEAST_ANSWER) or not self.turns:
+                if request.max_tokens >= wanted or not self.turns:
                     break
             self.turns, n_dropped = self.turns[2:], n_dropped + 2
         if n_dropped:
             self._say(f"the context is full: the {n_dropped} oldest messages are left out")
-        most = min(wanted, request.max_tokens)
+        return request
+
+    @property
+    def _max_tokens(self) -> int:
+        return self.params.max_tokens or self.llm.input_processor.max_seq_len
+
+    def _capped(self, prompt: Chat | list[int]) -> Request:
+        """The request for --max-tokens tokens, or for as many as the context has room for.
+
+        Raises: ContextExceeded if it has room for none.
+        """
+        inputs = self.llm.input_processor
+        request: Request = inputs.request(0, prompt, replace(self.params, max_tokens=None))
+        most = min(self._max_tokens, request.max_tokens)
         return replace(request, params=replace(request.params, max_tokens=most))
 
     def _first(self) -> list[Message]:

@@ -17,7 +17,13 @@ from parallel_llama.cli.prompts import Line, Prompt, read_lines
 from parallel_llama.cli.results import ResultFile
 from parallel_llama.cli.terminal import StatusLine
 from parallel_llama.errors import UsageError
-from parallel_llama.request import Completion, Request, SamplingParams, resolve_max_tokens
+from parallel_llama.request import (
+    Completion,
+    FinishReason,
+    Request,
+    SamplingParams,
+    resolve_max_tokens,
+)
 from parallel_llama.tokenizer import Chat
 
 
@@ -122,10 +128,14 @@ def test_progress_is_silent_where_no_terminal_shows_it() -> None:
 
 @dataclass
 class EchoModel:
-    """Answers with the number of messages it was shown, and refuses one that says 'refuse'."""
+    """Answers with the number of messages it was shown, and refuses one that says 'refuse'.
+
+    An answer has two tokens, 1 and 1, and ends as `finish_reason` says.
+    """
 
     tp_size: int = 1
     max_seq_len: int = 1000
+    finish_reason: FinishReason = "stop"
     seen: list[list[dict[str, str]]] = field(default_factory=list)
     asked: list[Request] = field(default_factory=list)
     presses: int = 0  # of Ctrl-C in every answer
@@ -134,14 +144,18 @@ class EchoModel:
     def input_processor(self) -> "EchoModel":
         return self
 
-    def request(self, index: int, chat: Chat, params: SamplingParams) -> Request:
-        if chat.messages[-1]["content"] == "refuse":
-            raise UsageError("the template refuses it")
-        self.seen.append(list(chat.messages))
-        n_prompt = 10 * len(chat.messages)
-        most = resolve_max_tokens(n_prompt, params, self.max_seq_len)
-        params = replace(params, max_tokens=most)
-        return Request(index, (1,) * n_prompt, params, 0, frozenset())
+    @property
+    def longest(self) -> int:
+        return self.max_seq_len
+
+    def request(self, index: int, prompt: Chat | list[int], params: SamplingParams) -> Request:
+        if isinstance(prompt, Chat):
+            if prompt.messages[-1]["content"] == "refuse":
+                raise UsageError("the template refuses it")
+            self.seen.append(list(prompt.messages))
+        ids = [1] * 10 * len(prompt.messages) if isinstance(prompt, Chat) else prompt
+        most = resolve_max_tokens(len(ids), params, self.max_seq_len)
+        return Request(index, tuple(ids), replace(params, max_tokens=most), 0, frozenset())
 
     def run(self, requests: Sequence[Request], interrupted: Any) -> Iterator[Step]:
         assert not interrupted()
@@ -151,7 +165,8 @@ class EchoModel:
             signal.raise_signal(signal.SIGINT)
         if interrupted():
             return
-        yield Step(0, f"to {len(self.seen[-1])}\x1b[2J")
+        ended = Completion(0, "", (1, 1), self.finish_reason, 3)
+        yield Step(0, f"to {len(self.seen[-1])}\x1b[2J", ended)
 
 
 def talk(
@@ -269,14 +284,50 @@ def test_a_conversation_is_saved_as_a_line_for_generate(
     assert "write /save FILE" in err
 
 
+def test_an_answer_that_was_cut_off_says_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended in the middle of a sentence without a word."""
+    model = EchoModel(finish_reason="length")
+    talked = talk(monkeypatch, "1\n/continue\n", model, None, SamplingParams(max_tokens=2))
+    err = capsys.readouterr().err
+    assert err.count("cut off at --max-tokens 2; /continue goes on") == 2
+    assert [request.prompt for request in model.asked] == [(1,) * 10, (1,) * 12]
+    assert [request.max_tokens for request in model.asked] == [2, 2]
+    roles = [turn["role"] for turn in talked.turns]
+    assert roles == ["user", "assistant"]
+    assert talked.turns[1]["content"] == "answer to 1\x1b[2J" * 2
+
+
+def test_only_an_answer_that_was_cut_off_can_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = EchoModel()
+    talk(monkeypatch, "/continue\n1\n/continue\n/clear\n/continue\n", model)
+    err = capsys.readouterr().err
+    assert err.count("nothing was said yet") == 2 and err.count("no answer was cut off") == 1
+    assert len(model.asked) == 1 and "--max-tokens" not in err
+
+
+def test_an_answer_that_fills_the_context_cannot_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = EchoModel(max_seq_len=12, finish_reason="length")
+    talked = talk(monkeypatch, "1\n/continue\n", model)
+    err = capsys.readouterr().err
+    assert "cut off: the context is full; ask for the rest in a new message" in err
+    assert len(model.asked) == 1 and len(talked.turns) == 2
+
+
 @pytest.mark.parametrize("presses", [1, 3])
 def test_ctrl_c_stops_an_answer_however_often_it_is_pressed(
-    monkeypatch: pytest.MonkeyPatch, presses: int
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], presses: int
 ) -> None:
     """The second one ended the group in the middle of a step, and with it the talk."""
     model = EchoModel(presses=presses)
-    talked = talk(monkeypatch, "1\n2\n", model)
-    assert [turn["content"] for turn in talked.turns] == ["1", "answer ", "2", "answer "]
+    talked = talk(monkeypatch, "1\n2\n/continue\n", model)
+    assert [turn["content"] for turn in talked.turns] == ["1", "answer ", "2", "answer answer "]
+    assert capsys.readouterr().err.count("stopped; /continue goes on") == 3
 
 
 def test_a_model_without_a_tokenizer_cannot_chat(capsys: pytest.CaptureFixture[str]) -> None:
