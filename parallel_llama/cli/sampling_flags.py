@@ -78,7 +78,7 @@ def grammar_file(text: str) -> str:
 SAMPLING: tuple[Flag[Any], ...] = (
     Flag(
         "temperature", "0 is greedy", number(0, 100), "T",
-        default_text="the model's generation_config, else greedy",
+        default_text="the model's generation_config, else 0; of smollm2 0.2, and 0.9 for --top-p",
     ),
     Flag("top-p", "sample from the likeliest tokens that together have this probability",
          number(0, 1, True), "P"),

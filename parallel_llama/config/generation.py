@@ -58,7 +58,8 @@ class GenerationDefaults:
 def load_generation_defaults(files: ModelFiles) -> GenerationDefaults:
     """The sampling defaults and special ids that a model's files state.
 
-    Meta's own state none, and a generation_config.json beside them counts.
+    Meta's own state none, and a generation_config.json beside them counts. Settings that a GGUF
+    file does not state are taken from `files.sampling`.
 
     Raises: UsageError for a value of the wrong type; CheckpointError if a file is damaged.
     """
@@ -66,7 +67,9 @@ def load_generation_defaults(files: ModelFiles) -> GenerationDefaults:
         return _from_hf(files)
     if files.kind == "gguf":
         fields = Fields(read_gguf_header(files.config).fields)
-        return _with_path(files.config, fields, _from_gguf)
+        stated = _with_path(files.config, fields, _from_gguf)
+        sampling: dict[str, Any] = {**files.sampling, **stated.sampling}
+        return replace(stated, **sampling)
     return GenerationDefaults()
 
 

@@ -9,7 +9,8 @@ import logging
 import re
 import site
 import sysconfig
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,8 @@ from parallel_llama.files.json_text import read_json_object
 MAX_INDEX_BYTES = 100_000_000
 MAX_NATIVE_FILES = 99_999
 SMOLLM2 = "smollm2"
+# What its authors sample with in their model card; the GGUF file that is installed states nothing.
+_SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
 # Of a folder's tokenizers, the first in this order is taken: HF's tokenizer.json is what its users
 # run, then come Mistral's own files, the newest first, and tokenizer.model is the oldest form.
@@ -68,6 +71,7 @@ class ModelFiles:
     config: Path
     weights: tuple[Path, ...]
     index: Path | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_pickled(self) -> bool:
@@ -95,7 +99,7 @@ def find_model(name: str) -> ModelFiles:
     if name and is_there(path):
         return _in_folder(path) if is_folder(path) else _single_file(path)
     if name == SMOLLM2:
-        return _single_file(_embedded_gguf())
+        return replace(_single_file(_embedded_gguf()), sampling=_SMOLLM2_SAMPLING)
     shapes = _shapes()
     shape = shapes.get(name.removesuffix(".json"))
     if shape is not None:

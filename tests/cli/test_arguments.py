@@ -33,6 +33,7 @@ from parallel_llama.cli.arguments import (
     parse_flags,
 )
 from parallel_llama.cli.main import VERBS, load_verb
+from parallel_llama.cli.model import check_model
 from parallel_llama.cli.parsers import plain_text
 from parallel_llama.cli.prompts import gather, read_lines
 from parallel_llama.cli.ranks import Job, rank_count
@@ -308,6 +309,17 @@ def test_a_flag_that_a_verb_does_not_take_has_its_default() -> None:
 def test_an_answer_has_as_many_tokens_as_the_verbs_help_says(verb: str, most: int) -> None:
     """chat took the default of generate's flag of the same name, 128."""
     assert given_sampling(parse_flags(load_verb(verb), []))["max_tokens"] == most
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_the_default_model_is_sampled_unless_the_temperature_is_0(name: str) -> None:
+    """It was greedy, and its answers went round in circles."""
+    found = []
+    for argv in ([], ["--temperature", "0"], ["--top-p", "0.5"]):
+        flags = parse_flags(load_verb(name), argv)
+        params = check_model(flags)[0].sampling_params(**given_sampling(flags))
+        found.append((params.temperature, params.top_p))
+    assert found == [(0.2, 0.9), (0, 0.9), (0.2, 0.5)]
 
 
 def test_fire_prints_nothing_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

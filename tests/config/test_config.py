@@ -719,6 +719,14 @@ def test_the_embedded_model_is_read() -> None:
     assert load_generation_defaults(find_model("smollm2")).eos_ids == (2,)
 
 
+def test_smollm2_is_sampled_as_its_authors_do() -> None:
+    """Greedy, it repeats its sentences; the GGUF file states no sampling."""
+    files = find_model("smollm2")
+    assert load_generation_defaults(files).sampling == {"temperature": 0.2, "top_p": 0.9}
+    alone = find_model(str(files.path))
+    assert load_generation_defaults(alone).sampling == {}
+
+
 def test_what_a_gguf_file_may_leave_out_or_state() -> None:
     assert from_gguf(gguf(llama__attention__head_count_kv=None)).n_kv_heads == 2
     assert from_gguf(gguf(llama__rope__dimension_count=None)).head_dim == 4

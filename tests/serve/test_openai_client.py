@@ -23,11 +23,18 @@ def lenient(client):
 
 
 def test_a_question_is_answered(client):
-    reply = client.chat.completions.create(model="smollm2", messages=QUESTION, max_tokens=24)
+    reply = client.chat.completions.create(
+        model="smollm2", messages=QUESTION, max_tokens=24, temperature=0
+    )
     (choice,) = reply.choices
     assert choice.message.role == "assistant" and choice.message.content == ANSWER
     assert choice.finish_reason == "stop"
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+def test_a_request_without_settings_is_sampled_as_the_models_authors_do(smollm2):
+    defaults = smollm2.get("/status")["defaults"]
+    assert (defaults["temperature"], defaults["top_p"]) == (0.2, 0.9)
 
 
 def test_a_stream_is_the_same_answer_in_pieces(client):
@@ -35,6 +42,7 @@ def test_a_stream_is_the_same_answer_in_pieces(client):
         model="smollm2",
         messages=QUESTION,
         max_completion_tokens=24,
+        temperature=0,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -67,13 +75,12 @@ def test_choices_and_log_probabilities(client):
 def test_prompts_of_text_and_of_ids_go_on(client, lenient, smollm2):
     texts = ["The sky is", "Two and two"]
     ids = [smollm2.post("/tokenize", prompt=text)["tokens"] for text in texts]
-    by_text = client.completions.create(model="smollm2", prompt=texts, max_tokens=4, n=2)
-    by_ids = client.completions.create(model="smollm2", prompt=ids, max_tokens=4, n=2)
+    given = {"model": "smollm2", "max_tokens": 4, "n": 2, "temperature": 0}
+    by_text = client.completions.create(**given, prompt=texts)
+    by_ids = client.completions.create(**given, prompt=ids)
     assert [choice.index for choice in by_text.choices] == [0, 1, 2, 3]
     assert [c.text for c in by_text.choices] == [c.text for c in by_ids.choices]
-    stream = lenient.completions.create(
-        model="smollm2", prompt=texts, max_tokens=4, n=2, stream=True
-    )
+    stream = lenient.completions.create(**given, prompt=texts, stream=True)
     streamed = dict.fromkeys(range(4), "")
     for chunk in stream:
         for choice in chunk.choices:
@@ -228,7 +235,7 @@ def test_a_prompt_that_is_too_long_is_told_by_its_code(client):
 
 def test_token_ids_come_where_they_are_asked_for(client, lenient, smollm2):
     prompt = smollm2.post("/tokenize", messages=QUESTION)["tokens"]
-    given = {"model": "smollm2", "messages": QUESTION, "max_tokens": 6}
+    given = {"model": "smollm2", "messages": QUESTION, "max_tokens": 6, "temperature": 0}
     given["extra_body"] = {"return_token_ids": True, "request_id": "mine"}
     whole = client.chat.completions.create(**given)
     (choice,) = whole.choices
@@ -240,7 +247,7 @@ def test_token_ids_come_where_they_are_asked_for(client, lenient, smollm2):
     assert ids == choice.token_ids
     assert [getattr(each, "prompt_token_ids", None) for each in chunks[:2]] == [prompt, None]
 
-    given = {"model": "smollm2", "prompt": "The sky is", "max_tokens": 3}
+    given = {"model": "smollm2", "prompt": "The sky is", "max_tokens": 3, "temperature": 0}
     plain = client.completions.create(**given)
     assert "token_ids" not in plain.to_json()
     given["extra_body"] = {"return_token_ids": True, "request_id": "mine"}
@@ -297,7 +304,7 @@ def test_the_stop_string_or_token_that_ended_an_answer_is_its_stop_reason(
 def test_an_answer_that_has_begun_goes_on(client):
     begun = [*QUESTION, {"role": "assistant", "content": "The capital of France is"}]
     going_on = {"continue_final_message": True, "add_generation_prompt": False}
-    given = {"model": "smollm2", "messages": begun, "max_tokens": 8}
+    given = {"model": "smollm2", "messages": begun, "max_tokens": 8, "temperature": 0}
     reply = client.chat.completions.create(**given, extra_body=going_on)
     assert reply.choices[0].message.content.startswith(" Paris")
     for wrong in ({"continue_final_message": True}, {"add_generation_prompt": False}):

@@ -27,8 +27,8 @@ TIME = {"type": "function", "function": {"name": "get_time"}}
 
 
 def ask(client, **fields):
-    given = {"messages": QUESTION, "max_tokens": 80, "tools": [RAIN, TIME], **fields}
-    return client.chat.completions.create(model="smollm2", **given)
+    given = {"messages": QUESTION, "max_tokens": 80, "tools": [RAIN, TIME], "temperature": 0}
+    return client.chat.completions.create(model="smollm2", **given | fields)
 
 
 @pytest.mark.parametrize(
