@@ -5,6 +5,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flags, warn
@@ -69,11 +70,17 @@ def lead(flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **o
         interruptions = Interruptions()
         code = work(llm)
         if (n_threads := torch.get_num_threads()) > 1 and interruptions.are_crowded():
-            warn(
-                f"the cores are busy, and the {n_threads} threads of a rank wait for each other; "
-                "OMP_NUM_THREADS=1 waits less"
-            )
+            _warn_of_busy_cores(n_threads)
         return code
+
+
+@cache
+def _warn_of_busy_cores(n_threads: int) -> None:
+    """Warns once in this process: a program may measure with several commands."""
+    warn(
+        f"the cores are busy, and the {n_threads} threads of a rank wait for each other; "
+        "OMP_NUM_THREADS=1 waits less"
+    )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from tiny_models import TINY_MODELS, write_hf
 from parallel_llama import LLM
 from parallel_llama.cli import bench
 from parallel_llama.cli.main import main
+from parallel_llama.engine.machine import Interruptions
 
 KEYS = {
     "prefill_tokens_per_s", "decode_tokens_per_s", "decode_ms_per_step", "time_to_first_token_s",
@@ -54,6 +55,15 @@ def test_the_table_is_for_people(folder, capsys):
     assert main(["bench", f"--model={folder}", *SIZES]) == 0
     out = capsys.readouterr().out
     assert "decode, tokens/s" in out and "share of read bandwidth" in out
+
+
+def test_busy_cores_are_said_once_by_a_program_that_measures_often(folder, capsys, monkeypatch):
+    """launch.bench.gpu runs bench for each model, and each measurement said it."""
+    monkeypatch.setattr(Interruptions, "are_crowded", lambda _: True)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    for _ in range(2):
+        assert main(["bench", f"--model={folder}", *SIZES, "--json"]) == 0
+    assert capsys.readouterr().err.count("the cores are busy") == 1
 
 
 def test_one_new_token_leaves_no_decode_step_to_time(folder, capsys):
