@@ -21,7 +21,7 @@ from parallel_llama.cli.model import (
     check_model,
     in_dtypes,
 )
-from parallel_llama.cli.parsers import rank_of, whole
+from parallel_llama.cli.parsers import rank_of, token_count, whole
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import size, table
@@ -34,9 +34,11 @@ from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
 if TYPE_CHECKING:
     from parallel_llama.llm import LLM
 
-PROMPT_TOKENS: Flag[int] = Flag("prompt-tokens", "length of each prompt", whole(1), "N", 512)
+PROMPT_TOKENS: Flag[int] = Flag(
+    "prompt-tokens", "length of each prompt, such as 512 or 4k", token_count(1), "N", 512
+)
 MAX_TOKENS: Flag[int] = Flag(
-    "max-tokens", "new tokens for each prompt", whole(1, MAX_TOKEN_ID), "N", 64
+    "max-tokens", "new tokens for each prompt", token_count(1, MAX_TOKEN_ID), "N", 64
 )
 BATCH: Flag[int] = Flag("batch", "prompts at once", whole(1, MAX_RUNNING), "B", 1)
 REPEAT: Flag[int] = Flag(

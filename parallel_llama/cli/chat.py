@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flag, Flags, Verb
 from parallel_llama.cli.model import ATTENTION_SINKS, LOADING, MODEL, RANKS, SEED, check_model
-from parallel_llama.cli.parsers import plain_text, whole
+from parallel_llama.cli.parsers import plain_text, token_count
 from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.prompts import TEMPLATE_VAR
 from parallel_llama.cli.ranks import Job, leads
@@ -29,7 +29,7 @@ SYSTEM: Flag[str | None] = Flag(
     "system", "system message that the conversation begins with", plain_text, "TEXT"
 )
 MAX_TOKENS: Flag[int] = Flag(
-    "max-tokens", "most tokens of an answer", whole(1, MAX_TOKEN_ID), "N", 512
+    "max-tokens", "most tokens of an answer", token_count(1, MAX_TOKEN_ID), "N", 512
 )
 
 COMMANDS = {

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flag, Flags
-from parallel_llama.cli.parsers import byte_size, filled_text, number, one_of, whole
+from parallel_llama.cli.parsers import byte_size, filled_text, number, one_of, token_count, whole
 from parallel_llama.cli.ranks import rank_count
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.dtypes import DTYPES, KV_DTYPES, QUANTS
@@ -36,11 +36,11 @@ DEVICE: Flag[str] = Flag(
     "device", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"), "DEVICE", default="auto"
 )
 MAX_SEQ_LEN: Flag[int | None] = Flag(
-    "max-seq-len", "most tokens of a sequence, prompt and completion together",
-    whole(1), "N", default_text="the model's context",
+    "max-seq-len", "most tokens of a sequence, prompt and completion together, such as 4096 or 32k",
+    token_count(1), "N", default_text="the model's context",
 )  # fmt: skip
 KV_CACHE_BYTES: Flag[int | None] = Flag(
-    "kv-cache-bytes", "memory for the KV cache on each rank, such as 2GB or 512MiB",
+    "kv-cache-bytes", "memory for the KV cache on each rank, such as 2GB, 512MiB or 24G (24GiB)",
     byte_size, "SIZE", default_text="what is free, at most 2 GiB on the CPU",
 )  # fmt: skip
 KV_SPLIT: Flag[KVSplit] = Flag(
@@ -52,10 +52,10 @@ ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
     "first tokens that stay visible beside a sliding window, the model's or its context's length; "
     "with them, 4 are usual, a text may grow beyond the context without end",
-    whole(0), "N", default=0,
+    token_count(0), "N", default=0,
 )  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(
-    "block-size", "tokens per block of the paged KV cache", whole(1, 4096), "N", default=16
+    "block-size", "tokens per block of the paged KV cache", token_count(1, 4096), "N", default=16
 )
 KV_CACHE_DTYPE: Flag[str] = Flag(
     "kv-cache-dtype", "what the KV cache keeps numbers in: auto for the model's dtype, bfloat16, "

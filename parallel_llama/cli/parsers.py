@@ -22,6 +22,12 @@ _ORIGIN = re.compile(
 )
 GIB = 1 << 30
 
+# A number, the prefix of a unit, and the rest of the unit.
+_SIZE = re.compile(
+    r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?) ?(?:([kmgt]?)((?:(?<=[kmgt])i)?b?))?",
+    re.ASCII | re.IGNORECASE,
+)
+
 # What stands for stdin in the place of a prompt or a file, as in other programs.
 STDIN = "-"
 
@@ -81,20 +87,46 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Callable[
     return parse
 
 
-def byte_size(text: str) -> int:
-    """Bytes, given as a number of them or in a unit: 2GB, 512MiB.
+def token_count(low: int, high: int = LARGEST) -> Callable[[str], int]:
+    """Parser of a number of tokens in [low, high], where k stands for 1,024 and M for 1,048,576.
 
-    >>> byte_size("2GB"), byte_size("0.5 KiB"), byte_size("4096")
-    (2000000000, 512, 4096)
+    >>> token_count(1)("32k"), token_count(1)("1M"), token_count(1)("4096")
+    (32768, 1048576, 4096)
     """
-    match = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]{1,9})?) ?(?:([KMGT]?)(I?)B)?", text.upper())
-    n_bytes = 0
-    if match and (match[2] or not match[3]):
-        power = " KMGT".index(match[2] or " ")
-        n_bytes = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
-    if not 1 <= n_bytes <= LARGEST:
-        raise ValueError("not a size such as 2GB, 512MiB or a number of bytes")
-    return n_bytes
+    parse_digits = whole(low, high)
+
+    def parse(text: str) -> int:
+        match = re.fullmatch(r"([0-9]{1,13})([kKmM])", text)
+        if match:
+            text = str(int(match[1]) * {"k": 1 << 10, "m": 1 << 20}[match[2].lower()])
+        try:
+            return parse_digits(text)
+        except ValueError as error:
+            raise ValueError(f"{error}; k is 1,024 and M is 1,048,576, as in 32k") from None
+
+    return parse
+
+
+def byte_size(text: str, plain: int = 1) -> int:
+    """Bytes, given as a number and a unit; a number without a unit counts `plain` bytes each.
+
+    G and GiB are 2**30 bytes, as tools that show memory use them; GB is 10**9 bytes.
+
+    >>> byte_size("2GB"), byte_size("0.5 KiB"), byte_size("4k"), byte_size("4096")
+    (2000000000, 512, 4096, 4096)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    value, prefix, suffix = match.groups() if match else ("0", "", "")
+    if prefix:
+        base = 1000 if suffix.lower() == "b" else 1024
+        plain = base ** (1 + "kmgt".index(prefix.lower()))
+    elif suffix:
+        plain = 1
+    n_bytes = float(value) * plain
+    if not 1 <= n_bytes < LARGEST:
+        unit = "GiB" if plain == GIB else "bytes"
+        raise ValueError(f"not a size such as 2GB, 512MiB, 24G (24GiB) or a number of {unit}")
+    return int(n_bytes)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
@@ -118,25 +150,19 @@ def memory_sizes(text: str) -> int | list[int]:
     sizes: list[int] = []
     try:
         if len(pieces) == 1 and "x" not in pieces[0]:
-            return _memory_size(pieces[0])
+            return byte_size(pieces[0], GIB)
         for piece in pieces:
             size, times, count = piece.partition("x")
-            sizes += [_memory_size(size)] * (whole(1, MAX_RANKS)(count.strip()) if times else 1)
+            n_ranks = whole(1, MAX_RANKS)(count.strip()) if times else 1
+            sizes += [byte_size(size, GIB)] * n_ranks
             if len(sizes) > MAX_RANKS:
                 raise ValueError
     except ValueError:
         raise ValueError(
-            f"not sizes such as 80 (GiB), 24GB, 80,80,40 or 80x8, for at most {MAX_RANKS} ranks"
+            f"not sizes such as 80 (GiB), 24GB, 24G, 80,80,40 or 80x8, for at most {MAX_RANKS} "
+            "ranks"
         ) from None
     return sizes
-
-
-def _memory_size(text: str) -> int:
-    """Bytes, given in GiB or in a unit."""
-    text = text.strip()
-    if text.endswith("b"):
-        return byte_size(text)
-    return int(number(1 / GIB, LARGEST / GIB)(text) * GIB)
 
 
 def count_or_range(text: str) -> list[int]:

@@ -61,7 +61,7 @@ NPROC: Flag[list[int] | None] = Flag(
 )
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
-    "memory of every rank in GiB (80; or 24GB, 24576MiB), or of each (80,80,40; 80x4,40x2), "
+    "memory of every rank in GiB (80; or 24G, 24GB, 24576MiB), or of each (80,80,40; 80x4,40x2), "
     "which then work in proportion",
     memory_sizes,
     "SIZES",

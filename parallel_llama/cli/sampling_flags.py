@@ -11,7 +11,7 @@ from typing import Any
 
 from parallel_llama.cli.arguments import Flag, Flags, warn
 from parallel_llama.cli.model import SEED
-from parallel_llama.cli.parsers import filled_text, input_file, number, whole
+from parallel_llama.cli.parsers import filled_text, input_file, number, token_count, whole
 from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.bounded_files import open_input, read_bounded
 from parallel_llama.files.json_text import parse_json
@@ -90,8 +90,9 @@ SAMPLING: tuple[Flag[Any], ...] = (
 )  # fmt: skip
 
 FLAGS: tuple[Flag[Any], ...] = (
-    Flag("max-tokens", "most new tokens of a completion", whole(1, MAX_TOKEN_ID), "N", 128),
-    Flag("min-tokens", "fewest new tokens of a completion", whole(0, MAX_TOKEN_ID), "N"),
+    Flag("max-tokens", "most new tokens of a completion, such as 500 or 2k",
+         token_count(1, MAX_TOKEN_ID), "N", 128),
+    Flag("min-tokens", "fewest new tokens of a completion", token_count(0, MAX_TOKEN_ID), "N"),
     *SAMPLING,
     Flag("presence-penalty", "subtracted from the logit of every token in the completion",
          number(-MAX_PENALTY, MAX_PENALTY), "A"),

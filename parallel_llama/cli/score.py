@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
 from parallel_llama.cli.model import LOADING, MODEL, RANKS, check_model
-from parallel_llama.cli.parsers import input_file, whole
+from parallel_llama.cli.parsers import input_file, token_count
 from parallel_llama.cli.prompts import check_tokens
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
@@ -31,7 +31,7 @@ TOKENS_FILE: Flag[str | None] = Flag(
 STRIDE: Flag[int | None] = Flag(
     "stride",
     "tokens between the windows that a text beyond the context is read in (default: half of it)",
-    whole(1),
+    token_count(1),
     "N",
 )
 

@@ -34,7 +34,7 @@ from parallel_llama.cli.arguments import (
 )
 from parallel_llama.cli.main import VERBS, load_verb
 from parallel_llama.cli.model import check_model
-from parallel_llama.cli.parsers import plain_text
+from parallel_llama.cli.parsers import byte_size, plain_text
 from parallel_llama.cli.prompts import gather, read_lines
 from parallel_llama.cli.ranks import Job, rank_count
 from parallel_llama.cli.sampling_flags import given_sampling
@@ -539,6 +539,57 @@ def test_the_plans_of_all_sizes_of_the_largest_model_take_a_moment(
     plans = plan_json(capsys, *asked)["plans"]
     assert time.process_time() - started_s < 5
     assert [len(plan["ranks"]) for plan in plans[:128]] == list(range(1, 129))
+
+
+@pytest.mark.parametrize(
+    ("verb", "flag"),
+    [
+        ("generate", "--max-tokens"),
+        ("generate", "--min-tokens"),
+        ("generate", "--max-seq-len"),
+        ("generate", "--attention-sinks"),
+        ("chat", "--max-tokens"),
+        ("serve", "--max-seq-len"),
+        ("bench", "--prompt-tokens"),
+        ("bench", "--max-tokens"),
+        ("score", "--stride"),
+        ("plan", "--max-seq-len"),
+    ],
+)
+def test_every_number_of_tokens_may_be_given_in_k_or_m(verb: str, flag: str) -> None:
+    name = flag.removeprefix("--")
+    for text, n_tokens in (("32k", 32_768), ("32K", 32_768), ("1M", 1 << 20), ("77", 77)):
+        assert parsed(load_verb(verb), [flag, text])[name] == n_tokens
+    for text in ("32kk", "1.5k", "-1k", "k", "32kB", "1 k", "99999999999999M"):
+        with pytest.raises(UsageError, match=rf"{flag} .*{text}.*: not a whole number .*32k"):
+            parsed(load_verb(verb), [flag, text])
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("24G", 24 << 30),
+        ("24g", 24 << 30),
+        ("24GiB", 24 << 30),
+        ("24Gi", 24 << 30),
+        ("24 GB", 24 * 10**9),
+        ("512M", 512 << 20),
+        ("1.5T", 3 << 39),
+        ("64kB", 64_000),
+        ("4096B", 4096),
+    ],
+)
+def test_one_parser_reads_every_amount_of_memory(text: str, n_bytes: int) -> None:
+    assert parsed(GENERATE, ["--kv-cache-bytes", text])["kv-cache-bytes"] == n_bytes
+    assert parsed(load_verb("plan"), ["--memory", text])["memory"] == n_bytes
+
+
+@given(st.text("0123456789.eE+- kmgtibKMGTIB", max_size=9))
+def test_a_size_is_read_or_refused_with_the_allowed_forms(text: str) -> None:
+    try:
+        assert 1 <= byte_size(text) < 2**63
+    except ValueError as error:
+        assert "not a size such as 2GB, 512MiB, 24G" in str(error)
 
 
 @pytest.mark.parametrize(
