@@ -5,7 +5,10 @@ text of a flag is never parsed as Python, repeats stay in order, and a value may
 Nothing here starts work or knows what a verb does.
 """
 
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -23,7 +26,8 @@ class Flag(Generic[Value]):
 
     `parse` turns its text into a value, and raises ValueError saying what is allowed; a flag
     without one is a switch, given as --name or --noname. A repeatable flag's value is the list of
-    all that were given.
+    all that were given. `aliases` are names that other programs give the flag, and `subject` is the
+    heading that the help lists it under; "" stands for the verb's own.
     """
 
     name: str
@@ -33,6 +37,12 @@ class Flag(Generic[Value]):
     default: Any = None
     default_text: str = ""
     repeatable: bool = False
+    aliases: tuple[str, ...] = ()
+    subject: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
 
     @property
     def key(self) -> str:
@@ -45,7 +55,7 @@ class Flag(Generic[Value]):
         return False if self.parse is None else self.default
 
 
-JSON: Flag[bool] = Flag("json", "print JSON to stdout, and nothing else there")
+JSON: Flag[bool] = Flag("json", "print JSON to stdout, and nothing else there", subject="output")
 
 
 class Flags:
@@ -68,7 +78,8 @@ class Flags:
 class Verb:
     """A command: its flags in the order of its help, and the function that prepares its job.
 
-    `positionals` are given by their place and not by name, all of them.
+    `positionals` are given by their place and not by name, all of them. After them, the flag
+    `placed` may be given by its place as well as by its name.
     """
 
     name: str
@@ -78,6 +89,7 @@ class Verb:
     example: str
     prepare: Callable[[Flags], Job]
     positionals: tuple[Flag[Any], ...] = ()
+    placed: Flag[Any] | None = None
 
 
 class HelpRequested(Exception):
@@ -95,7 +107,8 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
         if flag.repeatable:
             given.setdefault(flag.name, []).append(_value(verb, flag, text))
         elif flag.name in given:
-            raise UsageError(f"--{flag.name} is given twice; give it once")
+            places = f", by its place or as --{flag.name}" if flag is verb.placed else ""
+            raise UsageError(f"--{flag.name} is given twice; give it once{places}")
         else:
             given[flag.name] = _value(verb, flag, text)
     for flag in verb.positionals:
@@ -109,7 +122,7 @@ def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
 def _pairs(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str]]:
     """Each flag of the command line with its text; a switch's text is 'true' or 'false'."""
     words = iter(argv)
-    places = iter(verb.positionals)
+    places = iter((*verb.positionals, *([verb.placed] if verb.placed else ())))
     for word in words:
         if word in ("-h", "--help"):
             raise HelpRequested(verb.name)
@@ -134,7 +147,7 @@ def _pairs(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str]]:
 
 
 def _find(verb: Verb, word: str) -> tuple[Flag[Any], bool]:
-    flags = {f"--{flag.name}": flag for flag in verb.flags}
+    flags = {f"--{name}": flag for flag in verb.flags for name in flag.names}
     switches = [flag for flag in verb.flags if flag.parse is None]
     negations = {f"--{no}{flag.name}": flag for flag in switches for no in ("no", "no-")}
     name = word.replace("_", "-")
@@ -165,28 +178,78 @@ def _value(verb: Verb, flag: Flag[Any], text: str) -> Any:
 
 
 def help_text(verb: Verb) -> str:
-    """A verb's help: its usage, flags with their defaults, and one example."""
-    rows = [(flag.name.upper(), flag.help) for flag in verb.positionals]
-    rows += [(_left(flag), _right(flag)) for flag in verb.flags]
-    rows.append(("-h, --help", "this text"))
-    return "\n".join(
-        [
-            f"usage: parallel-llama {verb.name} {verb.usage}",
-            "",
-            verb.help,
-            "",
-            *columns(rows),
-            "",
-            "example:",
-            f"  {verb.example}",
-        ]
+    """A verb's help, as wide as the terminal: usage, flags by subject, and one example."""
+    width = terminal_width()
+    arguments = [(flag.name.upper(), flag.help) for flag in verb.positionals]
+    if verb.placed:
+        arguments.append((verb.placed.name.upper(), f"the same as --{verb.placed.name}"))
+    own = f"flags of {verb.name}"
+    subjects: dict[str, list[tuple[str, str]]] = {"arguments": arguments, own: []}
+    for flag in verb.flags:
+        subjects.setdefault(flag.subject or own, []).append((_left(flag), _right(flag)))
+    subjects["help"] = [("-h, --help", "this text")]
+    left = max(len(name) for rows in subjects.values() for name, _ in rows)
+    lines = [*_wrapped_usage(verb, width), "", *textwrap.wrap(verb.help, width), ""]
+    for heading, rows in subjects.items():
+        if rows:
+            lines += [f"{heading}:", *columns(rows, width, left), ""]
+    return "\n".join([*lines, "example:", *wrapped_command(verb.example, width)])
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, or what COLUMNS says; 80 where there is neither."""
+    return max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
+
+
+def columns(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> list[str]:
+    """Lines of at most `width` characters: an indented left column, and a wrapped right one.
+
+    The left column is as wide as its widest entry and at least `left`, up to a third of the width;
+    a wider entry has a line of its own.
+    """
+    left = max(left, *(len(name) for name, _ in rows))
+    left = min(left, width // 3)
+    indent = " " * (left + 4)
+    lines = []
+    for name, text in rows:
+        first = f"  {name.ljust(left)}  "
+        if len(name) > left:
+            lines.append(first.rstrip())
+            first = indent
+        lines += _wrap(text, width, first, indent)
+    return lines
+
+
+def wrapped_command(command: str, width: int) -> list[str]:
+    """A command to copy, continued on the next line where it is too long, before a flag."""
+    lines = [""]
+    for part in re.split(r"(?<= )(?=--)", command):
+        if lines[-1] and len(lines[-1]) + len(part) + 3 > width:
+            lines.append("  ")
+        lines[-1] += part
+    return [f"  {line}\\" for line in lines[:-1]] + [f"  {lines[-1]}"]
+
+
+_LEAST_WIDTH = 40
+
+
+def _wrap(text: str, width: int, first: str, indent: str) -> list[str]:
+    """A wrapped paragraph, in which no flag or path is broken in two."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
 
 
-def columns(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Lines with an indented left column, as wide as its widest entry, and a right one."""
-    width = max(len(left) for left, _ in rows)
-    return [f"  {left.ljust(width)}  {right}" for left, right in rows]
+def _wrapped_usage(verb: Verb, width: int) -> list[str]:
+    """The usage, broken between its parts and not inside the brackets of one."""
+    first = f"usage: parallel-llama {verb.name} "
+    kept = re.sub(r"\[[^]]*\]", lambda part: part[0].replace(" ", "\0"), verb.usage)
+    return [line.replace("\0", " ") for line in _wrap(kept, width, first, " " * 8)]
 
 
 def _left(flag: Flag[Any]) -> str:
@@ -195,6 +258,8 @@ def _left(flag: Flag[Any]) -> str:
 
 def _right(flag: Flag[Any]) -> str:
     notes = []
+    if flag.aliases:
+        notes.append("also " + ", ".join(f"--{name}" for name in flag.aliases))
     if flag.repeatable:
         notes.append("repeatable")
     default = flag.default_text or ("" if flag.default is None else str(flag.default))

@@ -264,7 +264,7 @@ def _modelled(figures: dict[str, Any]) -> list[str]:
 VERB = Verb(
     "bench",
     "Measures prefill and decode, and the share of the memory's bandwidth that decode reaches.",
-    "[--model PATH_OR_NAME] [flags]",
+    "[MODEL] [flags]",
     (
         MODEL,
         PROMPT_TOKENS,
@@ -279,4 +279,5 @@ VERB = Verb(
     ),
     "parallel-llama bench --nproc 2",
     prepare,
+    placed=MODEL,
 )

@@ -303,8 +303,9 @@ def _usage(name: str) -> str:
 VERB = Verb(
     "chat",
     "A conversation in the terminal.",
-    "[--model PATH_OR_NAME] [flags]",
+    "[MODEL] [flags]",
     (MODEL, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR, *RANKS, ATTENTION_SINKS, *LOADING),
     "parallel-llama chat --nproc 2",
     prepare,
+    placed=MODEL,
 )

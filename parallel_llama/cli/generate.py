@@ -45,9 +45,12 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 OUTPUT: Flag[str | None] = Flag(
-    "output", "write a JSON line per completion, as each is finished", filled_text, "FILE"
+    "output", "write a JSON line per completion, as each is finished", filled_text, "FILE",
+    subject="output",
+)  # fmt: skip
+RESUME: Flag[bool] = Flag(
+    "resume", "continue an interrupted --output: run what is missing in it", subject="output"
 )
-RESUME: Flag[bool] = Flag("resume", "continue an interrupted --output: run what is missing in it")
 
 
 def prepare(flags: Flags) -> Job:

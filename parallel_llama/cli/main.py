@@ -119,7 +119,7 @@ def _run(argv: list[str]) -> int:
     if argv[0] in ("-h", "--help", "help"):
         print(overview())
         return DONE
-    if argv[0] == "--version":
+    if argv[0] in ("-V", "--version"):
         print(f"parallel_llama {_version()}")
         return DONE
     if argv[0] not in VERBS:
@@ -152,19 +152,25 @@ def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
 
 def overview() -> str:
     """The help of the command as a whole."""
-    verbs = [load_verb(name) for name in VERBS]
+    verbs, width = [load_verb(name) for name in VERBS], arguments.terminal_width()
     return "\n".join(
         [
             "usage: parallel-llama COMMAND [flags]",
             "",
             "Runs Llama-family models on any number of ranks.",
             "",
-            *arguments.columns([(verb.name, verb.help) for verb in verbs]),
+            *arguments.columns([(verb.name, verb.help) for verb in verbs], width),
             "",
-            "parallel-llama COMMAND --help lists a command's flags; --version says which this is.",
+            *arguments.columns(
+                [
+                    ("-V, --version", "the version"),
+                    ("-h, --help", "this text; parallel-llama COMMAND --help lists its flags"),
+                ],
+                width,
+            ),
             "",
             "example:",
-            f"  {verbs[0].example}",
+            *arguments.wrapped_command(verbs[0].example, width),
         ]
     )
 

@@ -3,10 +3,20 @@
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flag, Flags
-from parallel_llama.cli.parsers import byte_size, filled_text, number, one_of, token_count, whole
+from parallel_llama.cli.parsers import (
+    byte_size,
+    device_name,
+    dtype_name,
+    filled_text,
+    kv_dtype_name,
+    number,
+    one_of,
+    quant_name,
+    token_count,
+    whole,
+)
 from parallel_llama.cli.ranks import rank_count
 from parallel_llama.config import ModelArgs, load_model_args
-from parallel_llama.dtypes import DTYPES, KV_DTYPES, QUANTS
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -17,65 +27,73 @@ if TYPE_CHECKING:
 
 MODEL: Flag[str] = Flag(
     "model", "a HF folder, a Meta folder, a .gguf file, or the name of a model",
-    filled_text, "PATH_OR_NAME", "smollm2",
+    filled_text, "PATH_OR_NAME", "smollm2", subject="model",
 )  # fmt: skip
+# The names of vLLM for the number of ranks.
+NPROC_ALIASES = "tp", "tensor-parallel-size"
 NPROC: Flag[int | None] = Flag(
     "nproc", "ranks to start on this machine; under torchrun, their number is torchrun's",
-    whole(1, MAX_RANKS), "N", default_text="1",
+    whole(1, MAX_RANKS), "N", default_text="1", aliases=NPROC_ALIASES, subject="ranks",
 )  # fmt: skip
 DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
-    one_of(*DTYPES), "DTYPE", default_text="bfloat16 on CUDA, float32 on the CPU",
+    dtype_name, "DTYPE", default_text="bfloat16 on CUDA, float32 on the CPU", subject="model",
 )  # fmt: skip
 QUANT: Flag[str | None] = Flag(
     "quant", "int8, int4 or fp8: matrices as integers, or floats of 8 bits, with a scale for every "
     "32; stored: as the files have them; none: decoded to --dtype",
-    one_of(*QUANTS), "FORMAT", default_text="stored for a quantised folder, else none",
+    quant_name, "FORMAT", default_text="stored for a quantised folder, else none",
+    aliases=("quantization",), subject="model",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
-    "device", "auto, cpu or cuda", one_of("auto", "cpu", "cuda"), "DEVICE", default="auto"
+    "device", "auto, cpu or cuda", device_name, "DEVICE", default="auto", subject="ranks"
 )
 MAX_SEQ_LEN: Flag[int | None] = Flag(
     "max-seq-len", "most tokens of a sequence, prompt and completion together, such as 4096 or 32k",
-    token_count(1), "N", default_text="the model's context",
+    token_count(1), "N", default_text="the model's context", subject="context and KV cache",
 )  # fmt: skip
 KV_CACHE_BYTES: Flag[int | None] = Flag(
     "kv-cache-bytes", "memory for the KV cache on each rank, such as 2GB, 512MiB or 24G (24GiB)",
     byte_size, "SIZE", default_text="what is free, at most 2 GiB on the CPU",
+    subject="context and KV cache",
 )  # fmt: skip
 KV_SPLIT: Flag[KVSplit] = Flag(
     "kv-split",
     "what ranks share out of the KV cache: heads, or tokens where several would hold one head",
-    one_of("heads", "sequence"), "WHAT", default="heads",
+    one_of("heads", "sequence"), "WHAT", default="heads", subject="context and KV cache",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
     "first tokens that stay visible beside a sliding window, the model's or its context's length; "
     "with them, 4 are usual, a text may grow beyond the context without end",
-    token_count(0), "N", default=0,
+    token_count(0), "N", default=0, subject="context and KV cache",
 )  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(
-    "block-size", "tokens per block of the paged KV cache", token_count(1, 4096), "N", default=16
-)
+    "block-size", "tokens per block of the paged KV cache", token_count(1, 4096), "N", default=16,
+    subject="context and KV cache",
+)  # fmt: skip
 KV_CACHE_DTYPE: Flag[str] = Flag(
     "kv-cache-dtype", "what the KV cache keeps numbers in: auto for the model's dtype, bfloat16, "
     "int8 or fp8, which take a half to a quarter of float32's bytes",
-    one_of(*KV_DTYPES), "DTYPE", default="auto",
+    kv_dtype_name, "DTYPE", default="auto", subject="context and KV cache",
 )  # fmt: skip
 RANDOM_WEIGHTS: Flag[int | None] = Flag(
     "random-weights", "draw the weights from this seed, for a model that is only a configuration",
-    whole(0), "SEED",
+    whole(0), "SEED", subject="model",
 )  # fmt: skip
 SEED: Flag[int | None] = Flag(
     "seed", "seed of all random draws; the same seed gives the same text",
-    whole(0), "N", default_text="a new one, which is shown",
+    whole(0), "N", default_text="a new one, which is shown", subject="sampling",
 )  # fmt: skip
 VERIFY: Flag[bool] = Flag(
-    "verify", "check every file of the model against its manifest before it is read"
+    "verify",
+    "check every file of the model against its manifest before it is read",
+    subject="model",
 )
 TIMEOUT: Flag[float | None] = Flag(
     "timeout", "how long a rank waits for another before it gives up",
     number(0, 1e6, above=True), "SECONDS", default_text="30 in a step, 60 at the start",
+    subject="ranks",
 )  # fmt: skip
 RANKS: tuple[Flag[Any], ...] = (
     NPROC, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT, DEVICE, MAX_SEQ_LEN,

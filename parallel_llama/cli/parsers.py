@@ -6,10 +6,12 @@ as Python.
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parallel_llama.dtypes import DTYPES, KV_DTYPES, QUANTS
 from parallel_llama.files.bounded_files import is_folder, is_input, is_there
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.files.json_text import parse_json
@@ -129,15 +131,73 @@ def byte_size(text: str, plain: int = 1) -> int:
     return int(n_bytes)
 
 
-def one_of(*choices: str) -> Callable[[str], str]:
-    """Parser of one of a few words."""
+@dataclass(frozen=True)
+class OneOf:
+    """Parser of one of a few words.
 
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"not one of {', '.join(choices)}{did_you_mean(text, choices)}")
-        return text
+    `synonyms` are other programs' words for a choice, and `hint` says of a word in lower case what
+    to do instead, or "".
+    """
 
-    return parse
+    choices: tuple[str, ...]
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+    hint: Callable[[str], str] = lambda _: ""
+
+    def __call__(self, text: str) -> str:
+        word = text.lower()
+        if text in self.choices:
+            return text
+        if word in self.synonyms:
+            return self.synonyms[word]
+        hint = self.hint(word)
+        end = f"; {hint}" if hint else did_you_mean(text, self.choices)
+        raise ValueError(f"not one of {', '.join(self.choices)}{end}")
+
+
+def one_of(*choices: str) -> OneOf:
+    """Parser of one of a few words, which have no synonyms."""
+    return OneOf(choices)
+
+
+# The names of torch, vLLM and safetensors.
+_DTYPE_SYNONYMS = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32",
+    "f32": "float32", "float": "float32", "fp64": "float64", "f64": "float64", "double": "float64",
+}  # fmt: skip
+_GGUF_FORMAT = re.compile(r"i?q[1-8](_[0-9a-z]+)+")
+_GGUF_HINT = (
+    "that is a format of GGUF files: --quant stored keeps such a file's weights as they are, and "
+    "--quant int8 or int4 quantises any model"
+)
+
+
+def _dtype_hint(word: str) -> str:
+    if word == "auto":
+        return "leave --dtype out for the default"
+    if _GGUF_FORMAT.fullmatch(word):
+        return _GGUF_HINT
+    return f"--quant {word} quantises the weights" if word in ("int8", "int4", "fp8") else ""
+
+
+def _quant_hint(word: str) -> str:
+    if _GGUF_FORMAT.fullmatch(word):
+        return _GGUF_HINT
+    if word in ("gptq", "awq", "gptq_marlin", "awq_marlin"):
+        return "a folder in that format runs as it is stored; leave --quant out"
+    dtype = word if word in DTYPES else _DTYPE_SYNONYMS.get(word)
+    return f"that is a dtype: --dtype {dtype}" if dtype else ""
+
+
+def _device_hint(word: str) -> str:
+    if re.fullmatch(r"(cuda|gpu):[0-9]+", word):
+        return "--device cuda runs on the cards that CUDA_VISIBLE_DEVICES names"
+    return ""
+
+
+dtype_name = OneOf(DTYPES, _DTYPE_SYNONYMS, _dtype_hint)
+quant_name = OneOf(QUANTS, {"fp8_e4m3": "fp8"}, _quant_hint)
+kv_dtype_name = OneOf(KV_DTYPES, {"bf16": "bfloat16", "fp8_e4m3": "fp8"})
+device_name = OneOf(("auto", "cpu", "cuda"), {"gpu": "cuda"}, _device_hint)
 
 
 def memory_sizes(text: str) -> int | list[int]:

@@ -22,6 +22,7 @@ from parallel_llama.cli.model import (
     KV_SPLIT,
     MAX_SEQ_LEN,
     MODEL,
+    NPROC_ALIASES,
     QUANT,
     args_of,
     in_dtype,
@@ -58,6 +59,7 @@ NPROC: Flag[list[int] | None] = Flag(
     count_or_range,
     "N|A-B",
     default_text="1; with --memory as many as it names, or the fewest that fit",
+    aliases=NPROC_ALIASES,
 )
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
@@ -386,7 +388,7 @@ def _span(r: range) -> str:
 VERB = Verb(
     "plan",
     "Shows which rank would hold what, whether it fits, and how few ranks are enough.",
-    "[--model PATH_OR_NAME] [--nproc N | --nproc A-B] [--memory SIZES] [flags]",
+    "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES] [flags]",
     (
         MODEL,
         NPROC,
@@ -402,4 +404,5 @@ VERB = Verb(
     ),
     "parallel-llama plan --model llama-3.1-70b --memory 80",
     prepare,
+    placed=MODEL,
 )

@@ -27,19 +27,22 @@ MAX_PROMPTS = 1_000_000
 MAX_LINE_BYTES = 64 << 20
 
 PROMPT: Flag[list[str]] = Flag(
-    "prompt", "text to complete; - reads it from stdin", plain_text, "TEXT", repeatable=True
-)
+    "prompt", "text to complete; - reads it from stdin", plain_text, "TEXT", repeatable=True,
+    subject="prompts",
+)  # fmt: skip
 PROMPTS: Flag[str | None] = Flag(
     "prompts",
     'a JSON object per line: {"prompt"}, {"tokens"} or {"messages"}, perhaps with sampling '
     'settings of its own, such as "max_tokens"; - is stdin',
-    input_file_or_stdin, "FILE.jsonl",
+    input_file_or_stdin, "FILE.jsonl", subject="prompts",
 )  # fmt: skip
-CHAT: Flag[bool] = Flag("chat", "put each prompt into the model's chat template")
-SYSTEM: Flag[str | None] = Flag("system", "system message of each chat", plain_text, "TEXT")
+CHAT: Flag[bool] = Flag("chat", "put each prompt into the model's chat template", subject="prompts")
+SYSTEM: Flag[str | None] = Flag(
+    "system", "system message of each chat", plain_text, "TEXT", subject="prompts"
+)
 TEMPLATE_VAR: Flag[list[tuple[str, Any]]] = Flag(
     "template-var", "variable of the chat template, such as enable_thinking=false",
-    template_var, "NAME=VALUE", repeatable=True,
+    template_var, "NAME=VALUE", repeatable=True, subject="prompts",
 )  # fmt: skip
 
 PROMPT_FLAGS: tuple[Flag[Any], ...] = (PROMPT, PROMPTS, CHAT, SYSTEM, TEMPLATE_VAR)

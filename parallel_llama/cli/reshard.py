@@ -8,10 +8,9 @@ from pathlib import Path
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb, warn
 from parallel_llama.cli.model import args_of
-from parallel_llama.cli.parsers import filled_text, one_of, whole
+from parallel_llama.cli.parsers import dtype_name, filled_text, one_of, quant_name, whole
 from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.terminal import StatusLine, ctrl_c_raises, duration, size
-from parallel_llama.dtypes import DTYPES, QUANTS
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.reshard.target_folder import (
@@ -34,12 +33,12 @@ FORMAT: Flag[TargetKind | None] = Flag(
 )
 DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
-    one_of(*DTYPES), "DTYPE", default_text="as the source has it",
+    dtype_name, "DTYPE", default_text="as the source has it",
 )  # fmt: skip
 QUANT: Flag[str | None] = Flag(
     "quant", "for native, int8, int4 or fp8: matrices as integers, or floats of 8 bits, with a "
     "scale for every 32; stored: as the source has them; none: plain values",
-    one_of(*QUANTS), "FORMAT", default_text="stored for a quantised folder, else none",
+    quant_name, "FORMAT", default_text="stored for a quantised folder, else none",
 )  # fmt: skip
 RESUME: Flag[bool] = Flag("resume", "continue an interrupted run")
 

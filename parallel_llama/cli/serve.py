@@ -216,11 +216,12 @@ def _names(model: str, given: str | None) -> list[str]:
 VERB = Verb(
     "serve",
     "Serves a model over HTTP, to OpenAI's clients and to a browser.",
-    "[--model PATH_OR_NAME] [--nproc N] [flags]",
+    "[MODEL] [--nproc N] [flags]",
     (
         MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS, DRAIN,
         LOG_FORMAT, *RANKS, *CACHE, *LOADING,
     ),
     "parallel-llama serve --nproc 2",
     prepare,
+    placed=MODEL,
 )  # fmt: skip

@@ -31,6 +31,7 @@ from parallel_llama.cli.arguments import (
     Verb,
     help_text,
     parse_flags,
+    terminal_width,
 )
 from parallel_llama.cli.main import VERBS, load_verb
 from parallel_llama.cli.model import check_model
@@ -122,10 +123,21 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--logprobs", "21"], "not a whole number from 0 to 20"),
     (["generate", "--prompt", "x", "--seed", "-1"], "--seed '-1': not a whole number from 0"),
     (["generate", "--prompt", "x", "--stop", ""], "--stop '': empty"),
-    (["generate", "--prompt", "x", "--dtype", "float"], "--dtype 'float': not one of float32"),
+    (["generate", "--prompt", "x", "--dtype", "int4"], "; --quant int4 quantises the weights"),
+    (["generate", "--prompt", "x", "--dtype", "auto"], "; leave --dtype out for the default"),
+    (["generate", "--prompt", "x", "--quant", "Q8_0"], "--quant stored keeps such a file's"),
+    (["generate", "--prompt", "x", "--quant", "q4_k_m"], "that is a format of GGUF files"),
+    (["generate", "--prompt", "x", "--quant", "fp16"], "that is a dtype: --dtype float16"),
+    (["reshard", "smollm2", "x", "--quant", "awq"], "runs as it is stored; leave --quant out"),
     (["generate", "--prompt", "x", "--dtype", "float23"], "did you mean 'float32'?"),
     (["plan", "--kv-cache-dtype", "int4"], "'int4': not one of auto, bfloat16, int8, fp8"),
-    (["generate", "--prompt", "x", "--device", "gpu"], "--device 'gpu': not one of auto, cpu"),
+    (["generate", "--prompt", "x", "--device", "tpu"], "--device 'tpu': not one of auto, cpu"),
+    (["generate", "--prompt", "x", "--device", "cuda:1"], "cards that CUDA_VISIBLE_DEVICES names"),
+    (["generate", "--prompt", "x", "--tensor-parallel-sise", "2"], "'--tensor-parallel-size'?"),
+    (["generate", "--prompt", "x", "--tp", "2", "--nproc", "2"], "--nproc is given twice"),
+    (["serve", "a", "--model", "b"], "--model is given twice; give it once, by its place or as"),
+    (["bench", "a", "b"], "unexpected argument 'b'"),
+    (["chat", "no-such-model"], "model 'no-such-model' is not a path that exists"),
     (["generate", "--prompt", "x", "--nproc", "0"], "--nproc '0': not a whole number from 1"),
     (["generate", "--prompt", "x", "--nproc", "1-4"], "--nproc '1-4': not a whole number"),
     (["generate", "--prompt", "x", "--nproc", "10"], "n_heads=9 and tp_size=10"),
@@ -189,7 +201,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["plan", "--memory", "80x99999999999999999999"], "for at most 1024 ranks"),
     (["plan", "--batch", "0"], "--batch '0': not a whole number"),
     (["plan", "--prompt", "x"], "plan: unknown flag '--prompt'"),
-    (["plan", "\x1b[2J"], r"unexpected argument '\x1b[2J'"),
+    (["plan", "\x1b[2J"], r"model '\x1b[2J' is not a path"),
+    (["score", "\x1b[2J"], r"unexpected argument '\x1b[2J'"),
 ]  # fmt: skip
 
 RUNNER = """
@@ -345,8 +358,81 @@ def test_a_switch_can_be_turned_off() -> None:
     assert values == [False, True, False, False]
 
 
+@pytest.mark.parametrize("name", ["serve", "chat", "bench", "plan"])
+def test_the_model_may_be_given_by_its_place(name: str) -> None:
+    """As in `vllm serve MODEL`."""
+    verb = load_verb(name)
+    for argv in (["M", "--nproc", "2"], ["--nproc", "2", "M"], ["--model", "M"]):
+        assert parsed(verb, argv)["model"] == "M"
+    assert parsed(verb, [])["model"] == "smollm2"
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "value"),
+    [
+        ("--tp 2", "nproc", 2),
+        ("--tensor-parallel-size=2", "nproc", 2),
+        ("--tensor_parallel_size 2", "nproc", 2),
+        ("--temp 0.5", "temperature", 0.5),
+        ("--quantization int8", "quant", "int8"),
+        ("--quant fp8_e4m3", "quant", "fp8"),
+        ("--kv-cache-dtype fp8_e4m3", "kv-cache-dtype", "fp8"),
+        ("--device GPU", "device", "cuda"),
+        ("--dtype BF16", "dtype", "bfloat16"),
+        ("--dtype fp16", "dtype", "float16"),
+        ("--dtype half", "dtype", "float16"),
+        ("--dtype fp32", "dtype", "float32"),
+        ("--dtype float", "dtype", "float32"),
+        ("--dtype double", "dtype", "float64"),
+    ],
+)
+def test_words_of_other_programs_are_understood(argv: str, flag: str, value: object) -> None:
+    assert parsed(GENERATE, argv.split())[flag] == value
+
+
+def test_no_two_flags_of_a_verb_share_a_name() -> None:
+    for verb in map(load_verb, VERBS):
+        names = [name for flag in verb.flags for name in flag.names]
+        assert len(set(names)) == len(names), verb.name
+
+
+@pytest.mark.parametrize("word", ["-V", "--version"])
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    assert command_line.main([word]) == 0
+    assert capsys.readouterr().out.startswith("parallel_llama ")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    """Lines had up to 250 characters, and the terminal broke them in the middle of words."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    for text in (command_line.overview(), *(help_text(load_verb(name)) for name in VERBS)):
+        assert max(map(len, text.splitlines())) <= width
+    monkeypatch.delenv("COLUMNS")
+    assert terminal_width() == 80  # stdout is no terminal here
+
+
+def test_an_example_that_is_wrapped_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    for verb in map(load_verb, VERBS):
+        shown = help_text(verb).split("example:\n")[1]
+        assert shlex.split(shown.replace("\\\n", "")) == shlex.split(verb.example)
+
+
+def test_help_is_grouped_by_subject_with_the_verbs_own_flags_first() -> None:
+    text = help_text(load_verb("serve"))
+    headings = re.findall(r"^(\S.*):$", text, re.M)
+    subjects = ["model", "ranks", "context and KV cache"]
+    assert headings == ["arguments", "flags of serve", *subjects, "help", "example"]
+    for verb in map(load_verb, VERBS):
+        for flag in verb.flags:
+            for alias in flag.aliases:
+                assert len(re.findall(rf"--{alias}\b(?!-)", help_text(verb))) == 1
+
+
 @pytest.mark.parametrize("verb", list(map(load_verb, VERBS)), ids=lambda verb: verb.name)
-def test_help_names_every_flag_and_its_default(verb: Verb) -> None:
+def test_help_names_every_flag_and_its_default(verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "999")
     with pytest.raises(HelpRequested):
         parse_flags(verb, ["--json", "-h"] if JSON in verb.flags else ["--help"])
     text = help_text(verb)
