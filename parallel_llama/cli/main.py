@@ -37,7 +37,7 @@ INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 _NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
 
 # Each is a module of this package, loaded when it is asked for: `plan` needs no tokenizers.
-VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify")
+VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "completion")
 
 
 def load_verb(name: str) -> Verb:

@@ -112,6 +112,11 @@ def find_model(name: str) -> ModelFiles:
     )
 
 
+def model_names() -> list[str]:
+    """The names that `find_model` knows without looking at a path or a download."""
+    return [SMOLLM2, *_shapes()]
+
+
 def _downloaded(name: str, path: Path) -> ModelFiles:
     snapshot = find_snapshot(name)
     if snapshot is None:
