@@ -28,17 +28,23 @@ choose_python() {
         "PYTHON=/path/to/python3.12 bash $0"
 }
 
-prepare_environment() {
-    local folder=$1 requirement=$2 python stamp log
+# What decides the result of an installation with this Python, as one word.
+environment_stamp() {
+    local python=$1 requirement=$2
     shift 2
-    python=$(choose_python) || exit 1
-    stamp=$("$python" - "$PWD" "$python" "$requirement" "$TORCH" "$@" <<'PYTHON'
+    "$python" - "$PWD" "$python" "$requirement" "$TORCH" "$@" <<'PYTHON'
 import hashlib, pathlib, sys
 
 files = [pathlib.Path(name).read_bytes() for name in ("setup.cfg", "pyproject.toml")]
 print(hashlib.sha256(repr((sys.version, sys.argv[1:], files)).encode()).hexdigest())
 PYTHON
-    )
+}
+
+prepare_environment() {
+    local folder=$1 requirement=$2 python stamp log
+    shift 2
+    python=$(choose_python) || exit 1
+    stamp=$(environment_stamp "$python" "$requirement" "$@")
     log=$folder/install.log
     if [ "$(cat "$folder/stamp" 2>/dev/null)" = "$stamp" ]; then
         return

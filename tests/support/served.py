@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,12 +17,27 @@ START_LIMIT_S = 250.0
 
 
 class Served:
-    """`parallel-llama serve` on a port of its own, from its first line to its end."""
+    """`parallel-llama serve` on a port of its own, from its first line to its end.
 
-    def __init__(self, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
+    `command` is another command that serves, run as it is.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        launcher: tuple[str, ...] = (),
+        command: Sequence[str] = (),
+        cwd: Path = ROOT,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         program = [sys.executable, *launcher, "-m", "parallel_llama"]
-        command = [*program, "serve", "--port=0", *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        self.process = subprocess.Popen(
+            command or [*program, "serve", "--port=0", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env=env,
+        )
         self.lines: list[str] = []
         self.url = ""
         self._is_told = threading.Event()
