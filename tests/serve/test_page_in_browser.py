@@ -335,12 +335,17 @@ def test_an_error_shows_in_place_with_a_retry(
     ] * 2
 
 
-def test_a_server_that_cannot_be_reached_is_said(page: Page) -> None:
+@pytest.mark.parametrize("panel", ["open", "closed"])
+def test_a_server_that_cannot_be_reached_is_said(page: Page, panel: str) -> None:
+    """With the panel closed the page does not ask for the state of a server that is well."""
+    if panel == "closed":
+        page.get_by_role("button", name="Ranks").click()
     page.context.set_offline(True)
     ask_and_wait(page, "hello")
     expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached.")
-    expect(page.locator("#notice")).to_have_text("No answer.")
+    expect(page.locator("#notice")).to_contain_text("The server does not answer.")
     page.context.set_offline(False)
+    expect(page.locator("#notice")).to_be_hidden()
     page.get_by_role("button", name="Try again").click()
     expect(page.locator(".answer .body")).to_have_text("Hello! What would you like to know?")
 
@@ -558,3 +563,377 @@ def test_nothing_moves_for_those_who_want_no_motion(
     expect(page.locator(".answer .body")).to_contain_text("0 1 2")
     moving = page.evaluate("document.getAnimations().length")
     assert (moving == 0) == (motion == "reduce")
+
+
+def titles(page: Page) -> sync_api.Locator:
+    return page.locator("#chat-list .title")
+
+
+def menu(page: Page, title: str, choice: str) -> None:
+    page.get_by_role("button", name=f"More for “{title}”").click()
+    page.locator("#chat-menu").get_by_role("button", name=choice, exact=True).click()
+
+
+def other_tab(page: Page, url: str) -> Page:
+    tab = page.context.new_page()
+    tab.set_default_timeout(30_000)
+    tab.goto(url)
+    expect(tab.locator("#model")).to_have_text(MODEL)
+    return tab
+
+
+def kept(page: Page) -> str:
+    text: str = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])")
+    return text
+
+
+def test_new_chat_keeps_the_last_one_in_a_list_by_last_use(page: Page, server: StandIn) -> None:
+    for text in ("hello", "one", "two"):
+        page.get_by_role("button", name="New chat").click()
+        ask_and_wait(page, text)
+    expect(titles(page)).to_have_text(["two", "one", "hello"])
+    titles(page).nth(2).click()
+    expect(page.locator(".answer .body")).to_have_text("Hello! What would you like to know?")
+    expect(page.get_by_role("button", name="hello", exact=True)).to_have_attribute(
+        "aria-current", "true"
+    )
+    expect(page.locator("#question")).to_be_focused()
+    expect(page).to_have_title(f"hello · {MODEL} · parallel_llama")
+    ask_and_wait(page, "three")
+    assert asked(server)[0] == "hello"
+    expect(titles(page)).to_have_text(["hello", "two", "one"])
+    page.reload()
+    expect(page.locator(".words")).to_have_text(["hello", "three"])
+
+
+def test_an_empty_chat_is_not_kept(page: Page) -> None:
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_role("button", name="New chat").click()
+    page.reload()
+    expect(page.locator("#no-chats")).to_have_text("No chats yet.")
+    assert "parallel_llama.chat." not in kept(page)
+
+
+def test_the_one_conversation_of_earlier_pages_becomes_a_chat(page: Page) -> None:
+    page.evaluate(
+        """() => localStorage.setItem("parallel_llama.conversation", JSON.stringify([
+            {role: "user", content: "old question"},
+            {role: "assistant", content: "old *answer*", ended: "stop", measures: {n_tokens: 3}},
+            {role: "user", content: "without an answer"},
+            {role: "assistant", content: "", ended: "failed", trouble: {what: "Oh", why: "no"}},
+        ]))"""
+    )
+    page.evaluate("sessionStorage.clear()")
+    page.reload()
+    expect(titles(page)).to_have_text("old question")
+    expect(page.locator(".words")).to_have_text(["old question", "without an answer"])
+    expect(page.locator(".answer .body em")).to_have_text("answer")
+    expect(page.get_by_role("alert")).to_contain_text("Oh")
+    page.reload()
+    expect(titles(page)).to_have_text("old question")
+    assert "parallel_llama.conversation" not in kept(page)
+
+
+def test_tabs_with_two_chats_do_not_overwrite_each_other(page: Page, server: StandIn) -> None:
+    ask_and_wait(page, "one")
+    tab = other_tab(page, server.url)
+    tab.get_by_role("button", name="New chat").click()
+    ask_and_wait(tab, "two")
+    ask_and_wait(page, "more of one")
+    ask_and_wait(tab, "more of two")
+    for each, words in ((page, "one"), (tab, "two")):
+        expect(titles(each)).to_have_text(["two", "one"])
+        each.reload()
+        expect(each.locator(".words")).to_have_text([words, f"more of {words}"])
+
+
+def test_tabs_with_the_same_chat_keep_the_turns_of_both(page: Page, server: StandIn) -> None:
+    ask_and_wait(page, "hello")
+    tab = other_tab(page, server.url)
+    expect(tab.locator(".words")).to_have_text("hello")
+    ask(page, "count")
+    expect(tab.locator(".words")).to_have_text(["hello", "count"])
+    expect(tab.locator(".answer").nth(1)).to_contain_text("0 1 2")  # which the first tab writes
+    ask_and_wait(tab, "think")
+    page.keyboard.press("Escape")
+    for each in (page, tab):
+        expect(each.locator(".words")).to_have_text(["hello", "count", "think"])
+        expect(each.locator(".answer").nth(1)).to_contain_text("stopped")
+        expect(each.locator(".answer").nth(2)).to_contain_text("Then that.")
+    page.reload()
+    expect(page.locator(".words")).to_have_text(["hello", "count", "think"])
+
+
+def test_an_edit_in_one_tab_drops_the_turns_in_the_other(page: Page, server: StandIn) -> None:
+    for text in ("one", "two"):
+        ask_and_wait(page, text)
+    tab = other_tab(page, server.url)
+    tab.get_by_role("button", name="Edit").first.click()
+    tab.get_by_label("Edit your question").fill("eins")
+    tab.keyboard.press("Enter")
+    for each in (page, tab):
+        expect(each.locator(".words")).to_have_text("eins")
+        expect(each.locator(".answer .body")).to_have_text("Answer 3.")
+
+
+def test_states_of_a_chat_merge_to_the_same_in_any_order(page: Page) -> None:
+    """Three tabs ask, answer and edit; any order of merges, with repeats, gives one state."""
+    states = page.evaluate(
+        """async () => {
+          const { Conversation, conversationOf } = await import("./page/conversation.js");
+          const copy = (each) => conversationOf(JSON.parse(JSON.stringify(each)));
+          const tabs = [new Conversation({ id: "c" })];
+          tabs[0].ask("first");
+          tabs[0].ask("second");
+          tabs.push(copy(tabs[0]), copy(tabs[0]));
+          for (const [index, tab] of tabs.entries()) {
+            tab.ask(`of ${index}`);
+            tab.turns[0].answer = { content: "x".repeat(index + 1) };
+            tab.touch(tab.turns[0]);
+          }
+          tabs[1].ask("an edit", 1);
+          const orders = [[0, 1, 2], [2, 1, 0], [1, 0, 2, 0, 1], [2, 0, 1, 1], [0, 2, 1, 2]];
+          return orders.map((order) => {
+            const [first, ...rest] = order.map((index) => copy(tabs[index]));
+            for (const each of rest) first.merge(each);
+            first.removed.sort();
+            first.used = 0;
+            return JSON.stringify(first);
+          });
+        }"""
+    )
+    assert len(set(states)) == 1
+    questions = re.findall(r'"question":"([^"]*)"', states[0])
+    assert questions[0] == "first" and sorted(questions[1:]) == ["an edit", "of 0", "of 2"]
+
+
+def test_an_answer_goes_on_while_another_chat_is_open(page: Page) -> None:
+    ask(page, "count")
+    expect(page.locator(".answer .body")).to_contain_text("0 1 2")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator("#send")).to_be_visible()
+    expect(page.locator("#chat-list .writing")).to_be_visible()
+    ask_and_wait(page, "hello")
+    expect(page.locator(".answer .body")).to_have_text("Hello! What would you like to know?")
+    titles(page).nth(1).click()
+    expect(page.locator("#stop")).to_be_visible()
+    expect(page.locator(".answer .body")).to_contain_text("39 40 41")
+    page.keyboard.press("Escape")
+    expect(page.locator(".answer")).to_contain_text("stopped")
+    expect(page.locator("#chat-list .writing:visible")).to_have_count(0)
+
+
+def test_a_deleted_chat_comes_back_with_undo(page: Page) -> None:
+    ask_and_wait(page, "hello")
+    menu(page, "hello", "Delete")
+    expect(page.locator("#welcome")).to_be_visible()
+    expect(titles(page)).to_have_count(0)
+    assert "hello" not in kept(page)
+    expect(page.locator("#toast")).to_contain_text("Deleted “hello”.")
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator("#toast")).to_be_hidden()
+    expect(page.locator(".words")).to_have_text("hello")
+    page.reload()
+    expect(page.locator(".words")).to_have_text("hello")
+
+
+def test_undo_goes_after_some_seconds(page: Page) -> None:
+    page.clock.install()
+    ask(page, "hello")
+    page.clock.run_for(1000)
+    expect(page.locator("#send")).to_be_visible()
+    menu(page, "hello", "Delete")
+    page.mouse.move(1, 1)
+    page.clock.run_for(9_000)
+    expect(page.get_by_role("button", name="Undo")).to_be_visible()
+    page.clock.run_for(2_000)
+    expect(page.get_by_role("button", name="Undo")).to_be_hidden()
+
+
+def test_all_chats_are_deleted_and_come_back(page: Page) -> None:
+    for text in ("one", "two"):
+        page.get_by_role("button", name="New chat").click()
+        ask_and_wait(page, text)
+    page.get_by_role("button", name="Delete all").click()
+    expect(page.locator("#no-chats")).to_have_text("No chats yet.")
+    expect(page.locator("#toast")).to_contain_text("Deleted 2 chats.")
+    assert "parallel_llama.chat." not in kept(page)
+    page.get_by_role("button", name="Undo").click()
+    expect(titles(page)).to_have_text(["two", "one"])
+    assert kept(page).count("parallel_llama.chat.") == 2
+
+
+def test_a_chat_that_another_tab_deletes_stays_deleted(page: Page, server: StandIn) -> None:
+    ask(page, "count")
+    expect(page.locator(".answer .body")).to_contain_text("0 1 2")
+    tab = other_tab(page, server.url)
+    menu(tab, "count", "Delete")
+    expect(page.locator("#toast")).to_contain_text("deleted in another tab")
+    expect(page.locator("#welcome")).to_be_visible()
+    ask_and_wait(page, "hello")
+    for each in (page, tab):
+        expect(titles(each)).to_have_text("hello")
+
+
+def test_a_chat_is_renamed_with_the_keyboard(page: Page, server: StandIn) -> None:
+    ask_and_wait(page, "hello")
+    tab = other_tab(page, server.url)
+    more = page.get_by_role("button", name="More for")
+    more.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Rename")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#chat-menu")).to_be_hidden()
+    expect(more).to_be_focused()
+    for key, title in (("Escape", "hello"), ("Enter", "<b>A name")):
+        page.keyboard.press("Enter")
+        page.keyboard.press("Enter")
+        expect(page.get_by_label("Title of the chat")).to_be_focused()
+        page.keyboard.type("<b>A name")
+        page.keyboard.press(key)
+        expect(titles(page)).to_have_text(title)
+        expect(page.get_by_role("button", name=f"More for “{title}”")).to_be_focused()
+    expect(titles(tab)).to_have_text("<b>A name")
+    page.reload()
+    expect(titles(page)).to_have_text("<b>A name")
+
+
+def test_search_finds_titles_and_texts(page: Page) -> None:
+    for text in ("hello", "one"):
+        page.get_by_role("button", name="New chat").click()
+        ask_and_wait(page, text)
+    search = page.get_by_label("Search chats")
+    search.fill("ONE")
+    expect(titles(page)).to_have_text("one")
+    expect(page.locator(".found:visible")).to_have_count(0)
+    search.fill("you like")
+    expect(titles(page)).to_have_text("hello")
+    expect(page.locator(".found")).to_have_text("…What would you like to know?")
+    search.fill("none of them")
+    expect(titles(page)).to_have_count(0)
+    expect(page.locator("#no-chats")).to_have_text("Nothing found.")
+    search.fill("")
+    expect(titles(page)).to_have_text(["one", "hello"])
+
+
+def test_chats_are_exported_and_imported(page: Page, opened: Callable[..., Page]) -> None:
+    for text in ("hello", "one"):
+        page.get_by_role("button", name="New chat").click()
+        ask_and_wait(page, text)
+    with page.expect_download() as markdown:
+        menu(page, "hello", "Export as Markdown")
+    assert markdown.value.suggested_filename == "hello.md"
+    assert markdown.value.path().read_text() == (
+        "# hello\n\n## Question\n\nhello\n\n## Answer\n\nHello! What would you like to know?\n"
+    )
+    with page.expect_download() as one:
+        menu(page, "hello", "Export as JSON")
+    with page.expect_download() as every:
+        page.get_by_role("button", name="Export all").click()
+    elsewhere = opened()
+    expect(elsewhere.get_by_role("button", name="Export all")).to_be_hidden()
+    for download, expected in (
+        (one, ["hello"]),
+        (every, ["one", "hello"]),
+        (one, ["one", "hello"]),
+    ):
+        elsewhere.locator("#import-file").set_input_files(download.value.path())
+        expect(titles(elsewhere)).to_have_text(expected)
+    expect(elsewhere.locator("#toast")).to_contain_text("Imported one chat.")
+    elsewhere.reload()
+    titles(elsewhere).nth(1).click()
+    expect(elsewhere.locator(".answer .body")).to_have_text("Hello! What would you like to know?")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        ('{"conversations": []}', "no conversations of this page"),
+        (
+            '{"format": "parallel_llama.conversations", "conversations": [{"id": "a", "used": 1,'
+            ' "turns": [{"id": "b", "at": 1, "version": 1, "question": 7}]}]}',
+            "damaged",
+        ),
+    ],
+)
+def test_a_file_that_has_no_chats_is_refused(page: Page, text: str, words: str) -> None:
+    file = {"name": "a.json", "mimeType": "application/json", "buffer": text.encode()}
+    page.locator("#import-file").set_input_files(file)  # type: ignore[arg-type]
+    expect(page.locator("#toast")).to_contain_text(words)
+    expect(page.get_by_role("button", name="Undo")).to_be_hidden()
+    expect(titles(page)).to_have_count(0)
+
+
+def test_a_storage_that_is_full_is_said_and_loses_nothing_until_a_reload(page: Page) -> None:
+    ask_and_wait(page, "one")
+    page.evaluate(
+        """() => {
+          for (let size = 1 << 22; size >= 1; size >>= 1) {
+            try {
+              for (let n = 0; ; n++) localStorage.setItem(`filler-${size}-${n}`, "x".repeat(size));
+            } catch {}
+          }
+        }"""
+    )
+    words = page.get_by_text("This browser did not keep the last change")
+    expect(words).to_be_hidden()
+    ask_and_wait(page, "hello")
+    expect(words).to_be_visible()
+    page.get_by_role("button", name="New chat").click()
+    titles(page).first.click()
+    expect(page.locator(".words")).to_have_text(["one", "hello"])
+    page.evaluate(
+        """() => Object.keys(localStorage).filter((key) => key.startsWith("filler"))
+            .forEach((key) => localStorage.removeItem(key))"""
+    )
+    ask_and_wait(page, "two")
+    expect(words).to_be_hidden()
+    page.reload()
+    expect(page.locator(".words")).to_have_text(["one", "hello", "two"])
+
+
+def test_the_page_works_without_storage(page: Page) -> None:
+    page.add_init_script(
+        """for (const name of ["localStorage", "sessionStorage"]) {
+          Object.defineProperty(window, name, { get() { throw new Error("switched off"); } });
+        }"""
+    )
+    page.reload()
+    ask_and_wait(page, "hello")
+    expect(page.get_by_text("This browser did not keep the last change")).to_be_visible()
+    page.get_by_role("button", name="New chat").click()
+    ask_and_wait(page, "one")
+    expect(titles(page)).to_have_text(["one", "hello"])
+
+
+def test_a_phone_shows_the_chats_as_a_drawer(opened: Callable[..., Page]) -> None:
+    page = opened((390, 844), has_touch=True, is_mobile=True)
+    ask_and_wait(page, "hello " * 30)
+    page.get_by_role("button", name="New").click()
+    ask_and_wait(page, "one")
+    expect(page.locator("#chats")).to_be_hidden()
+    page.get_by_role("button", name="Chats").click()
+    expect(page.get_by_role("button", name="Close")).to_be_focused()
+    assert page.locator("#chats").bounding_box()["width"] < 390
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.keyboard.press("Escape")
+    expect(page.locator("#chats")).to_be_hidden()
+    expect(page.get_by_role("button", name="Chats")).to_be_focused()
+    page.get_by_role("button", name="Chats").click()
+    titles(page).nth(1).click()
+    expect(page.locator("#chats")).to_be_hidden()
+    expect(page.locator(".words")).to_contain_text("hello")
+    page.get_by_role("button", name="Ranks").click()
+    expect(page.locator("#panel")).to_be_visible()
+    page.get_by_role("button", name="Close").click()
+
+
+def test_the_list_of_chats_can_be_hidden(page: Page) -> None:
+    page.get_by_role("button", name="Chats").click()
+    expect(page.locator("#chats")).to_be_hidden()
+    page.reload()
+    expect(page.locator("#panel")).to_be_visible()
+    expect(page.locator("#chats")).to_be_hidden()
+    page.get_by_role("button", name="Chats").click()
+    expect(page.locator("#chats")).to_be_visible()

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from parallel_llama.serve.page_files import page_routes
 
 MODEL = "stand-in"
+CONTEXT = 8192
 
 ANSWERS = {
     "hello": "Hello! What would you like to know?",
@@ -64,7 +65,7 @@ STATUS: dict[str, Any] = {
     "tp_size": 2,
     "dtype": "float32",
     "quant": "none",
-    "max_model_len": 8192,
+    "max_model_len": CONTEXT,
     "step_age_s": 0.02,
     "step_ms": 31.2,
     "tokens_per_s": 120.1,
@@ -108,7 +109,8 @@ class StandIn:
         return Response(status_code=404) if self.status is None else JSONResponse(self.status)
 
     async def _models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        model = {"id": MODEL, "object": "model", "max_model_len": CONTEXT}
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()

@@ -1,59 +1,131 @@
-// The messages of one conversation: questions and answers in turn.
+// One conversation: its title and its turns.
 //
-// A question is {role: "user", content}. An answer is {role: "assistant", content} and, once it has
-// ended, `ended` ("stop", "length", "stopped" by the reader, or "failed"), `trouble` where it failed,
-// and `measures`. It is `plain` where its markdown cannot be shown.
+// A turn is {id, at, version, question, answer}: `at` is when it was asked, `version` counts the
+// changes, `question` is a text. An answer is {content} and, once it has ended, `ended` ("stop",
+// "length", "stopped" by the reader, or "failed"), `trouble`
+// where it failed, and `measures`. It is `plain` where its markdown cannot be shown.
+//
+// Several tabs may change a conversation at once. `merge` brings two states together, in any order
+// and any number of times, with the same result: the turns of both, without those that either has
+// removed.
 
-import { load, save } from "./stored.js";
+const TITLE_CHARS = 80;
+const IDS = /^[\w-]{1,40}$/;
+
+export function newId() {
+  return [...crypto.getRandomValues(new Uint32Array(2))].map((part) => part.toString(36)).join("-");
+}
 
 export class Conversation {
-  constructor() {
-    this.messages = load("conversation", []).filter(isMessage);
-    // An answer that a reload has cut off.
-    for (const message of this.messages) {
-      if (message.role === "assistant") message.ended ??= "stopped";
+  constructor({ id = newId(), used = 0, name = "", named = 0, turns = [], removed = [] } = {}) {
+    Object.assign(this, { id, used, name, named, turns, removed });
+  }
+
+  get title() {
+    const first = this.turns[0]?.question.trim().split("\n")[0] ?? "";
+    return this.name || first.slice(0, TITLE_CHARS) || "New chat";
+  }
+
+  rename(name) {
+    this.name = name.trim();
+    this.named = Date.now();
+  }
+
+  // Add a turn in the place of those from an index on. Returns the turn.
+  ask(question, at = this.turns.length) {
+    this.removed.push(...this.turns.splice(at).map((turn) => turn.id));
+    // A clock may have gone back since.
+    const now = Math.max(Date.now(), (this.turns.at(-1)?.at ?? 0) + 1);
+    const turn = { id: newId(), at: now, version: 0, question, answer: { content: "" } };
+    this.turns.push(turn);
+    this.touch(turn);
+    return turn;
+  }
+
+  // To be called after each change of a turn.
+  touch(turn) {
+    turn.version += 1;
+    this.used = Date.now();
+  }
+
+  // Take in another state of this conversation. Returns whether that one lacks something of this.
+  merge(other) {
+    const theirs = new Map(other.turns.map((turn) => [turn.id, turn]));
+    const gone = new Set([...this.removed, ...other.removed]);
+    const lacks =
+      gone.size > other.removed.length ||
+      this.named > other.named ||
+      this.turns.some((turn) => !gone.has(turn.id) && isNewer(turn, theirs.get(turn.id)));
+    for (const turn of this.turns) {
+      const their = theirs.get(turn.id);
+      if (their && isNewer(their, turn)) Object.assign(turn, their);
+      theirs.delete(turn.id);
     }
+    this.turns = [...this.turns, ...theirs.values()].filter((turn) => !gone.has(turn.id));
+    this.turns.sort((a, b) => a.at - b.at || (a.id < b.id ? -1 : 1));
+    this.removed = [...gone];
+    if (other.named > this.named) [this.name, this.named] = [other.name, other.named];
+    this.used = Math.max(this.used, other.used);
+    return lacks;
   }
 
-  // Add a question and the answer that is to come. Returns the answer.
-  ask(content) {
-    this.messages.push({ role: "user", content });
-    return this.beginAnswer();
-  }
-
-  beginAnswer() {
-    const answer = { role: "assistant", content: "" };
-    this.messages.push(answer);
-    this.save();
-    return answer;
-  }
-
-  // Drop the message at an index and all that follow.
-  cut(index) {
-    this.messages.length = index;
-    this.save();
-  }
-
-  save() {
-    save("conversation", this.messages);
-  }
-
-  // What the server is asked: chat templates want turns to alternate, so a question that got no
-  // answer is left out, unless it is the last.
-  request(system) {
-    const turns = system ? [{ role: "system", content: system }] : [];
-    this.messages.forEach(({ role, content }, index) => {
-      if (role !== "user") return;
-      const answer = this.messages[index + 1];
-      const last = index >= this.messages.length - 2;
-      if (!last && !answer?.content) return;
-      turns.push({ role, content });
-      if (!last) turns.push({ role: "assistant", content: answer.content });
-    });
-    return turns;
+  // The messages of a request: the turns before an index, and then a question. Chat templates want
+  // questions and answers in turn, so a question without an answer is left out.
+  messages(system, at, question) {
+    const answered = this.turns.slice(0, at).filter((turn) => turn.answer.content);
+    return [
+      ...(system ? [{ role: "system", content: system }] : []),
+      ...answered.flatMap((turn) => [
+        { role: "user", content: turn.question },
+        { role: "assistant", content: turn.answer.content },
+      ]),
+      { role: "user", content: question },
+    ];
   }
 }
 
-function isMessage(message) {
-  return ["user", "assistant"].includes(message?.role) && typeof message.content === "string";
+// Two tabs may have made the same version: the longer answer wins, so that both choose the same one.
+function isNewer(turn, other) {
+  if (!other || turn.version !== other.version) return turn.version > (other?.version ?? 0);
+  const [a, b] = [turn.answer.content, other.answer.content];
+  return a.length === b.length ? a > b : a.length > b.length;
+}
+
+// The conversation of a stored or imported record; null where it is none.
+export function conversationOf(record) {
+  const { id, used, name = "", named = 0, turns, removed = [] } = record ?? {};
+  const isOne =
+    IDS.test(id) &&
+    [used, named].every(Number.isFinite) &&
+    typeof name === "string" &&
+    Array.isArray(turns) &&
+    turns.every(isTurn) &&
+    Array.isArray(removed) &&
+    removed.every((each) => IDS.test(each));
+  return isOne ? new Conversation({ id, used, name, named, turns, removed }) : null;
+}
+
+function isTurn(turn) {
+  return (
+    IDS.test(turn?.id) &&
+    [turn.at, turn.version].every(Number.isFinite) &&
+    typeof turn.question === "string" &&
+    typeof turn.answer?.content === "string" &&
+    Object.values(turn.answer.measures ?? {}).every((value) => value === null || Number.isFinite(value))
+  );
+}
+
+// The conversation of the only record that earlier pages had: a list of messages.
+export function conversationOfMessages(messages) {
+  const conversation = new Conversation({ id: "first", used: Date.now() });
+  for (const { role, content, ...rest } of Array.isArray(messages) ? messages : []) {
+    if (typeof content !== "string") continue;
+    const at = conversation.turns.length;
+    if (role === "user") {
+      conversation.turns.push({ id: `first-${at}`, at, version: 1, question: content, answer: { content: "" } });
+    } else if (at) {
+      conversation.turns[at - 1].answer = { ended: "stopped", ...rest, content };
+    }
+  }
+  return conversation;
 }

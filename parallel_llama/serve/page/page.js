@@ -1,143 +1,220 @@
 // The chat page: what its buttons and keys do.
 
+import { receive } from "./answering.js";
+import { ChatList } from "./chats.js";
 import { Conversation } from "./conversation.js";
-import { streamCompletion, Trouble } from "./completion.js";
+import { Conversations } from "./conversations.js";
 import { copy } from "./markdown.js";
 import { Settings } from "./settings.js";
+import { Sides } from "./sides.js";
 import { count, isWell, shapeWords, stateWords, StatusPanel, watchStatus } from "./status.js";
-import { forgetAll, load, save } from "./stored.js";
-import { answerElement, editElement, growWithText, questionElement, showAnswer } from "./turns.js";
+import { forgetAll, loadOfTab, onChangeElsewhere, saveOfTab } from "./stored.js";
+import { showItems } from "./template.js";
+import { showToast } from "./toast.js";
+import { editElement, growWithText, showTurn, turnElement } from "./turns.js";
 
 const BARS = 8; // of the mark: one for each rank, up to these
+const SAVE_EVERY_MS = 1000; // of an answer that is being written
 
 const byId = (id) => document.getElementById(id);
 const scroller = byId("conversation");
 const messages = byId("messages");
 const question = byId("question");
 const panel = byId("panel");
-const drawer = matchMedia("(max-width: 70rem)"); // as in page.css
 
-const conversation = new Conversation();
+const conversations = new Conversations(changedElsewhere);
 const settings = new Settings(byId("settings"));
 const statusPanel = new StatusPanel(panel);
+const sides = new Sides(
+  {
+    chats: { element: byId("chats"), toggle: byId("toggle-chats"), close: byId("close-chats") },
+    panel: { element: panel, toggle: byId("toggle-panel"), close: byId("close-panel") },
+  },
+  [document.querySelector(".bar"), scroller, byId("composer")],
+  byId("backdrop"),
+);
 
-let model = ""; // its id, once the server has said it
+let conversation = firstConversation();
+let model = null; // {id, max_model_len}, once the server has said it
 let status = null;
-let hasStatus = true;
-let answering = null; // the AbortController of the answer that is being written
+let hadTrouble = false; // since the last status
 let following = true; // the end of the conversation stays in view
+const answering = new Map(); // by a conversation's id: {turn, answer, stop} of the answer on its way
 
-// ---- the conversation ----
+const chats = new ChatList(conversations, {
+  get opened() {
+    return conversation;
+  },
+  isAnswering: ({ id }) => answering.has(id),
+  open: (chosen) => openChat(chosen),
+  rename: (chosen, name) => {
+    chosen.rename(name);
+    keep(chosen);
+  },
+  remove: removeChats,
+  take: takeChats,
+  say: showToast,
+});
 
-function showMessages(from = 0) {
-  while (messages.children.length > from) messages.lastElementChild.remove();
-  for (const message of conversation.messages.slice(from)) {
-    messages.append(message.role === "user" ? questionElement(message) : answerElement(message));
-  }
-  byId("welcome").hidden = conversation.messages.length > 0;
-  showContext();
+// ---- conversations ----
+
+// What this tab had open, or the last that was used.
+function firstConversation() {
+  const id = loadOfTab("open");
+  const last = id === null ? conversations.list[0] : conversations.all.get(id);
+  return last ?? new Conversation();
 }
 
-function ask(text, at = conversation.messages.length) {
-  if (!text.trim()) return;
-  answering?.abort();
-  conversation.cut(at);
-  const message = conversation.ask(text.trim());
-  showMessages(at);
-  answer(message);
-}
-
-function regenerate(at) {
-  answering?.abort();
-  conversation.cut(at);
-  const message = conversation.beginAnswer();
-  showMessages(at);
-  answer(message);
-}
-
-async function answer(message) {
-  const element = messages.lastElementChild;
-  const stop = new AbortController();
-  setAnswering(stop);
+function openChat(chosen) {
+  conversation = chosen;
+  saveOfTab("open", conversations.has(chosen) ? chosen.id : "");
+  messages.replaceChildren();
+  showConversation();
   following = true;
-  const draw = oncePerFrame(() => showAnswer(element, message));
-  try {
-    await receive(message, stop.signal, draw);
-  } catch (error) {
-    fail(message, error, stop.signal);
-  }
-  showAnswer(element, message);
-  conversation.save();
-  if (answering === stop) setAnswering(null);
-  showContext();
   followEnd();
+  if (!sides.closeDrawer()) question.focus();
 }
 
-async function receive(message, signal, draw) {
-  const started = performance.now();
-  const seen = { n: 0, first: 0, last: 0 };
-  const body = {
-    model: await modelId(),
-    messages: conversation.request(settings.system),
+function showConversation() {
+  showItems(messages, conversation.turns, turnElement, (element, turn) => {
+    if (element.dataset.version === String(turn.version)) return;
+    element.dataset.version = turn.version;
+    showTurn(element, turn);
+  });
+  byId("welcome").hidden = conversation.turns.length > 0;
+  const isAnswering = answering.has(conversation.id);
+  byId("send").hidden = isAnswering;
+  byId("stop").hidden = !isAnswering;
+  byId("mark").classList.toggle("busy", answering.size > 0);
+  chats.show();
+  showContext();
+  showModel();
+}
+
+// Store a change and show it, with what other tabs have changed meanwhile.
+function keep(changed) {
+  conversations.save(changed);
+  showUnsaved();
+  if (changed === conversation) showConversation();
+  else chats.show();
+}
+
+function showUnsaved() {
+  byId("unsaved").hidden = !conversations.unsaved.size;
+}
+
+function changedElsewhere(changed) {
+  const running = answering.get(changed.id);
+  const isHere = conversations.has(changed) && changed.turns.includes(running?.turn);
+  if (running && !(isHere && running.turn.answer === running.answer)) running.stop.abort();
+  if (changed.id !== conversation.id) return chats.show();
+  if (conversations.has(changed)) {
+    conversation = changed;
+    showConversation();
+    followEnd();
+  } else {
+    openChat(new Conversation());
+    showToast("This chat was deleted in another tab.");
+  }
+}
+
+function removeChats(removed) {
+  const opened = conversation;
+  for (const each of removed) {
+    answering.get(each.id)?.stop.abort();
+    conversations.remove(each);
+  }
+  if (removed.includes(opened)) openChat(new Conversation());
+  else chats.show();
+  showUnsaved();
+  const what = removed.length === 1 ? `“${removed[0].title}”` : `${count(removed.length)} chats`;
+  showToast(`Deleted ${what}.`, () => {
+    for (const each of removed) conversations.add(each);
+    if (removed.includes(opened) && !conversation.turns.length) openChat(opened);
+    keep(removed[0]);
+  });
+}
+
+function takeChats(imported) {
+  for (const each of imported) {
+    const own = conversations.all.get(each.id) ?? each;
+    if (own !== each) own.merge(each);
+    conversations.add(own);
+  }
+  showUnsaved();
+  showConversation();
+  showToast(`Imported ${imported.length === 1 ? "one chat" : `${count(imported.length)} chats`}.`);
+}
+
+// ---- answers ----
+
+// Ask in place of the turns from an index on.
+function ask(text, at = conversation.turns.length) {
+  const asked = conversation;
+  if (!text.trim()) return;
+  answering.get(asked.id)?.stop.abort();
+  const turn = asked.ask(text.trim(), at);
+  if (!conversations.has(asked)) {
+    conversations.add(asked);
+    saveOfTab("open", asked.id);
+  }
+  answer(asked, turn);
+}
+
+function regenerate(turn) {
+  turn.answer = { content: "" };
+  answer(conversation, turn);
+}
+
+async function answer(asked, turn) {
+  answering.get(asked.id)?.stop.abort();
+  const { answer } = turn;
+  const running = { turn, answer, stop: new AbortController() };
+  answering.set(asked.id, running);
+  asked.touch(turn);
+  following = true;
+  keep(asked);
+  followEnd();
+  let saved = performance.now();
+  const draw = oncePerFrame(() => {
+    const element = [...messages.children].find((each) => each.dataset.id === turn.id);
+    if (element) showTurn(element, turn);
+    if (performance.now() - saved < SAVE_EVERY_MS) return;
+    saved = performance.now();
+    asked.touch(turn);
+    conversations.save(asked);
+  });
+  await receive(answer, await request(asked, turn), running.stop.signal, draw);
+  if (answering.get(asked.id) === running) answering.delete(asked.id);
+  if (answer.trouble) {
+    model = null; // another server may answer next time
+    hadTrouble = true;
+  }
+  if (turn.answer === answer) asked.touch(turn);
+  keep(asked);
+  if (asked === conversation) followEnd();
+}
+
+async function request(asked, turn) {
+  const messages = asked.messages(settings.system, asked.turns.indexOf(turn), turn.question);
+  return {
+    model: (await modelOfServer())?.id,
+    messages,
     ...settings.sampling,
   };
-  for await (const event of streamCompletion(body, signal)) {
-    if (event.content) {
-      message.content += event.content;
-      seen.last = performance.now();
-      seen.first ||= seen.last;
-      seen.n += 1;
-      draw();
-    }
-    if (event.finish_reason) message.ended = event.finish_reason;
-    message.measures = measures(started, seen, event.usage);
-  }
-  message.ended ??= "stop";
 }
 
-// Until the server has counted tokens, its chunks stand for them.
-function measures(started, { n, first, last }, usage) {
-  const n_tokens = usage?.completion_tokens ?? n;
-  return {
-    n_tokens,
-    first_token_s: first && (first - started) / 1000,
-    tokens_per_s: n_tokens > 1 && last > first ? (1000 * (n_tokens - 1)) / (last - first) : 0,
-    n_context: usage?.total_tokens,
-  };
-}
-
-function fail(message, error, signal) {
-  if (signal.aborted) {
-    message.ended = "stopped";
-    return;
-  }
-  model = ""; // another server may answer next time
-  const known = error instanceof Trouble;
-  message.ended = "failed";
-  message.trouble = {
-    what: known ? error.what : "The page could not show the answer.",
-    why: known ? error.why : String(error),
-  };
-}
-
-async function modelId() {
+async function modelOfServer() {
   if (!model) {
     try {
       const response = await fetch("v1/models");
-      model = (await response.json()).data[0].id;
+      model = (await response.json()).data[0];
     } catch {
-      return undefined; // the answer's own request says what is wrong
+      return null; // the answer's own request says what is wrong
     }
     showModel();
   }
   return model;
-}
-
-function setAnswering(stop) {
-  answering = stop;
-  byId("send").hidden = Boolean(stop);
-  byId("stop").hidden = !stop;
-  byId("mark").classList.toggle("busy", Boolean(stop));
 }
 
 function oncePerFrame(draw) {
@@ -145,7 +222,9 @@ function oncePerFrame(draw) {
   return () => {
     if (asked) return;
     asked = true;
-    requestAnimationFrame(() => {
+    // A page that is not seen has no frames.
+    const next = document.hidden ? (then) => setTimeout(then, 100) : requestAnimationFrame;
+    next(() => {
       asked = false;
       draw();
       followEnd();
@@ -163,7 +242,7 @@ function showToEnd() {
 }
 
 function showContext() {
-  const n = conversation.messages.at(-1)?.measures?.n_context;
+  const n = conversation.turns.at(-1)?.answer.measures?.n_context;
   const most = status?.max_model_len;
   byId("context").textContent = n ? `${count(n)}${most ? ` of ${count(most)}` : ""} tokens` : "";
 }
@@ -171,38 +250,35 @@ function showContext() {
 // ---- what a message's buttons do ----
 
 const DEEDS = {
-  edit: (at) => edit(at),
-  regenerate: (at) => regenerate(at),
-  copy: (at, button) => {
-    const body = messages.children[at].querySelector(".body");
-    copy(conversation.messages[at].content, button, body);
-  },
+  edit: (turn, element) => edit(turn, element),
+  regenerate: (turn) => regenerate(turn),
+  copy: (turn, element, button) => copy(turn.answer.content, button, element.querySelector(".body")),
 };
 
 messages.addEventListener("click", ({ target }) => {
   const button = target.closest("[data-do]");
-  const at = [...messages.children].findIndex((element) => element.contains(button));
-  if (button && at >= 0) DEEDS[button.dataset.do]?.(at, button);
+  const element = button?.closest(".turn");
+  const turn = conversation.turns.find(({ id }) => id === element?.dataset.id);
+  if (turn) DEEDS[button.dataset.do]?.(turn, element, button);
 });
 
-function edit(at) {
-  const element = messages.children[at];
-  const { content } = conversation.messages[at];
-  const form = editElement(content, conversation.messages.length - at - 1);
+function edit(turn, element) {
+  const at = conversation.turns.indexOf(turn);
+  const shown = element.querySelector(".question");
+  const form = editElement(turn.question, 2 * (conversation.turns.length - at) - 1);
   const field = form.querySelector("textarea");
+  const kept = [...shown.querySelectorAll(".words, .tools")];
   const close = () => {
     form.replaceWith(...kept);
     element.querySelector("[data-do=edit]").focus();
   };
-  const kept = [...element.querySelectorAll(".words, .tools")];
   kept[0].replaceWith(form);
   kept[1].remove();
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (field.value.trim()) {
-      ask(field.value, at);
-      question.focus();
-    }
+    if (!field.value.trim()) return;
+    ask(field.value, conversation.turns.indexOf(turn));
+    question.focus();
   });
   form.querySelector("[data-do=cancel]").addEventListener("click", close);
   sendOnEnter(field, form);
@@ -231,24 +307,22 @@ sendOnEnter(question, byId("composer"));
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (answering) return;
+  if (answering.has(conversation.id)) return;
   ask(question.value);
   question.value = "";
   question.dispatchEvent(new Event("input"));
 });
 
+function stop() {
+  answering.get(conversation.id)?.stop.abort();
+}
+
 byId("stop").addEventListener("click", () => {
-  answering?.abort();
+  stop();
   question.focus();
 });
 
-byId("new-chat").addEventListener("click", () => {
-  answering?.abort();
-  conversation.cut(0);
-  showMessages();
-  showToEnd();
-  question.focus();
-});
+byId("new-chat").addEventListener("click", () => openChat(new Conversation()));
 
 byId("welcome").addEventListener("click", ({ target }) => {
   if (target.matches("button")) ask(target.textContent);
@@ -265,9 +339,8 @@ scroller.addEventListener("scroll", () => {
 });
 
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || byId("settings").open) return;
-  if (drawer.matches && !panel.hidden) togglePanel();
-  else answering?.abort();
+  if (event.key !== "Escape" || byId("settings").open || document.querySelector(":popover-open")) return;
+  if (!sides.closeDrawer()) stop();
 });
 
 // ---- settings ----
@@ -275,49 +348,40 @@ document.addEventListener("keydown", (event) => {
 byId("open-settings").addEventListener("click", () => byId("settings").showModal());
 byId("reset-settings").addEventListener("click", () => settings.reset());
 byId("forget").addEventListener("click", () => {
-  if (!confirm("Forget this conversation and the settings?")) return;
-  answering?.abort();
-  conversation.messages = [];
+  if (!confirm("Forget all chats and the settings?")) return;
+  for (const { stop } of answering.values()) stop.abort();
+  answering.clear();
+  conversations.all.clear();
   forgetAll();
   location.reload();
 });
-// The answer so far, where the page goes away in the middle of it.
-addEventListener("pagehide", () => answering && conversation.save());
+onChangeElsewhere((name) => {
+  if (name === "settings" && !byId("settings").open) settings.restore();
+});
+
+// The answers so far, where the page goes away in the middle of them.
+addEventListener("pagehide", () => {
+  for (const [id, { turn, answer, stop }] of answering) {
+    stop.abort();
+    answer.ended = "stopped";
+    conversations.all.get(id)?.touch(turn);
+    keep(conversations.all.get(id) ?? conversation);
+  }
+});
 
 // ---- ranks ----
 
-function openPanel(open) {
-  panel.hidden = !open;
-  const covers = open && drawer.matches;
-  byId("backdrop").hidden = !covers;
-  for (const part of [document.querySelector(".bar"), scroller, byId("composer")]) part.inert = covers;
-  byId("toggle-panel").ariaExpanded = String(open);
-  document.body.classList.toggle("with-panel", open && !drawer.matches);
-}
-
-function placePanel() {
-  openPanel(hasStatus && !drawer.matches && load("panel", true));
-}
-
-function togglePanel() {
-  const open = panel.hidden;
-  if (!drawer.matches) save("panel", open);
-  openPanel(open);
-  byId(open ? "close-panel" : "toggle-panel").focus();
-}
-
-byId("toggle-panel").addEventListener("click", togglePanel);
-byId("close-panel").addEventListener("click", togglePanel);
-byId("backdrop").addEventListener("click", togglePanel);
-drawer.addEventListener("change", placePanel);
-
 function showStatus(now) {
   status = now;
-  byId("toggle-panel").hidden = false;
+  hadTrouble = false;
+  if (byId("toggle-panel").hidden) {
+    byId("toggle-panel").hidden = false;
+    sides.place("panel");
+  }
   statusPanel.show(now);
   settings.showDefaults(now?.defaults ?? {});
   byId("notice").hidden = isWell(now);
-  const words = `${stateWords(now)}.`;
+  const words = now ? `${stateWords(now)}.` : "The server does not answer. The page tries again every second.";
   byId("notice").textContent = isWell(now) ? "" : words[0].toUpperCase() + words.slice(1);
   showModel();
   showMark(now?.ranks ?? []);
@@ -333,24 +397,23 @@ function showMark(ranks) {
 }
 
 function showModel() {
-  const name = model || status?.model || "";
+  const name = model?.id || status?.model || "";
   byId("model").textContent = name;
   byId("welcome-model").textContent = [name, shapeWords(status)].filter(Boolean).join(" · ");
-  document.title = name ? `${name} · parallel_llama` : "parallel_llama";
+  const title = conversation.turns.length ? conversation.title : "";
+  document.title = [title, name, "parallel_llama"].filter(Boolean).join(" · ");
 }
 
 async function start() {
-  showMessages();
+  showConversation();
   followEnd();
-  placePanel();
-  modelId();
-  const wanted = () => !panel.hidden || !isWell(status);
+  modelOfServer();
+  const wanted = () => !panel.hidden || !isWell(status) || hadTrouble;
   await watchStatus(wanted, showStatus);
-  hasStatus = false;
   status = null;
   byId("toggle-panel").hidden = true;
   byId("notice").hidden = true;
-  openPanel(false);
+  sides.open("panel", false);
 }
 
 start();

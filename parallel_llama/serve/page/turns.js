@@ -4,29 +4,25 @@ import { showMarkdown, showPlain } from "./markdown.js";
 import { count, decimal } from "./status.js";
 import { fromTemplate } from "./template.js";
 
-export function questionElement({ content }) {
-  const element = fromTemplate("question-template");
-  element.querySelector(".words").textContent = content;
+export function turnElement({ question }) {
+  const element = fromTemplate("turn-template");
+  element.querySelector(".words").textContent = question;
   return element;
 }
 
-export function answerElement(message) {
-  const element = fromTemplate("answer-template");
-  showAnswer(element, message);
-  return element;
-}
-
-// Bring an answer's element up to what its message holds by now.
-export function showAnswer(element, message) {
-  const { content, ended, trouble, measures } = message;
-  const part = (selector) => element.querySelector(selector);
+// Bring a turn's element up to what its answer holds by now.
+export function showTurn(element, turn) {
+  const { answer } = turn;
+  const { content, ended, trouble, measures } = answer;
+  const shown = element.querySelector(".answer");
+  const part = (selector) => shown.querySelector(selector);
   const { thinking, body } = withoutThinking(content);
   part(".thinking").hidden = !thinking;
   showPlain(part(".thinking .prose"), thinking);
-  message.plain ||= !showMarkdown(part(".body"), body);
-  if (message.plain) showPlain(part(".body"), body);
+  answer.plain ||= !showMarkdown(part(".body"), body);
+  if (answer.plain) showPlain(part(".body"), body);
   // Screen readers read an answer once it is whole, and not word by word.
-  element.ariaBusy = String(!ended);
+  shown.ariaBusy = String(!ended);
   part(".waiting").hidden = Boolean(ended || body);
   part(".trouble").hidden = !trouble;
   part(".what").textContent = trouble?.what ?? "";
