@@ -937,3 +937,27 @@ def test_the_list_of_chats_can_be_hidden(page: Page) -> None:
     expect(page.locator("#chats")).to_be_hidden()
     page.get_by_role("button", name="Chats").click()
     expect(page.locator("#chats")).to_be_visible()
+
+
+@pytest.mark.parametrize("text", ["line\n" * 100, "words " * 500])
+def test_a_long_question_is_folded(page: Page, server: StandIn, text: str) -> None:
+    ask_and_wait(page, text)
+    words = page.locator(".words")
+    more = page.get_by_role("button", name="Show more")
+    expect(more).to_have_attribute("aria-expanded", "false")
+    low = words.bounding_box()["height"]
+    assert low < 250
+    more.click()
+    assert words.bounding_box()["height"] > 1.3 * low
+    page.get_by_role("button", name="Show less").click()
+    assert words.bounding_box()["height"] == low
+    assert asked(server) == [text.strip()]
+    page.get_by_role("button", name="Edit").click()
+    expect(page.get_by_label("Edit your question")).to_have_value(text.strip())
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Show more")).to_be_visible()
+
+
+def test_a_question_that_is_not_long_is_not_folded(page: Page) -> None:
+    ask_and_wait(page, "line\n" * 10)
+    expect(page.locator(".unfold")).to_be_hidden()

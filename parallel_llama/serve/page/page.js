@@ -267,7 +267,7 @@ function edit(turn, element) {
   const shown = element.querySelector(".question");
   const form = editElement(turn.question, 2 * (conversation.turns.length - at) - 1);
   const field = form.querySelector("textarea");
-  const kept = [...shown.querySelectorAll(".words, .tools")];
+  const kept = [...shown.querySelectorAll(".asked, .tools")];
   const close = () => {
     form.replaceWith(...kept);
     element.querySelector("[data-do=edit]").focus();

@@ -4,10 +4,26 @@ import { showMarkdown, showPlain } from "./markdown.js";
 import { count, decimal } from "./status.js";
 import { fromTemplate } from "./template.js";
 
+// A question with more lines or characters is folded.
+const FOLD_LINES = 12;
+const FOLD_CHARS = 1500;
+
 export function turnElement({ question }) {
   const element = fromTemplate("turn-template");
   element.querySelector(".words").textContent = question;
+  const isLong = question.length > FOLD_CHARS || question.split("\n").length > FOLD_LINES;
+  const button = element.querySelector("[data-do=unfold]");
+  button.hidden = !isLong;
+  fold(element, isLong);
+  button.addEventListener("click", () => fold(element, button.ariaExpanded === "true"));
   return element;
+}
+
+function fold(element, isFolded) {
+  const button = element.querySelector("[data-do=unfold]");
+  element.querySelector(".words").classList.toggle("folded", isFolded);
+  button.ariaExpanded = String(!isFolded);
+  button.textContent = isFolded ? "Show more" : "Show less";
 }
 
 // Bring a turn's element up to what its answer holds by now.
