@@ -939,6 +939,55 @@ def test_the_list_of_chats_can_be_hidden(page: Page) -> None:
     expect(page.locator("#chats")).to_be_visible()
 
 
+def test_an_answer_that_was_cut_off_goes_on_in_its_place(page: Page, server: StandIn) -> None:
+    ask_and_wait(page, "cut")
+    answer = page.locator(".answer")
+    expect(answer.locator(".measures")).to_contain_text("cut off at the token limit")
+    page.get_by_role("button", name="Continue").click()
+    expect(answer.locator("pre code")).to_have_text("def f():\n    return 7\n")
+    expect(answer.locator(".measures")).to_have_text(re.compile(r"^6 tokens .* s$"))
+    expect(page.get_by_role("button", name="Continue")).to_be_hidden()
+    request = server.requests[-1]
+    assert request["continue_final_message"] and request["add_generation_prompt"] is False
+    assert request["messages"] == [
+        {"role": "user", "content": "cut"},
+        {"role": "assistant", "content": "```python\ndef f():"},  # as the server trims it
+    ]
+    page.reload()
+    expect(answer.locator("pre code")).to_have_text("def f():\n    return 7\n")
+
+
+def test_an_answer_that_the_reader_stopped_can_go_on(page: Page) -> None:
+    ask(page, "count")
+    expect(page.locator(".answer .body")).to_contain_text("0 1 2")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.locator(".answer .body")).to_contain_text("return 7")
+    expect(page.locator(".answer .body")).to_contain_text("0 1 2")
+
+
+def test_no_answer_goes_on_where_the_context_is_full(page: Page) -> None:
+    ask_and_wait(page, "full")
+    expect(page.locator(".measures")).to_contain_text("cut off: the context is full")
+    expect(page.get_by_role("button", name="Continue")).to_be_hidden()
+
+
+def test_a_continuation_that_fails_keeps_the_answer(page: Page, server: StandIn) -> None:
+    ask_and_wait(page, "cut and fail")
+    page.get_by_role("button", name="Continue").click()
+    trouble = page.get_by_role("alert")
+    expect(trouble).to_contain_text("broke the answer off")
+    expect(page.locator(".answer .body")).to_have_text("Half an")
+    trouble.get_by_role("button", name="Try again").click()
+    expect(page.locator("#send")).to_be_visible()
+    assert [request.get("continue_final_message") for request in server.requests] == [
+        None,
+        True,
+        True,
+    ]
+    assert asked(server) == ["cut and fail", "Half an"]
+
+
 @pytest.mark.parametrize("text", ["line\n" * 100, "words " * 500])
 def test_a_long_question_is_folded(page: Page, server: StandIn, text: str) -> None:
     ask_and_wait(page, text)

@@ -115,6 +115,8 @@ class StandIn:
     async def _chat(self, request: Request) -> Response:
         body = await request.json()
         self.requests.append(body)
+        if body.get("continue_final_message"):
+            return _stream(_continued(body))
         match body["messages"][-1]["content"].split():
             case ["refuse", status]:
                 message = f"the server said {status}"
@@ -123,6 +125,12 @@ class StandIn:
                 )
             case ["break"]:
                 pieces = _events(["Half an "], end=False)
+            case ["cut"]:
+                pieces = _events(["```python\n", "def f():\n", "    "], reason="length")
+            case ["cut", "and", "fail"]:
+                pieces = _events(["Half an"], reason="length")
+            case ["full"]:
+                pieces = _events(["Half an"], reason="length", n_prompt=CONTEXT - 1)
             case ["deep"]:
                 pieces = _events([">" * 4000] * 6)
             case ["slow"]:
@@ -136,20 +144,40 @@ class StandIn:
             case _:
                 text = ANSWERS.get(body["messages"][-1]["content"], f"Answer {len(self.requests)}.")
                 pieces = _events([text[at : at + 7] for at in range(0, len(text), 7)])
-        return StreamingResponse(pieces, media_type="text/event-stream")
+        return _stream(pieces)
+
+
+def _stream(pieces: AsyncIterator[str]) -> Response:
+    return StreamingResponse(pieces, media_type="text/event-stream")
+
+
+def _continued(body: dict[str, Any]) -> AsyncIterator[str]:
+    """How the answer goes on that was begun for the last question."""
+    if body["messages"][-2]["content"] == "cut and fail":
+        return _events([], end=False, last={"error": {"message": "rank 1 is lost"}})
+    return _events(["\n    return", " 7\n", "```"])
 
 
 async def _events(
-    pieces: list[str], pause: float = 0.002, end: bool = True, last: dict[str, Any] | None = None
+    pieces: list[str],
+    pause: float = 0.002,
+    end: bool = True,
+    last: dict[str, Any] | None = None,
+    reason: str = "stop",
+    n_prompt: int = 20,
 ) -> AsyncIterator[str]:
     """Each piece of text as a chunk; the finish, the usage and [DONE], or what comes `last`."""
     for piece in pieces:
         yield _event({"choices": [{"index": 0, "delta": {"content": piece}}]})
         await asyncio.sleep(pause)
     if end:
-        yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        yield _event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         n = len(pieces)
-        usage = {"prompt_tokens": 20, "completion_tokens": n, "total_tokens": 20 + n}
+        usage = {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n,
+            "total_tokens": n_prompt + n,
+        }
         yield _event({"choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
     elif last is not None:

@@ -2,7 +2,7 @@
 //
 // A turn is {id, at, version, question, answer}: `at` is when it was asked, `version` counts the
 // changes, `question` is a text. An answer is {content} and, once it has ended, `ended` ("stop",
-// "length", "stopped" by the reader, or "failed"), `trouble`
+// "length", "full" where the context was used up, "stopped" by the reader, or "failed"), `trouble`
 // where it failed, and `measures`. It is `plain` where its markdown cannot be shown.
 //
 // Several tabs may change a conversation at once. `merge` brings two states together, in any order

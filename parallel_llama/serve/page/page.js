@@ -166,11 +166,19 @@ function regenerate(turn) {
   answer(conversation, turn);
 }
 
-async function answer(asked, turn) {
+// Let the model go on. It sees its answer without spaces at the end, so they are not shown either.
+function goOn(turn) {
+  turn.answer.content = turn.answer.content.trimEnd();
+  answer(conversation, turn, true);
+}
+
+async function answer(asked, turn, goesOn = false) {
   answering.get(asked.id)?.stop.abort();
   const { answer } = turn;
   const running = { turn, answer, stop: new AbortController() };
   answering.set(asked.id, running);
+  delete answer.ended;
+  delete answer.trouble;
   asked.touch(turn);
   following = true;
   keep(asked);
@@ -184,10 +192,11 @@ async function answer(asked, turn) {
     asked.touch(turn);
     conversations.save(asked);
   });
-  await receive(answer, await request(asked, turn), running.stop.signal, draw);
+  await receive(answer, await request(asked, turn, goesOn), model?.max_model_len, running.stop.signal, draw);
   if (answering.get(asked.id) === running) answering.delete(asked.id);
   if (answer.trouble) {
     model = null; // another server may answer next time
+    if (goesOn) answer.trouble.retry = "continue";
     hadTrouble = true;
   }
   if (turn.answer === answer) asked.touch(turn);
@@ -195,12 +204,14 @@ async function answer(asked, turn) {
   if (asked === conversation) followEnd();
 }
 
-async function request(asked, turn) {
+async function request(asked, turn, goesOn) {
   const messages = asked.messages(settings.system, asked.turns.indexOf(turn), turn.question);
+  if (goesOn) messages.push({ role: "assistant", content: turn.answer.content });
   return {
     model: (await modelOfServer())?.id,
     messages,
     ...settings.sampling,
+    ...(goesOn ? { continue_final_message: true, add_generation_prompt: false } : {}),
   };
 }
 
@@ -252,6 +263,7 @@ function showContext() {
 const DEEDS = {
   edit: (turn, element) => edit(turn, element),
   regenerate: (turn) => regenerate(turn),
+  continue: (turn) => goOn(turn),
   copy: (turn, element, button) => copy(turn.answer.content, button, element.querySelector(".body")),
 };
 

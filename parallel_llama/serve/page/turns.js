@@ -43,7 +43,9 @@ export function showTurn(element, turn) {
   part(".trouble").hidden = !trouble;
   part(".what").textContent = trouble?.what ?? "";
   part(".why").textContent = trouble?.why ?? "";
+  part(".trouble button").dataset.do = trouble?.retry ?? "regenerate";
   part(".tools").hidden = !ended || Boolean(trouble && !content);
+  part(".tools [data-do=continue]").hidden = !content.trim() || !["length", "stopped"].includes(ended);
   part(".measures").textContent = ended ? measuresWords(measures ?? {}, ended) : "";
 }
 
@@ -76,7 +78,7 @@ function withoutThinking(text) {
   return { thinking: thinking.trim(), body };
 }
 
-const ENDINGS = { length: "cut off at the token limit", stopped: "stopped" };
+const ENDINGS = { length: "cut off at the token limit", full: "cut off: the context is full", stopped: "stopped" };
 
 function measuresWords({ n_tokens, tokens_per_s, first_token_s }, ended) {
   return [
