@@ -27,6 +27,7 @@ TYPES = {
     "formulas.js": JAVASCRIPT,
     "highlight.js": JAVASCRIPT,
     "markdown.js": JAVASCRIPT,
+    "room.js": JAVASCRIPT,
     "settings.js": JAVASCRIPT,
     "sides.js": JAVASCRIPT,
     "status.js": JAVASCRIPT,

@@ -1010,3 +1010,61 @@ def test_a_long_question_is_folded(page: Page, server: StandIn, text: str) -> No
 def test_a_question_that_is_not_long_is_not_folded(page: Page) -> None:
     ask_and_wait(page, "line\n" * 10)
     expect(page.locator(".unfold")).to_be_hidden()
+
+
+def test_a_question_that_cannot_fit_is_said_before_it_is_sent(page: Page, server: StandIn) -> None:
+    page.locator("#question").fill("word " * 9000)
+    warning = page.locator("#room")
+    words = "Your question has 9,000 tokens. The model takes 8,191 at most. Shorten it."
+    expect(warning).to_have_text(words)
+    page.keyboard.press("Enter")
+    expect(page.locator("#question")).not_to_have_value("")
+    assert not server.requests
+    page.locator("#question").fill("hello")
+    expect(warning).to_be_hidden()
+    ask_and_wait(page, "hello")
+    page.locator("#question").fill("word " * 9000)
+    expect(warning).to_contain_text("This chat, with your question, has 9,008 tokens.")
+    page.get_by_role("button", name="New chat").click()
+    expect(warning).to_have_text(words)
+    assert len(server.requests) == 1
+
+
+def test_a_pasted_question_that_cannot_fit_is_not_sent_at_once(page: Page, server: StandIn) -> None:
+    """Enter comes before the page has counted."""
+    ask(page, "word " * 9000)
+    expect(page.locator("#room")).to_contain_text("has 9,000 tokens")
+    expect(page.locator("#question")).not_to_have_value("")
+    assert not server.requests
+
+
+def test_an_edit_that_cannot_fit_is_not_sent(page: Page, server: StandIn) -> None:
+    ask_and_wait(page, "hello")
+    page.get_by_role("button", name="Edit").click()
+    page.get_by_label("Edit your question").fill("word " * 9000)
+    page.keyboard.press("Enter")
+    expect(page.locator(".edit .notice")).to_contain_text("has 9,000 tokens")
+    assert len(server.requests) == 1
+
+
+def test_an_answer_is_limited_to_the_room_that_is_left(page: Page, server: StandIn) -> None:
+    """A question that fits was refused, since the default limit did not fit beside it."""
+    page.locator("#question").fill("word " * 8092)
+    expect(page.locator("#room")).to_have_text("Only 100 tokens are left for the answer.")
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .body")).to_have_text("Answer 1.")
+    assert server.requests[0]["max_tokens"] == 100
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Max tokens").fill("6000")
+    page.keyboard.press("Escape")
+    ask_and_wait(page, "w " * 3000)
+    assert server.requests[1]["max_tokens"] == 8192 - 3000
+
+
+def test_a_short_question_is_not_counted_by_the_server(page: Page, server: StandIn) -> None:
+    page.locator("#question").fill("word " * 500)
+    page.wait_for_timeout(600)
+    page.keyboard.press("Enter")
+    expect(page.locator(".answer .body")).to_have_text("Answer 1.")
+    assert server.n_tokenized == 0

@@ -88,11 +88,15 @@ STATUS: dict[str, Any] = {
 
 
 class StandIn:
-    """Its address, what the page has asked it, and the state it gives (None: it has no /status)."""
+    """Its address, what the page has asked it, and the state it gives (None: it has no /status).
+
+    For its tokenizer, every word is a token.
+    """
 
     def __init__(self) -> None:
         self.url = ""
         self.requests: list[dict[str, Any]] = []
+        self.n_tokenized = 0
         self.status: dict[str, Any] | None = STATUS
 
     def app(self) -> Starlette:
@@ -102,6 +106,7 @@ class StandIn:
                 Route("/status", self._status),
                 Route("/v1/models", self._models),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
             ]
         )
 
@@ -111,6 +116,12 @@ class StandIn:
     async def _models(self, _request: Request) -> Response:
         model = {"id": MODEL, "object": "model", "max_model_len": CONTEXT}
         return JSONResponse({"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: Request) -> Response:
+        self.n_tokenized += 1
+        messages = (await request.json())["messages"]
+        n = sum(len(message["content"].split()) for message in messages)
+        return JSONResponse({"count": n, "max_model_len": CONTEXT})
 
     async def _chat(self, request: Request) -> Response:
         body = await request.json()

@@ -5,6 +5,7 @@ import { ChatList } from "./chats.js";
 import { Conversation } from "./conversation.js";
 import { Conversations } from "./conversations.js";
 import { copy } from "./markdown.js";
+import { countTokens, roomWords, SCARCE_TOKENS } from "./room.js";
 import { Settings } from "./settings.js";
 import { Sides } from "./sides.js";
 import { count, isWell, shapeWords, stateWords, StatusPanel, watchStatus } from "./status.js";
@@ -15,6 +16,7 @@ import { editElement, growWithText, showTurn, turnElement } from "./turns.js";
 
 const BARS = 8; // of the mark: one for each rank, up to these
 const SAVE_EVERY_MS = 1000; // of an answer that is being written
+const TYPING_MS = 300;
 
 const byId = (id) => document.getElementById(id);
 const scroller = byId("conversation");
@@ -70,6 +72,7 @@ function openChat(chosen) {
   saveOfTab("open", conversations.has(chosen) ? chosen.id : "");
   messages.replaceChildren();
   showConversation();
+  showRoom();
   following = true;
   followEnd();
   if (!sides.closeDrawer()) question.focus();
@@ -148,10 +151,11 @@ function takeChats(imported) {
 
 // ---- answers ----
 
-// Ask in place of the turns from an index on.
-function ask(text, at = conversation.turns.length) {
+// Ask in place of the turns from an index on. Returns whether there was room for it; what is wrong
+// stands in `warning`.
+async function ask(text, warning, at = conversation.turns.length) {
   const asked = conversation;
-  if (!text.trim()) return;
+  if (!text.trim() || !(await fits(text.trim(), warning, at)) || asked !== conversation) return false;
   answering.get(asked.id)?.stop.abort();
   const turn = asked.ask(text.trim(), at);
   if (!conversations.has(asked)) {
@@ -159,6 +163,7 @@ function ask(text, at = conversation.turns.length) {
     saveOfTab("open", asked.id);
   }
   answer(asked, turn);
+  return true;
 }
 
 function regenerate(turn) {
@@ -207,10 +212,14 @@ async function answer(asked, turn, goesOn = false) {
 async function request(asked, turn, goesOn) {
   const messages = asked.messages(settings.system, asked.turns.indexOf(turn), turn.question);
   if (goesOn) messages.push({ role: "assistant", content: turn.answer.content });
+  const { max_tokens, ...sampling } = settings.sampling;
+  const { id, max_model_len } = (await modelOfServer()) ?? {};
+  const n = await countTokens(id, messages, max_model_len - max_tokens);
   return {
-    model: (await modelOfServer())?.id,
+    model: id,
     messages,
-    ...settings.sampling,
+    ...sampling,
+    max_tokens: n === null ? max_tokens : Math.max(1, Math.min(max_tokens, max_model_len - n)),
     ...(goesOn ? { continue_final_message: true, add_generation_prompt: false } : {}),
   };
 }
@@ -258,6 +267,27 @@ function showContext() {
   byId("context").textContent = n ? `${count(n)}${most ? ` of ${count(most)}` : ""} tokens` : "";
 }
 
+// ---- room for a question ----
+
+// Does not wait for a server that has not said yet what its model is.
+async function fits(text, warning, at) {
+  const { id, max_model_len } = model ?? {};
+  const messages = conversation.messages(settings.system, at, text);
+  const n = await countTokens(id, messages, max_model_len - SCARCE_TOKENS);
+  warning.textContent = roomWords(n, max_model_len, messages.length === 1);
+  warning.hidden = !warning.textContent;
+  return n === null || n < max_model_len;
+}
+
+let typing = 0;
+
+function showRoom() {
+  clearTimeout(typing);
+  const text = question.value.trim();
+  if (!text) byId("room").hidden = true;
+  else typing = setTimeout(() => fits(text, byId("room"), conversation.turns.length), TYPING_MS);
+}
+
 // ---- what a message's buttons do ----
 
 const DEEDS = {
@@ -286,11 +316,9 @@ function edit(turn, element) {
   };
   kept[0].replaceWith(form);
   kept[1].remove();
-  form.addEventListener("submit", (event) => {
+  form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    if (!field.value.trim()) return;
-    ask(field.value, conversation.turns.indexOf(turn));
-    question.focus();
+    if (await ask(field.value, form.querySelector(".notice"), conversation.turns.indexOf(turn))) question.focus();
   });
   form.querySelector("[data-do=cancel]").addEventListener("click", close);
   sendOnEnter(field, form);
@@ -316,11 +344,17 @@ function sendOnEnter(field, form) {
 
 growWithText(question);
 sendOnEnter(question, byId("composer"));
+question.addEventListener("input", showRoom);
 
-byId("composer").addEventListener("submit", (event) => {
+let isSending = false;
+
+byId("composer").addEventListener("submit", async (event) => {
   event.preventDefault();
-  if (answering.has(conversation.id)) return;
-  ask(question.value);
+  if (isSending || answering.has(conversation.id)) return;
+  isSending = true;
+  const text = question.value;
+  const isAsked = await ask(text, byId("room")).finally(() => (isSending = false));
+  if (!isAsked || question.value !== text) return;
   question.value = "";
   question.dispatchEvent(new Event("input"));
 });
@@ -337,7 +371,7 @@ byId("stop").addEventListener("click", () => {
 byId("new-chat").addEventListener("click", () => openChat(new Conversation()));
 
 byId("welcome").addEventListener("click", ({ target }) => {
-  if (target.matches("button")) ask(target.textContent);
+  if (target.matches("button")) ask(target.textContent, byId("room"));
 });
 
 byId("to-end").addEventListener("click", () => {
