@@ -664,6 +664,24 @@ def test_tabs_with_the_same_chat_keep_the_turns_of_both(page: Page, server: Stan
     expect(page.locator(".words")).to_have_text(["hello", "count", "think"])
 
 
+def test_a_turn_that_this_tab_has_not_heard_of_is_kept(page: Page) -> None:
+    """Another tab may be closed right after its change. A tab gets no event of its own changes."""
+    ask_and_wait(page, "hello")
+    page.evaluate(
+        """() => {
+          const key = Object.keys(localStorage).find((key) => key.includes(".chat."));
+          const record = JSON.parse(localStorage.getItem(key));
+          const answer = { content: "of it", ended: "stop" };
+          record.turns.push({ ...record.turns[0], id: "other", question: "other tab", answer });
+          localStorage.setItem(key, JSON.stringify(record));
+        }"""
+    )
+    ask_and_wait(page, "one")
+    page.reload()
+    expect(page.locator(".words")).to_have_text([re.compile("hello|other tab")] * 2 + ["one"])
+    expect(page.locator(".words", has_text="other tab")).to_have_count(1)
+
+
 def test_an_edit_in_one_tab_drops_the_turns_in_the_other(page: Page, server: StandIn) -> None:
     for text in ("one", "two"):
         ask_and_wait(page, text)
@@ -917,6 +935,10 @@ def test_a_phone_shows_the_chats_as_a_drawer(opened: Callable[..., Page]) -> Non
     expect(page.get_by_role("button", name="Close")).to_be_focused()
     assert page.locator("#chats").bounding_box()["width"] < 390
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.get_by_role("button", name="More for “one”").click()
+    page.keyboard.press("Escape")
+    expect(page.locator("#chat-menu")).to_be_hidden()
+    expect(page.locator("#chats")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("#chats")).to_be_hidden()
     expect(page.get_by_role("button", name="Chats")).to_be_focused()
