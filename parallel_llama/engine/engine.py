@@ -104,8 +104,8 @@ class Engine:
     """Requests on their way to completion, on one rank.
 
     All ranks build it alike and call `step` equally often; `submit`, `cancel` and `send` are for
-    rank 0. Requests start in the order in which they come, as many as the cache holds; a long
-    prompt goes in chunks, mixed with the others' decode steps.
+    rank 0. As many requests run as the cache holds, those with short prompts first; a long prompt
+    goes in chunks, mixed with the others' decode steps.
 
     Collective: the constructor and `step`.
     """

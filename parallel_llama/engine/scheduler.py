@@ -6,8 +6,10 @@ decided elsewhere; here it is told, by `finish`.
 
 A sequence holds blocks in each group of layers, and runs where it has them in all.
 
-The oldest unfinished sequence always gets on: nothing younger is admitted before it for lack of
-blocks, younger ones give up theirs for it, and `add` refuses what the pools could not hold alone.
+Prompts with little work left go first, so that a short one behind long ones has its first token
+soon. The oldest unfinished sequence always gets on: half of a step's prompt tokens are kept for it,
+younger ones give up their blocks for it, those that are admitted before it while it waits for
+blocks take no more than a cache holds, and `add` refuses what the pools could not hold alone.
 """
 
 from bisect import bisect_left, insort
@@ -23,6 +25,10 @@ from parallel_llama.request import Request
 
 # Sequences that run at once; more would not make a step of this many rows pay better.
 MAX_RUNNING = 256
+
+# What a prompt token costs a step that is scored as well: its logits over the whole vocabulary, in
+# units of a prompt token without them.
+SCORED_TOKEN_WORK = 4
 
 _arrival = attrgetter("arrival")
 
@@ -67,6 +73,16 @@ class Sequence:
         The step that scores the last token of a prompt is also the one of the first draw.
         """
         return self.number == 0 and not self.n_drawn and _is_scored(self.request)
+
+    @property
+    def token_work(self) -> int:
+        """What a step is charged for each pending token, in prompt tokens without scores."""
+        return SCORED_TOKEN_WORK if self.scores_prompt else 1
+
+    @property
+    def pending_work(self) -> int:
+        """What all pending tokens cost."""
+        return self.n_pending * self.token_work
 
 
 @dataclass(frozen=True)
@@ -126,6 +142,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._scheduled: dict[int, ScheduledTokens] = {}  # by arrival, until committed
         self._n_arrived = 0
+        # Blocks for sequences that were admitted before the first waiting one, by its arrival.
+        self._passed: tuple[int, int] = (-1, 0)
 
     @property
     def idle(self) -> bool:
@@ -177,8 +195,9 @@ class Scheduler:
     def schedule(self) -> list[ScheduledTokens]:
         """Choose the next step: one token of each sequence that decodes, then drafts, then prompts.
 
-        Older sequences go first. A sequence that needs a block when there is none takes the
-        youngest's, which waits again, keeps what it drew and is computed anew.
+        Older sequences decode first; `_shares` divides what is left among prompts. A sequence that
+        needs a block when there is none takes the youngest's, which waits again, keeps what it drew
+        and is computed anew.
         """
         assert not self._scheduled, "the last step is not committed"
         decoding = self._make_room()
@@ -272,19 +291,18 @@ class Scheduler:
         """
         decoding = [sequence for sequence in self.running if sequence.n_pending == 1]
         del decoding[self.step_tokens :]
-        n_left = self.step_tokens - len(decoding)
+        reading = [sequence for sequence in self.running if sequence.n_pending > 1]
+        shares = self._shares(reading, self.step_tokens - len(decoding))
         ready = []
         for sequence in list(self.running):
             decodes = sequence.n_pending == 1
             if decodes and sequence.arrival > decoding[-1].arrival:
                 continue
-            n = 1 if decodes else min(sequence.n_pending, n_left)
+            n = 1 if decodes else shares.get(sequence, 0)
             if not self._find_places(sequence, n):
                 break  # preempted for an older one, and so is whatever follows
             if decodes:
                 ready.append(sequence)
-            else:
-                n_left -= n
         return ready
 
     def _find_places(self, sequence: Sequence, n: int) -> bool:
@@ -332,29 +350,82 @@ class Scheduler:
         return drafts[: stop - first]
 
     def _prefill(self, n_tokens: int) -> list[ScheduledTokens]:
-        """Chunks of prompts, of running sequences first, then of those there is room to admit."""
+        """Chunks of prompts, of running sequences and of those that are admitted for this step."""
+        reading = [sequence for sequence in self.running if sequence.n_pending > 1]
+        reading += self._admit_waiting(reading, n_tokens)
         scheduled = []
-        for sequence in self.running:
-            if sequence.n_pending == 1:
-                continue
+        for sequence, n in self._shares(reading, n_tokens).items():
             # Whoever was preempted leaves tokens to others, for which none has looked for places.
-            n = min(n_tokens, self._n_places(sequence))
-            if n:
+            if n := min(n, self._n_places(sequence)):
                 scheduled.append(_chunk(sequence, n))
-                n_tokens -= len(scheduled[-1].tokens)
-        at = 0
-        while n_tokens and at < len(self.waiting) and len(self.running) < self.max_running:
-            sequence = self.waiting[at]
-            if self._awaits_sibling(sequence):
-                at += 1
-                continue
-            if not self._admit(sequence):
-                break
-            del self.waiting[at]
-            insort(self.running, sequence, key=_arrival)
-            scheduled.append(_chunk(sequence, n_tokens))
-            n_tokens -= len(scheduled[-1].tokens)
         return scheduled
+
+    def _shares(self, sequences: abc.Sequence[Sequence], n_tokens: int) -> dict[Sequence, int]:
+        """Divide a step's prompt tokens: how many each sequence runs, none where it has none.
+
+        The least work goes first, and half of the tokens are kept for the oldest sequence. Scored
+        tokens are charged as what they cost wherever somebody else waits for the step's end.
+        """
+        if not sequences or n_tokens <= 0:
+            return {}
+        oldest = min(sequences, key=_arrival)
+        is_alone = len(sequences) == 1 and n_tokens == self.step_tokens
+        left, kept = n_tokens, -(-n_tokens // 2)
+        shares = {}
+        for sequence in sorted(sequences, key=_least_work):
+            if sequence is oldest:
+                kept = 0
+            if left <= kept:
+                continue
+            cost = 1 if is_alone else sequence.token_work
+            shares[sequence] = min(sequence.n_pending, -(-(left - kept) // cost))
+            left = max(kept, left - shares[sequence] * cost)
+        return shares
+
+    def _admit_waiting(
+        self, reading: abc.Sequence[Sequence], n_tokens: int
+    ) -> abc.Sequence[Sequence]:
+        """Admit the waiting sequences that have a share of this step, if there are blocks.
+
+        The first one that waits is asked first. Those that pass it take as many blocks as the cache
+        has at the most, until it is admitted.
+        """
+        # No more than these can run; looking at all would take long where very many wait.
+        waiting = [
+            sequence
+            for sequence in self.waiting[: self.max_running]
+            if not self._awaits_sibling(sequence)
+        ]
+        if not waiting or n_tokens <= 0:
+            return ()
+        first = waiting[0]
+        shares = self._shares([*reading, *waiting], n_tokens)
+        admitted: list[Sequence] = []
+        for sequence in sorted(shares, key=lambda each: each is not first):
+            if sequence.tables:
+                continue
+            if len(self.running) >= self.max_running:
+                break
+            passes = sequence is not first and not first.tables
+            n_passed = self._n_passed(first) + passes * self._most_blocks(sequence)
+            if passes and n_passed > self.groups[0].pool.n_blocks:
+                break
+            if self._admit(sequence):
+                self.waiting.remove(sequence)
+                insort(self.running, sequence, key=_arrival)
+                admitted.append(sequence)
+                self._passed = first.arrival, n_passed
+            elif sequence is not first:
+                break
+        return admitted
+
+    def _n_passed(self, first: Sequence) -> int:
+        """Blocks for sequences that were admitted while this one was the first that waits."""
+        arrival, n_blocks = self._passed
+        return n_blocks if arrival == first.arrival else 0
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        return self.groups[0].n_held(_most_tokens(sequence.request))
 
     def _n_places(self, sequence: Sequence) -> int:
         """How many tokens that are not in the cache have a place in it."""
@@ -424,6 +495,10 @@ class Scheduler:
 def _most_tokens(request: Request) -> int:
     """Tokens that enter the cache at most: nothing follows the last one that is drawn."""
     return len(request.prompt) + request.max_tokens - 1
+
+
+def _least_work(sequence: Sequence) -> tuple[int, int]:
+    return sequence.pending_work, sequence.arrival
 
 
 def _is_scored(request: Request) -> bool:

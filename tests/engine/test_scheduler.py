@@ -276,12 +276,56 @@ def test_prompts_run_in_order_of_arrival():
     assert firsts == sequences
 
 
-def test_nobody_passes_an_older_one_that_waits_for_blocks():
+def test_a_short_prompt_draws_in_its_first_step_beside_a_hundred_long_ones():
+    """Long prompts took all tokens of every step, first come first served."""
+    scheduler, model = make(2048, step_tokens=16)
+    for index in range(100):
+        scheduler.add(make_request([index] * 64, index))
+    step(scheduler, model)
+    (short,) = scheduler.add(make_request([7] * 6, 100))
+    ran = step(scheduler, model)
+    assert short.n_drawn == 1 and sum(len(item.tokens) for item in ran) == 16
+
+
+def test_the_oldest_prompt_has_half_of_each_step_beside_short_ones():
+    scheduler, model = make(64, step_tokens=16)
+    (long,) = scheduler.add(make_request([1] * 64))
+    for index in range(1, 9):
+        scheduler.add(make_request([index] * 9, index, max_tokens=1))
+        step(scheduler, model)
+        assert long.n_cached == 8 * index
+
+
+def test_a_scored_prompt_is_charged_for_its_logits_beside_others():
+    scheduler, model = make(128, step_tokens=64)
+    (scored,) = scheduler.add(make_request([1] * 200, prompt_logprobs=0))
+    step(scheduler, model)
+    assert scored.n_cached == 64  # alone it has the whole step
+    scheduler.add(make_request([2] * 4, 1))
+    step(scheduler, model)
+    step(scheduler, model)  # beside a token that is decoded
+    assert scored.n_cached == 64 + 15 + 16
+
+
+def test_a_short_prompt_passes_one_that_waits_for_blocks():
     scheduler, model = make(6)
     scheduler.add(make_request([1] * 16, max_tokens=4))
     big, small = (scheduler.add(make_request([2] * n, max_tokens=2))[0] for n in (12, 2))
     step(scheduler, model)
-    assert list(scheduler.waiting) == [big, small]
+    assert list(scheduler.waiting) == [big] and small.n_drawn == 1
+
+
+def test_those_that_pass_a_waiting_prompt_take_no_more_blocks_than_the_cache_has():
+    scheduler, model = make(12)
+    scheduler.add(make_request([1] * 4, max_tokens=20))
+    step(scheduler, model)
+    (big,) = scheduler.add(make_request([2] * 36, max_tokens=4))
+    small: list[Sequence] = []
+    while not big.tables:
+        n_passed = sum(each.n_drawn for each in small)
+        small += scheduler.add(make_request([3], 2 + len(small), max_tokens=1))
+        step(scheduler, model)
+    assert n_passed == 12 < len(small)
 
 
 def test_decoding_goes_on_while_a_long_prompt_goes_in():
