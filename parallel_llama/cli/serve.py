@@ -49,7 +49,7 @@ MODEL_NAME: Flag[str | None] = Flag(
     filled_text, "NAME", default_text="that of --model",
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
-    "max-requests", "completions that run or wait at once; others are told to come again",
+    "max-requests", "completions that are prepared, run or wait at once; others get 429",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(

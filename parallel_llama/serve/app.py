@@ -24,8 +24,9 @@ from parallel_llama.serve.bodies import (
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import completions
 from parallel_llama.serve.errors import Refused, error_response, json_response
-from parallel_llama.serve.events import ClientGone
+from parallel_llama.serve.events import ClientGone, unless_gone
 from parallel_llama.serve.exposition import make_registry
+from parallel_llama.serve.fair_threads import LARGE_WORK
 from parallel_llama.serve.openapi import description
 from parallel_llama.serve.page_files import page_routes
 from parallel_llama.serve.replies import Detokenized, Model, Models, TokenizerInfo, Tokens
@@ -96,7 +97,7 @@ def make_app(service: Service) -> Starlette:
     return app
 
 
-async def tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
+async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Response:
     """The token ids of a text, or of a conversation in the model's template."""
     service.require_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -136,17 +137,20 @@ async def tokenize(service: Service, _: Request, body: TokenizeBody) -> Response
             )
         )
 
-    return await service.in_thread(reply)
+    return await unless_gone(request, service.in_thread(reply))
 
 
-async def detokenize(service: Service, _: Request, body: DetokenizeBody) -> Response:
+async def detokenize(service: Service, request: Request, body: DetokenizeBody) -> Response:
     """The text of some token ids, special ones among them."""
     service.require_model(body.model)
     inputs = service.inputs
-    inputs.check_ids("tokens", body.tokens)
-    decode = inputs.tokenizer.decode
-    text = await service.in_thread(lambda: decode(body.tokens, skip_special=False))
-    return json_response(Detokenized(prompt=text))
+
+    def reply() -> Response:
+        inputs.check_ids("tokens", body.tokens)
+        text = inputs.tokenizer.decode(body.tokens, skip_special=False)
+        return json_response(Detokenized(prompt=text))
+
+    return await unless_gone(request, service.in_thread(reply))
 
 
 def _tokenizer_info(service: Service) -> TokenizerInfo:
@@ -170,13 +174,23 @@ def _post(service: Service, kind: type[B], handler: Handler[B]) -> Endpoint:
 
     async def endpoint(request: Request) -> Response:
         data = await _body(request)
+        own = service.asked_by(_client_of(request), len(data))
         try:
-            body = read_body(decoder, data)
+            if len(data) > LARGE_WORK:
+                body = await own.in_thread(lambda: read_body(decoder, data))
+            else:
+                body = read_body(decoder, data)
         except UnicodeDecodeError as error:
             raise Refused(400, f"the body is not valid JSON: {error}") from error
-        return await handler(service, request, body)
+        return await handler(own, request, body)
 
     return _guarded(endpoint, "messages" if kind is ChatBody else "prompt")
+
+
+def _client_of(request: Request) -> str:
+    """Who shares what a server can do: a key, or a connection where there is none."""
+    key = request.headers.get("authorization")
+    return str(request.client) if key is None else f"key {hash(key)}"
 
 
 def _guarded(endpoint: Endpoint, prompt: str | None = None) -> Endpoint:

@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import msgspec
@@ -42,7 +43,7 @@ _READ_BYTES = 1 << 18
 
 
 class Busy(Exception):
-    """As many requests are here as are taken in."""
+    """As many requests are here as are taken in, or as can be worked on in time."""
 
 
 class NotReady(Exception):
@@ -81,6 +82,7 @@ class EngineClient:
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
         self._answers: dict[int, Answer] = {}
+        self._n_preparing = 0  # choices of requests that are not in the engine yet
         self._probe_key: int | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._restarted_s: list[float] = []
@@ -102,7 +104,7 @@ class EngineClient:
     def n_choices(self) -> int:
         """Choices of requests that have not ended."""
         own = (answer for key, answer in self._answers.items() if key != self._probe_key)
-        return sum(answer.request.params.n for answer in own)
+        return sum(answer.request.params.n for answer in own) + self._n_preparing
 
     @property
     def step_age_s(self) -> float | None:
@@ -120,16 +122,36 @@ class EngineClient:
         if self.state != "ready":
             self.metrics.rejected("not_ready")
             raise NotReady(_WHY[self.state])
+        self._require_places(n_choices)
+
+    def _require_places(self, n_choices: int) -> None:
         if n_choices > self._max_choices:
             raise UsageError(
                 f"{n_choices} completions at once, and {self._max_choices} are the most; ask for "
                 "fewer"
             )
         if (n_here := self.n_choices) + n_choices > self._max_choices:
-            self.metrics.rejected("busy")
-            raise Busy(
+            raise self.busy(
                 f"{n_here} of at most {self._max_choices} completions are waiting or running"
             )
+
+    def busy(self, message: str) -> Busy:
+        """The error of a request that is rejected, which is counted."""
+        self.metrics.rejected("busy")
+        return Busy(message)
+
+    @contextmanager
+    def preparing(self, n_choices: int) -> Iterator[None]:
+        """Count the choices of a request whose text is worked on as choices that are here.
+
+        Raises: Busy where so many more cannot be taken in.
+        """
+        self._require_places(n_choices)
+        self._n_preparing += n_choices
+        try:
+            yield
+        finally:
+            self._n_preparing -= n_choices
 
     def submit(self, request: Request) -> Answer:
         """Hand a request to the engine.

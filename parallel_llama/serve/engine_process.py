@@ -134,7 +134,7 @@ class EngineProcess:
 
     def _begin(self, message: Submit) -> None:
         grammar = message.request.params.grammar
-        if grammar is None:
+        if grammar is None or self._llm.input_processor.grammars.is_compiled(grammar):
             self._submit(message)
         else:
             self._compiling.add(message.key)

@@ -1,9 +1,8 @@
 """What the handlers of all routes share: a model's text side, and its engine."""
 
-import asyncio
+import copy
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from parallel_llama.engine.input_processor import InputProcessor
@@ -12,8 +11,12 @@ from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.engine_client import EngineClient
+from parallel_llama.serve.fair_threads import FairThreads
 
 T = TypeVar("T")
+
+WAIT_LIMIT_S = 10.0  # for a thread, until what a client sent is looked at
+GRAMMAR_WORK = 1 << 20  # of one that is not compiled yet, in bytes of text that take as long
 
 
 class UnknownModel(Exception):
@@ -27,16 +30,36 @@ class Service:
         self.names, self.inputs, self.engine = names, inputs, engine
         self.created = int(time.time())
         # Templates, tokenizers and grammars work here, so that no other client waits for them.
-        self._threads = ThreadPoolExecutor(4, "inputs")
+        self._threads = FairThreads()
+        self._client, self._size = "", 0
+
+    def asked_by(self, client: str, size: int) -> "Service":
+        """This service to one request: whose it is, and the bytes of its body."""
+        own = copy.copy(self)
+        own._client, own._size = client, size
+        return own
 
     def require_model(self, name: str | None) -> None:
         """Raises: UnknownModel."""
         if name is not None and name not in self.names:
             raise UnknownModel(f"the model {name!r:.200} is not here; use {self.names[0]!r}")
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """What some work gives that would keep the event loop from other clients."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def in_thread(self, work: Callable[[], T], n_choices: int = 1, extra: int = 0) -> T:
+        """Run work on a request's input that would keep the event loop from other clients.
+
+        It counts as so many choices of those that are taken in at once. `extra` is work beyond that
+        of reading the body once, in bytes.
+
+        Raises: Busy if too many choices are here, or no thread is free in WAIT_LIMIT_S.
+        """
+        with self.engine.preparing(n_choices):
+            try:
+                size = self._size + extra
+                return await self._threads.run(work, size, self._client, WAIT_LIMIT_S)
+            except TimeoutError as error:
+                raise self.engine.busy(
+                    f"no thread was free for this request within {WAIT_LIMIT_S:g} s"
+                ) from error
 
     async def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Answer]:
         """Hand in prompts, all or none of them.
@@ -44,7 +67,11 @@ class Service:
         Raises: UsageError, NotReady, Busy.
         """
         self.engine.require_room(len(prompts) * params.n)
-        requests = await self.in_thread(lambda: self._requests(prompts, params))
+        requests = await self.in_thread(
+            lambda: self._requests(prompts, params),
+            len(prompts) * params.n,
+            self._grammar_work(params),
+        )
         answers: list[Answer] = []
         try:
             for request in requests:
@@ -54,6 +81,11 @@ class Service:
                 answer.abandon()
             raise
         return answers
+
+    def _grammar_work(self, params: SamplingParams) -> int:
+        if params.grammar is None or not self.inputs.has_tokenizer:
+            return 0
+        return 0 if self.inputs.grammars.is_compiled(params.grammar) else GRAMMAR_WORK
 
     def _requests(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Request]:
         requests = []

@@ -65,6 +65,11 @@ class GrammarCompiler:
             state = start.deep_copy()
         return Matcher(state, self._table, begins_text=begins_text)
 
+    def is_compiled(self, grammar: Grammar) -> bool:
+        """Whether a grammar is in the cache, so that a matcher costs nothing."""
+        with self._lock:
+            return grammar in self._compiled
+
     # Made for the first grammar: a model that is never given one starts sooner without.
     @cached_property
     def _table(self) -> TokenTable:

@@ -1,0 +1,85 @@
+"""Threads for the work of many clients: none of them holds up the others.
+
+Source: self-clocked and start-time fair queueing (Golestani 1994; Goyal, Vin and Cheng 1996).
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from heapq import heappop, heappush
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LARGE_WORK = 64 << 10  # bytes of a body: more takes milliseconds and runs in the thread for that
+_MAX_CLIENTS = 4096  # whose last work is remembered
+
+
+class FairThreads:
+    """Runs small work in some threads, and large work in one thread of its own.
+
+    Clients share the threads by the size of what they ask for, and small work goes first.
+    """
+
+    def __init__(self, n_threads: int = 4) -> None:
+        self._small, self._large = _Lane(n_threads - 1, "small"), _Lane(1, "large")
+
+    async def run(
+        self, work: Callable[[], T], size: int, client: str, wait_s: float | None = None
+    ) -> T:
+        """Run some work of a client in a thread. Units of size: about a byte of a body.
+
+        Raises: TimeoutError if it has not begun within `wait_s`; what the work raises.
+        """
+        lane = self._large if size > LARGE_WORK else self._small
+        return await lane.run(work, size, client, wait_s)
+
+
+class _Lane:
+    """Threads, and the work that waits for them.
+
+    `_now` is the virtual time: the size of what each busy client has been given. Work starts in it
+    when the client's former work ends; what ends first in it runs first.
+    """
+
+    def __init__(self, n_threads: int, name: str) -> None:
+        self._threads = ThreadPoolExecutor(n_threads, name)
+        self._n_free = n_threads
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._now = 0
+        self._ends: dict[str, int] = {}  # of each client's last work
+
+    async def run(self, work: Callable[[], T], size: int, client: str, wait_s: float | None) -> T:
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        start = max(self._now, self._ends.get(client, 0))
+        self._ends[client] = start + size
+        heappush(self._waiting, (start + size, next(self._numbers), start, turn))
+        self._give_turns()
+        try:
+            async with asyncio.timeout(wait_s):
+                await turn
+        except BaseException:
+            if not turn.cancelled():  # it had its turn in the same moment
+                self._free()
+            raise
+        running = self._threads.submit(work)
+        # Also where nobody waits for the work any more, the thread is free only after it.
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free))
+        return await asyncio.wrap_future(running)
+
+    def _free(self) -> None:
+        self._n_free += 1
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        while self._n_free and self._waiting:
+            _end, _number, start, turn = heappop(self._waiting)
+            if not turn.done():  # nobody waits for the others
+                self._now = max(self._now, start)
+                self._n_free -= 1
+                turn.set_result(None)
+        if len(self._ends) > _MAX_CLIENTS:
+            self._ends = {who: end for who, end in self._ends.items() if end > self._now}

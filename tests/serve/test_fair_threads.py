@@ -1,0 +1,78 @@
+"""Work of many clients in threads: small work and clients that had little go first."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import pytest
+
+from parallel_llama.serve.fair_threads import LARGE_WORK, FairThreads
+
+LARGE = LARGE_WORK + 1
+
+
+def play(story: Callable[[FairThreads], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(story(FairThreads()), 60))
+
+
+async def started(work: Awaitable[object]) -> "asyncio.Task[object]":
+    task = asyncio.ensure_future(work)
+    await asyncio.sleep(0.01)
+    return task
+
+
+def test_small_work_is_done_while_large_work_of_many_waits():
+    """All work was first come, first served in four threads."""
+
+    async def story(threads):
+        goes_on = threading.Event()
+        large = [await started(threads.run(goes_on.wait, LARGE, str(n))) for n in range(40)]
+        assert await threads.run(lambda: 7, 100, "small") == 7
+        assert not any(task.done() for task in large)
+        goes_on.set()
+        await asyncio.gather(*large)
+
+    play(story)
+
+
+def test_a_client_of_little_work_passes_the_queue_of_one_with_much():
+    async def story(threads):
+        goes_on, order = threading.Event(), []
+        tasks = [await started(threads.run(goes_on.wait, LARGE, "greedy"))]
+        for n in range(9):
+            work = threads.run(partial(order.append, n), LARGE, "greedy")
+            tasks.append(await started(work))
+        tasks.append(await started(threads.run(lambda: order.append("fair"), LARGE, "fair")))
+        goes_on.set()
+        await asyncio.gather(*tasks)
+        assert order == ["fair", *range(9)]
+
+    play(story)
+
+
+def test_work_that_does_not_begin_in_time_is_refused_and_not_done():
+    async def story(threads):
+        goes_on, done = threading.Event(), []
+        first = await started(threads.run(goes_on.wait, LARGE, "a"))
+        with pytest.raises(TimeoutError):
+            await threads.run(lambda: done.append(1), LARGE, "b", 0.05)
+        goes_on.set()
+        assert await first
+        assert await threads.run(lambda: 3, LARGE, "b") == 3 and done == []
+
+    play(story)
+
+
+def test_a_thread_is_busy_until_work_ends_that_nobody_waits_for():
+    async def story(threads):
+        goes_on, left = threading.Event(), []
+        first = await started(threads.run(goes_on.wait, LARGE, "gone"))
+        first.cancel()
+        second = await started(threads.run(lambda: left.append(goes_on.is_set()), LARGE, "b"))
+        assert not second.done()
+        goes_on.set()
+        await second
+        assert left == [True]
+
+    play(story)

@@ -1,0 +1,95 @@
+"""A client that wants little is served soon beside many that want much."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from load import Client
+from served import Served
+from tiny_folder import write_endless_folder
+
+HONEST = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "stream": False}
+N_HEAVY, N_HONEST = 40, 10
+# Of two cores that others may use too; without shares it took from 7 to 60 s.
+LIMIT_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = write_endless_folder(tmp_path_factory.mktemp("models") / "tiny")
+    with Served("--model", str(folder), "--nproc=1") as served:
+        served.post("/v1/completions", **HONEST)
+        yield served
+
+
+def slow_pattern(number: int) -> str:
+    """A regular expression that takes long to compile, and that no cache has."""
+    return rf"({number}x|[a-z]{{2,40}}[0-9]{{3}})(.{{0,200}}y){{1,60}}"
+
+
+HEAVY = {
+    "tokenize": ("/tokenize", lambda n: {"prompt": f"{n} word" * 130_000}),
+    "grammar": (
+        "/v1/completions",
+        lambda n: {**HONEST, "structured_outputs": {"regex": slow_pattern(n)}},
+    ),
+    "long prompt": (
+        "/v1/completions",
+        lambda n: {**HONEST, "prompt": f"{n:04}" + "x" * 6000},
+    ),
+    "scored prompt": (
+        "/v1/completions",
+        lambda n: {**HONEST, "prompt": f"{n:04}" + "x" * 3000, "echo": True, "logprobs": 5},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEAVY)
+def test_a_short_completion_comes_soon_beside_heavy_clients(served, kind):
+    path, body = HEAVY[kind]
+    slowest_s = asyncio.run(slowest(served, path, body))
+    print(f"{kind}: {slowest_s:.2f} s")
+    assert slowest_s < LIMIT_S
+
+
+async def slowest(served: Served, path: str, body: Any) -> float:
+    """The longest that one of some short completions takes beside heavy requests."""
+    host, port = served.url.removeprefix("http://").rsplit(":", 1)
+    address = host, int(port)
+    bodies = [json.dumps(body(n)).encode() for n in range(N_HEAVY)]
+    heavy = [asyncio.create_task(heavy_client(address, path, each)) for each in bodies]
+    await asyncio.sleep(1)
+    client, took_s = Client(*address), []
+    for _ in range(N_HONEST):
+        started = time.monotonic()
+        status, texts = await asyncio.wait_for(client.texts("/v1/completions", HONEST), 120)
+        assert status == 200, texts
+        took_s.append(time.monotonic() - started)
+    n_left = sum(not task.done() for task in heavy)
+    for task in heavy:
+        task.cancel()
+    await asyncio.gather(*heavy, return_exceptions=True)
+    assert n_left, "the heavy requests had ended"
+    client.close()
+    return max(took_s)
+
+
+async def heavy_client(address: tuple[str, int], path: str, body: bytes) -> None:
+    """Ask again and again, each time over the same connection."""
+    reader, writer = await asyncio.open_connection(*address)
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    try:
+        while True:
+            writer.write(head.encode() + body)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            n_bytes = int(answer.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            while n_bytes:
+                n_bytes -= len(await reader.read(min(n_bytes, 1 << 20)))
+    finally:
+        writer.close()
