@@ -24,7 +24,7 @@ from parallel_llama.serve.bodies import (
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import completions
 from parallel_llama.serve.errors import Refused, error_response, json_response
-from parallel_llama.serve.events import ClientGone, unless_gone
+from parallel_llama.serve.events import ClientGone, JSONBody, unless_gone
 from parallel_llama.serve.exposition import make_registry
 from parallel_llama.serve.fair_threads import LARGE_WORK
 from parallel_llama.serve.openapi import description
@@ -128,16 +128,15 @@ async def tokenize(service: Service, request: Request, body: TokenizeBody) -> Re
                 inputs.tokenizer.vocabulary.piece(each, skip_special=False) for each in tokens
             ]
             spelled = [piece.decode("utf-8", "replace") for piece in pieces]
-        return json_response(
-            Tokens(
-                count=len(tokens),
-                max_model_len=inputs.max_seq_len,
-                tokens=tokens,
-                token_strs=spelled,
-            )
+        tokenized = Tokens(
+            count=len(tokens),
+            max_model_len=inputs.max_seq_len,
+            tokens=tokens,
+            token_strs=spelled,
         )
+        return JSONBody(tokenized.encode())
 
-    return await unless_gone(request, service.in_thread(reply))
+    return await unless_gone(request, service.in_thread(reply, renders=body.messages is not None))
 
 
 async def detokenize(service: Service, request: Request, body: DetokenizeBody) -> Response:
@@ -148,7 +147,7 @@ async def detokenize(service: Service, request: Request, body: DetokenizeBody) -
     def reply() -> Response:
         inputs.check_ids("tokens", body.tokens)
         text = inputs.tokenizer.decode(body.tokens, skip_special=False)
-        return json_response(Detokenized(prompt=text))
+        return JSONBody(Detokenized(prompt=text).encode())
 
     return await unless_gone(request, service.in_thread(reply))
 

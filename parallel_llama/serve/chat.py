@@ -13,8 +13,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.bodies import ChatBody
-from parallel_llama.serve.errors import json_response
-from parallel_llama.serve.events import DONE, event, unless_gone
+from parallel_llama.serve.events import DONE, JSONBody, event, unless_gone
 from parallel_llama.serve.params import grammar_of, sampling_params
 from parallel_llama.serve.replies import (
     CalledFunction,
@@ -37,6 +36,7 @@ from parallel_llama.serve.tools import Tools, tools_of
 from parallel_llama.serve.wire import Output
 from parallel_llama.serve.writing import finish_reason, logprobs_of, streamed, usage_of
 
+_TOKEN_BYTES = 64  # of JSON, about, for a token and for each of its log-probabilities
 _CHUNK = "chat.completion.chunk"
 
 
@@ -84,7 +84,10 @@ async def chat(service: Service, request: Request, body: ChatBody) -> Response:
     if body.stream:
         return await unless_gone(request, streamed(_chunks(asked)))
     outputs = await unless_gone(request, asked.answer.whole())
-    return json_response(_reply(asked, outputs))
+    n_tokens = asked.answer.n_tokens + len(asked.answer.request.prompt)
+    n_bytes = _TOKEN_BYTES * n_tokens * (2 + (body.top_logprobs or 0))
+    written = service.written(lambda: _reply(asked, outputs).encode(), n_bytes)
+    return JSONBody(await unless_gone(request, written))
 
 
 async def _begin(service: Service, body: ChatBody) -> _Asked:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from secrets import token_hex
 
 from msgspec import UNSET, UnsetType
@@ -16,8 +17,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.bodies import MAX_PROMPTS, CompletionBody
-from parallel_llama.serve.errors import json_response
-from parallel_llama.serve.events import DONE, event, unless_gone
+from parallel_llama.serve.events import DONE, JSONBody, event, unless_gone
 from parallel_llama.serve.params import grammar_of, sampling_params
 from parallel_llama.serve.replies import (
     CompletionChoice,
@@ -31,6 +31,7 @@ from parallel_llama.serve.wire import Output
 from parallel_llama.serve.writing import finish_reason, logprobs_of, streamed, usage_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_TOKEN_BYTES = 32  # of JSON, about, for a token and for each of its log-probabilities
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ async def completions(service: Service, request: Request, body: CompletionBody) 
     asked = await unless_gone(request, _begin(service, body))
     if body.stream:
         return await unless_gone(request, streamed(_chunks(asked)))
-    return json_response(await unless_gone(request, _whole(asked)))
+    return JSONBody(await unless_gone(request, _whole(asked)))
 
 
 async def _begin(service: Service, body: CompletionBody) -> _Asked:
@@ -140,19 +141,35 @@ def _listed(body: CompletionBody) -> list[Prompt]:
     return [each for each in prompt if not isinstance(each, int)]
 
 
-async def _whole(asked: _Asked) -> CompletionReply:
+async def _whole(asked: _Asked) -> bytes:
     try:
         outputs = [await answer.whole() for answer in asked.answers]
     finally:
         _abandon(asked)
     choices, ended = [], []
     for number, own in enumerate(outputs):
-        prompt = asked.prompt_text(asked.answers[number])
+        answer = asked.answers[number]
+        n_bytes = _TOKEN_BYTES * len(answer.request.prompt) * bool(asked.body.echo)
+        prompt = await asked.service.written(partial(asked.prompt_text, answer), n_bytes)
         completions = [output.completion for output in own if output.completion is not None]
         ended += completions
         for completion in sorted(completions, key=lambda each: each.choice):
-            choices.append(_choice(asked, number, own, completion, prompt))
-    return asked.reply(choices, usage_of(asked.answers, ended))
+            write = partial(_written, asked, number, own, completion, prompt)
+            n_bytes = _n_bytes(asked, answer, completion)
+            choices.append(await asked.service.written(write, n_bytes))
+    return asked.reply([], usage_of(asked.answers, ended)).encode_with(choices)
+
+
+def _n_bytes(asked: _Asked, answer: Answer, completion: Completion) -> int:
+    """About how long a choice is as JSON."""
+    n_tokens = len(completion.tokens) + len(answer.request.prompt) * bool(asked.body.echo)
+    return _TOKEN_BYTES * n_tokens * (2 + (asked.body.logprobs or 0))
+
+
+def _written(
+    asked: _Asked, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
+) -> bytes:
+    return _choice(asked, number, outputs, completion, prompt).encode()
 
 
 def _choice(

@@ -14,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
+PIECE_BYTES = 64 << 10
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -32,6 +34,21 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     Raises: ClientGone.
     """
     return await _while_there(request.receive, work)
+
+
+class JSONBody(Response):
+    """Sends a JSON body in pieces, each when the client has room for it."""
+
+    media_type = "application/json"
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        for start in range(0, len(self.body), PIECE_BYTES):
+            piece = bytes(self.body[start : start + PIECE_BYTES])
+            is_last = start + PIECE_BYTES >= len(self.body)
+            await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
 
 
 class EventStream(Response):

@@ -17,22 +17,33 @@ _MAX_CLIENTS = 4096  # whose last work is remembered
 
 
 class FairThreads:
-    """Runs small work in some threads, and large work in one thread of its own.
+    """Runs small work in some threads, and large work and templates in a thread of their own each.
 
     Clients share the threads by the size of what they ask for, and small work goes first.
     """
 
     def __init__(self, n_threads: int = 4) -> None:
-        self._small, self._large = _Lane(n_threads - 1, "small"), _Lane(1, "large")
+        self._small, self._large = _Lane(n_threads - 2, "small"), _Lane(1, "large")
+        self._templates = _Lane(1, "templates")  # one process renders them all
 
     async def run(
-        self, work: Callable[[], T], size: int, client: str, wait_s: float | None = None
+        self,
+        work: Callable[[], T],
+        size: int,
+        client: str,
+        wait_s: float | None = None,
+        *,
+        renders: bool = False,
     ) -> T:
-        """Run some work of a client in a thread. Units of size: about a byte of a body.
+        """Run some work of a client in a thread; `renders` says that it renders a chat template.
+
+        Units of size: about a byte of a body.
 
         Raises: TimeoutError if it has not begun within `wait_s`; what the work raises.
         """
-        lane = self._large if size > LARGE_WORK else self._small
+        lane = self._templates if renders else self._small
+        if size > LARGE_WORK:
+            lane = self._large
         return await lane.run(work, size, client, wait_s)
 
 

@@ -18,6 +18,15 @@ class Reply(msgspec.Struct, kw_only=True):
     def encode(self) -> bytes:
         return _ENCODER.encode(self)
 
+    def encode_with(self, choices: Sequence[bytes]) -> bytes:
+        """The encoding with choices that are encoded already."""
+        fields = {
+            name: value
+            for name, value in msgspec.structs.asdict(self).items()
+            if value is not UNSET
+        }
+        return _ENCODER.encode({**fields, "choices": [msgspec.Raw(each) for each in choices]})
+
 
 class ErrorDetail(Reply):
     message: str

@@ -12,10 +12,13 @@ from parallel_llama.request import Request, SamplingParams
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.engine_client import EngineClient
 from parallel_llama.serve.fair_threads import FairThreads
+from parallel_llama.tokenizer import Chat
 
 T = TypeVar("T")
 
 WAIT_LIMIT_S = 10.0  # for a thread, until what a client sent is looked at
+MAX_PROMPT_LOGPROBS = 1 << 18  # in one answer: about 25 MB of JSON
+SMALL_PART_BYTES = 8 << 10  # written at once, in less than a millisecond
 GRAMMAR_WORK = 1 << 20  # of one that is not compiled yet, in bytes of text that take as long
 
 
@@ -44,22 +47,32 @@ class Service:
         if name is not None and name not in self.names:
             raise UnknownModel(f"the model {name!r:.200} is not here; use {self.names[0]!r}")
 
-    async def in_thread(self, work: Callable[[], T], n_choices: int = 1, extra: int = 0) -> T:
+    async def in_thread(
+        self, work: Callable[[], T], n_choices: int = 1, *, extra: int = 0, renders: bool = False
+    ) -> T:
         """Run work on a request's input that would keep the event loop from other clients.
 
         It counts as so many choices of those that are taken in at once. `extra` is work beyond that
-        of reading the body once, in bytes.
+        of reading the body once, in bytes; `renders` says that it renders a chat template.
 
         Raises: Busy if too many choices are here, or no thread is free in WAIT_LIMIT_S.
         """
         with self.engine.preparing(n_choices):
             try:
                 size = self._size + extra
-                return await self._threads.run(work, size, self._client, WAIT_LIMIT_S)
+                return await self._threads.run(
+                    work, size, self._client, WAIT_LIMIT_S, renders=renders
+                )
             except TimeoutError as error:
                 raise self.engine.busy(
                     f"no thread was free for this request within {WAIT_LIMIT_S:g} s"
                 ) from error
+
+    async def written(self, work: Callable[[], T], n_bytes: int) -> T:
+        """Write a part of an answer of about so many bytes, in a thread where that takes long."""
+        if n_bytes <= SMALL_PART_BYTES:
+            return work()
+        return await self._threads.run(work, n_bytes, self._client)
 
     async def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Answer]:
         """Hand in prompts, all or none of them.
@@ -70,7 +83,8 @@ class Service:
         requests = await self.in_thread(
             lambda: self._requests(prompts, params),
             len(prompts) * params.n,
-            self._grammar_work(params),
+            extra=self._grammar_work(params),
+            renders=any(isinstance(prompt, Chat) for prompt in prompts),
         )
         answers: list[Answer] = []
         try:
@@ -96,4 +110,19 @@ class Service:
                 if len(prompts) == 1:
                     raise
                 raise type(error)(f"prompt {index}: {error}") from error
+        _check_scores(requests, params)
         return requests
+
+
+def _check_scores(requests: Sequence[Request], params: SamplingParams) -> None:
+    """Raises: UsageError where the prompts' log-probabilities make an answer too large."""
+    if params.prompt_logprobs is None:
+        return
+    n_tokens = sum(len(request.prompt) for request in requests)
+    n_each, n = params.prompt_logprobs + 1, params.n
+    if (total := n_tokens * n_each * n) > MAX_PROMPT_LOGPROBS:
+        raise UsageError(
+            f"{n_tokens} prompt tokens x {n_each} log-probabilities x n={n} are {total} in one "
+            f"answer, and {MAX_PROMPT_LOGPROBS} are the most; shorten the prompts, or lower "
+            "logprobs or n"
+        )

@@ -5,9 +5,13 @@ import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+import msgspec
 import pytest
 
+from parallel_llama.serve.events import PIECE_BYTES, JSONBody
 from parallel_llama.serve.fair_threads import LARGE_WORK, FairThreads
+from parallel_llama.serve.replies import CompletionChoice, CompletionReply
+from parallel_llama.serve.service import Service
 
 LARGE = LARGE_WORK + 1
 
@@ -76,3 +80,50 @@ def test_a_thread_is_busy_until_work_ends_that_nobody_waits_for():
         assert left == [True]
 
     play(story)
+
+
+def test_a_template_that_takes_long_holds_up_templates_alone():
+    async def story(threads):
+        goes_on = threading.Event()
+        chats = [
+            await started(threads.run(goes_on.wait, 100, str(n), renders=True)) for n in range(9)
+        ]
+        assert await threads.run(lambda: 7, 100, "small") == 7
+        goes_on.set()
+        await asyncio.gather(*chats)
+
+    play(story)
+
+
+def test_large_parts_of_an_answer_are_written_in_a_thread():
+    """All were written by the event loop, which other clients waited for."""
+
+    async def story(_threads):
+        service, own = Service(["m"], None, None), threading.get_ident()
+        assert await service.written(threading.get_ident, 100) == own
+        assert await service.written(threading.get_ident, LARGE) != own
+
+    play(story)
+
+
+def test_a_body_is_sent_in_pieces_each_when_the_client_has_room():
+    sent, text = [], b"1234567" * PIECE_BYTES
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(JSONBody(text)({}, None, send))
+    start, *pieces = sent
+    assert (b"content-length", str(len(text)).encode()) in start["headers"]
+    assert b"".join(piece["body"] for piece in pieces) == text
+    assert [piece["more_body"] for piece in pieces] == [True] * 6 + [False]
+
+
+def test_choices_that_are_encoded_already_make_the_same_reply():
+    choices = [CompletionChoice(index=n, text='a"', token_ids=[n]) for n in range(2)]
+    fields = {"id": "1", "object": "text_completion", "created": 2, "model": "m"}
+    encoded = CompletionReply(**fields, choices=[]).encode_with([each.encode() for each in choices])
+    assert (
+        msgspec.json.decode(encoded, type=dict)["choices"]
+        == msgspec.json.decode(CompletionReply(**fields, choices=choices).encode())["choices"]
+    )
