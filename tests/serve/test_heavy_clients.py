@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +13,9 @@ from served import Served
 from tiny_folder import write_endless_folder
 
 HONEST = {"prompt": "Once", "max_tokens": 4, "ignore_eos": True, "stream": False}
-N_HEAVY, N_HONEST = 40, 10
-# Of two cores that others may use too; without shares it took from 7 to 60 s.
-LIMIT_S = 3.0
+N_HEAVY, N_HONEST = 40, 7
+# Half of the answers come within this: of two cores that others may use too, hence the slack.
+SLACK_S, MOST_TIMES_ALONE = 4.0, 3
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +55,8 @@ HEAVY = {
 @pytest.mark.parametrize("kind", HEAVY)
 def test_a_short_completion_comes_soon_beside_heavy_clients(served, kind):
     path, body = HEAVY[kind]
-    slowest_s = asyncio.run(slowest(served, path, body))
-    print(f"{kind}: {slowest_s:.2f} s")
-    assert slowest_s < LIMIT_S
+    alone_s, beside_s = asyncio.run(medians(served, path, body))
+    assert beside_s < SLACK_S + MOST_TIMES_ALONE * alone_s, f"{beside_s:.2f} s, not {alone_s:.2f} s"
 
 
 def test_an_answer_of_too_many_log_probabilities_is_refused_before_it_is_computed(served):
@@ -67,26 +67,32 @@ def test_an_answer_of_too_many_log_probabilities_is_refused_before_it_is_compute
     assert b"262144 are the most; shorten the prompts, or lower logprobs or n" in body
 
 
-async def slowest(served: Served, path: str, body: Any) -> float:
-    """The longest that one of some short completions takes beside heavy requests."""
+async def medians(served: Served, path: str, body: Any) -> tuple[float, float]:
+    """How long short completions take alone, and beside heavy requests."""
     host, port = served.url.removeprefix("http://").rsplit(":", 1)
     address = host, int(port)
+    alone_s = await median(address)
     bodies = [json.dumps(body(n)).encode() for n in range(N_HEAVY)]
     heavy = [asyncio.create_task(heavy_client(address, path, each)) for each in bodies]
     await asyncio.sleep(1)
+    beside_s = await median(address)
+    n_left = sum(not task.done() for task in heavy)
+    for task in heavy:
+        task.cancel()
+    await asyncio.gather(*heavy, return_exceptions=True)
+    assert n_left == N_HEAVY
+    return alone_s, beside_s
+
+
+async def median(address: tuple[str, int]) -> float:
     client, took_s = Client(*address), []
     for _ in range(N_HONEST):
         started = time.monotonic()
         status, texts = await asyncio.wait_for(client.texts("/v1/completions", HONEST), 120)
         assert status == 200, texts
         took_s.append(time.monotonic() - started)
-    n_left = sum(not task.done() for task in heavy)
-    for task in heavy:
-        task.cancel()
-    await asyncio.gather(*heavy, return_exceptions=True)
-    assert n_left, "the heavy requests had ended"
     client.close()
-    return max(took_s)
+    return statistics.median(took_s)
 
 
 async def heavy_client(address: tuple[str, int], path: str, body: bytes) -> None:
