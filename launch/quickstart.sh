@@ -26,5 +26,5 @@ Next, for example:
   .venv/bin/parallel-llama chat --nproc 2
   .venv/bin/parallel-llama serve --nproc 2
   .venv/bin/parallel-llama generate --model /path/to/model --prompt "Once upon a time" --nproc 2
-  .venv/bin/parallel-llama plan --model llama-3.1-70b --memory 80 --dtype bfloat16
+  .venv/bin/parallel-llama plan --model llama-3.1-70b --gpus H100
 NEXT

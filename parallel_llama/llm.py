@@ -216,7 +216,7 @@ class LLM:
         longest = input_processor.max_seq_len
         step_tokens = STEP_TOKENS[kind]
         working = [
-            working_bytes(self.args, share, self.precision, step_tokens, MAX_RUNNING)
+            working_bytes(self.args, share, self.precision, step_tokens, MAX_RUNNING, kind)
             for share in plan.shares
             if kind == "cuda"
         ]

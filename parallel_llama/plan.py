@@ -60,8 +60,8 @@ MIN_EXPERT_CHANNELS = 256
 # NCCL's buffers, and what CUDA graphs keep. An allowance; no card has been asked yet.
 CUDA_ALLOWANCE = 1 << 30
 
-# What a process on a CPU holds beside weights and cache, about: torch's libraries and modules are
-# 220 MiB of it, LLVM 40; the rest is our modules, the tokenizer, and what a step works with.
+# What a process on a CPU holds beside weights, cache and a step's tensors, about: torch's libraries
+# and modules are 220 MiB of it, LLVM 40; the rest is our modules and the tokenizer.
 PROCESS_BYTES = 350 << 20
 
 # What weights are counted by: units of an axis, channels of single experts, or ranks.
@@ -371,12 +371,12 @@ def weight_bytes(share: Share, values: Mapping[MatrixFormat, Mapping[Counted, in
 
 
 def working_bytes(
-    args: ModelArgs, share: Share, precision: Precision, step_tokens: int, n_drawn: int
+    args: ModelArgs, share: Share, precision: Precision, step_tokens: int, n_drawn: int, device: str
 ) -> int:
-    """Bytes that a rank's card needs beside weights and KV cache.
+    """Bytes that a rank needs beside weights and KV cache, on its card or, for 'cpu', in memory.
 
-    Those are the tensors of the largest step, of `step_tokens` tokens, all of a block's at once,
-    and the scores of `n_drawn` rows; and an allowance for what is not ours.
+    They hold the tensors of the largest step, of `step_tokens` tokens, all of a block's at once,
+    and the scores of `n_drawn` rows; and CUDA_ALLOWANCE on a card, PROCESS_BYTES on the CPU.
     """
     item = ITEM_BYTES[precision.computed]
     q_and_kv = (len(share.heads) + 2 * share.n_local_kv_heads) * args.head_dim
@@ -388,7 +388,8 @@ def working_bytes(
     # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
     per_score = item + 3 * max(item, ITEM_BYTES["float32"])
     scores = n_drawn * len(share.vocab) * per_score
-    return step_tokens * per_token * item + scores + CUDA_ALLOWANCE
+    allowance = CUDA_ALLOWANCE if device == "cuda" else PROCESS_BYTES
+    return step_tokens * per_token * item + scores + allowance
 
 
 def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:

@@ -1,12 +1,11 @@
 """What the ranks of a plan need and have, and how few are enough. All sizes are bytes. No torch."""
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import mul
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import KVFormat, Precision
+from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
@@ -19,7 +18,9 @@ from parallel_llama.plan import (
     Share,
     blocks_held,
     kv_bytes_per_token,
+    kv_format,
     make_plan,
+    make_precision,
     most_blocks,
     pool_sizes,
     values_by_form,
@@ -30,10 +31,7 @@ from parallel_llama.plan import (
 
 @dataclass(frozen=True)
 class Workload:
-    """What the ranks are to hold: a model, and `batch` sequences in the KV cache.
-
-    On a card they need room to work as well, which nobody counts on the CPU.
-    """
+    """What the ranks are to hold: a model, and `batch` sequences in the KV cache."""
 
     args: ModelArgs
     precision: Precision
@@ -48,10 +46,12 @@ class Workload:
         return STEP_TOKENS[self.device]
 
     def working(self, share: Share) -> int:
-        """What a rank needs on its card beside weights and KV cache."""
-        if self.device == "cpu":
-            return 0
-        return working_bytes(self.args, share, self.precision, self.step_tokens, MAX_RUNNING)
+        """What a rank needs beside weights and KV cache: its process or libraries, and a step."""
+        # A card keeps room for the largest batch; on the CPU the batch takes what it needs.
+        n_drawn = MAX_RUNNING if self.device == "cuda" else min(self.batch, MAX_RUNNING)
+        return working_bytes(
+            self.args, share, self.precision, self.step_tokens, n_drawn, self.device
+        )
 
     @property
     def tokens_each(self) -> tuple[int, ...]:
@@ -74,6 +74,43 @@ class Workload:
     def weights(self) -> int:
         """The model's own weights, each held once."""
         return estimate(self, 1).weights
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A plan that is asked for, in the terms of the flags; `stored` are the files' own formats.
+
+    `memory` is what every rank has, or what each of them has, in bytes; None if not known.
+    """
+
+    args: ModelArgs
+    stored: Mapping[str, MatrixFormat]
+    device: DeviceKind
+    dtype: str
+    quant: str
+    kv_cache_dtype: str
+    kv_split: KVSplit
+    max_seq_len: int
+    batch: int
+    tp_size: int = 1
+    memory: int | tuple[int, ...] | None = None
+
+    @property
+    def work(self) -> "Workload":
+        """Raises: UsageError where the model cannot have what is asked for."""
+        return Workload(
+            self.args,
+            make_precision(self.args, self.dtype, self.device, self.quant, self.stored),
+            kv_format(self.kv_cache_dtype, self.dtype),
+            self.max_seq_len,
+            self.batch,
+            self.kv_split,
+            self.device,
+        )
+
+    def estimate(self) -> "Estimate":
+        """Raises: UsageError as `work` and the function `estimate` do."""
+        return estimate(self.work, self.tp_size, self.memory)
 
 
 @dataclass(frozen=True)
@@ -152,13 +189,9 @@ class Estimate:
         return None if room is None else room >= self.work.n_tokens
 
     @property
-    def longest_that_fits(self) -> int:
-        """How long the workload's sequences may be at the most; 0 where nothing fits."""
-        lengths = range(1, self.work.max_seq_len + 1)
-        return bisect_left(lengths, True, key=lambda length: not self._fits_with(length))
-
-    def _fits_with(self, max_seq_len: int) -> bool | None:
-        return replace(self, work=replace(self.work, max_seq_len=max_seq_len)).fits
+    def tightest(self) -> RankEstimate:
+        """The rank with the least memory left, or that needs most where memory is not known."""
+        return min(self.ranks, key=lambda rank: (rank.memory or 0) - rank.needed)
 
 
 @dataclass(frozen=True)

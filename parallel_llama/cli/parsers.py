@@ -30,6 +30,26 @@ _SIZE = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 
+_COUNTED = re.compile(r"(?:([0-9]{1,4}) ?[xX] ?)?(.+)")
+
+# Memory of NVIDIA cards in GiB, as CUDA reports it: less than their names say, since part of it
+# holds error correction and the driver's own data.
+CARDS = {
+    "B200": 178.3,
+    "H200": 139.7,
+    "H100": 79.1,
+    "A100-80": 79.1,
+    "A100-40": 39.3,
+    "L40S": 44.3,
+    "A40": 44.3,
+    "A6000": 47.4,
+    "RTX5090": 31.3,
+    "RTX4090": 23.6,
+    "RTX3090": 23.6,
+    "L4": 22.0,
+    "T4": 14.5,
+}
+
 # What stands for stdin in the place of a prompt or a file, as in other programs.
 STDIN = "-"
 
@@ -220,9 +240,48 @@ def memory_sizes(text: str) -> int | list[int]:
     except ValueError:
         raise ValueError(
             f"not sizes such as 80 (GiB), 24GB, 24G, 80,80,40 or 80x8, for at most {MAX_RANKS} "
-            "ranks"
+            "ranks; --gpus takes cards by name"
         ) from None
     return sizes
+
+
+def card_sizes(text: str) -> int | list[int]:
+    """Bytes of memory of every card, or of each one where counts (COUNTxCARD) or several are given.
+
+    A card is a name of `CARDS`, or its memory in GiB or a unit.
+
+    >>> card_sizes("24") == 24 * GIB, card_sizes("2x80,40") == [80 * GIB, 80 * GIB, 40 * GIB]
+    (True, True)
+    """
+    counted = [_COUNTED.fullmatch(piece.strip()) for piece in text.split(",")]
+    sizes: list[int] = []
+    try:
+        for match in counted:
+            if match is None:
+                raise ValueError
+            n_cards, card = whole(1, MAX_RANKS)(match[1] or "1"), _card_size(match[2])
+            if len(counted) == 1 and not match[1]:
+                return card
+            sizes += [card] * n_cards
+            if len(sizes) > MAX_RANKS:
+                raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"not cards such as 8xH200, 3x24 (GiB) or 2x80,1x40, at most {MAX_RANKS}; the names "
+            f"are {', '.join(CARDS)}"
+        ) from None
+    return sizes
+
+
+def _card_size(text: str) -> int:
+    sizes = {_plain_name(name): int(gib * GIB) for name, gib in CARDS.items()}
+    return sizes.get(_plain_name(text)) or byte_size(text, GIB)
+
+
+def _plain_name(name: str) -> str:
+    """A card's name without case, spaces, hyphens and what its maker puts around it."""
+    joined = re.sub(r"[ _-]", "", name.lower())
+    return re.sub(r"^(nvidia)?(geforce)?(rtx)?|gb$", "", joined)
 
 
 def count_or_range(text: str) -> list[int]:

@@ -2,17 +2,19 @@
 
 import json
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parallel_llama.cli.arguments import JSON, Flag, Flags, Verb
 from parallel_llama.cli.estimate import (
     Comparison,
     Estimate,
+    PlanRequest,
     RankEstimate,
-    Workload,
     compare,
-    estimate,
     fewest_that_fit,
 )
 from parallel_llama.cli.model import (
@@ -28,45 +30,47 @@ from parallel_llama.cli.model import (
     in_dtype,
     in_dtypes,
 )
-from parallel_llama.cli.parsers import count_or_range, memory_sizes, whole
+from parallel_llama.cli.parsers import card_sizes, count_or_range, memory_sizes, whole
 from parallel_llama.cli.ranks import Job
-from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, painted, size, table
+from parallel_llama.cli.remedies import Remedy, find_remedies
+from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config import ModelArgs, context_length, default_quant, stored_formats
-from parallel_llama.dtypes import ITEM_BYTES
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
-from parallel_llama.plan import (
-    CUDA_ALLOWANCE,
-    PROCESS_BYTES,
-    ShardPlan,
-    default_dtype,
-    kv_format,
-    make_precision,
-)
+from parallel_llama.plan import CUDA_ALLOWANCE, PROCESS_BYTES, ShardPlan, default_dtype
 
+WIDTH = 80
+LABEL_WIDTH = 11
 CUTS = {"kv_heads": "KV heads", "heads": "query heads"}
 PLACEMENTS = {
     "tensor": "tensor parallel",
     "expert": "expert parallel",
     "mixed": "tensor and expert parallel",
 }
-BAR_WIDTH = 24
+BAR_WIDTH = 18
 
 NPROC: Flag[list[int] | None] = Flag(
     "nproc",
     "ranks to plan for, or a range to compare",
     count_or_range,
     "N|A-B",
-    default_text="1; with --memory as many as it names, or the fewest that fit",
+    default_text="1; with --memory or --gpus as many as they list, or the fewest that fit",
     aliases=NPROC_ALIASES,
 )
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
     "memory of every rank in GiB (80; or 24G, 24GB, 24576MiB), or of each (80,80,40; 80x4,40x2), "
-    "which then work in proportion",
+    "which then work in proportion; of their cards with --device cuda",
     memory_sizes,
     "SIZES",
+)
+GPUS: Flag[int | list[int] | None] = Flag(
+    "gpus",
+    "plan for CUDA cards, one for each rank: their number and name (8xH200) or usable GiB (3x24; "
+    "2x80,1x40); a card without a number (H100) asks how many it takes",
+    card_sizes,
+    "CARDS",
 )
 BATCH: Flag[int] = Flag("batch", "sequences at once", whole(1, 1_000_000), "B", 1)
 
@@ -74,39 +78,64 @@ BATCH: Flag[int] = Flag("batch", "sequences at once", whole(1, 1_000_000), "B", 
 def prepare(flags: Flags) -> Job:
     """Check the request and return the job that prints a plan, or the table of a range.
 
-    The plan is that of --nproc ranks, else of those that --memory names, else of the fewest with
-    that memory that fit.
+    The plan is that of --nproc ranks, else of those that --memory or --gpus lists, else of the
+    fewest with that memory that fit.
     """
-    nproc, memory = flags[NPROC], flags[MEMORY]
+    memory = _memory(flags)
     files = find_model(flags[MODEL])
     args = args_of(files)
-    first, *last = nproc or [len(memory) if isinstance(memory, list) else 1]
-    device = _device_kind(flags[DEVICE], first)
-    dtype = flags[DTYPE] or default_dtype(args, device)
-    quant = flags[QUANT] or default_quant(files, args)
-    work = Workload(
+    nproc = flags[NPROC]
+    first, *last = nproc or [len(memory) if isinstance(memory, tuple) else 1]
+    device: DeviceKind = "cuda" if flags[GPUS] else _device_kind(flags[DEVICE], first)
+    asked = PlanRequest(
         args,
-        make_precision(args, dtype, device, quant, stored_formats(files, args)),
-        kv_format(flags[KV_CACHE_DTYPE], dtype),
+        stored_formats(files, args),
+        device,
+        flags[DTYPE] or default_dtype(args, device),
+        flags[QUANT] or default_quant(files, args),
+        flags[KV_CACHE_DTYPE],
+        flags[KV_SPLIT],
         context_length(args, flags[MAX_SEQ_LEN]),
         flags[BATCH],
-        flags[KV_SPLIT],
-        device,
+        first,
+        memory,
     )
+    if last:
+        if isinstance(memory, tuple):
+            raise UsageError(
+                f"{'--gpus' if flags[GPUS] else '--memory'} names {len(memory)} ranks and --nproc "
+                "a range of numbers; give --nproc N, not a range, or one size for all ranks"
+            )
+        comparison = compare(asked.work, range(first, last[0] + 1), memory)
+        return Job(lambda: _show_range(flags, asked, comparison))
     if nproc is None and isinstance(memory, int):
-        found, fewer = fewest_that_fit(work, memory)
-        page = [*_page(found), _answer(found, fewer)]
-        return Job(lambda: _show(flags, work, _fewest_object(found, fewer), page))
-    if not last:
-        one = estimate(work, first, memory)
-        return Job(lambda: _show(flags, work, _object(one), _page(one)))
-    if isinstance(memory, list):
+        found, fewer = fewest_that_fit(asked.work, memory)
+        return Job(lambda: _show_fewest(flags, asked, found, fewer))
+    one = asked.estimate()
+    return Job(lambda: _show_one(flags, asked, one))
+
+
+def _memory(flags: Flags) -> int | tuple[int, ...] | None:
+    """What every rank has or each of them has, from --memory or --gpus."""
+    gpus, memory = flags[GPUS], flags[MEMORY]
+    if gpus is not None and memory is not None:
+        raise UsageError("--gpus and --memory both say what memory ranks have; give one of them")
+    if gpus is not None and flags[DEVICE] == "cpu":
+        raise UsageError("--gpus plans for CUDA cards and --device cpu for the CPU; drop one")
+    if isinstance(gpus, list) and (nproc := flags[NPROC]):
+        gpus = _some_of(gpus, nproc)
+    given = memory if gpus is None else gpus
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _some_of(gpus: list[int], nproc: list[int]) -> int | list[int]:
+    """The memory of the cards that --nproc ranks take of those that --gpus lists."""
+    if nproc[-1] > len(gpus):
         raise UsageError(
-            f"--memory names {len(memory)} ranks and --nproc a range of numbers; "
-            "give --nproc N, not a range, or one size for all ranks"
+            f"--gpus names {len(gpus)} cards and --nproc {nproc[-1]} ranks; a rank needs a card of "
+            "its own"
         )
-    comparison = compare(work, range(first, last[0] + 1), memory)
-    return Job(lambda: _show(flags, work, _range_object(comparison), _overview(comparison)))
+    return gpus[0] if len(set(gpus)) == 1 else gpus
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
@@ -114,29 +143,67 @@ def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
     return choose_device(asked, n_ranks, count_cards() if asked == "auto" else n_ranks)
 
 
-def _show(flags: Flags, work: Workload, answer: dict[str, Any], page: Sequence[str]) -> int:
-    if flags[JSON]:
-        print(json.dumps({"model": flags[MODEL], **answer}))
-    else:
-        print("\n".join([*_title(flags[MODEL], work), *page]))
-    return 1 if answer["fits"] is False else 0
+def _show_one(flags: Flags, asked: PlanRequest, found: Estimate) -> int:
+    remedies = _remedies(asked, found)
+    page = [*_page(asked, found), *_advice(found.fits, remedies)]
+    return _show(flags, asked, _with_remedies(_object(found), remedies), page)
 
 
-def _fewest_object(found: Estimate, fewer: Estimate | None) -> dict[str, Any]:
-    return {
+def _show_fewest(flags: Flags, asked: PlanRequest, found: Estimate, fewer: Estimate | None) -> int:
+    """The plan of the fewest ranks that fit, or of the most that there can be."""
+    asked = replace(asked, tp_size=found.plan.tp_size)
+    remedies = _remedies(asked, found)
+    page = [*_page(asked, found), *_answer(found, fewer), *_advice(found.fits, remedies)]
+    answer = {
         **_object(found),
         "smallest_that_fits": found.plan.tp_size if found.fits else None,
         "next_smaller": fewer and _object(fewer),
     }
+    return _show(flags, asked, _with_remedies(answer, remedies), page)
 
 
-def _range_object(comparison: Comparison) -> dict[str, Any]:
+def _show_range(flags: Flags, asked: PlanRequest, comparison: Comparison) -> int:
+    remedies: list[Remedy] = []
+    if comparison.fits is False and comparison.allowed:
+        largest = comparison.allowed[-1]
+        remedies = _remedies(replace(asked, tp_size=largest.plan.tp_size), largest)
     errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
-    return {
+    answer = {
         "plans": [*map(_object, comparison.allowed), *errors],
         "fits": comparison.fits,
         "smallest_that_fits": comparison.smallest_that_fits,
     }
+    page = [*_overview(comparison), *_advice(comparison.fits, remedies)]
+    return _show(flags, asked, _with_remedies(answer, remedies), page)
+
+
+def _remedies(asked: PlanRequest, found: Estimate) -> list[Remedy]:
+    return find_remedies(asked) if found.fits is False else []
+
+
+def _with_remedies(answer: dict[str, Any], remedies: Iterable[Remedy]) -> dict[str, Any]:
+    return {
+        **answer,
+        "remedies": [
+            {
+                "change": remedy.words,
+                **{name: value for name, value in remedy.change.items() if name != "memory"},
+                "tp_size": remedy.found.plan.tp_size,
+                "needed_bytes": remedy.found.tightest.needed,
+                "room_for_kv_tokens": remedy.found.room_for_tokens,
+                "kv_tokens": remedy.found.work.n_tokens,
+            }
+            for remedy in remedies
+        ],
+    }
+
+
+def _show(flags: Flags, asked: PlanRequest, answer: dict[str, Any], page: Sequence[str]) -> int:
+    if flags[JSON]:
+        print(json.dumps({"model": flags[MODEL], **answer}))
+    else:
+        print("\n".join([*_title(flags, asked), *page]))
+    return 1 if answer["fits"] is False else 0
 
 
 def _object(found: Estimate) -> dict[str, Any]:
@@ -154,6 +221,8 @@ def _object(found: Estimate) -> dict[str, Any]:
                 "weight_bytes": rank.weights,
                 "kv_bytes_per_token": rank.kv_per_token,
                 "working_bytes": rank.working,
+                "needed_bytes": rank.needed,
+                "memory_bytes": rank.memory,
             }
             for rank in found.ranks
         ],
@@ -161,6 +230,7 @@ def _object(found: Estimate) -> dict[str, Any]:
         "fits": found.fits,
         "cut": found.plan.cut,
         "placement": found.plan.placement and found.plan.placement.kind,
+        "device": found.work.device,
         "dtype": found.work.precision.dtype,
         "quant": found.work.precision.quant,
         "kv_cache_dtype": found.work.kv.dtype,
@@ -174,14 +244,26 @@ def _object(found: Estimate) -> dict[str, Any]:
     }
 
 
-def _title(model: str, work: Workload) -> list[str]:
-    args = work.args
+def _title(flags: Flags, asked: PlanRequest) -> list[str]:
+    args, work = asked.args, asked.work
     shape = (
         f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads of {args.head_dim}, "
         f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
         f"{in_dtypes(work.precision.dtype, work.precision.quant, work.kv.dtype)}"
     )
-    return [f"{model}  {painted(shape, DIM, sys.stdout)}", ""]
+    where = "for CUDA cards" if asked.device == "cuda" else "for the CPU"
+    if isinstance(asked.memory, tuple):
+        where += f": {_sizes(asked.memory)}"
+    elif asked.memory:
+        where += f", {size(asked.memory)} each"
+    if asked.device == "cpu" and asked.memory and flags[DEVICE] == "auto":
+        where += " (--gpus plans for cards)"
+    lines = textwrap.wrap(shape, WIDTH, break_long_words=False)
+    return [f"{flags[MODEL]}, {where}", *(painted(line, DIM, sys.stdout) for line in lines), ""]
+
+
+def _sizes(memory: Sequence[int]) -> str:
+    return ", ".join(f"{n} x {size(n_bytes)}" for n_bytes, n in Counter(memory).items())
 
 
 def _channels(args: ModelArgs) -> str:
@@ -190,45 +272,62 @@ def _channels(args: ModelArgs) -> str:
     return f"{args.n_active_experts} of {args.n_experts} experts of {args.ffn_dim} channels"
 
 
-def _page(found: Estimate) -> list[str]:
-    """One plan for a person: a row per rank, and what to make of it."""
+def _line(label: str, text: str) -> list[str]:
+    """A label and a text beside it, in as many lines as it needs."""
+    wrapped = textwrap.wrap(text, WIDTH - LABEL_WIDTH, break_long_words=False)
+    return [f"{label:<{LABEL_WIDTH}}{wrapped[0]}", *(" " * LABEL_WIDTH + w for w in wrapped[1:])]
+
+
+def _page(asked: PlanRequest, found: Estimate) -> list[str]:
+    """One plan for a person: who holds what, what each rank needs, and what to make of it."""
     plan, work = found.plan, found.work
     sequences = f"{work.max_seq_len:,} tokens" + (f" x {work.batch}" if work.batch > 1 else "")
-    header = ["rank", "heads", "KV heads", *(["experts"] if plan.placement else [])]
-    header += ["channels", "vocabulary", "weights", "KV/token", "needs"]
-    header += [] if found.fits is None else ["has"]
-    header += [f"weights and KV cache of {sequences}"]
-    scale = max(rank.memory or rank.needed for rank in found.ranks)
+    held = ["rank", "heads", "KV heads", *(["experts"] if plan.placement else [])]
+    held += ["channels", "vocabulary", "KV/token"]
+    needs = ["rank", "weights", "KV cache", "rest", "needs"]
+    needs += [] if found.fits is None else ["has"]
+    fills, _ = bar_fills(sys.stdout)
+    needs += [f"{fills[0]}weights {fills[1]}KV {fills[2]}rest"]
+    scale = max(max(rank.memory or 0, rank.needed) for rank in found.ranks)
     kv_per_token = sum(rank.kv_per_token for rank in found.ranks)
     return [
-        *table(header, [_rank_row(rank, scale) for rank in found.ranks], sys.stdout),
+        *table(held, [_held_row(rank) for rank in found.ranks], sys.stdout),
         "",
-        f"balance    {plan.balance:.3f} (most work of a rank / its fair share), "
-        f"cut between {CUTS[plan.cut]}",
-        f"weights    {size(found.weights)} on all ranks, "
-        f"{found.weights / work.weights:.3f} x the model's own {size(work.weights)}",
-        f"KV cache   {size(kv_per_token)} a token on all ranks, {_copies(found)}",
-        *_working(found),
+        *table(needs, [_needs_row(rank, scale) for rank in found.ranks], sys.stdout),
+        "",
+        *_line(
+            "balance",
+            f"{plan.balance:.3f} (most work of a rank / its fair share), cut between "
+            f"{CUTS[plan.cut]}",
+        ),
+        *_line(
+            "weights",
+            f"{size(found.weights)} on all ranks, {found.weights / work.weights:.3f} x the model's "
+            f"own {size(work.weights)}",
+        ),
+        *_line(
+            "KV cache",
+            f"of {sequences}, {size(kv_per_token)} a token on all ranks, {_copies(asked, found)}",
+        ),
+        *_line("rest", _rest(found)),
         *_window(found),
         *_experts(plan),
         *_verdict(found),
     ]
 
 
-def _rank_row(rank: RankEstimate, scale: int) -> list[str]:
+def _held_row(rank: RankEstimate) -> list[str]:
     share = rank.share
-    drawn = bar([rank.weights / scale, (rank.needed - rank.weights) / scale], BAR_WIDTH, sys.stdout)
-    cells = [
-        str(share.rank),
-        _span(share.heads),
-        _span(share.kv_heads),
-        *([_span(share.experts)] if share.experts else []),
-        _span(share.ffn),
-        _span(share.vocab),
-        size(rank.weights),
-        size(rank.kv_per_token),
-        size(rank.needed),
-    ]
+    experts = [_span(share.experts)] if share.experts else []
+    spans = [_span(share.heads), _span(share.kv_heads), *experts, _span(share.ffn)]
+    return [str(share.rank), *spans, _span(share.vocab), size(rank.kv_per_token)]
+
+
+def _needs_row(rank: RankEstimate, scale: int) -> list[str]:
+    parts = rank.weights, rank.kv.needed, rank.working
+    limit = 1 if rank.memory is None else rank.memory / scale
+    drawn = bar([part / scale for part in parts], BAR_WIDTH, sys.stdout, limit)
+    cells = [str(rank.share.rank), *map(size, parts), size(rank.needed)]
     if rank.memory is None:
         return [*cells, drawn]
     color = GREEN if rank.needed <= rank.memory else RED
@@ -238,31 +337,40 @@ def _rank_row(rank: RankEstimate, scale: int) -> list[str]:
 def _experts(plan: ShardPlan) -> list[str]:
     if plan.placement is None:
         return []
-    return [f"experts    {PLACEMENTS[plan.placement.kind]}: {plan.placement.reason}"]
+    return _line("experts", f"{PLACEMENTS[plan.placement.kind]}: {plan.placement.reason}")
 
 
-def _copies(found: Estimate) -> str:
+def _copies(asked: PlanRequest, found: Estimate) -> str:
+    """How often KV heads are held, and what --kv-split sequence would save where it saves."""
     own, n_ranks = found.work.args.n_kv_heads, found.plan.tp_size
     if found.plan.kv_parts > 1:
         return f"each KV head held once, its tokens spread over {n_ranks} ranks"
     if found.n_kv_heads == own:
         return "each KV head held once"
     copies = f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
-    return f"{copies}; --kv-split sequence holds each once"
+    spread = replace(asked, kv_split="sequence").estimate()
+    if found.room_for_tokens is not None and spread.room_for_tokens is not None:
+        if spread.room_for_tokens <= found.room_for_tokens:
+            return copies
+        return f"{copies}; --kv-split sequence makes room for {spread.room_for_tokens:,} tokens"
+    before, after = found.tightest.needed, spread.tightest.needed
+    if after >= before:
+        return copies
+    return f"{copies}; with --kv-split sequence a rank needs {size(after)} at most"
 
 
-def _working(found: Estimate) -> list[str]:
-    """What there must be beside weights and cache."""
-    most, n_tokens = max(rank.working for rank in found.ranks), found.work.step_tokens
-    if not most:
-        about = f"about {PROCESS_BYTES >> 20} MiB"
-        return [
-            f"process    {about} more on each rank: torch, LLVM, the tokenizer, a step's tensors"
-        ]
-    return [
-        f"to work    {size(most)} more on a card, for a step of {n_tokens} tokens, scores, and "
-        f"CUDA's libraries and graphs ({size(CUDA_ALLOWANCE)})"
-    ]
+def _rest(found: Estimate) -> str:
+    """What a rank needs beside weights and cache."""
+    n_tokens = found.work.step_tokens
+    if found.work.device == "cuda":
+        return (
+            f"a step of {n_tokens} tokens and its scores, and {size(CUDA_ALLOWANCE)} for CUDA's "
+            "libraries and graphs"
+        )
+    return (
+        f"a process of about {PROCESS_BYTES >> 20} MiB (torch, LLVM, the tokenizer), a step of "
+        f"{n_tokens} tokens and its scores"
+    )
 
 
 def _window(found: Estimate) -> list[str]:
@@ -272,51 +380,80 @@ def _window(found: Estimate) -> list[str]:
         return []
     n_layers = args.n_layers - len(args.full_layers)
     most = size(sum(rank.kv.per_sequence for rank in found.ranks))
-    return [
-        f"window     of {args.sliding_window:,} tokens in {n_layers} of {args.n_layers} layers: "
-        f"{most} on all ranks for a sequence of {found.work.max_seq_len:,} tokens"
-    ]
+    return _line(
+        "window",
+        f"of {args.sliding_window:,} tokens in {n_layers} of {args.n_layers} layers: "
+        f"{most} on all ranks for a sequence of {found.work.max_seq_len:,} tokens",
+    )
 
 
 def _verdict(found: Estimate) -> list[str]:
     if found.fits is None:
         return []
+    if not found.fits:
+        return _fits(False, _shortfall(found))
     room = f"there is room for {found.room_for_tokens:,} tokens of KV cache"
     if found.work.args.sliding_window is not None:
         n_sequences = (found.room_for_tokens or 0) // found.work.tokens_each[0]
         room += f", {n_sequences:,} sequences of {found.work.max_seq_len:,} tokens"
-    return [f"fits       {_yes_or_no(found.fits)}: {room if found.fits else _shortfall(found)}"]
+    return _fits(True, room)
+
+
+def _fits(fits: bool, text: str) -> list[str]:
+    word, color = ("yes", GREEN) if fits else ("no", RED)
+    first, *others = _line("fits", f"{word}: {text}")
+    return [first.replace(word, painted(word, color, sys.stdout), 1), *others]
 
 
 def _shortfall(found: Estimate) -> str:
-    """Why a plan does not fit, and what would help."""
-    room, work = found.room_for_tokens or 0, found.work
-    reason = "the weights leave no room for KV cache"
+    """Which rank has too little, and what that leaves for the KV cache."""
+    rank = found.tightest
+    room = found.room_for_tokens or 0
+    left = "the weights leave no room for KV cache"
     if room:
-        reason = f"there is room for {room:,} of {work.n_tokens:,} tokens of KV cache"
-    remedies = ["more ranks" if found.plan.tp_size < work.args.n_heads else "more memory"]
-    if work.precision.quant == "none" and ITEM_BYTES[work.precision.dtype] > 2:
-        remedies.append("--dtype bfloat16")
-    if n_sequences := room // work.tokens_each[0]:
-        remedies.append(f"--batch {n_sequences}")
-    if found.longest_that_fits:
-        remedies.append(f"--max-seq-len {found.longest_that_fits}")
-    return f"{reason}; try {' or '.join(remedies)}"
+        left = f"there is room for {room:,} of {found.work.n_tokens:,} tokens of KV cache"
+    has = size(rank.memory or 0)
+    return f"rank {rank.share.rank} needs {size(rank.needed)} and has {has}; {left}"
 
 
-def _answer(found: Estimate, fewer: Estimate | None) -> str:
+def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
+    """The changes that make a plan fit that does not, and what the tightest rank needs then."""
+    if fits is not False:
+        return []
+    if not remedies:
+        text = "more memory on each rank is needed; no format and no number of ranks or tokens fits"
+        return _line("remedy", text)
+    width = max(len(remedy.words) for remedy in remedies)
+    rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]
+    lines = [f"  {words:<{width}}  {numbers}" for words, numbers in rows]
+    if max(map(len, lines)) > WIDTH:
+        lines = [line for words, numbers in rows for line in (f"  {words}", f"      {numbers}")]
+    return ["", "each of these makes it fit, those that lose least first:", *lines]
+
+
+def _numbers(found: Estimate) -> str:
+    tightest = found.tightest
+    return (
+        f"needs {size(tightest.needed)} of {size(tightest.memory or 0)}, "
+        f"room for {found.room_for_tokens:,} tokens"
+    )
+
+
+def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
     """How few ranks are enough, and how one fewer fails."""
     precision = found.work.precision
     tp_size, dtype = found.plan.tp_size, in_dtype(precision.dtype, precision.quant)
     if not found.fits:
-        return f"fewest     no number of ranks is enough, and {tp_size} are the most there can be"
-    if fewer is None:
-        return f"fewest     1 rank is enough in {dtype}"
-    fullest = max(fewer.ranks, key=lambda rank: rank.needed)
-    return (
-        f"fewest     {tp_size} ranks are enough in {dtype}; "
-        f"with {fewer.plan.tp_size}, rank {fullest.share.rank} would need {size(fullest.needed)}"
-    )
+        text = f"no number of ranks is enough, and {tp_size} are the most there can be"
+    elif fewer is None:
+        text = f"1 rank is enough in {dtype}"
+    else:
+        fullest = fewer.tightest
+        text = (
+            f"{tp_size} ranks are enough in {dtype}; with {fewer.plan.tp_size}, "
+            f"rank {fullest.share.rank} would need {size(fullest.needed)}"
+        )
+    return _line("fewest", text)
 
 
 def _overview(comparison: Comparison) -> list[str]:
@@ -324,16 +461,19 @@ def _overview(comparison: Comparison) -> list[str]:
     header = ["ranks", "balance", "cut between", "weights", "KV/token", "extra KV"]
     header += ["works"] if comparison.memory is None else ["KV tokens", "fits"]
     rows = [_size_row(found) for found in comparison.allowed]
+    refused = []
     if comparison.refused:
         (first, reason), *others = comparison.refused.items()
         sizes = _span(range(first, first + 1 + len(others)))
-        rows.append([sizes, *["-"] * (len(header) - 2), f"no: {reason}"])
+        rows.append([sizes, *["-"] * (len(header) - 2), _yes_or_no(False)])
+        refused = _line("no plan", f"for {sizes} ranks: {reason}")
     return [
         *table(header, rows, sys.stdout),
         "",
         "balance    most work of a rank / its fair share",
         "weights    and KV/token of the rank that holds most",
         "extra KV   copies of KV heads beyond one of each",
+        *refused,
         *_conclusion(comparison),
     ]
 
@@ -365,8 +505,10 @@ def _conclusion(comparison: Comparison) -> list[str]:
             largest = comparison.allowed[-1]
             answer += f"; with {largest.plan.tp_size}, {_shortfall(largest)}"
     return [
-        f"KV tokens  room with {size(comparison.memory)} a rank; {work.n_tokens:,} are wanted",
-        f"fewest     {answer}",
+        *_line(
+            "KV tokens", f"room with {size(comparison.memory)} a rank; {work.n_tokens:,} are wanted"
+        ),
+        *_line("fewest", answer),
     ]
 
 
@@ -388,11 +530,12 @@ def _span(r: range) -> str:
 VERB = Verb(
     "plan",
     "Shows which rank would hold what, whether it fits, and how few ranks are enough.",
-    "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES] [flags]",
+    "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus CARDS] [flags]",
     (
         MODEL,
         NPROC,
         MEMORY,
+        GPUS,
         MAX_SEQ_LEN,
         BATCH,
         DTYPE,
@@ -402,7 +545,7 @@ VERB = Verb(
         DEVICE,
         JSON,
     ),
-    "parallel-llama plan --model llama-3.1-70b --memory 80",
+    "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,
     placed=MODEL,
 )

@@ -28,20 +28,31 @@ def painted(text: str, code: str, stream: TextIO) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if has_colors(stream) else text
 
 
-def bar(parts: Sequence[float], width: int, stream: TextIO) -> str:
-    """A bar of `width` places, filled by consecutive shares of it that sum to 1 at the most.
+def bar_fills(stream: TextIO) -> tuple[str, str]:
+    """The characters of a bar's parts in their order, and that of what no part fills."""
+    utf8 = (stream.encoding or "").lower().replace("-", "") == "utf8"
+    return ("\u2588\u2593\u2592", "\u2591") if utf8 else ("#=-", ".")
+
+
+def bar(parts: Sequence[float], width: int, stream: TextIO, limit: float = 1) -> str:
+    """A bar of `width` characters, filled by at most three consecutive fractions of it.
+
+    What lies beyond the fraction `limit` is drawn as !, at least one where the parts exceed it.
 
     >>> import io
-    >>> bar([0.5, 0.25], 8, io.StringIO())
-    '####==..'
+    >>> bar([0.5, 0.25], 8, io.StringIO()), bar([0.25, 0.5], 8, io.StringIO(), limit=0.5)
+    ('####==..', '##==!!  ')
     """
-    utf8 = (stream.encoding or "").lower().replace("-", "") == "utf8"
-    fills, empty = ("\u2588\u2593", "\u2591") if utf8 else ("#=", ".")
+    fills, empty = bar_fills(stream)
     text, total = "", 0.0
-    for share, fill in zip(parts, fills, strict=False):
-        total += share
+    for part, fill in zip(parts, fills, strict=False):
+        total += part
         text += fill * (min(width, round(total * width)) - len(text))
-    return text.ljust(width, empty)
+    within = min(width, round(limit * width))
+    if total <= limit:
+        return text[:within].ljust(within, empty).ljust(width)
+    within = min(within, width - 1)
+    return (text[:within].ljust(within, empty) + "!" * max(1, len(text) - within)).ljust(width)
 
 
 def size(n_bytes: float) -> str:
@@ -49,6 +60,8 @@ def size(n_bytes: float) -> str:
 
     >>> size(512), size(30 * 1024), size(3.5 * 1024**3)
     ('512 B', '30.0 KiB', '3.50 GiB')
+    >>> size(265.98 * 1024**3)
+    '266.0 GiB'
     """
     if n_bytes < KIB:
         return f"{n_bytes:.0f} B"
@@ -56,7 +69,7 @@ def size(n_bytes: float) -> str:
         n_bytes /= KIB
         if n_bytes < KIB:
             return f"{n_bytes:.1f} {unit}"
-    return f"{n_bytes / KIB:.2f} GiB"
+    return f"{n_bytes / KIB:.{2 if n_bytes < 100 * KIB else 1}f} GiB"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> list[str]:

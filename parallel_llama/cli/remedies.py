@@ -1,0 +1,181 @@
+"""What makes a plan fit that does not fit. Each change is planned before it is named. No torch."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, product
+from typing import Any
+
+from parallel_llama.cli.estimate import Estimate, PlanRequest
+from parallel_llama.cli.terminal import size
+from parallel_llama.dtypes import ITEM_BYTES
+from parallel_llama.errors import UsageError
+from parallel_llama.parallel.launch import MAX_RANKS
+from parallel_llama.plan import kv_format
+
+# Changes of a request's fields, and the flags that are not named as the fields are.
+Change = dict[str, Any]
+FLAGS = {"tp_size": "nproc"}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of a request, and the plan that fits with it."""
+
+    change: Change
+    found: Estimate
+
+    @property
+    def words(self) -> str:
+        """The change as flags, after the number of ranks and their memory where that is listed."""
+        flags = [
+            f"--{FLAGS.get(name, name).replace('_', '-')} {value}"
+            for name, value in self.change.items()
+            if not ("memory" in self.change and name in ("memory", "tp_size"))
+        ]
+        listed = [_ranks_of(self.change["memory"])] if "memory" in self.change else []
+        return ", ".join([*listed, *([" ".join(flags)] if flags else [])])
+
+
+def find_remedies(asked: PlanRequest) -> list[Remedy]:
+    """The changes that make a request fit that does not, those that cost least first.
+
+    First come changes that lose nothing, then fewer bits, then fewer tokens. Of several formats of
+    one kind only the most precise one that fits is named; formats are combined where none fits by
+    itself.
+    """
+    lossless = _that_fit(asked, _lossless(asked))
+    ladders = [_weights(asked), _keys_and_values(asked)]
+    narrower = [remedy for changes in ladders for remedy in _that_fit(asked, changes)[:1]]
+    if not lossless and not narrower:
+        narrower = _combined(asked)
+    found = [*lossless, *_more_ranks(asked), *narrower, *_fewer_tokens(asked)]
+    if found:
+        return found
+    narrowest = _joined(changes[-1] for changes in (*ladders, _splits(asked)) if changes)
+    narrow = replace(asked, **narrowest)
+    return [
+        Remedy(_joined((more.change, narrowest)), more.found)
+        for more in (*_fewest_more(narrow), *_fewer_tokens(narrow))
+    ]
+
+
+def _ranks_of(memory: Sequence[int]) -> str:
+    (first, n_first), *others = Counter(memory).items()
+    if not others:
+        return f"{n_first} ranks of {size(first)}"
+    each = ", ".join(f"{n} of {size(n_bytes)}" for n_bytes, n in Counter(memory).items())
+    return f"{len(memory)} ranks ({each})"
+
+
+def _planned(asked: PlanRequest, change: Change) -> Estimate | None:
+    """The plan of a changed request if it fits."""
+    try:
+        found = replace(asked, **change).estimate()
+    except UsageError:  # this model or plan cannot have it
+        return None
+    return found if found.fits else None
+
+
+def _joined(changes: Iterable[Change]) -> Change:
+    return {name: value for change in changes for name, value in change.items()}
+
+
+def _that_fit(asked: PlanRequest, changes: Sequence[Change]) -> list[Remedy]:
+    planned = ((change, _planned(asked, change)) for change in changes)
+    return [Remedy(change, found) for change, found in planned if found is not None]
+
+
+def _lossless(asked: PlanRequest) -> list[Change]:
+    """The split of the cache by tokens, and the formats that the files have."""
+    changes = _splits(asked)
+    if asked.stored and asked.quant == "none":
+        changes.append({"quant": "stored"})
+    if _is_wider(asked, asked.args.dtype):
+        changes.append({"dtype": asked.args.dtype})
+    return changes
+
+
+def _splits(asked: PlanRequest) -> list[Change]:
+    return [{"kv_split": "sequence"}] if asked.kv_split == "heads" else []
+
+
+def _is_wider(asked: PlanRequest, dtype: str) -> bool:
+    """Whether weights are kept as plain numbers of more bytes than those of `dtype`."""
+    return asked.quant == "none" and ITEM_BYTES[asked.dtype] > ITEM_BYTES[dtype]
+
+
+def _weights(asked: PlanRequest) -> list[Change]:
+    """Formats of weights with fewer bits than those asked for, the most precise first."""
+    changes: list[Change] = []
+    if _is_wider(asked, "bfloat16") and ITEM_BYTES[asked.args.dtype] > 2:  # else it is lossless
+        changes.append({"dtype": "bfloat16"})
+    if asked.quant == "none":
+        changes.append({"quant": "int8"})
+    if asked.quant in ("none", "int8", "fp8"):
+        changes.append({"quant": "int4"})
+    return changes
+
+
+def _keys_and_values(asked: PlanRequest) -> list[Change]:
+    """Formats of the KV cache with fewer bits than the one asked for, the most precise first."""
+    head_dim = asked.args.head_dim
+    n_bytes = kv_format(asked.kv_cache_dtype, asked.dtype).n_bytes(head_dim)
+    return [
+        {"kv_cache_dtype": name}
+        for name in ("bfloat16", "int8")
+        if kv_format(name, asked.dtype).n_bytes(head_dim) < n_bytes
+    ]
+
+
+def _more_ranks(asked: PlanRequest) -> list[Remedy]:
+    """The fewest ranks that fit, more than there are, with changes that lose nothing if needed.
+
+    Ranks that are added have the most memory of those that there are.
+    """
+    several = chain.from_iterable(combinations(_lossless(asked), n) for n in range(3))
+    found = [
+        Remedy(_joined((more.change, *changes)), more.found)
+        for changes in several
+        for more in _fewest_more(replace(asked, **_joined(changes)))
+    ]
+    return sorted(found, key=lambda remedy: remedy.found.plan.tp_size)[:1]
+
+
+def _fewest_more(asked: PlanRequest) -> list[Remedy]:
+    most = min(asked.args.n_heads, MAX_RANKS)
+    for tp_size in range(asked.tp_size + 1, most + 1):
+        change: Change = {"tp_size": tp_size}
+        if isinstance(asked.memory, tuple):
+            added = (max(asked.memory),) * (tp_size - len(asked.memory))
+            change["memory"] = (*asked.memory, *added)
+        if (found := _planned(asked, change)) is not None:
+            return [Remedy(change, found)]
+    return []
+
+
+def _combined(asked: PlanRequest) -> list[Remedy]:
+    """The first that fits of all formats of weights and KV cache, and both splits, together."""
+    weights = [change for change in _lossless(asked) if "kv_split" not in change]
+    kinds = ([*weights, *_weights(asked)], _keys_and_values(asked), _splits(asked))
+    for parts in product(*([{}, *changes] for changes in kinds)):
+        change = _joined(parts)
+        if (found := _planned(asked, change)) is not None:
+            return [Remedy(change, found)]
+    return []
+
+
+def _fewer_tokens(asked: PlanRequest) -> list[Remedy]:
+    """The most sequences that fit, and the longest."""
+    remedies: list[Remedy] = []
+    for name in ("batch", "max_seq_len"):
+        counts = range(1, getattr(asked, name))
+        changes = [{name: n} for n in (_most_that_fit(asked, name, counts),) if n]
+        remedies += _that_fit(asked, changes)
+    return remedies
+
+
+def _most_that_fit(asked: PlanRequest, name: str, counts: range) -> int:
+    """The largest count with which a request fits, of those from 1; 0 where none does."""
+    return bisect_left(counts, True, key=lambda n: not _planned(asked, {name: n}))

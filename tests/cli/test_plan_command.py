@@ -1,0 +1,304 @@
+"""`plan` for cards and the CPU: what a rank needs, what the page shows, what makes a plan fit."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel_llama.cli import main as command_line
+from parallel_llama.cli import terminal
+from parallel_llama.cli.parsers import CARDS, GIB, card_sizes
+from parallel_llama.plan import CUDA_ALLOWANCE, PROCESS_BYTES
+
+Capture = pytest.CaptureFixture[str]
+
+
+def plan(capsys: Capture, *argv: str) -> dict[str, Any]:
+    command_line.main(["plan", "--json", *argv])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def page(capsys: Capture, *argv: str) -> str:
+    command_line.main(["plan", *argv])
+    return capsys.readouterr().out
+
+
+# Cards
+
+
+def test_cards_of_another_machine_are_planned_in_bfloat16(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cards given by their memory were planned as the CPU's: float32, and no room to work in."""
+    monkeypatch.setattr("parallel_llama.cli.plan.count_cards", lambda: 0)
+    asked = ["--model", "llama-3.1-8b"]
+    found = plan(capsys, *asked, "--gpus", "3x24")
+    assert (found["tp_size"], found["device"]) == (3, "cuda")
+    assert (found["dtype"], found["kv_cache_dtype"]) == ("bfloat16", "bfloat16")
+    assert all(rank["working_bytes"] > CUDA_ALLOWANCE for rank in found["ranks"])
+    assert [rank["memory_bytes"] for rank in found["ranks"]] == [24 * GIB] * 3
+    assert found == plan(capsys, *asked, "--device", "cuda", "--memory", "24,24,24")
+    assert found == plan(capsys, *asked, "--gpus", "24,24G,24GiB")
+    on_cpu = plan(capsys, *asked, "--memory", "24,24,24")
+    assert (on_cpu["device"], on_cpu["dtype"]) == ("cpu", "float32")
+
+
+@pytest.mark.parametrize("text", ["rtx 4090", "RTX-4090", "4090", "NVIDIA GeForce RTX 4090"])
+def test_a_card_is_known_by_the_names_that_people_use(text: str) -> None:
+    assert card_sizes(text) == int(CARDS["RTX4090"] * GIB)
+
+
+def test_counts_sizes_and_names_of_cards_may_be_mixed() -> None:
+    h100, a100 = (int(CARDS[name] * GIB) for name in ("H100", "A100-80"))
+    assert card_sizes("8xH100") == [h100] * 8
+    assert card_sizes("1xH100") == [h100]
+    assert card_sizes("h100") == h100
+    assert card_sizes("2 x A100 80GB, 1x40") == [a100, a100, 40 * GIB]
+    assert card_sizes("2X80G,16GB") == [80 * GIB, 80 * GIB, 16 * 10**9]
+
+
+def test_every_card_has_less_memory_than_its_name_says() -> None:
+    said = {"B200": 192, "H200": 141, "H100": 80, "A100-80": 80, "A100-40": 40, "L40S": 48}
+    said |= {"A40": 48, "A6000": 48, "RTX5090": 32, "RTX4090": 24, "RTX3090": 24, "L4": 24}
+    said |= {"T4": 16}
+    assert CARDS.keys() == said.keys()
+    for name, gib in CARDS.items():
+        assert 0.9 * said[name] < gib < said[name]
+
+
+def test_a_card_without_a_number_asks_how_many_it_takes(capsys: Capture) -> None:
+    asked = ["--model", "llama-3.1-70b", "--max-seq-len", "32k"]
+    found = plan(capsys, *asked, "--gpus", "H100")
+    assert found["device"] == "cuda" and found["smallest_that_fits"] == found["tp_size"] == 2
+    assert found["next_smaller"]["fits"] is False
+    in_range = plan(capsys, *asked, "--gpus", "4xH100", "--nproc", "1-4")["plans"]
+    assert [each["fits"] for each in in_range] == [False, True, True, True]
+    assert plan(capsys, *asked, "--gpus", "4xH100", "--nproc", "3")["tp_size"] == 3
+
+
+def test_the_page_says_what_it_plans_for(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel_llama.cli.plan.count_cards", lambda: 0)
+    first = [
+        page(capsys, *argv).splitlines()[0]
+        for argv in (
+            [],
+            ["--memory", "2,2"],
+            ["--memory", "2,2", "--device", "cpu"],
+            ["--gpus", "2x80,1x40"],
+            ["--gpus", "H100"],
+        )
+    ]
+    assert first == [
+        "smollm2, for the CPU",
+        "smollm2, for the CPU: 2 x 2.00 GiB (--gpus plans for cards)",
+        "smollm2, for the CPU: 2 x 2.00 GiB",
+        "smollm2, for CUDA cards: 2 x 80.00 GiB, 1 x 40.00 GiB",
+        "smollm2, for CUDA cards, 79.10 GiB each",
+    ]
+
+
+# What a rank needs
+
+
+PEAK = """if True:
+    import resource, subprocess, sys
+    subprocess.run([sys.executable, "-m", "parallel_llama", *sys.argv[1:]], check=True)
+    print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)  # of the largest of them
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="getrusage counts in KiB on Linux")
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_rank_on_the_cpu_needs_what_plan_says(capsys: Capture, tmp_path: Any, nproc: str) -> None:
+    """What a process takes beside weights and cache, 350 MiB, was not counted."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"tokens": [i % 997 + 100 for i in range(1000)]}))
+    ranks = ["--nproc", nproc, "--device", "cpu"]
+    asked = ["generate", "--prompts", str(prompts), "--max-tokens", "8", *ranks]
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *asked, "--kv-cache-bytes", "46M"],
+        capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout.split()[-1])
+    found = plan(capsys, *ranks, "--max-seq-len", "1008")
+    needed = max(rank["needed_bytes"] for rank in found["ranks"])
+    # Without the process it would be two thirds of the peak.
+    assert 0.9 < needed / peak < 1.1
+    assert all(
+        rank["needed_bytes"]
+        == rank["weight_bytes"] + rank["working_bytes"] + 1008 * rank["kv_bytes_per_token"]
+        and PROCESS_BYTES < rank["working_bytes"] < 1.1 * PROCESS_BYTES
+        for rank in found["ranks"]
+    )
+
+
+# What makes a plan fit
+
+
+TOO_LARGE = [
+    ["--model", "llama-3.1-70b", "--gpus", "3x24"],
+    ["--model", "llama-3.1-70b", "--gpus", "2x80", "--batch", "2"],
+    ["--model", "llama-3.1-8b", "--nproc", "1", "--memory", "16"],
+    ["--model", "llama-3.1-8b", "--nproc", "12", "--memory", "4", "--max-seq-len", "32k"],
+    ["--model", "qwen3-30b-a3b", "--gpus", "2xRTX4090"],
+    ["--model", "mistral-7b-v0.1", "--gpus", "1x16", "--batch", "8"],
+    ["--model", "gemma-7b", "--gpus", "4x16", "--batch", "100"],
+    ["--nproc", "2", "--memory", "750MiB", "--batch", "4"],
+    ["--nproc", "2", "--memory", "500MiB"],
+    ["--model", "llama-3.1-405b", "--nproc", "1-4", "--memory", "80"],
+]
+FIELDS = {
+    "kv_split": "--kv-split", "quant": "--quant", "dtype": "--dtype", "batch": "--batch",
+    "kv_cache_dtype": "--kv-cache-dtype", "max_seq_len": "--max-seq-len", "tp_size": "--nproc",
+}  # fmt: skip
+
+
+def changed(argv: list[str], flags: dict[str, str]) -> list[str]:
+    """A command line with other values of some flags; listed cards are as many as --nproc says."""
+    given = dict(zip(argv[::2], argv[1::2], strict=True)) | flags
+    count, _, card = given.get("--gpus", "").partition("x")
+    if "--nproc" in flags and card:
+        given["--gpus"] = f"{max(int(count), int(flags['--nproc']))}x{card}"
+    return [word for pair in given.items() for word in pair]
+
+
+@pytest.mark.parametrize("argv", TOO_LARGE, ids=" ".join)
+def test_each_remedy_makes_the_plan_fit_with_the_numbers_it_names(
+    capsys: Capture, argv: list[str]
+) -> None:
+    """`--kv-split sequence` was named where it made matters worse, and "more ranks" untried."""
+    found = plan(capsys, *argv)
+    assert found["fits"] is False and found["remedies"]
+    shown = " ".join(page(capsys, *argv).split())
+    for remedy in found["remedies"]:
+        flags = {FIELDS[name]: str(remedy[name]) for name in FIELDS.keys() & remedy.keys()}
+        if "--nproc" not in argv or "-" in argv[argv.index("--nproc") + 1]:
+            flags["--nproc"] = str(remedy["tp_size"])
+        again = plan(capsys, *changed(argv, flags))
+        assert again["fits"] is True
+        assert again["room_for_kv_tokens"] == remedy["room_for_kv_tokens"]
+        assert again["kv_tokens"] == remedy["kv_tokens"] <= remedy["room_for_kv_tokens"]
+        assert remedy["needed_bytes"] in [rank["needed_bytes"] for rank in again["ranks"]]
+        assert remedy["change"] in shown and f"{remedy['room_for_kv_tokens']:,} tokens" in shown
+        for name, step in (("batch", 1), ("max_seq_len", 1), ("tp_size", -1)):
+            # One token, sequence or rank less of the change would not do.
+            if name in remedy["change"].replace("-", "_") or (
+                name == "tp_size" and "ranks of" in remedy["change"]
+            ):
+                further = flags | {FIELDS[name]: str(remedy[name] + step)}
+                assert plan(capsys, *changed(argv, further))["fits"] is False
+
+
+def test_what_loses_least_comes_first(capsys: Capture) -> None:
+    def changes(*argv: str) -> list[str]:
+        return [remedy["change"] for remedy in plan(capsys, *argv)["remedies"]]
+
+    asked = ["--nproc", "1", "--device", "cpu"]
+    assert changes(*asked, "--model", "llama-3.1-8b", "--memory", "40") == [
+        "--dtype bfloat16",  # as its files have it
+        "--nproc 2",
+        "--quant int4",
+        "--kv-cache-dtype int8",
+        "--max-seq-len 39324",
+    ]
+    assert changes(*asked, "--memory", "1300MiB", "--batch", "2") == [
+        "--quant stored",  # as its file has it
+        "--nproc 2",
+        "--dtype bfloat16",
+        "--kv-cache-dtype bfloat16",
+        "--batch 1",
+        "--max-seq-len 4765",
+    ]
+    assert changes("--model", "llama-3.1-8b", "--gpus", "12x4") == [
+        "14 ranks of 4.00 GiB, --kv-split sequence",
+        "--kv-cache-dtype int8 --kv-split sequence",
+        "--max-seq-len 46999",
+    ]
+
+
+def test_a_split_of_the_cache_by_tokens_is_named_where_it_saves(capsys: Capture) -> None:
+    """Each card keeps as many tokens, so that the smallest of unequal cards has less room."""
+    asked = ["--model", "llama-3.1-70b", "--gpus"]
+    uneven, even = ([*asked, cards] for cards in ("2x80,1x40", "6x80"))
+    split = ["--kv-split", "sequence"]
+    for argv, is_named in ((uneven, False), (even, True)):
+        by_heads, by_tokens = plan(capsys, *argv), plan(capsys, *argv, *split)
+        assert (by_tokens["room_for_kv_tokens"] > by_heads["room_for_kv_tokens"]) is is_named
+        shown = " ".join(page(capsys, *argv).split())
+        named = f"--kv-split sequence makes room for {by_tokens['room_for_kv_tokens']:,} tokens"
+        assert (named in shown) is is_named and ("--kv-split" in shown) is is_named
+
+
+# The page
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *TOO_LARGE,
+        [],
+        ["--nproc", "9"],
+        ["--nproc", "1-20"],
+        ["--nproc", "1-20", "--gpus", "H100"],
+        ["--model", "qwen3-30b-a3b", "--nproc", "1-40", "--memory", "24"],
+        ["--model", "llama-3.1-405b", "--gpus", "16xH200"],
+        ["--model", "falcon-180b", "--gpus", "T4"],
+        ["--memory", "30MiB"],
+    ],
+    ids=" ".join,
+)
+def test_the_page_is_80_columns_wide(capsys: Capture, argv: list[str]) -> None:
+    lines = page(capsys, *argv).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any(line != line.rstrip() for line in lines)
+
+
+def test_what_a_rank_lacks_sticks_out_of_its_bar(capsys: Capture) -> None:
+    """A rank that needed five times its memory had the bar of one that is just full."""
+
+    def bars(*argv: str) -> list[str]:
+        lines = page(capsys, "--model", "llama-3.1-70b", *argv).splitlines()
+        (first,) = (n for n, line in enumerate(lines) if line.endswith("rest"))
+        rows = lines[first + 1 :]
+        return [row.split(" GiB  ")[-1] for row in rows[: rows.index("")]]
+
+    assert not any("!" in drawn for drawn in bars("--gpus", "4x80"))
+    far, near = bars("--gpus", "3x24"), bars("--gpus", "3x60")
+    assert all("!" in drawn for drawn in far) and 0 < near[0].count("!") < far[0].count("!")
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=3), st.floats(0.01, 1), st.integers(2, 40))
+def test_a_bar_shows_whether_its_parts_exceed_the_limit(
+    parts: list[float], limit: float, width: int
+) -> None:
+    parts = [part / 3 for part in parts]
+    drawn = terminal.bar(parts, width, sys.stdout, limit)
+    total = 0.0
+    for part in parts:
+        total += part
+    assert len(drawn) == width
+    assert ("!" in drawn) is (total > limit)
+
+
+def test_a_plan_with_remedies_takes_less_than_a_second(capsys: Capture) -> None:
+    started_s = time.process_time()
+    found = plan(capsys, "--model", "llama-3.1-405b", "--gpus", "2x24", "--batch", "16")
+    assert found["remedies"] and time.process_time() - started_s < 1
+
+
+def test_a_process_that_plans_for_cards_loads_no_torch() -> None:
+    program = (
+        "import sys; from parallel_llama.cli.main import main; "
+        "main(['plan', '--model', 'llama-3.1-70b', '--gpus', '3x24']); "
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert re.search(r"^False$", done.stdout, re.M), done.stderr
