@@ -64,6 +64,12 @@ CUDA_ALLOWANCE = 1 << 30
 # and modules are 220 MiB of it, LLVM 40; the rest is our modules and the tokenizer.
 PROCESS_BYTES = 350 << 20
 
+# The fraction of the memory that is free once weights are loaded that KV caches take by default: on
+# the CPU those of all ranks of a host, on a card before what is kept there to work with.
+CPU_SHARE, CUDA_SHARE = 0.5, 0.9
+# On the CPU no more than this without being asked: beside the model there are other programs.
+MAX_CPU_BYTES = 2 << 30
+
 # What weights are counted by: units of an axis, channels of single experts, or ranks.
 Counted = Axis | Literal["expert ffn", "rank"]
 
@@ -400,6 +406,17 @@ def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[i
     per_layer = 2 * share.n_local_kv_heads * form.n_bytes(args.head_dim)
     layers = (len(group.layers) for group in layer_groups(args))
     return tuple(-(-n * per_layer // share.kv_parts) for n in layers)
+
+
+def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
+    """Bytes that a rank's KV cache takes of `n_free` where --kv-cache-bytes is not given.
+
+    `n_free` are free once weights are loaded: on the rank's card, or for 'cpu' on the host, where
+    `n_ranks` share them. A card keeps `working` bytes of them.
+    """
+    if device == "cuda":
+        return int(n_free * CUDA_SHARE) - working
+    return min(MAX_CPU_BYTES, int(n_free * CPU_SHARE) // n_ranks)
 
 
 def pool_sizes(

@@ -1,9 +1,11 @@
 """What the ranks of a plan need and have, and how few are enough. All sizes are bytes. No torch."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 
+from parallel_llama.cli.model import BLOCK_SIZE
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision
 from parallel_llama.engine.block_group import STEP_TOKENS
@@ -17,6 +19,7 @@ from parallel_llama.plan import (
     ShardPlan,
     Share,
     blocks_held,
+    default_cache_bytes,
     kv_bytes_per_token,
     kv_format,
     make_plan,
@@ -27,6 +30,9 @@ from parallel_llama.plan import (
     weight_bytes,
     working_bytes,
 )
+
+# The default of --block-size.
+BLOCK_TOKENS: int = BLOCK_SIZE.initial
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,15 @@ class Workload:
     def pools(self, n_tokens: int) -> tuple[int, ...]:
         """Tokens that each group of layers has room for, where the first has so much."""
         return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, self.step_tokens)
+
+    def cache_bytes(self, per_group: Sequence[int]) -> int:
+        """What --kv-cache-bytes must be, in whole blocks, where a token takes so many bytes."""
+        full = layer_groups(self.args)[0]
+        each = blocks_held(self.max_seq_len, BLOCK_TOKENS, full.window, self.step_tokens)
+        n_blocks = self.batch * each
+        sizes = pool_sizes(self.args, n_blocks, BLOCK_TOKENS, self.max_seq_len, self.step_tokens)
+        n_bytes: int = BLOCK_TOKENS * sum(map(mul, sizes, per_group))
+        return n_bytes
 
     @property
     def weights(self) -> int:
@@ -187,6 +202,38 @@ class Estimate:
     def fits(self) -> bool | None:
         room = self.room_for_tokens
         return None if room is None else room >= self.work.n_tokens
+
+    @property
+    def cache_bytes(self) -> int:
+        """What --kv-cache-bytes must be on every rank for the workload to fit in."""
+        return max(self.work.cache_bytes(rank.kv.per_group) for rank in self.ranks)
+
+    @property
+    def default_rooms(self) -> list[int] | None:
+        """What each rank's KV cache may take where --kv-cache-bytes is not given.
+
+        None if that depends on memory that is not known. Ranks on the CPU share a host's.
+        """
+        memory = [rank.memory for rank in self.ranks if rank.memory is not None]
+        if self.work.device == "cpu":
+            taken = sum(rank.weights + rank.working for rank in self.ranks)
+            free = sum(memory) - taken if memory else sys.maxsize
+            return [default_cache_bytes("cpu", free, 0, len(self.ranks))] * len(self.ranks)
+        if not memory:
+            return None
+        return [
+            default_cache_bytes("cuda", n_bytes - rank.weights, rank.working, 1)
+            for n_bytes, rank in zip(memory, self.ranks, strict=True)
+        ]
+
+    @property
+    def needs_cache_flag(self) -> bool:
+        """Whether the workload runs only with --kv-cache-bytes, since the default is less."""
+        rooms = self.default_rooms or []
+        return any(
+            self.work.cache_bytes(rank.kv.per_group) > room
+            for rank, room in zip(self.ranks, rooms, strict=False)
+        )
 
     @property
     def tightest(self) -> RankEstimate:

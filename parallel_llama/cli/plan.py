@@ -234,6 +234,7 @@ def _object(found: Estimate) -> dict[str, Any]:
         "dtype": found.work.precision.dtype,
         "quant": found.work.precision.quant,
         "kv_cache_dtype": found.work.kv.dtype,
+        "kv_cache_bytes": found.cache_bytes,
         "kv_tokens": found.work.n_tokens,
         "room_for_kv_tokens": found.room_for_tokens,
         "weight_bytes": found.weights,
@@ -313,6 +314,7 @@ def _page(asked: PlanRequest, found: Estimate) -> list[str]:
         *_window(found),
         *_experts(plan),
         *_verdict(found),
+        *_cache_flag(found),
     ]
 
 
@@ -397,6 +399,17 @@ def _verdict(found: Estimate) -> list[str]:
         n_sequences = (found.room_for_tokens or 0) // found.work.tokens_each[0]
         room += f", {n_sequences:,} sequences of {found.work.max_seq_len:,} tokens"
     return _fits(True, room)
+
+
+def _cache_flag(found: Estimate) -> list[str]:
+    """The flag without which the cache would be too small; nothing where it is not needed."""
+    if found.fits is False or not found.needs_cache_flag:
+        return []
+    n_mib = -(-found.cache_bytes >> 20)
+    default = min(found.default_rooms or [0])
+    return _line(
+        "start", f"with --kv-cache-bytes {n_mib}M; without it a rank takes {size(default)}"
+    )
 
 
 def _fits(fits: bool, text: str) -> list[str]:

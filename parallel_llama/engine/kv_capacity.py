@@ -20,18 +20,15 @@ from parallel_llama.families.model_args import layer_groups
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.plan import (
+    CPU_SHARE,
+    MAX_CPU_BYTES,
     ShardPlan,
     blocks_held,
+    default_cache_bytes,
     kv_bytes_per_token,
     most_blocks,
     pool_sizes,
 )
-
-# Of the memory that is free once the weights are loaded, on the CPU shared by all ranks of a host,
-# on a card before what is kept there to work with.
-CPU_SHARE, CUDA_SHARE = 0.5, 0.9
-# On the CPU no more than this without being asked: beside the model there are other programs.
-MAX_CPU_BYTES = 2 << 30
 
 _NO_MEMORY = re.compile(
     r"can('t|not) allocate memory|not enough memory|out of memory", re.IGNORECASE
@@ -165,7 +162,9 @@ class CacheSize:
                 "memory; lower kv_cache_bytes"
             )
         rooms = [
-            _room(n_free, card, work, comm.size) if self.n_bytes is None else self.n_bytes
+            default_cache_bytes("cuda" if card else "cpu", n_free, work, comm.size)
+            if self.n_bytes is None
+            else self.n_bytes
             for (n_free, card), work in zip(agreed, self._working, strict=True)
         ]
         n_blocks = [
@@ -256,13 +255,6 @@ def _room_in_address_space(root: Path) -> list[int]:
     if limit == resource.RLIM_INFINITY or taken is None:
         return []
     return [limit - (taken << 10)]
-
-
-def _room(n_free: int, card: int, working: int, n_ranks: int) -> int:
-    """What a rank's cache takes of its free bytes without being asked."""
-    if card:
-        return int(n_free * CUDA_SHARE) - working
-    return min(MAX_CPU_BYTES, int(n_free * CPU_SHARE) // n_ranks)
 
 
 def _numbers(path: Path) -> dict[str, int]:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from hypothesis import strategies as st
 from parallel_llama.cli import main as command_line
 from parallel_llama.cli import terminal
 from parallel_llama.cli.parsers import CARDS, GIB, card_sizes
-from parallel_llama.plan import CUDA_ALLOWANCE, PROCESS_BYTES
+from parallel_llama.config import load_model_args
+from parallel_llama.dtypes import KVFormat
+from parallel_llama.engine.kv_capacity import CacheSize, DeviceMemory
+from parallel_llama.files.model_files import find_model
+from parallel_llama.parallel.collectives import Solo
+from parallel_llama.plan import CUDA_ALLOWANCE, PROCESS_BYTES, make_plan
 
 Capture = pytest.CaptureFixture[str]
 
@@ -138,6 +144,38 @@ def test_a_rank_on_the_cpu_needs_what_plan_says(capsys: Capture, tmp_path: Any, 
         and PROCESS_BYTES < rank["working_bytes"] < 1.1 * PROCESS_BYTES
         for rank in found["ranks"]
     )
+
+
+def test_a_cache_beyond_the_default_names_the_flag_that_a_start_needs(capsys: Capture) -> None:
+    """A plan that fits was refused at its start: the default cache is at most 2 GiB on the CPU."""
+    asked = ["--device", "cpu", "--memory", "8"]
+    assert "--kv-cache-bytes" not in page(capsys, *asked, "--batch", "5")
+    shown = page(capsys, *asked, "--batch", "6")
+    said = "start      with --kv-cache-bytes 2160M; without it a rank takes 2.00 GiB"
+    assert said in shown and "fits       yes" in shown
+    assert plan(capsys, *asked, "--batch", "6")["kv_cache_bytes"] == 2160 << 20
+    tight = page(capsys, "--device", "cpu", "--memory", "1300MiB")
+    assert "with --kv-cache-bytes 360M; without it a rank takes 209.8 MiB" in tight
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--nproc", "2"], ["--nproc", "4", "--kv-split", "sequence"]], ids=" ".join
+)
+def test_a_cache_of_the_bytes_that_plan_names_holds_the_sequences(
+    capsys: Capture, argv: list[str]
+) -> None:
+    found = plan(capsys, *argv, "--device", "cpu", "--batch", "3", "--max-seq-len", "1001")
+    args = load_model_args(find_model("smollm2"))
+    split: Any = "sequence" if "sequence" in argv else "heads"
+    cut = make_plan(args, found["tp_size"], kv_split=split)
+    for n_bytes, n_requests in ((found["kv_cache_bytes"], 3), (found["kv_cache_bytes"] - 1, 2)):
+        form = KVFormat("float32")
+        sized = [
+            CacheSize(args, replace(cut, shares=(share,)), form, 16, n_bytes, 1001)
+            for share in cut.shares
+        ]
+        held = [each.agree(Solo(), DeviceMemory(1 << 40)) for each in sized]
+        assert min(each.n_full_requests(1001) for each in held) == n_requests
 
 
 # What makes a plan fit

@@ -19,8 +19,6 @@ from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import kv_capacity
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import (
-    CUDA_SHARE,
-    MAX_CPU_BYTES,
     CacheSize,
     Capacity,
     DeviceMemory,
@@ -31,7 +29,7 @@ from parallel_llama.engine.kv_capacity import (
 from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.plan import blocks_held, make_plan
+from parallel_llama.plan import CPU_SHARE, CUDA_SHARE, MAX_CPU_BYTES, blocks_held, make_plan
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -57,7 +55,7 @@ def test_without_a_container_it_is_what_is_available(tmp_path):
 
 
 def test_where_the_system_does_not_say_the_cache_gets_its_most(tmp_path):
-    assert available_memory(tmp_path) * kv_capacity.CPU_SHARE == MAX_CPU_BYTES
+    assert available_memory(tmp_path) * CPU_SHARE == MAX_CPU_BYTES
 
 
 @pytest.mark.parametrize("limit", ["max\n", f"{64 * GIB}\n", "?"])
