@@ -135,7 +135,9 @@ def _some_of(gpus: list[int], nproc: list[int]) -> int | list[int]:
             f"--gpus names {len(gpus)} cards and --nproc {nproc[-1]} ranks; a rank needs a card of "
             "its own"
         )
-    return gpus[0] if len(set(gpus)) == 1 else gpus
+    if len(set(gpus)) > 1:
+        return gpus
+    return gpus[: nproc[0]] if len(nproc) == 1 else gpus[0]
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
@@ -166,7 +168,10 @@ def _show_range(flags: Flags, asked: PlanRequest, comparison: Comparison) -> int
     remedies: list[Remedy] = []
     if comparison.fits is False and comparison.allowed:
         largest = comparison.allowed[-1]
-        remedies = _remedies(replace(asked, tp_size=largest.plan.tp_size), largest)
+        last = replace(asked, tp_size=largest.plan.tp_size)
+        if isinstance(flags[GPUS], list) and comparison.memory:  # more ranks are more cards
+            last = replace(last, memory=(comparison.memory,) * last.tp_size)
+        remedies = _remedies(last, largest)
     errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
     answer = {
         "plans": [*map(_object, comparison.allowed), *errors],

@@ -39,33 +39,34 @@ class Remedy:
 
 
 def find_remedies(asked: PlanRequest) -> list[Remedy]:
-    """The changes that make a request fit that does not, those that cost least first.
+    """The changes that make a request fit that does not, those that lose least first.
 
-    First come changes that lose nothing, then fewer bits, then fewer tokens. Of several formats of
-    one kind only the most precise one that fits is named; formats are combined where none fits by
-    itself.
+    First come changes that lose nothing, then more ranks, fewer bits, and fewer tokens. Of several
+    formats of one kind only the most precise one that fits is named; formats are combined where
+    none fits by itself.
     """
     lossless = _that_fit(asked, _lossless(asked))
     ladders = [_weights(asked), _keys_and_values(asked)]
     narrower = [remedy for changes in ladders for remedy in _that_fit(asked, changes)[:1]]
     if not lossless and not narrower:
         narrower = _combined(asked)
-    found = [*lossless, *_more_ranks(asked), *narrower, *_fewer_tokens(asked)]
+    more = _more_ranks(asked, [] if lossless else _lossless(asked))
+    found = [*lossless, *more, *narrower, *_fewer_tokens(asked)]
     if found:
         return found
     narrowest = _joined(changes[-1] for changes in (*ladders, _splits(asked)) if changes)
     narrow = replace(asked, **narrowest)
     return [
-        Remedy(_joined((more.change, narrowest)), more.found)
-        for more in (*_fewest_more(narrow), *_fewer_tokens(narrow))
+        Remedy(_joined((each.change, narrowest)), each.found)
+        for each in (*_fewest_more(narrow), *_fewer_tokens(narrow))
     ]
 
 
 def _ranks_of(memory: Sequence[int]) -> str:
-    (first, n_first), *others = Counter(memory).items()
-    if not others:
-        return f"{n_first} ranks of {size(first)}"
-    each = ", ".join(f"{n} of {size(n_bytes)}" for n_bytes, n in Counter(memory).items())
+    counts = Counter(memory)
+    if len(counts) == 1:
+        return f"{len(memory)} ranks of {size(memory[0])}"
+    each = ", ".join(f"{n} of {size(n_bytes)}" for n_bytes, n in counts.items())
     return f"{len(memory)} ranks ({each})"
 
 
@@ -129,12 +130,12 @@ def _keys_and_values(asked: PlanRequest) -> list[Change]:
     ]
 
 
-def _more_ranks(asked: PlanRequest) -> list[Remedy]:
-    """The fewest ranks that fit, more than there are, with changes that lose nothing if needed.
+def _more_ranks(asked: PlanRequest, lossless: Sequence[Change]) -> list[Remedy]:
+    """The fewest ranks that fit, more than there are, together with changes that lose nothing.
 
     Ranks that are added have the most memory of those that there are.
     """
-    several = chain.from_iterable(combinations(_lossless(asked), n) for n in range(3))
+    several = chain.from_iterable(combinations(lossless, n) for n in range(3))
     found = [
         Remedy(_joined((more.change, *changes)), more.found)
         for changes in several
@@ -144,6 +145,7 @@ def _more_ranks(asked: PlanRequest) -> list[Remedy]:
 
 
 def _fewest_more(asked: PlanRequest) -> list[Remedy]:
+    """The fewest ranks that fit, more than there are, with the request's own formats."""
     most = min(asked.args.n_heads, MAX_RANKS)
     for tp_size in range(asked.tp_size + 1, most + 1):
         change: Change = {"tp_size": tp_size}
@@ -170,9 +172,8 @@ def _fewer_tokens(asked: PlanRequest) -> list[Remedy]:
     """The most sequences that fit, and the longest."""
     remedies: list[Remedy] = []
     for name in ("batch", "max_seq_len"):
-        counts = range(1, getattr(asked, name))
-        changes = [{name: n} for n in (_most_that_fit(asked, name, counts),) if n]
-        remedies += _that_fit(asked, changes)
+        most = _most_that_fit(asked, name, range(1, getattr(asked, name)))
+        remedies += _that_fit(asked, [{name: most}] if most else [])
     return remedies
 
 

@@ -262,6 +262,22 @@ def test_what_loses_least_comes_first(capsys: Capture) -> None:
     ]
 
 
+def test_more_ranks_than_listed_cards_are_named_as_more_cards(capsys: Capture) -> None:
+    """--nproc 8 beside --gpus 3x24 would be refused."""
+    asked = ["--model", "llama-3.1-70b", "--gpus", "3x24", "--nproc"]
+    for nproc in ("2", "1-3"):
+        found = plan(capsys, *asked, nproc)
+        assert found["remedies"][0]["change"] == "8 ranks of 24.00 GiB"
+
+
+def test_formats_that_are_enough_alone_are_not_named_again_with_more_ranks(
+    capsys: Capture,
+) -> None:
+    asked = ["--model", "qwen2.5-7b", "--gpus", "2x16", "--dtype", "float32"]
+    changes = [remedy["change"] for remedy in plan(capsys, *asked)["remedies"]]
+    assert changes[:2] == ["--dtype bfloat16", "4 ranks of 16.00 GiB"]
+
+
 def test_a_split_of_the_cache_by_tokens_is_named_where_it_saves(capsys: Capture) -> None:
     """Each card keeps as many tokens, so that the smallest of unequal cards has less room."""
     asked = ["--model", "llama-3.1-70b", "--gpus"]
