@@ -733,7 +733,7 @@ def test_one_size_of_memory_is_that_of_every_rank(capsys: pytest.CaptureFixture[
     assert {"model": "smollm2", **in_range, "remedies": []} == plans[0]
 
 
-@pytest.mark.parametrize("memory", ["1.3", "760MiB", "660MiB", "610MiB", "550MiB"])
+@pytest.mark.parametrize("memory", ["1.3", "790MiB", "690MiB", "640MiB", "580MiB"])
 def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(
     capsys: pytest.CaptureFixture[str], memory: str
 ) -> None:
@@ -749,8 +749,8 @@ def test_one_size_alone_asks_for_the_fewest_ranks_that_fit(
 
 
 def test_the_page_says_that_one_rank_fewer_is_too_few(capsys: pytest.CaptureFixture[str]) -> None:
-    page = plan_page(capsys, "--memory", "660MiB", "--dtype", "float32")
-    assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 865.9 MiB" in page
+    page = plan_page(capsys, "--memory", "690MiB", "--dtype", "float32")
+    assert "fewest     3 ranks are enough in float32; with 2, rank 0 would need 895.9 MiB" in page
     page = plan_page(capsys, "--memory", "1.3", "--dtype", "bfloat16")
     assert "fewest     1 rank is enough in bfloat16" in page
 
@@ -787,7 +787,7 @@ def test_what_does_not_fit_ends_with_1(argv: list[str], code: int) -> None:
 
 
 def test_a_range_with_memory_shows_which_sizes_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    memory = ["--memory", "660MiB", "--dtype", "float32"]
+    memory = ["--memory", "690MiB", "--dtype", "float32"]
     page = plan_page(capsys, "--nproc", "2-4", *memory)
     plans = plan_json(capsys, "--nproc", "2-4", *memory)["plans"]
     rooms = [f"{plan['room_for_kv_tokens']:,}" for plan in plans]
@@ -795,7 +795,7 @@ def test_a_range_with_memory_shows_which_sizes_fit(capsys: pytest.CaptureFixture
     assert rows == list(zip("234", rooms, ("no", "yes", "no"), strict=True))
     assert "of these, 3 ranks are enough" in page
     none = plan_words(capsys, "--nproc", "1-2", *memory)
-    assert "none of these is enough; with 2, rank 0 needs 865.9 MiB and has 660.0 MiB;" in none
+    assert "none of these is enough; with 2, rank 0 needs 895.9 MiB and has 690.0 MiB;" in none
 
 
 def test_a_kv_head_that_several_ranks_hold_counts_as_copies(
