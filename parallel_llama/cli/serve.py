@@ -41,7 +41,7 @@ API_KEY_FILE: Flag[str | None] = Flag(
 )  # fmt: skip
 ORIGINS: Flag[list[str]] = Flag(
     "allowed-origin", "web pages that may use the server (CORS), such as https://chat.example.org; "
-    "* for all; may be repeated",
+    "* for all",
     origin, "ORIGIN", default_text="none but the server's own page", repeatable=True,
 )  # fmt: skip
 MODEL_NAME: Flag[str | None] = Flag(

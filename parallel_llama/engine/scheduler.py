@@ -26,8 +26,8 @@ from parallel_llama.request import Request
 # Sequences that run at once; more would not make a step of this many rows pay better.
 MAX_RUNNING = 256
 
-# What a prompt token with log-probabilities is charged, in prompt tokens without: its logits over the
-# vocabulary, and the Python objects of each row. For small models it is what they cost.
+# What a prompt token with log-probabilities is charged, in prompt tokens without: its logits over
+# the vocabulary, and the Python objects of each row. For small models it is what they cost.
 SCORED_TOKEN_WORK = 4
 
 _arrival = attrgetter("arrival")

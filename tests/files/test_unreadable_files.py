@@ -318,7 +318,7 @@ def _socket(path: Path) -> None:
 
 
 SPECIAL: dict[str, Callable[[Path], None]] = {
-    ": a named pipe, and no regular file": lambda path: os.mkfifo(path, 0o666),
+    ": a named pipe, not a regular file": lambda path: os.mkfifo(path, 0o666),
     ": a device": lambda path: path.symlink_to("/dev/zero"),
     ": a folder": lambda path: path.mkdir(0o755),
     ": No such device": _socket,
@@ -366,7 +366,7 @@ def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(
         "weights": lambda: ByteRanges(path),
         "journal": lambda: list(whole_lines(path)),
     }
-    with within(10), pytest.raises(CheckpointError, match="a named pipe, and no regular file"):
+    with within(10), pytest.raises(CheckpointError, match="a named pipe, not a regular file"):
         opens[file]()
 
 
