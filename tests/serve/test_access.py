@@ -431,7 +431,7 @@ def test_what_clients_write_is_not_in_the_log(tiny):
         raw.sendall(f"{MARK}\x1b[2J\r\n\r\n".encode())
         assert raw.recv(65536).startswith(b"HTTP/1.1 400 ")
     usual = re.compile(
-        r"\S+ \S+ INFO \S+: ((answered|refused) request_id=[0-9a-f]{32}[\w .=/]+"
+        r"\S+ \S+ INFO \S+: ((answered|refused|cancelled) request_id=[0-9a-f]{32}[\w .=/]+"
         r"|ignored, as it has no effect here field=user)\n"
     )
     assert [line for line in tiny.lines[before:] if not usual.fullmatch(line)] == []
