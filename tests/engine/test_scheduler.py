@@ -304,7 +304,7 @@ def test_a_scored_prompt_is_charged_for_its_logits_beside_others():
     scheduler.add(make_request([2] * 4, 1))
     step(scheduler, model)
     step(scheduler, model)  # beside a token that is decoded
-    assert scored.n_cached == 64 + 15 + 16
+    assert scored.n_cached == 64 + 30 + 32
 
 
 def test_a_short_prompt_passes_one_that_waits_for_blocks():
