@@ -70,12 +70,13 @@ class _Lane:
         heappush(self._waiting, (start + size, next(self._numbers), start, turn))
         self._give_turns()
         try:
-            async with asyncio.timeout(wait_s):
-                await turn
+            await asyncio.wait((turn,), timeout=wait_s)
         except BaseException:
-            if not turn.cancelled():  # it had its turn in the same moment
+            if not turn.cancel():  # it had its turn in the same moment
                 self._free()
             raise
+        if turn.cancel():
+            raise TimeoutError
         running = self._threads.submit(work)
         # Also where nobody waits for the work any more, the thread is free only after it.
         running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free))
