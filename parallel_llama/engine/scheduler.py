@@ -7,9 +7,10 @@ decided elsewhere; here it is told, by `finish`.
 A sequence holds blocks in each group of layers, and runs where it has them in all.
 
 Prompts with little work left go first, so that a short one behind long ones has its first token
-soon. The oldest unfinished sequence always gets on: half of a step's prompt tokens are kept for it,
-younger ones give up their blocks for it, those that are admitted before it while it waits for
-blocks take no more than a cache holds, and `add` refuses what the pools could not hold alone.
+soon, and long prompts wait while a short request runs, for MAX_HELD_STEPS at most. The oldest
+unfinished sequence always gets on: half of a step's prompt tokens are kept for it, younger ones
+give up their blocks for it, those that are admitted before it while it waits for blocks take no
+more than a cache holds, and `add` refuses what the pools could not hold alone.
 """
 
 from bisect import bisect_left, insort
@@ -29,6 +30,15 @@ MAX_RUNNING = 256
 # What a prompt token with log-probabilities is charged, in prompt tokens without: on SmolLM2, on a
 # CPU, a prompt of 500 tokens takes 1.6 times as long with them.
 SCORED_TOKEN_WORK = 2
+
+# A request of at most this fraction of a step's tokens, prompt and completion together, is short:
+# long prompts wait for it, but no more than so many steps in a row.
+SHORT_FRACTION = 1 / 8
+MAX_HELD_STEPS = 8
+# For so many steps after the last short request, at most this fraction of a step's tokens are from
+# prompts: the next short request waits for the end of a step.
+RECENT_STEPS = 256
+RECENT_FRACTION = 1 / 4
 
 _arrival = attrgetter("arrival")
 
@@ -52,6 +62,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list, repr=False)  # of the full blocks of `tokens`
     # The unfinished sequences of the request, oldest first.
     siblings: list["Sequence"] = field(default_factory=list, repr=False)
+    is_short: bool = False  # beside a step's tokens
 
     @property
     def n_prompt(self) -> int:
@@ -144,6 +155,8 @@ class Scheduler:
         self._n_arrived = 0
         # Blocks for sequences that were admitted before the first waiting one, by its arrival.
         self._passed: tuple[int, int] = (-1, 0)
+        self._n_held = 0  # steps in a row, this one included, in which long prompts wait
+        self._n_since_short = RECENT_STEPS  # steps since the last one with a short request
 
     @property
     def idle(self) -> bool:
@@ -176,6 +189,7 @@ class Scheduler:
         """
         self.check_fits(request)
         keys = prefix_keys(request.prompt, self.block_size, self._context(request))
+        is_short = _most_tokens(request) <= self.step_tokens * SHORT_FRACTION
         siblings: list[Sequence] = []
         for number in range(request.params.n):
             siblings.append(
@@ -186,6 +200,7 @@ class Scheduler:
                     tokens=list(request.prompt),
                     keys=keys,
                     siblings=siblings,
+                    is_short=is_short,
                 )
             )
         self._n_arrived += len(siblings)
@@ -210,7 +225,7 @@ class Scheduler:
             n_draftable -= len(drafts)
             n_left -= len(drafts)
             scheduled.append(_chunk(sequence, 1, drafts))
-        scheduled += self._prefill(n_left)
+        scheduled += self._prefill(self._most_prompt_tokens(n_left), decodes=bool(scheduled))
         self._scheduled = {item.sequence.arrival: item for item in scheduled}
         return scheduled
 
@@ -281,6 +296,11 @@ class Scheduler:
         sequence.siblings.remove(sequence)
         self._release(sequence)
 
+    def _most_prompt_tokens(self, n_left: int) -> int:
+        """How many of the tokens that a step has left may be from prompts."""
+        is_recent = self._n_since_short < RECENT_STEPS
+        return min(n_left, int(self.step_tokens * RECENT_FRACTION)) if is_recent else n_left
+
     def _make_room(self) -> list[Sequence]:
         """Places for the tokens that are to run, whatever they cost the youngest.
 
@@ -291,8 +311,8 @@ class Scheduler:
         """
         decoding = [sequence for sequence in self.running if sequence.n_pending == 1]
         del decoding[self.step_tokens :]
-        reading = [sequence for sequence in self.running if sequence.n_pending > 1]
-        shares = self._shares(reading, self.step_tokens - len(decoding))
+        n_left = self._most_prompt_tokens(self.step_tokens - len(decoding))
+        shares = self._shares(self._reading(), n_left)
         ready = []
         for sequence in list(self.running):
             decodes = sequence.n_pending == 1
@@ -349,13 +369,31 @@ class Scheduler:
         self._extend(sequence, stop)
         return drafts[: stop - first]
 
-    def _prefill(self, n_tokens: int) -> list[ScheduledTokens]:
-        """Chunks of prompts, of running sequences and of those that are admitted for this step."""
-        reading = [sequence for sequence in self.running if sequence.n_pending > 1]
+    def _reading(self) -> list[Sequence]:
+        """The running sequences whose prompts are not in the cache yet."""
+        return [sequence for sequence in self.running if sequence.n_pending > 1]
+
+    def _prefill(self, n_tokens: int, *, decodes: bool) -> list[ScheduledTokens]:
+        """Chunks of prompts, of running sequences and of those that are admitted for this step.
+
+        While a short request runs, only short ones have any, for MAX_HELD_STEPS in a row at most.
+        `decodes` says that the step has other tokens, so that it may do without prompts.
+        """
+        reading = self._reading()
         reading += self._admit_waiting(reading, n_tokens)
+        is_short = any(sequence.is_short for sequence in self.running)
+        self._n_since_short = 0 if is_short else self._n_since_short + 1
+        self._n_held = self._n_held + 1 if is_short and self._n_held < MAX_HELD_STEPS else 0
+        if self._n_held:
+            chunks = self._chunks([each for each in reading if each.is_short], n_tokens)
+            if chunks or decodes:
+                return chunks
+        return self._chunks(reading, n_tokens)
+
+    def _chunks(self, sequences: abc.Sequence[Sequence], n_tokens: int) -> list[ScheduledTokens]:
         scheduled = []
-        for sequence, n in self._shares(reading, n_tokens).items():
-            # Whoever was preempted leaves tokens to others, for which none has looked for places.
+        for sequence, n in self._shares(sequences, n_tokens).items():
+            # Preemption may have freed tokens of the step for sequences without places for them.
             if n := min(n, self._n_places(sequence)):
                 scheduled.append(_chunk(sequence, n))
         return scheduled

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from parallel_llama.engine.block_pool import BlockPool
-from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
+from parallel_llama.engine.scheduler import (
+    MAX_HELD_STEPS,
+    ScheduledTokens,
+    Scheduler,
+    Sequence,
+)
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams
 
@@ -131,7 +136,7 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         n_blocks=st.integers(2, 12),
         block_size=st.integers(1, 4),
-        step_tokens=st.integers(1, 12),
+        step_tokens=st.integers(1, 12) | st.just(64),
         max_running=st.integers(1, 6),
         drafts=st.booleans(),
     )
@@ -241,7 +246,7 @@ class WindowedTraffic(Traffic):
     @initialize(
         sizes=st.lists(st.integers(2, 12), min_size=2, max_size=2),
         block_size=st.integers(1, 4),
-        step_tokens=st.integers(1, 12),
+        step_tokens=st.integers(1, 12) | st.just(64),
         max_running=st.integers(1, 6),
         drafts=st.booleans(),
         window=st.integers(1, 12),
@@ -285,6 +290,40 @@ def test_a_short_prompt_draws_in_its_first_step_beside_a_hundred_long_ones():
     (short,) = scheduler.add(make_request([7] * 6, 100))
     ran = step(scheduler, model)
     assert short.n_drawn == 1 and sum(len(item.tokens) for item in ran) == 16
+
+
+def test_long_prompts_wait_for_a_short_request():
+    """Each of its steps took as long as 512 tokens of a prompt beside it."""
+    scheduler, model = make(2048, step_tokens=64)
+    for index in range(4):
+        scheduler.add(make_request([index] * 400, index))
+    (short,) = scheduler.add(make_request([7] * 4, 4, max_tokens=5))
+    for _ in range(5):
+        assert [item.sequence for item in step(scheduler, model)] == [short]
+    assert not short.siblings
+
+
+def test_long_prompts_get_on_however_many_short_requests_come():
+    scheduler, model = make(2048, step_tokens=64)
+    (long,) = scheduler.add(make_request([1] * 400))
+    steps = []
+    while not long.n_drawn:
+        scheduler.add(make_request([2] * 4, 1, max_tokens=2))
+        steps.append(
+            sum(len(item.tokens) for item in step(scheduler, model) if item.sequence is long)
+        )
+    held = [0] * MAX_HELD_STEPS
+    assert steps[:10] == [*held, 16 - 4, 0] and len(steps) < 400
+
+
+def test_steps_are_small_for_a_while_after_a_short_request():
+    """The next one waits for the end of a step."""
+    scheduler, model = make(16384, step_tokens=64)
+    scheduler.add(make_request([7] * 4, max_tokens=1))
+    step(scheduler, model)
+    scheduler.add(make_request([1] * 64 * 257, 1))
+    n_tokens = [sum(len(item.tokens) for item in step(scheduler, model)) for _ in range(257)]
+    assert n_tokens == [16] * 256 + [64]
 
 
 def test_the_oldest_prompt_has_half_of_each_step_beside_short_ones():
