@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import re
 import resource
 from http import HTTPStatus
@@ -24,6 +25,7 @@ MAX_BODIES_BYTES = 256 << 20  # of all requests that are not answered yet
 MAX_UNREAD_BYTES = 64 << 10  # behind a request that is not answered yet
 MAX_CONNECTIONS = 1024  # that have been admitted
 MAX_OTHERS = 128  # at least so many more, that have not
+UNREAD_LIMIT_S = 1.0  # for a client to read some of its answer, while others have no place
 
 # What may come without a head or a part of a body being whole: the parser keeps it meanwhile. Twice
 # the limits, for the signs between headers.
@@ -44,7 +46,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """Ends a connection that goes beyond a limit, with a reply that names the limit.
 
     A connection is admitted by its first request that passes `Access`, health checks excepted, and
-    then keeps its place until it ends. Others have what admitted ones leave free, MAX_OTHERS at
+    then keeps its place until it ends, or until others need it while its client reads nothing.
+    Others have what admitted ones leave free, MAX_OTHERS at
     least: where that is full, the oldest of them makes room for a new one. So neither silent
     connections nor those without a key keep out a health check, or a client with a key.
 
@@ -75,10 +78,18 @@ class BoundedProtocol(HttpToolsProtocol):
             min(others, key=lambda each: each._made_s)._make_room()
 
     def admit(self) -> bool:
-        """Give the connection a place that it keeps; whether it has one."""
+        """Give the connection a place that it keeps; whether it has one.
+
+        If none is free, the connection whose client has read nothing for longest makes room.
+        """
         if not self._is_admitted:
-            n_admitted = sum(each._is_admitted for each in self._every())
-            self._is_admitted = n_admitted < max_connections()
+            admitted = [each for each in self._every() if each._is_admitted]
+            if len(admitted) >= max_connections():
+                slowest = min(admitted, key=lambda each: each.flow.waits_since_s)
+                if slowest.flow.waits_since_s > self.loop.time() - UNREAD_LIMIT_S:
+                    return False
+                slowest._make_room()
+            self._is_admitted = True
         return self._is_admitted
 
     def _every(self) -> "set[BoundedProtocol]":
@@ -291,6 +302,11 @@ class _Flow(FlowControl):
 
     is_full = False
     wait: tuple[float, int] | None = None  # since when, and then for how many bytes to be taken
+
+    @property
+    def waits_since_s(self) -> float:
+        """Since when the client has read too little of its answer; infinite if it reads."""
+        return math.inf if self.wait is None else self.wait[0]
 
     def resume_writing(self) -> None:
         self.wait = None

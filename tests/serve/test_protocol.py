@@ -21,6 +21,7 @@ from parallel_llama.serve.protocol import (
     BoundedProtocol,
 )
 from parallel_llama.serve.request_id import RequestIds
+from parallel_llama.serve.slow_readers import abort_slow_readers
 
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
@@ -431,6 +432,26 @@ def test_a_silent_client_that_reads_nothing_makes_room_too(monkeypatch):
             assert await crowd.connect(GET + b"\r\n") == 200
         await asyncio.sleep(0.05)
         assert len(crowd.connections) == 6
+
+    crowd(monkeypatch, told)
+
+
+def test_clients_that_do_not_read_make_room_when_all_places_are_taken(monkeypatch):
+    """1,024 of them held the server at 503 for a minute, and then came again."""
+
+    async def told(crowd: Crowd) -> None:
+        for _ in range(4):
+            assert await crowd.connect(GET + b"\r\n") == 200
+        first, *_ = crowd.connections
+        first.transport.write(b"a" * (16 << 20))
+        now_s = asyncio.get_running_loop().time()
+        abort_slow_readers(crowd.connections, now_s)  # as the server does each second
+        assert await crowd.connect(GET + b"\r\n") == 503
+        abort_slow_readers(crowd.connections, now_s)
+        first.flow.wait = now_s - 2, first.n_unsent
+        assert await crowd.connect(GET + b"\r\n") == 200
+        assert first not in crowd.connections
+        assert await crowd.connect(GET + b"\r\n") == 503
 
     crowd(monkeypatch, told)
 

@@ -78,7 +78,7 @@ async def asked(port: int, connections: set[BoundedProtocol]) -> tuple[BoundedPr
             is_over = each.transport.is_closing() or each.flow.write_paused
             if is_over and each.n_unsent > MIN_READ_BYTES:
                 n_bytes = each.n_unsent
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.4)  # a busy machine takes its time
                 if each.n_unsent == n_bytes:  # the buffers of the system are full
                     return each, (reader, writer)
         await asyncio.sleep(0.01)
