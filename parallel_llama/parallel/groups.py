@@ -321,10 +321,7 @@ def _connect(place: Place, limit_s: float, bound: int | None = None) -> Store:
         timeout=timedelta(seconds=limit_s),
         master_listen_fd=bound,
     )
-    # Between restarts under torchrun the store may be the same one.
-    names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
-    run = " ".join(os.environ.get(name, "") for name in names)
-    return SealedStore(store, place.secret, run)
+    return SealedStore(store, place.secret, place.run)
 
 
 def _listen(place: Place, limit_s: float, ended: threading.Event, heard: list[str]) -> None:

@@ -34,6 +34,7 @@ from parallel_llama.parallel.place import (
     STORE_FD,
     Place,
     end_with_parent,
+    run_in,
 )
 
 MAX_RANKS = 1024
@@ -154,7 +155,15 @@ class LocalRanks:
                     rank.process.stdin.write(json.dumps(settings).encode() + b"\n")
                     rank.process.stdin.flush()
                 bound = os.dup(store.fileno())
-                self.place = Place(0, size, "127.0.0.1", port, bound=bound, secret=secret)
+                self.place = Place(
+                    0,
+                    size,
+                    "127.0.0.1",
+                    port,
+                    bound=bound,
+                    run=run_in({**os.environ, **common}),
+                    secret=secret,
+                )
         except BaseException:
             self.end()
             raise

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parallel_llama.errors import UsageError
@@ -27,8 +28,8 @@ class Place:
 
     `bound` is the number of a socket that is bound to the address already, for rank 0 to listen at.
     `is_served` says that somebody else keeps the store there, as torchrun's agent does; else rank 0
-    keeps it. `secret` is known to the ranks of this run alone; it is empty where nobody has handed
-    one out.
+    keeps it. `run` is the launcher's name for this start of the ranks. `secret` is known to the
+    ranks of this run alone; it is empty where nobody has handed one out.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Place:
     port: int = 0
     bound: int | None = None
     is_served: bool = False
+    run: str = ""
     secret: bytes = field(default=b"", repr=False)
 
 
@@ -161,8 +163,15 @@ def place_in_environment() -> Place:
         int(port),
         bound=None if bound is None else int(bound),
         is_served=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        run=run_in(os.environ),
         secret=_secret(),
     )
+
+
+def run_in(environment: Mapping[str, str]) -> str:
+    """The name of a run in its ranks' environment; torchrun may start one several times."""
+    names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
+    return " ".join(environment.get(name, "") for name in names)
 
 
 def _secret() -> bytes:
