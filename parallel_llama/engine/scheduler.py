@@ -420,10 +420,16 @@ class Scheduler:
             left = max(kept, left - shares[sequence] * cost)
         return shares
 
-    def _admit_waiting(
-        self, reading: abc.Sequence[Sequence], n_tokens: int
-    ) -> abc.Sequence[Sequence]:
-        """Admit the waiting sequences that have a share of this step, if there are blocks.
+    def _admit_waiting(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
+        """Admit the waiting sequences that have a share of this step, if there are blocks."""
+        admitted: list[Sequence] = []
+        # Those whose tokens the prefix cache holds leave shares to others.
+        while more := self._admit_some([*reading, *admitted], n_tokens):
+            admitted += more
+        return admitted
+
+    def _admit_some(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
+        """Admit those that have a share if they must compute all their tokens.
 
         The first one that waits is asked first. Those that pass it take as many blocks as the cache
         has at the most, until it is admitted.
@@ -435,7 +441,7 @@ class Scheduler:
             if not self._awaits_sibling(sequence)
         ]
         if not waiting or n_tokens <= 0:
-            return ()
+            return []
         first = waiting[0]
         shares = self._shares([*reading, *waiting], n_tokens)
         admitted: list[Sequence] = []

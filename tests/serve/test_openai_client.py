@@ -192,6 +192,7 @@ def test_what_sdks_send_beside_is_taken_and_logged_once(client, smollm2):
         "model": "smollm2",
         "messages": QUESTION,
         "max_tokens": 24,
+        "temperature": 0,
         "reasoning_effort": "low",
         "verbosity": "low",
         "store": True,
@@ -285,7 +286,7 @@ def test_the_stop_string_or_token_that_ended_an_answer_is_its_stop_reason(
 ):
     """It was null, so that one of several stop strings could not be told from another."""
     assert smollm2.post("/tokenize", prompt=" France")["tokens"] == [4649]
-    given = {"model": "smollm2", "max_tokens": 24, "stream": stream, **fields}
+    given = {"model": "smollm2", "max_tokens": 24, "temperature": 0, "stream": stream, **fields}
     template = smollm2.post("/tokenize", messages=QUESTION)["tokens"]
     for reply in (
         lenient.chat.completions.create(messages=QUESTION, **given),
