@@ -35,10 +35,9 @@ SCORED_TOKEN_WORK = 2
 # long prompts wait for it, but no more than so many steps in a row.
 SHORT_FRACTION = 1 / 8
 MAX_HELD_STEPS = 8
-# For so many steps after the last short request, at most this fraction of a step's tokens are from
+# For so many steps after the last short request, at most that fraction of a step's tokens are from
 # prompts: the next short request waits for the end of a step.
 RECENT_STEPS = 256
-RECENT_FRACTION = 1 / 4
 
 _arrival = attrgetter("arrival")
 
@@ -299,7 +298,7 @@ class Scheduler:
     def _most_prompt_tokens(self, n_left: int) -> int:
         """How many of the tokens that a step has left may be from prompts."""
         is_recent = self._n_since_short < RECENT_STEPS
-        return min(n_left, int(self.step_tokens * RECENT_FRACTION)) if is_recent else n_left
+        return min(n_left, int(self.step_tokens * SHORT_FRACTION)) if is_recent else n_left
 
     def _make_room(self) -> list[Sequence]:
         """Places for the tokens that are to run, whatever they cost the youngest.

@@ -39,6 +39,8 @@ FORGIVEN_AFTER_S = 600.0  # a restart that long ago is no part of a crash loop
 MAX_BACKOFF_S = 30.0
 MAX_ENGINES = 3  # that may have a request: it may be what ends them
 WRONG_USE = 2  # the exit code of an engine that would end in the same way again
+# Of the choices that are taken in, those kept for requests of one choice whose body is not large.
+SMALL_FRACTION = 1 / 8
 _READ_BYTES = 1 << 18
 
 
@@ -117,23 +119,24 @@ class EngineClient:
         age_s = self.step_age_s
         return self.state == "ready" and age_s is not None and age_s < self._step_timeout_s
 
-    def require_room(self, n_choices: int) -> None:
+    def require_room(self, n_choices: int, *, is_large: bool = False) -> None:
         """Raises: NotReady and Busy, where so many more choices cannot be taken in."""
         if self.state != "ready":
             self.metrics.rejected("not_ready")
             raise NotReady(_WHY[self.state])
-        self._require_places(n_choices)
+        self._require_places(n_choices, is_large)
 
-    def _require_places(self, n_choices: int) -> None:
+    def _require_places(self, n_choices: int, is_large: bool) -> None:
         if n_choices > self._max_choices:
             raise UsageError(
                 f"{n_choices} completions at once, and {self._max_choices} are the most; ask for "
                 "fewer"
             )
-        if (n_here := self.n_choices) + n_choices > self._max_choices:
-            raise self.busy(
-                f"{n_here} of at most {self._max_choices} completions are waiting or running"
-            )
+        n_here, most = self.n_choices, self._max_choices
+        if n_here and (is_large or n_choices > 1):
+            most -= int(most * SMALL_FRACTION)
+        if n_here + n_choices > most:
+            raise self.busy(f"{n_here} of at most {most} completions are waiting or running")
 
     def busy(self, message: str) -> Busy:
         """The error of a request that is rejected, which is counted."""
@@ -141,12 +144,12 @@ class EngineClient:
         return Busy(message)
 
     @contextmanager
-    def preparing(self, n_choices: int) -> Iterator[None]:
+    def preparing(self, n_choices: int, *, is_large: bool) -> Iterator[None]:
         """Count the choices of a request whose text is worked on as choices that are here.
 
         Raises: Busy where so many more cannot be taken in.
         """
-        self._require_places(n_choices)
+        self._require_places(n_choices, is_large)
         self._n_preparing += n_choices
         try:
             yield

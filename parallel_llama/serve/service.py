@@ -11,7 +11,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.engine_client import EngineClient
-from parallel_llama.serve.fair_threads import FairThreads
+from parallel_llama.serve.fair_threads import LARGE_WORK, FairThreads
 from parallel_llama.tokenizer import Chat
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Service:
 
         Raises: Busy if too many choices are here, or no thread is free in WAIT_LIMIT_S.
         """
-        with self.engine.preparing(n_choices):
+        with self.engine.preparing(n_choices, is_large=self._size > LARGE_WORK):
             try:
                 size = self._size + extra
                 return await self._threads.run(
@@ -79,7 +79,7 @@ class Service:
 
         Raises: UsageError, NotReady, Busy.
         """
-        self.engine.require_room(len(prompts) * params.n)
+        self.engine.require_room(len(prompts) * params.n, is_large=self._size > LARGE_WORK)
         requests = await self.in_thread(
             lambda: self._requests(prompts, params),
             len(prompts) * params.n,

@@ -57,19 +57,30 @@ class Contents:
     prefix: list[int]
 
 
+LARGE_TEXT_BYTES = 64 << 10  # which take tens of milliseconds
+
+
 class BuiltEncoder:
-    """Runs a tokenizer that was built here, from patterns of our own.
+    """Runs a tokenizer that was built here, from patterns of our own. Threads may encode at once.
 
     Raises: CheckpointError, from everything that it does, if `tokenizers` cannot do it.
     """
 
     def __init__(self, build: Callable[[], tokenizers.Tokenizer], source: str) -> None:
-        self._source = source
+        self._build, self._source = build, source
         self._library = _guarded(lambda: Library(build()), source)
         self.contents = Contents(**_guarded(self._library.contents, source))
 
     def encode(self, text: str, special: bool) -> list[int]:
-        return _guarded(lambda: self._library.encode(text, special), self._source)
+        return _guarded(lambda: self._of(special).encode(text, special), self._source)
+
+    def _of(self, special: bool) -> Library:
+        """One for each value, so that no thread switches it while another encodes."""
+        return self._library if special else self._literal
+
+    @cached_property
+    def _literal(self) -> Library:
+        return Library(self._build())
 
     def to_json(self, prefix: Sequence[int]) -> str:
         """The content of a tokenizer.json whose post-processor puts these ids in front."""
@@ -77,23 +88,32 @@ class BuiltEncoder:
 
 
 class FileEncoder:
-    """Runs the tokenizer of a tokenizer.json in a process of its own.
+    """Runs the tokenizer of a tokenizer.json in a process of its own, and large texts in another.
+
+    So short texts do not wait for large ones, of which one at a time is encoded.
 
     Raises: CheckpointError as `BuiltEncoder`, or if the process goes beyond its limits.
     """
 
     def __init__(self, data: bytes, source: str) -> None:
         self._source = source
-        self._process = BoundedProcess(
-            "tokenizers_job", MAX_EXTRA_BYTES + MAX_EXTRA_PER_BYTE * len(data)
-        )
-        load = Request(CPU_S, LOAD_CPU_S_PER_BYTE, data=data)
-        self.contents = Contents(**self._answer(self._process.open, load))
+        self._limit_bytes = MAX_EXTRA_BYTES + MAX_EXTRA_PER_BYTE * len(data)
+        self._load = Request(CPU_S, LOAD_CPU_S_PER_BYTE, data=data)
+        self._small = BoundedProcess("tokenizers_job", self._limit_bytes)
+        self.contents = Contents(**self._answer(self._small.open, self._load))
 
     def encode(self, text: str, special: bool) -> list[int]:
-        request = Request(CPU_S, ENCODE_CPU_S_PER_BYTE, {"special": special}, text.encode())
-        ids: list[int] = self._answer(self._process.ask, request)["ids"]
+        data = text.encode()
+        process = self._large if len(data) > LARGE_TEXT_BYTES else self._small
+        request = Request(CPU_S, ENCODE_CPU_S_PER_BYTE, {"special": special}, data)
+        ids: list[int] = self._answer(process.ask, request)["ids"]
         return ids
+
+    @cached_property
+    def _large(self) -> BoundedProcess:
+        process = BoundedProcess("tokenizers_job", self._limit_bytes)
+        self._answer(process.open, self._load)
+        return process
 
     def _answer(self, ask: Callable[[Request], dict[str, Any]], request: Request) -> dict[str, Any]:
         try:

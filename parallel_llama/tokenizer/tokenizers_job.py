@@ -5,7 +5,6 @@ It imports nothing of this package, so that the worker can load it.
 
 import json
 import os
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,20 +15,20 @@ class Library:
     """A tokenizer that the library runs: ids of texts, and what it is made of as plain data.
 
     Truncation and padding that a file may ask for are turned off. Damaged tokenizers also end in a
-    Rust panic, which is a BaseException.
+    Rust panic, which is a BaseException. Several threads may encode at once only if they all give
+    the same `special`.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
-        self._lock = threading.Lock()
 
     def encode(self, text: str, special: bool) -> list[int]:
-        with self._lock:  # the switch is one of the whole object
+        if self.tokenizer.encode_special_tokens == special:  # a switch of the whole object
             self.tokenizer.encode_special_tokens = not special
-            # As a batch: for a text alone the library keeps all other threads waiting.
-            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        # As a batch: for a text alone the library keeps all other threads waiting.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
 
