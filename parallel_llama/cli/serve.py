@@ -136,6 +136,8 @@ def _front(
     from parallel_llama.serve.service import Service
     from parallel_llama.serve.wire import Loaded
 
+    # A text is encoded in the thread that asks for it, at that thread's priority.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     names = _names(flags[MODEL], flags[MODEL_NAME])
     engine = EngineClient(
         start,

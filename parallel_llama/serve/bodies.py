@@ -25,6 +25,7 @@ from parallel_llama.tokenizer.chat import MAX_MESSAGES
 
 MAX_BODY_BYTES = 2 << 20
 MAX_NESTED = 1 << 15  # lists and objects; each takes some 20 times its bytes in memory
+MAX_TEXTS = 1 << 15  # keys included; a short one takes some 15 times its bytes in memory
 MAX_TEXT_CHARS = 1 << 20
 MAX_PROMPTS = 64
 MAX_N = 16
@@ -242,6 +243,10 @@ def read_body(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
     """
     if _n_brackets(data) > MAX_NESTED and _n_brackets(_without_texts(data)) > MAX_NESTED:
         message = f"the body has more than {MAX_NESTED} lists and objects; use fewer"
+        raise InvalidBody(message, None, "invalid_value")
+    # Escaped quotes are inside texts.
+    if data.count(b'"') - data.count(rb"\"") > 2 * MAX_TEXTS:
+        message = f"the body has more than {MAX_TEXTS} texts; use fewer"
         raise InvalidBody(message, None, "invalid_value")
     try:
         return decoder.decode(data)

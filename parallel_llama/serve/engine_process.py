@@ -19,6 +19,7 @@ from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.llm import LLM
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.request import Grammar, SamplingParams, TokenLogprob
+from parallel_llama.serve.fair_threads import yield_cores
 from parallel_llama.serve.wire import (
     Cancel,
     Failed,
@@ -48,7 +49,7 @@ class EngineProcess:
         self._llm, self._engine, self._frames = llm, llm.engine, frames
         self._keys: dict[int, int] = {}  # by ticket
         self._tickets: dict[int, int] = {}  # by key
-        self._grammar_thread = ThreadPoolExecutor(1, "grammars")
+        self._grammar_thread = ThreadPoolExecutor(1, "grammars", yield_cores)
         self._compiling: set[int] = set()  # keys
         self._compiled: deque[Submit] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)

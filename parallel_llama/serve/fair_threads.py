@@ -5,6 +5,9 @@ Source: self-clocked and start-time fair queueing (Golestani 1994; Goyal, Vin an
 
 import asyncio
 import itertools
+import os
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from heapq import heappop, heappush
@@ -13,6 +16,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LARGE_WORK = 64 << 10  # bytes of a body: more takes milliseconds and runs in the thread for that
+_NICE = 10  # of threads that yield: they get a tenth of a core that others want
 _MAX_CLIENTS = 4096  # whose last work is remembered
 
 
@@ -23,8 +27,9 @@ class FairThreads:
     """
 
     def __init__(self, n_threads: int = 4) -> None:
-        self._small, self._large = _Lane(n_threads - 2, "small"), _Lane(1, "large")
-        self._templates = _Lane(1, "templates")  # one process renders them all
+        self._small = _Lane(n_threads - 2, "small")
+        self._large = _Lane(1, "large", yields=True)
+        self._templates = _Lane(1, "templates", yields=True)  # one process renders them all
 
     async def run(
         self,
@@ -47,6 +52,16 @@ class FairThreads:
         return await lane.run(work, size, client, wait_s)
 
 
+def yield_cores() -> None:
+    """Let threads of normal priority have the core of this one, and of the processes it starts.
+
+    The threads of a step wait for each other hundreds of times, each time for as long as another
+    thread keeps a core from one of them.
+    """
+    if sys.platform == "linux":  # elsewhere a priority is that of the process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
 class _Lane:
     """Threads, and the work that waits for them.
 
@@ -54,8 +69,8 @@ class _Lane:
     when the client's former work ends; what ends first in it runs first.
     """
 
-    def __init__(self, n_threads: int, name: str) -> None:
-        self._threads = ThreadPoolExecutor(n_threads, name)
+    def __init__(self, n_threads: int, name: str, *, yields: bool = False) -> None:
+        self._threads = ThreadPoolExecutor(n_threads, name, yield_cores if yields else None)
         self._n_free = n_threads
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
