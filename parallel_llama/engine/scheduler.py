@@ -297,7 +297,9 @@ class Scheduler:
 
     def _most_prompt_tokens(self, n_left: int) -> int:
         """How many of the tokens that a step has left may be from prompts."""
-        is_recent = self._n_since_short < RECENT_STEPS
+        here = *self.running, *self.waiting[: self.max_running]
+        is_long = any(not sequence.is_short for sequence in here)
+        is_recent = is_long and self._n_since_short < RECENT_STEPS
         return min(n_left, int(self.step_tokens * SHORT_FRACTION)) if is_recent else n_left
 
     def _make_room(self) -> list[Sequence]:
