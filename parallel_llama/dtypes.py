@@ -5,7 +5,9 @@ Pure data: who needs torch's own objects asks `ops.formats`, which stores and ap
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
+
+from parallel_llama.errors import UsageError
 
 DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -231,3 +233,81 @@ class KVFormat:
         if self.dtype in ("int8", "fp8"):
             return head_dim + KV_SCALE_BYTES
         return head_dim * ITEM_BYTES[self.dtype]
+
+
+class ModelSizes(Protocol):
+    """The attributes of `ModelArgs` that decide which precisions a model can have."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def make_precision(
+    args: ModelSizes,
+    dtype: str,
+    device: str,
+    quant: str = "none",
+    stored: Mapping[str, MatrixFormat] | None = None,
+) -> Precision:
+    """The precision of a model in one of `DTYPES`, quantised as one of `QUANTS`.
+
+    Args:
+        device: 'cpu' or 'cuda'.
+        stored: the formats of the matrices that the model's files have quantised.
+
+    Raises: UsageError for an unknown name, and for a combination that the model cannot have.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
+    if quant not in QUANTS:
+        raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
+    if quant != "none":
+        _require_groups(args, quant)
+        if dtype == "float64":
+            raise UsageError(
+                f"quant={quant!r} and dtype='float64': quantised weights are computed with in "
+                "float32; use dtype='float32'"
+            )
+    if quant == "stored" and not stored:
+        known = ", ".join(GGUF_GROUPS)
+        raise UsageError(
+            f"quant='stored': the model has no quantised weights ({known} in a GGUF file, GPTQ, "
+            "AWQ, or a quantised native folder); use int8, int4 or fp8"
+        )
+    return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
+
+
+def _require_groups(args: ModelSizes, quant: str) -> None:
+    for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
+        if size % GROUP_SIZE:
+            raise UsageError(
+                f"quant={quant!r}: {name}={size} is not a multiple of the {GROUP_SIZE} values that "
+                "share a scale; use dtype='bfloat16'"
+            )
+
+
+def default_dtype(args: ModelSizes, device: str) -> str:
+    """The default dtype of a model on 'cpu' or 'cuda'.
+
+    float32 on the CPU, because only its matrix products are fast on every processor. A float64
+    model stays in float64 on either device.
+    """
+    if args.dtype == "float64":
+        return "float64"
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:
+    """The format of the KV cache of a model that runs in `dtype`.
+
+    Raises: UsageError for a name that is not in `KV_DTYPES`.
+    """
+    if kv_cache_dtype not in KV_DTYPES:
+        raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: use one of {', '.join(KV_DTYPES)}")
+    return KVFormat(dtype if kv_cache_dtype == "auto" else kv_cache_dtype)

@@ -19,61 +19,24 @@ ranks hold some experts each, and the ranks of a group some channels of them.
 """
 
 import math
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from operator import mul
 from typing import Literal
 
-from parallel_llama.dtypes import (
-    DTYPES,
-    GGUF_GROUPS,
-    GROUP_SIZE,
-    ITEM_BYTES,
-    KV_DTYPES,
-    QUANTS,
-    KVFormat,
-    MatrixFormat,
-    Precision,
-)
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import ModelArgs, layer_groups
-from parallel_llama.families.weights import Axis, Param, layer_parameters, outer_parameters
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Axis, Param
 
 # A cut between KV heads is kept while the busiest rank does at most this much of the mean work;
 # beyond it the cut goes between query heads, and a KV head may be held by two ranks.
 MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 
-# The least part that layers with a window have of the blocks that those which see all keys have.
-MIN_WINDOW_PART = Fraction(1, 4)
-
 # Ranks share every expert, which balances them whatever the router does, while each has at least so
 # many of its channels. Of fewer, products take about as long as calling them; then ranks share out
 # the experts. The ranks exchange the same either way.
 MIN_EXPERT_CHANNELS = 256
-
-
-# What a card needs beside weights, cache and a step's tensors: the workspaces of CUDA's libraries,
-# NCCL's buffers, and what CUDA graphs keep. An allowance; no card has been asked yet.
-CUDA_ALLOWANCE = 1 << 30
-
-# What a process on a CPU holds beside weights, cache and a step's tensors, about: torch's libraries
-# and modules are 220 MiB of it, LLVM 40; the rest is our modules, the tokenizer and buffers.
-# Peaks of SmolLM2 on one and two ranks were 358 to 404 MiB.
-PROCESS_BYTES = 380 << 20
-
-# The fraction of the memory that is free once weights are loaded that KV caches take by default: on
-# the CPU those of all ranks of a host, on a card before what is kept there to work with.
-CPU_SHARE, CUDA_SHARE = 0.5, 0.9
-# On the CPU no more than this without being asked: beside the model there are other programs.
-MAX_CPU_BYTES = 2 << 30
-
-# What weights are counted by: units of an axis, channels of single experts, or ranks.
-Counted = Axis | Literal["expert ffn", "rank"]
-
 
 # What of the KV cache ranks share out: heads, of which several may hold one, or tokens.
 KVSplit = Literal["heads", "sequence"]
@@ -137,18 +100,6 @@ class Share:
             return range(0)
         extent = self.extent(param.axis)
         return range(extent.start * param.unit, extent.stop * param.unit)
-
-    def n_values(self, per_unit: Mapping[Counted, int]) -> int:
-        """Values that this rank holds, of so many in each thing that is counted."""
-        units: Mapping[Counted, int] = {
-            "heads": len(self.heads),
-            "kv_heads": len(self.kv_heads),
-            "ffn": len(self.ffn),
-            "vocab": len(self.vocab),
-            "expert ffn": len(self.experts) * len(self.ffn),
-            "rank": 1,
-        }
-        return sum(n * units[counted] for counted, n in per_unit.items())
 
 
 @dataclass(frozen=True)
@@ -327,216 +278,6 @@ def make_plan(
         shares = _spread(args, shares)
     placement = _placement(args, groups, ranks_per_expert) if args.n_experts else None
     return ShardPlan(shares, cut, balance, placement)
-
-
-def values_by_form(args: ModelArgs, precision: Precision) -> dict[MatrixFormat, Counter[Counted]]:
-    """Values of the weights in each format, in one of each thing that they are counted by."""
-    values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
-
-    def count(params: Iterable[Param], times: int) -> None:
-        for param in params:
-            if not param.expert:  # experts are alike, and the first stands for all
-                counted = param.axis or "rank" if param.expert is None else "expert ffn"
-                form = precision.form_of(param.kind, param.name)
-                values[form][counted] += param.values_per_unit * times
-
-    count(outer_parameters(args), 1)
-    if precision.stored is None:  # layers are alike
-        count(layer_parameters(args, 0), args.n_layers)
-    else:
-        for layer in range(args.n_layers):
-            count(layer_parameters(args, layer), 1)
-    return dict(values)
-
-
-def bytes_passed_over(
-    args: ModelArgs, batch: int, precision: Precision, share: Share | None = None
-) -> int:
-    """Bytes of weights that no rank need read to decode one step of so many sequences.
-
-    Of all ranks together, or of one with a `share`.
-
-    An embedding that is not the head too is looked up; of a mixture's experts those are left out
-    that the batch does not meet, on average where all are chosen equally often.
-    """
-    n_rows = args.vocab_size if share is None else len(share.vocab)
-    embedding = 0 if args.tied_embeddings else n_rows * args.dim
-    n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
-    if args.n_experts:
-        unmet = (1 - args.n_active_experts / args.n_experts) ** batch
-        for form, values in values_by_form(args, precision).items():
-            of_experts = values["expert ffn"] * args.ffn_dim * args.n_experts
-            if share is not None:
-                of_experts = share.n_values({"expert ffn": values["expert ffn"]})
-            n_bytes += form.n_bytes(round(of_experts * unmet))
-    return n_bytes
-
-
-def weight_bytes(share: Share, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
-    """Bytes of weights that a rank holds, of those that `values_by_form` has counted."""
-    return sum(form.n_bytes(share.n_values(per_unit)) for form, per_unit in values.items())
-
-
-def working_bytes(
-    args: ModelArgs, share: Share, precision: Precision, step_tokens: int, n_drawn: int, device: str
-) -> int:
-    """Bytes that a rank needs beside weights and KV cache, on its card or, for 'cpu', in memory.
-
-    They hold the tensors of the largest step, of `step_tokens` tokens, all of a block's at once,
-    and the scores of `n_drawn` rows; and CUDA_ALLOWANCE on a card, PROCESS_BYTES on the CPU.
-    """
-    item = ITEM_BYTES[precision.computed]
-    q_and_kv = (len(share.heads) + 2 * share.n_local_kv_heads) * args.head_dim
-    attention = 2 * q_and_kv + share.n_local_heads * args.head_dim  # rotated, and the heads' sums
-    feed_forward = 4 * len(share.ffn)  # w1 and w3 of x, what the activation takes and gives
-    if args.n_experts:
-        feed_forward = args.n_active_experts * (feed_forward + 2 * args.dim)
-    per_token = 4 * args.dim + max(attention, feed_forward)  # the stream, normed, added to
-    # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
-    per_score = item + 3 * max(item, ITEM_BYTES["float32"])
-    scores = n_drawn * len(share.vocab) * per_score
-    allowance = CUDA_ALLOWANCE if device == "cuda" else PROCESS_BYTES
-    return step_tokens * per_token * item + scores + allowance
-
-
-def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:
-    """Bytes of KV cache that a rank needs for one token, in each group of layers.
-
-    Where tokens are spread over ranks, the mean of those that it keeps and those that it does not.
-    """
-    per_layer = 2 * share.n_local_kv_heads * form.n_bytes(args.head_dim)
-    layers = (len(group.layers) for group in layer_groups(args))
-    return tuple(-(-n * per_layer // share.kv_parts) for n in layers)
-
-
-def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
-    """Bytes that a rank's KV cache takes of `n_free` where --kv-cache-bytes is not given.
-
-    `n_free` are free once weights are loaded: on the rank's card, or for 'cpu' on the host, where
-    `n_ranks` share them. A card keeps `working` bytes of them.
-    """
-    if device == "cuda":
-        return int(n_free * CUDA_SHARE) - working
-    return min(MAX_CPU_BYTES, int(n_free * CPU_SHARE) // n_ranks)
-
-
-def pool_sizes(
-    args: ModelArgs, n_blocks: int, block_size: int, max_seq_len: int, step_tokens: int
-) -> tuple[int, ...]:
-    """Blocks for each group of layers, where there are `n_blocks` for the first.
-
-    Layers with a window get a part of what those that see all keys get: so much that sequences of
-    `max_seq_len` tokens find room in both or in none, but at least a quarter, since most sequences
-    are a few windows long, and enough for the longest sequence that the others have room for.
-    """
-    _, *windowed = layer_groups(args)
-    whole = blocks_held(max_seq_len, block_size, None, step_tokens)
-
-    def size(window: int | None) -> int:
-        part = Fraction(blocks_held(max_seq_len, block_size, window, step_tokens), whole)
-        longest = blocks_held(n_blocks * block_size, block_size, window, step_tokens)
-        return max(math.ceil(n_blocks * max(part, MIN_WINDOW_PART)), longest)
-
-    return (n_blocks, *(size(group.window) for group in windowed))
-
-
-def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], room: int) -> int:
-    """The most blocks of the first group for which all groups' blocks fit into `room` bytes.
-
-    `sizes` gives every group's blocks, the first's own number first, and more for more; one of a
-    group takes so many of `n_bytes`.
-    """
-    most = max(room, 0) // n_bytes[0]
-    if len(n_bytes) == 1:
-        return most
-
-    def taken(n_blocks: int) -> int:
-        return sum(map(mul, sizes(n_blocks), n_bytes))
-
-    return bisect_right(range(most + 1), max(room, 0), key=taken) - 1
-
-
-def blocks_held(
-    n_tokens: int, block_size: int, window: int | None, step_tokens: int, n_sinks: int = 0
-) -> int:
-    """The most blocks that a sequence of so many tokens ever holds in a layer.
-
-    In a layer with a window these are the blocks that the tokens of one step touch, and what the
-    first of them sees, and those of the sequence's first `n_sinks` tokens; a block behind them is
-    used again.
-
-    >>> blocks_held(10, 4, None, 2), blocks_held(1000, 4, 16, 2), blocks_held(1000, 1, 16, 2)
-    (3, 5, 17)
-    """
-    n_blocks = -(-n_tokens // block_size)
-    if window is None:
-        return n_blocks
-    n_live = window - 1 + step_tokens
-    n_kept = -(-n_sinks // block_size)
-    return min(n_blocks, n_kept + (n_live - 2 + block_size) // block_size + 1)
-
-
-def make_precision(
-    args: ModelArgs,
-    dtype: str,
-    device: str,
-    quant: str = "none",
-    stored: Mapping[str, MatrixFormat] | None = None,
-) -> Precision:
-    """The precision of a model in one of `DTYPES` and of `QUANTS`; `device` is 'cpu' or 'cuda'.
-
-    `stored` are the formats that its file has quantised weights in.
-
-    Raises: UsageError for another name, and for what this model cannot have.
-    """
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
-    if quant not in QUANTS:
-        raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
-    if quant != "none":
-        _require_groups(args, quant)
-        if dtype == "float64":
-            raise UsageError(
-                f"quant={quant!r} and dtype='float64': what is quantised is computed with in "
-                "float32; use dtype='float32'"
-            )
-    if quant == "stored" and not stored:
-        known = ", ".join(GGUF_GROUPS)
-        raise UsageError(
-            f"quant='stored': the model has no weights in {known} of a GGUF file, nor those of a "
-            "GPTQ, AWQ or quantised native folder; use int8, int4 or fp8"
-        )
-    return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
-
-
-def _require_groups(args: ModelArgs, quant: str) -> None:
-    for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
-        if size % GROUP_SIZE:
-            raise UsageError(
-                f"quant={quant!r}: {name}={size} is no multiple of the {GROUP_SIZE} values that "
-                "share a scale; use dtype='bfloat16'"
-            )
-
-
-def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:
-    """The format of the KV cache of a model that runs in `dtype`.
-
-    Raises: UsageError for another name than those in `KV_DTYPES`.
-    """
-    if kv_cache_dtype not in KV_DTYPES:
-        raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: use one of {', '.join(KV_DTYPES)}")
-    return KVFormat(dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
-
-
-def default_dtype(args: ModelArgs, device: str) -> str:
-    """The dtype that a model runs in where none is asked for; `device` is 'cpu' or 'cuda'.
-
-    On the CPU float32: its matrix products are the only ones that every processor has fast code
-    for. A float64 model keeps its digits on either device.
-    """
-    if args.dtype == "float64":
-        return "float64"
-    return "bfloat16" if device == "cuda" else "float32"
 
 
 def _spread(args: ModelArgs, shares: tuple[Share, ...]) -> tuple[Share, ...]:

@@ -12,20 +12,16 @@ from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
-from parallel_llama.plan import (
-    apportion,
+from parallel_llama.memory import (
     blocks_held,
     bytes_passed_over,
-    equal_runs,
     kv_bytes_per_token,
-    local_kv_heads,
-    make_plan,
     most_blocks,
     pool_sizes,
-    unit_size,
     values_by_form,
     weight_bytes,
 )
+from parallel_llama.plan import apportion, equal_runs, local_kv_heads, make_plan, unit_size
 
 HALF = Precision.plain("bfloat16")
 

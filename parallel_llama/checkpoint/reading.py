@@ -73,7 +73,7 @@ def load(
 ) -> Generator[tuple[str, Tensor | Groups], None, None]:
     """One rank's part of every weight, as the model wants it, in the order of the forward pass.
 
-    `on_bytes` is told of every piece; the sum is what `plan.weight_bytes` says.
+    `on_bytes` is told of every piece; the sum is what `memory.weight_bytes` says.
 
     Raises: CheckpointError if the checkpoint does not fit the model; DamagedWeights if a weight is
     NaN or Inf or too large for its dtype.

@@ -6,12 +6,11 @@ from typing import Literal
 
 from parallel_llama.config import ModelArgs, default_quant, stored_formats
 from parallel_llama.config.native import NATIVE_GROUPS
-from parallel_llama.dtypes import GroupFormat
+from parallel_llama.dtypes import GroupFormat, make_precision
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.bounded_files import has_short_name, is_folder, is_there, resolved
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.plan import make_precision
 
 TargetKind = Literal["meta", "hf", "native"]
 

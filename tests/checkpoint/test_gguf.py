@@ -31,12 +31,13 @@ from parallel_llama.config import (
     load_model_args,
     stored_formats,
 )
-from parallel_llama.dtypes import GGUF_GROUPS
+from parallel_llama.dtypes import GGUF_GROUPS, Precision, make_precision
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
 from parallel_llama.files import gguf_header
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.plan import Precision, make_plan, make_precision, values_by_form, weight_bytes
+from parallel_llama.memory import values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 from parallel_llama.tokenizer import load_chat_template, load_tokenizer
 
 CPU = torch.device("cpu")

@@ -22,15 +22,16 @@ from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
 from parallel_llama.config.hf_groups import HF_GROUPS, packing_of
-from parallel_llama.dtypes import Precision
+from parallel_llama.dtypes import Precision, make_precision
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import find_model
+from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.ops.groups import Groups
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 
 # Groups of 128 that heads of 32 cut inside, and five of them in w2.
 TINY = TinyModel(8, 2, 32, 256, ffn_dim=640, vocab_size=101, attention_bias=True)

@@ -41,7 +41,7 @@ from parallel_llama.cli.ranks import Job, rank_count
 from parallel_llama.cli.sampling_flags import given_sampling
 from parallel_llama.cli.score import perplexity
 from parallel_llama.errors import UsageError
-from parallel_llama.plan import PROCESS_BYTES
+from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.tokenizer import Chat
 
 ROOT = Path(__file__).parents[2]

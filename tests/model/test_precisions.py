@@ -7,16 +7,17 @@ import torch
 
 from parallel_llama.checkpoint import load, random_checkpoint
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat, Precision
+from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat, Precision, make_precision
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
+from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.groups import Groups, quantise
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 from tests.support.thread_ranks import run_on_threads
 
 ARGS = ModelArgs(

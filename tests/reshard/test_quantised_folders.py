@@ -21,15 +21,16 @@ from parallel_llama.checkpoint.native_folder import packed, unpacked
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
-from parallel_llama.dtypes import GroupFormat, Precision
+from parallel_llama.dtypes import GroupFormat, Precision, make_precision
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError, WriteError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header
+from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.ops.groups import Groups
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 from parallel_llama.reshard import target_folder, tensor_writer
 from parallel_llama.reshard.direct_file import DirectFile
 from parallel_llama.reshard.target_folder import target_formats
