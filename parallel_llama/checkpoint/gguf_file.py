@@ -25,7 +25,7 @@ from parallel_llama.checkpoint.byte_ranges import (
     new_memory,
     sliced_shape,
 )
-from parallel_llama.checkpoint.gguf_groups import groups_of
+from parallel_llama.checkpoint.quantised import decode_gguf
 from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GGUF_GROUPS, STORED, GroupFormat
@@ -91,7 +91,7 @@ class GGUFFile(TensorFiles):
             byte_columns = range(held.start * n_bytes, held.stop * n_bytes)
             row_bytes = block.n_columns // size * n_bytes
             data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
-            whole = groups_of(tensor.dtype, data.view(len(data), len(held), n_bytes))
+            whole = decode_gguf(tensor.dtype, data.view(len(data), len(held), n_bytes))
             first = held.start * size
             parts.append(whole.columns(range(columns.start - first, columns.stop - first)))
         return joined(parts, dim=0)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
-from parallel_llama.checkpoint.hf_groups import PACKED_DTYPES, PackedMatrix, read_groups
+from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged
 from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.config import ModelArgs
-from parallel_llama.config.hf_groups import hf_packing, packed_weights
+from parallel_llama.config.quantised import hf_packing, packed_weights
 from parallel_llama.dtypes import STORED, GroupFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_places
@@ -75,7 +75,7 @@ class HFFolder(TensorFiles):
         places = {name: p for name, p in super()._placed(args).items() if name not in self._packed}
         own = {place.name for place in places.values()}
         for matrix in self._packed.values():
-            for end, shape in {**matrix.shapes, **matrix.more_shapes}.items():
+            for end, shape in {**matrix.shapes, **matrix.optional_shapes}.items():
                 name = matrix.base + end
                 if end in matrix.shapes or (name in self._tensors and name not in own):
                     places[name] = whole(name, shape)
@@ -98,7 +98,7 @@ class HFFolder(TensorFiles):
         """Some of a quantised weight; of one that is cut by columns whole groups of 32."""
         matrix = self._packed[param.name]
         read, blocks = partial(self._part, matrix), as_blocks(param, matrix.place, rows)
-        parts = [read_groups(matrix.packing, block, read) for block in blocks]
+        parts = [read_packed(matrix.packing, block, read) for block in blocks]
         return parts[0] if len(parts) == 1 else joined(parts, dim=0)
 
     def _part(self, matrix: PackedMatrix, end: str, rows: range, columns: range) -> Tensor:

@@ -24,12 +24,14 @@ from torch import Tensor
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged
 from parallel_llama.config import ModelArgs
-from parallel_llama.config.native import native_formats, native_units
+from parallel_llama.config.native import native_units
+from parallel_llama.config.quantised import native_formats
 from parallel_llama.dtypes import GROUP_SIZE, STORED, GroupFormat
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.places import Place, whole
 from parallel_llama.families.weights import Param
+from parallel_llama.files.fields import naming
 from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import read_safetensors_header
@@ -90,13 +92,11 @@ class NativeFolder(TensorFiles):
     readable = f"a native folder has {', '.join(STORED)}, and what native.json says is quantised"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
-        try:
-            values = read_json_object(files.config)
+        values = read_json_object(files.config)
+        with naming(files.config, CheckpointError):
             self._units, self._formats = native_units(values), native_formats(values, args)
             if self._formats:
                 _require_whole_groups(self._units)
-        except UsageError as error:
-            raise CheckpointError(f"{files.config}: {error}") from error
         headers = {path: read_safetensors_header(path) for path in files.weights}
         super().__init__(files, args, merged(files.path, headers), empty)
 

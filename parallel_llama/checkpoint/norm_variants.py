@@ -32,9 +32,7 @@ def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
 
     Raises: CheckpointError if a file is damaged.
     """
-    variants = differing_norms(files) if files.kind == "meta" and files.is_pickled else {}
-    if not variants and files.kind in ("meta", "hf", "native"):
-        variants = _kept(files)
+    variants = (differing_norms(files) if files.is_pickled else {}) or _kept(files)
     if variants:
         name, gap = max(((name, _gap(v)) for name, v in variants.items()), key=lambda item: item[1])
         logger.warning(

@@ -38,29 +38,35 @@ PIECE_ALIGNMENT = 256
 # Values quantised at once by a thread: in float32 their many copies fit into the cache of a core.
 QUANTISED_AT_ONCE = 1 << 17
 
-_READERS = {"hf": HFFolder, "meta": MistralFolder, "native": NativeFolder}
-
 
 def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> Checkpoint:
     """The checkpoint in a model's files; reads headers only. What is read lies in `empty` memory.
 
     Raises: CheckpointError if a file is damaged, or there are no weights.
     """
-    if files.kind == "config":
+    if not files.weights:
         raise CheckpointError(
             f"{files.path}: a configuration without weights; give a folder or a file that has "
             "them, or ask for random weights"
         )
     try:
-        if files.kind == "meta" and files.is_pickled:
-            return MetaFolder(files, args)
-        if files.kind == "gguf":
-            from parallel_llama.checkpoint.gguf_file import GGUFFile
-
-            return GGUFFile(files, args, empty)
         return _READERS[files.kind](files, args, empty)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _meta(files: ModelFiles, args: ModelArgs, empty: Empty) -> Checkpoint:
+    return MetaFolder(files, args) if files.is_pickled else MistralFolder(files, args, empty)
+
+
+def _gguf(files: ModelFiles, args: ModelArgs, empty: Empty) -> Checkpoint:
+    from parallel_llama.checkpoint.gguf_file import GGUFFile
+
+    return GGUFFile(files, args, empty)
+
+
+# By the names of `config.layouts`.
+_READERS = {"hf": HFFolder, "meta": _meta, "native": NativeFolder, "gguf": _gguf}
 
 
 def load(

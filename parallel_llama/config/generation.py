@@ -1,14 +1,12 @@
 """How a model's authors want its tokens drawn: generation_config.json and what stands in for it."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import is_file
-from parallel_llama.files.fields import Fields
+from parallel_llama.files.fields import Fields, naming
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
@@ -55,31 +53,32 @@ class GenerationDefaults:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def load_generation_defaults(files: ModelFiles) -> GenerationDefaults:
-    """The sampling defaults and special ids that a model's files state.
+def gguf_defaults(files: ModelFiles) -> GenerationDefaults:
+    """The defaults of a GGUF file, and `files.sampling` for the settings that it does not state.
 
-    Meta's own state none, and a generation_config.json beside them counts. Settings that a GGUF
-    file does not state are taken from `files.sampling`.
-
-    Raises: UsageError for a value of the wrong type; CheckpointError if a file is damaged.
+    Raises: UsageError for a value of the wrong type; CheckpointError if the file is damaged.
     """
-    if files.kind in ("hf", "native", "meta"):
-        return _from_hf(files)
-    if files.kind == "gguf":
-        fields = Fields(read_gguf_header(files.config).fields)
-        stated = _with_path(files.config, fields, _from_gguf)
-        sampling: dict[str, Any] = {**files.sampling, **stated.sampling}
-        return replace(stated, **sampling)
-    return GenerationDefaults()
+    fields = Fields(read_gguf_header(files.config).fields)
+    with naming(files.config):
+        stated = _from_gguf(fields)
+    sampling: dict[str, Any] = {**files.sampling, **stated.sampling}
+    return replace(stated, **sampling)
 
 
-def _from_hf(files: ModelFiles) -> GenerationDefaults:
-    """generation_config.json, and config.json for the ids that it does not state."""
+def folder_defaults(files: ModelFiles) -> GenerationDefaults:
+    """The defaults of generation_config.json, and the ids of config.json that it does not state.
+
+    Raises: as `gguf_defaults`.
+    """
     path = files.path / "generation_config.json"
     stated = GenerationDefaults()
     if is_file(path):
-        stated = _with_path(path, Fields(read_json_object(path)), _sampling_from_hf)
-    own = _with_path(files.config, Fields(read_json_object(files.config)), _ids_from_hf)
+        fields = Fields(read_json_object(path))
+        with naming(path):
+            stated = _sampling_from_hf(fields)
+    fields = Fields(read_json_object(files.config))
+    with naming(files.config):
+        own = _ids_from_hf(fields)
     return replace(
         stated,
         eos_ids=stated.eos_ids or own.eos_ids,
@@ -145,12 +144,3 @@ def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
         if not -1 <= token <= MAX_TOKEN_ID:
             raise UsageError(f"{key}={token} is not a token id")
     return tuple(dict.fromkeys(token for token in ids if token >= 0))
-
-
-def _with_path(
-    path: Path, fields: Fields, read: Callable[[Fields], GenerationDefaults]
-) -> GenerationDefaults:
-    try:
-        return read(fields)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error

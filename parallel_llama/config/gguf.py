@@ -4,9 +4,9 @@ import math
 import struct
 from pathlib import Path
 
-from parallel_llama.dtypes import GGUF_GROUPS, STORED, MatrixFormat
+from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.families import FAMILIES, Family, parameters, stored_places
+from parallel_llama.families import FAMILIES, Family
 from parallel_llama.families.family import GGUFForm
 from parallel_llama.families.model_args import (
     MAX_SIZES,
@@ -17,8 +17,7 @@ from parallel_llama.families.model_args import (
 )
 from parallel_llama.files.bounded_files import open_file
 from parallel_llama.files.fields import Fields
-from parallel_llama.files.gguf_header import GGUFHeader, read_gguf_header
-from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.gguf_header import GGUFHeader
 
 _RELATIVE_FACTOR, _ABSOLUTE_FACTOR = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
 
@@ -34,21 +33,6 @@ _KEYS = {
     "rope.scaling.yarn_beta_slow", "tensor_data_layout", "expert_count",
     "expert_used_count",
 }  # fmt: skip
-
-
-def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
-    """The formats of the matrices that a GGUF file has quantised in groups.
-
-    Raises: CheckpointError if the file is damaged.
-    """
-    types = {
-        name: tensor.type_name
-        for path in files.weights
-        for name, tensor in read_gguf_header(path).tensors.items()
-    }
-    places = stored_places(args, "gguf")
-    kinds = {param.name: types.get(places[param.name].name) for param in parameters(args)}
-    return {name: GGUF_GROUPS[kind] for name, kind in kinds.items() if kind in GGUF_GROUPS}
 
 
 def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:

@@ -7,8 +7,8 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from parallel_llama.config.generation import GenerationDefaults
-from parallel_llama.config.hf_groups import packing_of
 from parallel_llama.config.hf_keys import check_keys
+from parallel_llama.config.quantised import packing_of
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES, Family, family_of
 from parallel_llama.families.family import every_layer_has_the_window

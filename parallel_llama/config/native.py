@@ -6,19 +6,13 @@ from typing import Any
 
 import msgspec
 
-from parallel_llama.dtypes import ASKED, GROUP_SIZE, GroupFormat, MatrixFormat
-from parallel_llama.errors import UsageError, listed
-from parallel_llama.families import FAMILIES, parameters
+from parallel_llama.dtypes import GroupFormat
+from parallel_llama.errors import UsageError
+from parallel_llama.families import FAMILIES
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, features_of
 from parallel_llama.files.fields import Fields
 
 NATIVE_FORMAT = "parallel_llama native 1"
-
-# The formats in which a native folder may have matrices, under the names that it gives them.
-NATIVE_GROUPS = {
-    form.name: form
-    for form in (*(GroupFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
-}
 
 _KEYS = {"format", "args", "units", "quantised"}
 _ARGS = {field.name: field.default for field in fields(ModelArgs)}
@@ -30,7 +24,7 @@ def native_config(
 ) -> dict[str, Any]:
     """The content of native.json; `units` are the sizes along the axes that it was written in.
 
-    `formats` are those of the weights that are quantised, each of `NATIVE_GROUPS`.
+    `formats` are those of the quantised weights, each of `quantised.NATIVE_GROUPS`.
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file
@@ -73,28 +67,3 @@ def native_units(values: Mapping[str, Any]) -> dict[str, int]:
         if size < 1:
             raise UsageError(f"units of {axis} are of size {size}; at least 1")
     return sizes
-
-
-def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, MatrixFormat]:
-    """The formats of the weights that a native folder has quantised, by Meta's names.
-
-    Raises: UsageError for an unknown format, and for what is no matrix of the model.
-    """
-    stated = Fields(values).mapping("quantised")
-    matrices = {
-        param.name
-        for param in parameters(args)
-        if param.kind != "vector" and param.shape[1] % GROUP_SIZE == 0
-    }
-    if strange := [repr(name[:80]) for name in stated if name not in matrices]:
-        raise UsageError(
-            f"quantised: {listed(strange)}: no matrix of the model, or none of whole groups of "
-            f"{GROUP_SIZE} inputs"
-        )
-    unknown = {str(form)[:80] for form in stated.values() if form not in [*NATIVE_GROUPS]}
-    if unknown:
-        raise UsageError(
-            f"quantised: the format {listed(sorted(unknown))} is not supported; "
-            f"{', '.join(NATIVE_GROUPS)} are"
-        )
-    return {name: NATIVE_GROUPS[form] for name, form in stated.items()}

@@ -6,7 +6,9 @@ nearest known key. It does not know what the keys mean.
 
 import difflib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import UnionType
 from typing import Any
 
@@ -100,6 +102,15 @@ class Fields:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise UsageError(f"{key}={shown(value)} is {fault}")
         return value
+
+
+@contextmanager
+def naming(path: Path, kind: type[Exception] = UsageError) -> Iterator[None]:
+    """Adds the path of the file to a UsageError raised in the block, as an error of this kind."""
+    try:
+        yield
+    except UsageError as error:
+        raise kind(f"{path}: {error}") from error
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str:

@@ -76,11 +76,11 @@ class ModelFiles:
     @property
     def is_pickled(self) -> bool:
         """Whether the weights are in torch's own files, as Meta's are and Mistral's are not."""
-        return self.weights[0].suffix == ".pth"
+        return any(path.suffix == ".pth" for path in self.weights)
 
     def require_weights(self) -> None:
         """Raises: UsageError for a shape without weights."""
-        if self.kind == "config":
+        if not self.weights:
             raise UsageError(
                 f"{self.path.stem} is a shape without weights; add --random-weights SEED to try "
                 "it, or give the folder that holds its weights"

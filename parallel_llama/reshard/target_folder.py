@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from parallel_llama.config import ModelArgs, default_quant, stored_formats
-from parallel_llama.config.native import NATIVE_GROUPS
+from parallel_llama.config.quantised import NATIVE_GROUPS
 from parallel_llama.dtypes import GroupFormat, make_precision
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters

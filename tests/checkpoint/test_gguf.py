@@ -24,7 +24,7 @@ from reshard_samples import opened
 from transformers_oracle import decoded_smollm2
 
 from parallel_llama.checkpoint import gguf_file, load, open_checkpoint
-from parallel_llama.checkpoint.gguf_groups import groups_of
+from parallel_llama.checkpoint.quantised import decode_gguf
 from parallel_llama.config import (
     ModelArgs,
     load_generation_defaults,
@@ -221,7 +221,7 @@ def test_blocks_that_are_kept_mean_what_the_gguf_package_decodes(type_name):
     if type_name in ("Q4_1", "Q5_1"):
         blocks[:, 3] = 0xAC  # the minimum, -0.0625 to -0.125
     expected = torch.from_numpy(dequantize(blocks.view(5, -1).numpy(), kind))
-    kept = groups_of(type_name, blocks.view(5, 3, n_bytes))
+    kept = decode_gguf(type_name, blocks.view(5, 3, n_bytes))
     assert kept.form == GGUF_GROUPS[type_name] and kept.shape == (5, 3 * size)
     assert torch.equal(kept.values(), expected)
 

@@ -17,11 +17,11 @@ from transformers_oracle import reference_logits
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.checkpoint import load, open_checkpoint
 from parallel_llama.checkpoint.byte_ranges import Block
-from parallel_llama.checkpoint.hf_groups import read_groups
+from parallel_llama.checkpoint.quantised import read_packed
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
-from parallel_llama.config.hf_groups import HF_GROUPS, packing_of
+from parallel_llama.config.quantised import HF_GROUPS, packing_of
 from parallel_llama.dtypes import Precision, make_precision
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
@@ -102,7 +102,7 @@ def test_any_part_of_a_matrix_means_what_its_integers_zeros_and_scales_say(kind,
 
     for rows in (range(40), range(8, 24), range(3, 9), range(17, 18), range(5, 5)):
         for columns in (range(384), range(32, 64), range(96, 320), range(160, 160)):
-            groups = read_groups(packing, Block(384, rows, columns), read)
+            groups = read_packed(packing, Block(384, rows, columns), read)
             assert groups.form == HF_GROUPS[size]
             expected = matrix.values[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(groups.values().double(), expected)
@@ -347,13 +347,13 @@ def test_pickled_files_and_matrices_of_no_whole_words_are_refused(made, tmp_path
     folder = shutil.copytree(made["awq"], tmp_path / "model")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="'awq' are read from safetensors; save them so"):
+    with pytest.raises(CheckpointError, match="'awq' are read from safetensors only"):
         precision_of(folder)
     source = write_hf(TinyModel(4, 2, 32, 128, ffn_dim=128, vocab_size=101), tmp_path / "odd")
     odd = write_packed(source, tmp_path / "odd-gptq", "gptq")
     words = torch.zeros(16, 101, dtype=torch.int32)
     rewritten(odd, {"lm_head.qweight": words, "lm_head.weight": None})
-    with pytest.raises(CheckpointError, match=r"lm_head\.qweight: is of 101 outputs and 128"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.qweight: has 101 outputs and 128 inputs"):
         precision_of(odd)
 
 
@@ -361,5 +361,5 @@ def test_a_folder_whose_tensors_are_plain_is_read_as_such(source, tmp_path):
     """What is quantised is said by the tensors; config.json says how."""
     folder = write_packed(source, tmp_path / "model", "awq", is_quantised=lambda _: False)
     assert precision_of(folder).quant == "none"
-    with pytest.raises(UsageError, match="nor those of a GPTQ, AWQ or quantised native folder"):
+    with pytest.raises(UsageError, match="use int8, int4 or fp8"):
         precision_of(folder, "stored")

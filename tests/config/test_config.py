@@ -546,19 +546,19 @@ def test_the_config_of_smollm2_is_read() -> None:
                 f"of '{method}': {expected}.*; use the unquantised model, or a GGUF file of it",
             )
             for method, stated, expected in (
-                ("gptq", {"bits": 8}, "bits=8: weights of 4 bits"),
+                ("gptq", {"bits": 8}, "bits=8 is not supported; 4 is"),
                 ("gptq", {"bits": None, "w_bit": 4}, "lacks the key 'bits'"),
-                ("gptq", {"group_size": -1}, "group_size=-1: groups of 32, 64, 128"),
-                ("awq", {"group_size": 256}, "group_size=256: groups of 32, 64, 128"),
-                ("gptq", {"desc_act": True}, "desc_act=true: groups are read"),
-                ("awq", {"zero_point": False}, "zero_point=false: groups are read that have zeros"),
+                ("gptq", {"group_size": -1}, "group_size=-1 .*32, 64, 128 are"),
+                ("awq", {"group_size": 256}, "group_size=256 .*32, 64, 128 are"),
+                ("gptq", {"desc_act": True}, "desc_act=true"),
+                ("awq", {"zero_point": False}, "zero_point=false"),
                 (
                     "gptq",
                     {"checkpoint_format": "marlin"},
-                    "the format 'marlin': one of gptq, gptq_v2",
+                    "the format 'marlin' .*; gptq, gptq_v2 is",
                 ),
                 ("gptq", {"is_marlin_format": True}, "the format 'marlin'"),
-                ("awq", {"version": "gemv"}, "the format 'gemv': one of gemm is"),
+                ("awq", {"version": "gemv"}, "the format 'gemv' .*; gemm is"),
                 ("awq", {"version": "GEMM", "format": "marlin"}, "the formats 'gemm', 'marlin'"),
                 ("awq", {"version": None, "backend": "llm-awq"}, "the format 'llm-awq'"),
                 (
