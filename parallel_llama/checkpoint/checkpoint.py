@@ -1,11 +1,19 @@
-"""What every reader of weights has in common, wherever they lie."""
+"""The interface of all readers of weights, and the two rotary orders of the rows of wq and wk.
+
+Rotary embedding rotates pairs of rows of each head. Meta's files and the model store the two rows
+of a pair next to each other (interleaved: 0, 1 | 2, 3 | ...). HF's files store them half a head
+apart (half-split: 0, D/2 | 1, D/2+1 | ...), which is also the canonical order of hashes and of
+native folders. The norms of queries and keys follow the same orders.
+
+Source: RoFormer, arXiv 2104.09864, section 3.2.2 (the interleaved order).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint.rotary import is_rotary, reordered
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GroupFormat
 from parallel_llama.errors import CheckpointError, listed
@@ -82,3 +90,27 @@ def refuse_difference(where: object, difference: Mapping[str, Sequence[str]]) ->
             f"{where}: the tensors do not fit the model's configuration; {'; '.join(parts)}; "
             "use the configuration that belongs to these weights, or fetch the files again"
         )
+
+
+def reordered(
+    rows: Tensor, head_dim: int, order: RotaryOrder, rotary_dim: int | None = None
+) -> Tensor:
+    """Converts the rows of whole heads from the other rotary order to `order`; a new tensor.
+
+    Only the first `rotary_dim` rows of each head are rotary, or all rows if it is None.
+
+    Shapes: rows [n_heads * head_dim, ...], a weight or a bias.
+    """
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    rotated, kept = heads[:, :rotary_dim], heads[:, rotary_dim or head_dim :]
+    n_pairs = rotated.shape[1] // 2
+    pairs = (n_pairs, 2) if order == "half" else (2, n_pairs)
+    swapped = rotated.reshape(-1, *pairs, *rows.shape[1:]).transpose(1, 2).reshape(rotated.shape)
+    if kept.numel():
+        swapped = torch.cat([swapped, kept], dim=1)
+    return swapped.reshape(rows.shape)
+
+
+def is_rotary(name: str) -> bool:
+    """Whether the rows of the weight with this name come in rotary pairs."""
+    return any(f".attention.{part}." in name for part in ("wq", "wk", "q_norm", "k_norm"))

@@ -1,7 +1,9 @@
-"""Reading a Meta folder: consolidated.NN.pth, each file the shard of one rank of the past.
+"""Reads Meta's folders (consolidated.NN.pth) and Mistral's (consolidated.safetensors).
 
-Any number of files gives any number of ranks. Which way a tensor was cut is told from its shapes.
-The files are mapped, so only the pages of a slice are touched.
+Each file of a Meta folder is the shard of one rank of the run that wrote it. Any number of files
+can be read by any number of ranks: the shapes of a tensor's shards show the dimension along which
+it was cut. The files are memory-mapped, so only the pages of the requested slice are read.
+Mistral's files use Meta's names and store every weight whole.
 """
 
 import logging
@@ -12,15 +14,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint.byte_ranges import sliced_shape
+from parallel_llama.checkpoint.byte_ranges import Empty, new_memory, sliced_shape
 from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
+from parallel_llama.checkpoint.tensor_files import TensorFiles, merged
 from parallel_llama.checkpoint.torch_file import open_torch_file
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import DTYPES
+from parallel_llama.dtypes import DTYPES, STORED
 from parallel_llama.errors import CheckpointError, DamagedWeights, listed
 from parallel_llama.families import family_of, parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.plan import local_kv_heads
 
@@ -38,6 +42,20 @@ class Split:
 
     dim: int
     ranges: list[range]
+
+
+class MistralFolder(TensorFiles):
+    """The tensors of a Mistral folder.
+
+    Raises: CheckpointError if a file is damaged or two files hold the same tensor.
+    """
+
+    layout = "meta"
+    readable = f"readable are {', '.join(STORED)}; use the unquantised model"
+
+    def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
+        headers = {path: read_safetensors_header(path) for path in files.weights}
+        super().__init__(files, args, merged(files.path, headers), empty)
 
 
 class MetaFolder(Checkpoint):

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import sliced_shape
 from parallel_llama.checkpoint.canonical import Piece
+from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
 from parallel_llama.checkpoint.manifest import tensor_bytes
 from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes
-from parallel_llama.checkpoint.rotary import is_rotary, reordered
 from parallel_llama.config import ModelArgs
 from parallel_llama.config.meta import beyond_meta, meta_config, meta_params
 from parallel_llama.errors import CheckpointError

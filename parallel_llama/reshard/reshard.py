@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
+from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.canonical import canonical_pieces
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.manifest import (
@@ -30,7 +31,6 @@ from parallel_llama.checkpoint.manifest import (
 )
 from parallel_llama.checkpoint.meta_folder import MetaFolder
 from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes, norm_variants
-from parallel_llama.checkpoint.reused_memory import ReusedMemory
 from parallel_llama.config import (
     ModelArgs,
     default_quant,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.canonical import Piece
+from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
 from parallel_llama.checkpoint.native_folder import (
     BYTE_DTYPES,
     Part,
@@ -22,7 +23,6 @@ from parallel_llama.checkpoint.native_folder import (
     unit_major_blocks,
     unit_spans,
 )
-from parallel_llama.checkpoint.rotary import is_rotary, reordered
 from parallel_llama.config import GenerationDefaults, ModelArgs
 from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from parallel_llama.checkpoint.ahead import ahead
+from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.manifest import tensor_bytes
-from parallel_llama.checkpoint.reused_memory import ReusedMemory
 from parallel_llama.cli.reshard import Progress
 from parallel_llama.reshard import direct_file
 from parallel_llama.reshard.direct_file import DirectFile, Staging
