@@ -26,7 +26,7 @@ from parallel_llama.checkpoint import (
     random_checkpoint,
     require_whole,
 )
-from parallel_llama.checkpoint.ahead import started_thread
+from parallel_llama.checkpoint.prefetch import started_thread
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
 from parallel_llama.dtypes import default_dtype, kv_format, make_precision
 from parallel_llama.engine import rank_calls

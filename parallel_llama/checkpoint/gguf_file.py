@@ -16,7 +16,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from parallel_llama.checkpoint.ahead import workers
 from parallel_llama.checkpoint.byte_ranges import (
     Block,
     ByteRanges,
@@ -25,6 +24,7 @@ from parallel_llama.checkpoint.byte_ranges import (
     new_memory,
     sliced_shape,
 )
+from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.checkpoint.quantised import decode_gguf
 from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.config import ModelArgs

@@ -10,12 +10,12 @@ from collections.abc import Callable, Generator
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint.ahead import workers
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory, sliced_shape
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.hf_folder import HFFolder
 from parallel_llama.checkpoint.meta_folder import MetaFolder, MistralFolder
 from parallel_llama.checkpoint.native_folder import NativeFolder
+from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GroupFormat, Precision
 from parallel_llama.errors import CheckpointError, DamagedWeights

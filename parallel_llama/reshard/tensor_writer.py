@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from parallel_llama.checkpoint.ahead import ahead, started_thread
 from parallel_llama.checkpoint.canonical import CanonicalTensor, Piece
 from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
+from parallel_llama.checkpoint.prefetch import prefetch, started_thread
 from parallel_llama.errors import UsageError
 from parallel_llama.reshard.direct_file import DirectFile, Staging
 from parallel_llama.reshard.hashes import FileHash, UnitHashes
@@ -25,7 +25,7 @@ FLUSH_BYTES = 128 << 20
 MAX_OPEN_FILES = 256
 
 # Pieces, and parts of files, that wait for the next thread.
-N_AHEAD = 3
+N_PREFETCHED = 3
 
 Pieces = Generator[tuple[CanonicalTensor, Piece], None, None]
 
@@ -85,7 +85,7 @@ class TensorWriter:
     def write(self, pieces: Pieces) -> list[Written]:
         """All of the tensors, in order, to the disk."""
         written = []
-        with closing(ahead(self._hashed(self._laid_out(pieces)), N_AHEAD)) as parts:
+        with closing(prefetch(self._hashed(self._laid_out(pieces)), N_PREFETCHED)) as parts:
             for part in parts:
                 if isinstance(part, Part):
                     self._write(part)
@@ -112,7 +112,7 @@ class TensorWriter:
 
     def _laid_out(self, pieces: Pieces) -> Generator[Part, None, None]:
         """The parts of every tensor."""
-        with closing(ahead(pieces, N_AHEAD)) as read:
+        with closing(prefetch(pieces, N_PREFETCHED)) as read:
             for tensor, group in groupby(read, itemgetter(0)):
                 values = (value for _, value in group)
                 for file, offset, value in self._layout.parts(tensor.param, values):
@@ -120,7 +120,7 @@ class TensorWriter:
 
     def _hashed(self, parts: Generator[Part, None, None]) -> Generator[Part | Written, None, None]:
         """The same parts, and behind those of each tensor what is to be noted of it."""
-        with closing(ahead(parts, N_AHEAD)) as laid_out:
+        with closing(prefetch(parts, N_PREFETCHED)) as laid_out:
             for tensor, group in groupby(laid_out, attrgetter("tensor")):
                 sizes = self._layout.unit_bytes(tensor.param)
                 units, n_bytes = UnitHashes(chain.from_iterable(sizes.values())), 0

@@ -10,7 +10,7 @@ from checkpoint_cost import cost_of_rank, write_random_folder
 from checkpoint_samples import TINY, interleaved, weights_of, write_hf
 
 from parallel_llama.checkpoint import load, open_checkpoint, random_checkpoint
-from parallel_llama.checkpoint.ahead import workers
+from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.checkpoint.reading import PIECE_VALUES, pieces_of, quantised
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GroupFormat, Precision

@@ -1,4 +1,4 @@
-"""What a reshard is made of: direct writes, memory that is used again, threads that run ahead."""
+"""What a reshard is made of: direct writes, reused memory, prefetching threads."""
 
 import errno
 import os
@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from parallel_llama.checkpoint.ahead import ahead
 from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.manifest import tensor_bytes
+from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.cli.reshard import Progress
 from parallel_llama.reshard import direct_file
 from parallel_llama.reshard.direct_file import DirectFile, Staging
@@ -67,7 +67,7 @@ def test_items_come_in_order_and_an_error_where_it_happened():
 
     taken = []
     with pytest.raises(ValueError, match="the sixth"):
-        for item in ahead(items(), 2):
+        for item in prefetch(items(), 2):
             taken.append(item)
     assert taken == [0, 1, 2, 3, 4]
 
@@ -83,7 +83,7 @@ def test_whoever_stops_early_leaves_no_thread_and_no_open_generator():
             closed.append(True)
 
     before = threading.active_count()
-    running = ahead(items(), 3)
+    running = prefetch(items(), 3)
     next(running)
     running.close()
     assert closed == [True] and threading.active_count() == before
@@ -107,7 +107,7 @@ def test_ctrl_c_as_the_thread_starts_is_no_other_error(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", start)
     try:
         with pytest.raises(KeyboardInterrupt):
-            next(ahead(items(), 2))
+            next(prefetch(items(), 2))
     finally:
         over.set()
 
@@ -123,7 +123,7 @@ def test_a_second_ctrl_c_as_the_first_one_waits_is_no_other_error():
         time.sleep(0.1)
         yield 2
 
-    running = ahead(items(), 1)
+    running = prefetch(items(), 1)
     next(running)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
