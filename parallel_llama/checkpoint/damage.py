@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_llama.checkpoint.checkpoint import is_rotary
+from parallel_llama.checkpoint.file_manifest import WEIGHT_SUFFIXES
 from parallel_llama.checkpoint.manifest import Manifest, TensorEntry, hash_file
 from parallel_llama.checkpoint.native_folder import axis_units, unit_spans, weight_of
 from parallel_llama.checkpoint.torch_file import read_torch_header
-from parallel_llama.checkpoint.whole_files import WEIGHT_SUFFIXES
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GROUP_SIZE, ITEM_BYTES
 from parallel_llama.errors import CheckpointError

@@ -11,12 +11,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from parallel_llama.checkpoint.canonical import canonical_entry
-from parallel_llama.checkpoint.checklist import CHECKLISTS, check_files
 from parallel_llama.checkpoint.damage import Damage
+from parallel_llama.checkpoint.file_manifest import (
+    CHECKLISTS,
+    Report,
+    check_listed_files,
+    damaged_files,
+    present_files,
+)
 from parallel_llama.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.reading import open_checkpoint
-from parallel_llama.checkpoint.whole_files import Report, damaged_files, present_files
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.config.hf import llama3_from_factors
 from parallel_llama.errors import UsageError
@@ -124,7 +129,7 @@ def _check_files(
     for name in CHECKLISTS:
         if name in present:
             with report.noting(path / name):
-                check_files(path / name, on_bytes, report)
+                check_listed_files(path / name, on_bytes, report)
     return damaged
 
 
