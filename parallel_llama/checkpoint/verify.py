@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from parallel_llama.checkpoint.canonical import canonical_entry
-from parallel_llama.checkpoint.damage import Damage
 from parallel_llama.checkpoint.file_manifest import (
     CHECKLISTS,
     Report,
@@ -19,6 +18,7 @@ from parallel_llama.checkpoint.file_manifest import (
     damaged_files,
     present_files,
 )
+from parallel_llama.checkpoint.locate_damage import Damage
 from parallel_llama.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.reading import open_checkpoint
