@@ -43,11 +43,11 @@ from parallel_llama.families import parameters
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import dtype_name, torch_dtype
-from parallel_llama.reshard.companions import companions
 from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.meta_layout import MetaLayout
 from parallel_llama.reshard.partial_folder import PartialFolder, partial_bytes
 from parallel_llama.reshard.safetensors_layout import HFLayout, NativeLayout
+from parallel_llama.reshard.sidecar_files import sidecar_files
 from parallel_llama.reshard.target_folder import (
     TargetKind,
     check_parts,
@@ -108,7 +108,7 @@ def reshard(
             args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
         defaults = load_generation_defaults(source)
         variants = norm_variants(source)
-        beside = companions(source, layout, defaults)
+        beside = sidecar_files(source, layout, defaults)
         written: Layout
         if layout == "meta":
             dim = checkpoint.embeddings_dim() if isinstance(checkpoint, MetaFolder) else 0

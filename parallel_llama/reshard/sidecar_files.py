@@ -14,7 +14,7 @@ from parallel_llama.reshard.target_folder import TargetKind
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
 
 # Files that belong to a model beside its weights and travel as they are.
-COMPANIONS = (
+SIDECARS = (
     *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -22,12 +22,12 @@ COMPANIONS = (
     "chat_template.jinja",
 )
 TEMPLATES = "additional_chat_templates"
-MAX_COMPANION_BYTES = 256 << 20
+MAX_SIDECAR_BYTES = 256 << 20
 
 logger = logging.getLogger(__name__)
 
 
-def companions(
+def sidecar_files(
     source: ModelFiles, kind: TargetKind, defaults: GenerationDefaults
 ) -> dict[str, bytes]:
     """The small files that go along: the source's own, or a GGUF file's tokenizer as such files."""
@@ -35,12 +35,12 @@ def companions(
         files = _gguf_tokenizer(source.path)
     else:
         templates = sorted((source.path / TEMPLATES).glob("*.jinja"))
-        names = [*COMPANIONS, *(f"{TEMPLATES}/{path.name}" for path in templates)]
+        names = [*SIDECARS, *(f"{TEMPLATES}/{path.name}" for path in templates)]
         # The built-in chat formats go without a template: params.json is what says Meta or Mistral.
         if kind == "native" and source.kind in ("meta", "native"):
             names.append("params.json")
         files = {
-            name: read_bytes(source.path / name, MAX_COMPANION_BYTES)
+            name: read_bytes(source.path / name, MAX_SIDECAR_BYTES)
             for name in names
             if is_file(source.path / name)
         }
