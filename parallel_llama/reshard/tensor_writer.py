@@ -14,9 +14,9 @@ from parallel_llama.checkpoint.canonical import CanonicalTensor, Piece
 from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
 from parallel_llama.checkpoint.prefetch import prefetch, started_thread
 from parallel_llama.errors import UsageError
-from parallel_llama.reshard.direct_file import DirectFile, Staging
 from parallel_llama.reshard.hashes import FileHash, UnitHashes
 from parallel_llama.reshard.layout import Layout
+from parallel_llama.reshard.odirect_file import DirectFile, Staging
 from parallel_llama.reshard.partial_folder import PartialFolder
 
 # The journal follows what is on the disk after every so many bytes, or open files: the most that a

@@ -32,7 +32,7 @@ from parallel_llama.ops.groups import Groups
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard import target_folder, tensor_writer
-from parallel_llama.reshard.direct_file import DirectFile
+from parallel_llama.reshard.odirect_file import DirectFile
 from parallel_llama.reshard.target_folder import target_formats
 from tests.support.thread_ranks import run_on_threads
 
