@@ -27,13 +27,13 @@ from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard.layout import Layout, TargetFile, json_text
-from parallel_llama.reshard.target_folder import TargetKind
-from parallel_llama.reshard.torch_skeleton import (
+from parallel_llama.reshard.pth_layout import (
     CHECKSUM_BYTES,
+    PthLayout,
     Record,
-    TorchSkeleton,
-    torch_skeleton,
+    pth_layout,
 )
+from parallel_llama.reshard.target_folder import TargetKind
 
 EMBEDDINGS, OUTPUT = "tok_embeddings.weight", "output.weight"
 
@@ -89,11 +89,11 @@ class MetaLayout(Layout):
         stored = list(_stored(args, embeddings_dim))
         self._dims = {param.name: param.dim for param in stored}
         self._cuts = _cuts(args, n_parts, stored)
-        skeletons = _skeletons(stored, dtypes, self._cuts)
-        self._records = [skeleton.records for skeleton in skeletons]
+        layouts = _layouts(stored, dtypes, self._cuts)
+        self._records = [layout.records for layout in layouts]
         self.files = tuple(
-            TargetFile(f"consolidated.{number:02}.pth", skeleton.n_bytes, skeleton.pieces)
-            for number, skeleton in enumerate(skeletons)
+            TargetFile(f"consolidated.{number:02}.pth", layout.n_bytes, layout.pieces)
+            for number, layout in enumerate(layouts)
         )
         if beyond := beyond_meta(args):
             logger.warning(
@@ -194,23 +194,23 @@ def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[s
     return files
 
 
-def _skeletons(
+def _layouts(
     stored: Sequence[Param],
     dtypes: Mapping[str, torch.dtype],
     files: Sequence[Mapping[str, range]],
-) -> list[TorchSkeleton]:
+) -> list[PthLayout]:
     """One for each file; files of the same shapes share theirs."""
-    made: dict[tuple[tuple[int, ...], ...], TorchSkeleton] = {}
-    skeletons = []
+    made: dict[tuple[tuple[int, ...], ...], PthLayout] = {}
+    layouts = []
     for cuts in files:
         shapes = tuple(sliced_shape(param, cuts[param.name]) for param in stored)
         if shapes not in made:
-            made[shapes] = torch_skeleton(
+            made[shapes] = pth_layout(
                 {
                     # The output that is tied has no dtype of its own.
                     param.name: (shape, dtypes.get(param.name, dtypes[EMBEDDINGS]))
                     for param, shape in zip(stored, shapes, strict=True)
                 }
             )
-        skeletons.append(made[shapes])
-    return skeletons
+        layouts.append(made[shapes])
+    return layouts

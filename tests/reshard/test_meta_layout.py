@@ -28,7 +28,7 @@ from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.reshard.meta_layout import MetaLayout
-from parallel_llama.reshard.torch_skeleton import torch_skeleton
+from parallel_llama.reshard.pth_layout import pth_layout
 
 N_FILES = (1, 2, 3, 5, 7, 8, 10, 16)
 
@@ -228,15 +228,15 @@ def test_a_file_cut_short_before_the_end_is_refused(tmp_path: Path) -> None:
 def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path: Path) -> None:
     """2 x 6 GiB: large archives name sizes and places in another way."""
     large = ((3 << 10, 1 << 20), torch.bfloat16)
-    skeleton = torch_skeleton({"a": large, "none": ((0, 3), torch.float32), "b": large})
-    assert sum(len(piece) for _, piece in skeleton.pieces) < 1 << 12
+    layout = pth_layout({"a": large, "none": ((0, 3), torch.float32), "b": large})
+    assert sum(len(piece) for _, piece in layout.pieces) < 1 << 12
     path = tmp_path / "consolidated.00.pth"
     with path.open("wb") as file:
-        file.truncate(skeleton.n_bytes)
-        for offset, piece in skeleton.pieces:
+        file.truncate(layout.n_bytes)
+        for offset, piece in layout.pieces:
             file.seek(offset)
             file.write(piece)
-        for name, record in skeleton.records.items():
+        for name, record in layout.records.items():
             if record.n_bytes:
                 file.seek(record.offset)
                 file.write(name.encode())

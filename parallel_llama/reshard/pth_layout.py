@@ -39,7 +39,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class TorchSkeleton:
+class PthLayout:
     """A file of `n_bytes`: `pieces` at their offsets, `records` of the data, by tensor name.
 
     Pieces are all but the data and the checksums right behind it.
@@ -50,8 +50,8 @@ class TorchSkeleton:
     records: Mapping[str, Record]
 
 
-def torch_skeleton(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> TorchSkeleton:
-    """The skeleton of the file that holds these tensors, given as shape and dtype by name."""
+def pth_layout(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> PthLayout:
+    """The layout of the file that holds these tensors, given as shape and dtype by name."""
     sink = _Sink()
     # Storages are numbered in the order of the dictionary.
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -77,7 +77,7 @@ def torch_skeleton(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -
         records[name] = Record(hole.start, n_bytes, checksum, listed)
     assert next(holes, None) is None
     pieces = tuple((offset, bytes(piece)) for offset, piece in sink.pieces.items())
-    return TorchSkeleton(sink.n_bytes, pieces, records)
+    return PthLayout(sink.n_bytes, pieces, records)
 
 
 class _Sink:
