@@ -44,7 +44,7 @@ class CanonicalTensor:
         """The hash before a change of dtype, None where there was none."""
         return self._source.hexdigest() if self._is_converted else None
 
-    def take(self, stored: Tensor) -> Tensor:
+    def update(self, stored: Tensor) -> Tensor:
         """The next rows as they were read; returns them in the target's dtype.
 
         Raises: DamagedWeights if a value does not fit into it.
@@ -64,7 +64,7 @@ class CanonicalGroups(CanonicalTensor):
         super().__init__(param, torch.float32)
         self.form = form
 
-    def take_from(self, checkpoint: Checkpoint, rows: range) -> Groups:
+    def read_rows(self, checkpoint: Checkpoint, rows: range) -> Groups:
         """The next rows of a checkpoint: as it has them, if in this format, else quantised.
 
         Raises: DamagedWeights if they cannot be read, or are NaN or Inf.
@@ -101,11 +101,11 @@ def canonical_pieces(
         if form is None:
             tensor = CanonicalTensor(param, dtypes[param.name])
             for rows in _row_pieces(param):
-                yield tensor, (tensor.take(checkpoint.read(param, rows)),)
+                yield tensor, (tensor.update(checkpoint.read(param, rows)),)
         else:
             quantised_tensor = CanonicalGroups(param, form)
             for rows in _row_pieces(param):
-                yield quantised_tensor, quantised_tensor.take_from(checkpoint, rows).tensors
+                yield quantised_tensor, quantised_tensor.read_rows(checkpoint, rows).tensors
 
 
 def canonical_entry(
