@@ -42,7 +42,7 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
     Source: ggml's docs/gguf.md; defaults as in llama.cpp.
     """
     fields = Fields(header.fields)
-    arch = fields.text("general.architecture")
+    arch = fields.string("general.architecture")
     n_experts = fields.integer(f"{arch}.expert_count", 0)
     family, form = _family(arch, has_experts=n_experts > 0)
     if (n_parts := fields.integer("split.count", 1)) > 1:
@@ -118,7 +118,7 @@ def _gguf_rope(
 ) -> RopeScaling | None:
     factor = own.number(f"{arch}.rope.scaling.factor", own.number(f"{arch}.rope.scale_linear", 0.0))
     # A factor alone is linear scaling, and a factor of 0 none, as llama.cpp reads them.
-    kind = own.text(f"{arch}.rope.scaling.type", "linear" if factor else "none")
+    kind = own.string(f"{arch}.rope.scaling.type", "linear" if factor else "none")
     if kind not in ("none", "linear", "yarn"):
         raise UsageError(
             f"{arch}.rope.scaling.type={kind[:80]!r} is not supported; "

@@ -77,7 +77,7 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
     if "sliding_window" not in stated:
         stated.pop("local_rope_theta", None)  # of no layer
     return ModelArgs(
-        dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
+        dtype=fields.string("dtype", fields.string("torch_dtype", "float32")),
         family=family.name,
         **stated,
     )
@@ -111,7 +111,7 @@ def _is_tied(fields: Fields, family: Family) -> bool:
 
 
 def _activation(fields: Fields, key: str) -> str:
-    name = fields.text(key, "silu")
+    name = fields.string(key, "silu")
     if name not in _ACTIVATIONS:
         raise UsageError(
             f"{key}={name[:80]!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
@@ -121,7 +121,7 @@ def _activation(fields: Fields, key: str) -> str:
 
 def _family(fields: Fields) -> Family:
     """The family that model_type and architectures name, which must agree."""
-    architectures, model_type = fields.texts("architectures"), fields.text("model_type", "")
+    architectures, model_type = fields.strings("architectures"), fields.string("model_type", "")
     supported = ", ".join(family.architecture for family in FAMILIES.values())
     if not model_type and not architectures:
         raise UsageError(
@@ -195,7 +195,7 @@ def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) ->
 
 
 def _layer_types(fields: Fields, n_layers: int) -> list[str]:
-    layer_types = fields.texts("layer_types")
+    layer_types = fields.strings("layer_types")
     for layer_type in layer_types:
         if layer_type not in (_FULL, _SLIDING):
             raise UsageError(
@@ -240,7 +240,7 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
     rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
     if _LOCAL_ROPE in family.reads and rope.has(_FULL):
         rope = Fields(rope.mapping(_FULL))  # beside those of the layers with a window
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = rope.string("rope_type", rope.string("type", "default"))
     if kind not in _ROPE_TYPES:
         raise UsageError(
             f"rope_type={kind[:80]!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"

@@ -223,7 +223,7 @@ def args_from_meta_config(values: Mapping[str, Any], params: Mapping[str, Any]) 
 
     Raises: UsageError as in `args_from_hf`, for another format, or if the two disagree.
     """
-    version = Fields(Fields(values).mapping(_OWN_KEY)).text("format")
+    version = Fields(Fields(values).mapping(_OWN_KEY)).string("format")
     if version != META_CONFIG_FORMAT:
         raise UsageError(f"has the format {version[:80]!r}; {META_CONFIG_FORMAT!r} is read")
     args = args_from_hf({key: value for key, value in values.items() if key != _OWN_KEY})

@@ -47,7 +47,7 @@ def args_from_mistral_params(values: Mapping[str, Any]) -> ModelArgs:
     fields.require_known(_KEYS | _IGNORED)
     if fields.flag("use_biases", False):
         raise UsageError("use_biases=true is not supported; no model of Mistral's has biases")
-    if (kind := fields.text("model_type", "transformer")) != "transformer":
+    if (kind := fields.string("model_type", "transformer")) != "transformer":
         raise UsageError(f"model_type={kind[:80]!r} is not supported; only 'transformer' is")
     dim, n_heads = fields.integer("dim"), fields.integer("n_heads")
     head_dim = fields.optional_integer("head_dim")

@@ -41,7 +41,7 @@ def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
     Raises: UsageError for another format, or a key that is unknown, missing or of a wrong type.
     """
     top = Fields(values)
-    if (version := top.text("format")) != NATIVE_FORMAT:
+    if (version := top.string("format")) != NATIVE_FORMAT:
         raise UsageError(f"has the format {version[:80]!r}; {NATIVE_FORMAT!r} is read")
     top.require_known(_KEYS)
     stated = top.mapping("args")

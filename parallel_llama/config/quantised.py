@@ -158,7 +158,7 @@ def packing_of(values: Mapping[str, Any]) -> Packing | None:
                 f"'gptq' and 'awq' are; {_INSTEAD}"
             )
     stated = Fields(Fields(values).mapping("quantization_config"))
-    method = stated.text("quant_method", "unknown")
+    method = stated.string("quant_method", "unknown")
     if not stated.values or method == "gguf":
         return None
     if method not in _LOWERED:
@@ -214,10 +214,10 @@ def _packing(method: str, stated: Fields) -> Packing:
 
 def _form(method: str, stated: Fields) -> str:
     """The packing format that quantization_config names, or an empty string."""
-    named = {stated.text(key).lower() for key in _FORMAT_KEYS[method] if stated.has(key)}
+    named = {stated.string(key).lower() for key in _FORMAT_KEYS[method] if stated.has(key)}
     if stated.flag("is_marlin_format", False):
         named.add("marlin")
-    if stated.text("backend", "") == "llm-awq":  # a program with a format of its own
+    if stated.string("backend", "") == "llm-awq":  # a program with a format of its own
         named.add("llm-awq")
     if len(named) > 1:
         raise UsageError(f"names the formats {listed(map(repr, sorted(named)))}; name one")

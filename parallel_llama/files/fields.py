@@ -56,7 +56,7 @@ class Fields:
         value: bool = self._typed(key, default, bool, "neither true nor false")
         return value
 
-    def text(self, key: str, default: str | None = None) -> str:
+    def string(self, key: str, default: str | None = None) -> str:
         value: str = self._typed(key, default, str, "not a string")
         return value
 
@@ -65,7 +65,7 @@ class Fields:
         value: dict[str, Any] = self._typed(key, {}, dict, "not an object")
         return value
 
-    def texts(self, key: str) -> list[str]:
+    def strings(self, key: str) -> list[str]:
         """A list of strings; empty where the key is missing."""
         value: list[str] = self._typed(key, [], list, what := "not a list of strings")
         if not all(isinstance(item, str) for item in value):
