@@ -4,6 +4,7 @@ It looks at names and at an index, and opens no weights. A path that exists come
 the same spelling. No torch.
 """
 
+import hashlib
 import importlib.util
 import logging
 import re
@@ -21,6 +22,8 @@ from parallel_llama.files.bounded_files import (
     is_folder,
     is_there,
     names_in,
+    open_file,
+    reading,
     resolved,
 )
 from parallel_llama.files.fields import did_you_mean
@@ -52,6 +55,16 @@ _MISTRAL_WEIGHTS = ("consolidated.safetensors", "consolidated.safetensors.index.
 _CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
 _NATIVE_PART = re.compile(r"weights-(\d{5})-of-(\d{5})\.safetensors")
 _GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+
+# Files beside the weights that change what the model reads or says.
+_TEXT_SUFFIXES = (".json", ".jinja")
+
+_HEAD_BYTES = 256 << 10  # the header of most files
+_TAIL_BYTES = 64 << 10  # the directory of a .pth file
+_SAMPLE_BYTES = 64
+_MAX_SAMPLES = 1024  # of all weight files together
+_STRIDE_BYTES = 1 << 20
+_WHOLE_BYTES = 64 << 20  # tokenizers and manifests are read as a whole
 
 logger = logging.getLogger(__name__)
 
@@ -311,3 +324,43 @@ def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
         raise UsageError(f"{folder}: its weights are not whole, missing {listed(missing, 5)}")
     weights = tuple(folder / match[0] for match in parts)
     return ModelFiles("native", folder, folder / _NATIVE, weights)
+
+
+def fingerprint(files: ModelFiles) -> dict[str, str]:
+    """A digest of each file by its name; of a file of weights only its size and samples are hashed.
+
+    Weights of two models of one shape have different samples. A flipped bit may be missed; the
+    hashes of the manifest find it.
+
+    Raises: CheckpointError if a file cannot be read.
+    """
+    n_samples = max(1, _MAX_SAMPLES // max(1, len(files.weights)))
+    weights = {path: _sampled(path, n_samples) for path in files.weights}
+    others = [files.config]
+    if is_folder(files.path):
+        others = [files.path / name for name in names_in(files.path)]
+    texts = {
+        path: _sampled(path, 0)
+        for path in others
+        if (path.suffix in _TEXT_SUFFIXES or path.name in TOKENIZER_FILES)
+        and path not in weights
+        and is_file(path)
+    }
+    return {path.name: digest for path, digest in (texts | weights).items()}
+
+
+def _sampled(path: Path, n_samples: int) -> str:
+    """A digest of a file's size, beginning, end and samples; of all its bytes if n_samples is 0."""
+    digest = hashlib.blake2b(digest_size=32)
+    with open_file(path) as file, reading(path):
+        size = file.seek(0, 2)
+        digest.update(size.to_bytes(8, "little"))
+        places = [(0, _HEAD_BYTES if n_samples else _WHOLE_BYTES)]
+        if n_samples:
+            stride = max(_STRIDE_BYTES, size // n_samples)
+            places += [(at, _SAMPLE_BYTES) for at in range(stride // 2, size, stride)]
+            places.append((max(0, size - _TAIL_BYTES), _TAIL_BYTES))
+        for at, n_bytes in places:
+            file.seek(at)
+            digest.update(file.read(n_bytes))
+    return digest.hexdigest()

@@ -1,20 +1,21 @@
 """Writing tensors into a layout's files: the data, its hashes, and the journal behind the disk."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
 from parallel_llama.checkpoint.canonical import CanonicalTensor, Piece
-from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
+from parallel_llama.checkpoint.manifest import TensorEntry, feed, hash_file, tensor_bytes
 from parallel_llama.checkpoint.prefetch import prefetch, started_thread
 from parallel_llama.errors import UsageError
-from parallel_llama.reshard.hashes import FileHash, UnitHashes
 from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.odirect_file import DirectFile, Staging
 from parallel_llama.reshard.partial_folder import PartialFolder
@@ -61,6 +62,71 @@ class Written:
             return msgspec.convert(line, cls)
         except msgspec.ValidationError as error:
             raise UsageError(f"the journal is damaged ({error}); remove its folder") from error
+
+
+class FileHash:
+    """The hash of a file, computed while the file is written.
+
+    Bytes between two writes (headers, and the output of an earlier run) are read back. A file that
+    is written out of order is read as a whole at the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hasher = blake3(max_threads=blake3.AUTO)
+        self._position = 0
+        self._is_in_order = True
+
+    def add(self, offset: int, data: memoryview) -> None:
+        """Hash the data that is written at an offset of the file."""
+        self._is_in_order = self._is_in_order and offset >= self._position
+        if self._is_in_order:
+            self._read_up_to(offset)
+            self._hasher.update(data)
+            self._position += len(data)
+
+    def finish(self, n_bytes: int) -> str:
+        """The hash of the whole file, after its last byte was written."""
+        if not self._is_in_order:
+            return hash_file(self._path)
+        self._read_up_to(n_bytes)
+        return self._hasher.hexdigest()
+
+    def _read_up_to(self, offset: int) -> None:
+        if self._position == offset:
+            return
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._position)
+            self._position += feed(self._hasher, file, offset - self._position)
+        if self._position < offset:
+            raise OSError(f"{self._path}: ends at byte {self._position}")
+
+
+class UnitHashes:
+    """The hash of each unit of a weight, so that the shard of any rank can be checked alone.
+
+    Args:
+        sizes: bytes of each unit, in the order of the file.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._sizes = iter(sizes)
+        self._left = next(self._sizes, 0)
+        self._hasher = blake3()
+        self.hashes: list[str] = []
+
+    def add(self, data: memoryview) -> None:
+        """Hash the next bytes, of any length; bytes behind the last unit are ignored."""
+        start = 0
+        while self._left and start < len(data):
+            taken = data[start : start + self._left]
+            self._hasher.update(taken)
+            start += len(taken)
+            self._left -= len(taken)
+            if not self._left:
+                self.hashes.append(self._hasher.hexdigest())
+                self._hasher = blake3()
+                self._left = next(self._sizes, 0)
 
 
 class TensorWriter:

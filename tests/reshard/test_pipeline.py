@@ -15,8 +15,8 @@ from parallel_llama.checkpoint.manifest import tensor_bytes
 from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.cli.reshard import Progress
 from parallel_llama.reshard import direct_file
-from parallel_llama.reshard.hashes import UnitHashes
 from parallel_llama.reshard.odirect_file import DirectFile, Staging
+from parallel_llama.reshard.tensor_writer import UnitHashes
 
 
 @pytest.mark.parametrize("refusal", [None, "open", "write"])
