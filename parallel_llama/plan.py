@@ -1,17 +1,17 @@
 """Units and the shard plan: which rank holds which part of every weight.
 
-Every weight is cut along at most one axis, and every axis counts units. A plan gives each rank one
-half-open range of units per axis. This is the only place with head arithmetic: layers, the KV
-cache, the checkpoint reader and the `plan` command ask the plan and compute nothing themselves.
-Pure integers: no torch, no process group.
+Every weight is cut along at most one axis, and every axis is counted in units. A plan gives each
+rank one half-open range of units per axis. All head arithmetic is here: layers, the KV cache, the
+checkpoint reader and the `plan` command take ranges from the plan. Pure integers: no torch, no
+process group.
 
-    heads        0   1   2   3   4   5   6   7   8        9 query heads, groups of 3
+    heads        0   1   2   3   4   5   6   7   8        9 query heads, 3 per KV head
     kv heads     [    0    ] [    1    ] [    2    ]
     rank 0       [0 ............. 5)                      query heads 0-4, KV heads 0-1
     rank 1                       [5 ............. 9)      query heads 5-8, KV heads 1-2
 
-Ranks cut the channels of every expert of a mixture, or share out the experts, or both: groups of
-ranks hold some experts each, and the ranks of a group some channels of them.
+In a mixture of experts, ranks split the channels of every expert, or the experts, or both: then
+each group of ranks holds some experts, and each rank of the group some of their channels.
 
     experts      0   1   2   3   4   5        6 experts of 768 channels on 5 ranks
     ranks 0-2    [0 ......... 4)              experts 0-3, each rank 256 channels of them
@@ -29,22 +29,22 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.weights import Axis, Param
 
-# A cut between KV heads is kept while the busiest rank does at most this much of the mean work;
-# beyond it the cut goes between query heads, and a KV head may be held by two ranks.
+# Heads are cut between KV heads while the busiest rank does at most this multiple of the mean work.
+# Otherwise they are cut between query heads, and two ranks may hold the same KV head.
 MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 
-# Ranks share every expert, which balances them whatever the router does, while each has at least so
-# many of its channels. Of fewer, products take about as long as calling them; then ranks share out
-# the experts. The ranks exchange the same either way.
+# Every rank holds part of every expert, which balances the ranks for any routing, while a part has
+# at least this many channels. With fewer, a matrix product takes about as long as its call, so the
+# experts are distributed instead. Both ways exchange the same data between ranks.
 MIN_EXPERT_CHANNELS = 256
 
-# What of the KV cache ranks share out: heads, of which several may hold one, or tokens.
+# How the KV cache is sharded: by head (a head may be replicated) or by token.
 KVSplit = Literal["heads", "sequence"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive query heads of one rank that share its KV heads in equal groups.
+    """Consecutive query heads of one rank, with the same number of query heads per KV head.
 
     Both ranges count the rank's own heads from 0, so they index its q, k and v directly.
     """
@@ -55,10 +55,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds: global half-open ranges of heads, ffn channels and vocabulary rows.
+    """The shard of one rank: global half-open ranges of heads, ffn channels and vocabulary rows.
 
-    In a mixture of experts its ffn channels are those of each of its `experts`. Where the tokens
-    of the KV cache are spread, `runs` are of all query heads, over this rank's tokens.
+    In a mixture of experts `ffn` are the channels of each of `experts`. With a KV cache sharded by
+    token, `runs` cover all query heads, for the tokens of this rank.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Share:
     vocab: range
     runs: tuple[Run, ...]
     experts: range = range(0)
-    peers: tuple[range, ...] = ()  # where tokens are spread: every rank's query heads
+    peers: tuple[range, ...] = ()  # every rank's query heads, if sharded by token
 
     @property
     def n_local_heads(self) -> int:
@@ -76,7 +76,7 @@ class Share:
 
     @property
     def kv_parts(self) -> int:
-        """Ranks over which the tokens of every KV head are spread."""
+        """Number of ranks over which the tokens of a KV head are sharded."""
         return max(1, len(self.peers))
 
     @property
@@ -84,16 +84,16 @@ class Share:
         return len(self.kv_heads)
 
     def extent(self, axis: Axis) -> range:
-        """This rank's range along an axis, in heads, channels or rows."""
-        extent: range = getattr(self, axis)  # the axes have their fields' names
+        """The range of this rank along an axis, in heads, channels or rows."""
+        extent: range = getattr(self, axis)  # axes are named like the fields
         return extent
 
     def holds(self, param: Param) -> bool:
-        """Whether a weight is of this rank's part of the model; not so for others' experts."""
+        """Whether this rank holds the weight; false for experts of other ranks."""
         return param.expert is None or param.expert in self.experts
 
     def rows_of(self, param: Param) -> range:
-        """The rows (or columns) of a weight that this rank holds; all where it is replicated."""
+        """The rows (or columns) of a weight on this rank; all of them for a replicated weight."""
         if param.axis is None:
             return range(param.shape[param.dim])
         if not self.holds(param):
@@ -104,11 +104,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Placement:
-    """How a mixture's experts are shared out, and why so, for a person.
+    """How experts are distributed over ranks, and the reason in words.
 
-    tensor: every rank holds some channels of every expert; expert: each expert is whole on one
-    rank; mixed: groups of ranks hold some experts each, and the ranks of a group some channels of
-    them.
+    Args:
+        kind: 'tensor' if every rank holds some channels of every expert, 'expert' if each expert is
+            whole on one rank, 'mixed' if groups of ranks hold some experts each and the ranks of a
+            group some of their channels.
     """
 
     kind: Literal["tensor", "expert", "mixed"]
@@ -117,11 +118,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The shares of all ranks of one tensor-parallel group.
+    """The shards of all ranks of one tensor-parallel group.
 
-    `balance` is the largest of (share of the query heads) / (share of the weight) over the ranks:
-    1.0 is perfect, 1.25 means that the others wait a fifth of each attention for one rank.
-    `placement` is None for a model without experts.
+    Args:
+        balance: the largest ratio over the ranks of the fraction of query heads to the fraction of
+            memory. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of each attention.
+        placement: None for a model without experts.
     """
 
     shares: tuple[Share, ...]
@@ -135,27 +137,28 @@ class ShardPlan:
 
     @property
     def kv_parts(self) -> int:
-        """Ranks over which the tokens of every KV head are spread."""
+        """Number of ranks over which the tokens of a KV head are sharded."""
         return self.shares[0].kv_parts
 
     def alone(self, rank: int) -> "ShardPlan":
-        """The share of this rank, and no other.
+        """The plan with the shard of this rank only.
 
-        Raises: UsageError where a rank alone would have queries without a key.
+        Raises: UsageError for a KV cache sharded by token, where queries of one rank need keys of
+        another.
         """
         if self.kv_parts > 1:
             raise UsageError(
-                f"rank {rank} of {self.tp_size} alone, with the cache's tokens spread over ranks: "
-                "the first queries of a text would find no key; use a kv_split by heads"
+                f"rank {rank} of {self.tp_size} cannot run alone with kv_split='sequence', because "
+                "the first queries of a text would find no key; use kv_split='heads'"
             )
         return replace(self, shares=(self.shares[rank],))
 
 
 def local_kv_heads(heads: range, group_size: int) -> range:
-    """KV heads that a rank must hold to serve its query heads, as global head numbers.
+    """The global numbers of the KV heads that a rank needs for its query heads.
 
-    A KV head whose group straddles two ranks is held by both, so that every local query head finds
-    its KV head on the same rank, for any split.
+    A KV head whose query heads are on two ranks is held by both, so every query head finds its KV
+    head on its own rank.
 
     >>> local_kv_heads(range(5, 9), 3)
     range(1, 3)
@@ -166,10 +169,10 @@ def local_kv_heads(heads: range, group_size: int) -> range:
 
 
 def equal_runs(heads: range, group_size: int) -> tuple[Run, ...]:
-    """Split a rank's query heads into at most three runs (head, body, tail) of equal group size.
+    """Split the query heads of a rank into at most three runs (head, body, tail).
 
-    Grouped attention needs the same number of query heads on every KV head; 5 query heads over 2
-    KV heads are 3 + 2, so they are two calls.
+    Grouped attention needs the same number of query heads for every KV head of a call. For example
+    5 query heads of 2 KV heads are 3 + 2, so they take two calls.
 
     >>> [(run.heads, run.kv_heads) for run in equal_runs(range(2, 9), 3)]
     [(range(0, 1), range(0, 1)), (range(1, 7), range(1, 3))]
@@ -187,10 +190,10 @@ def equal_runs(heads: range, group_size: int) -> tuple[Run, ...]:
 
 
 def unit_size(size: int, n_heads: int, quant_group: int = 1) -> int:
-    """Channels or rows in one unit of an axis of `size`; a matter of the model alone.
+    """Channels or rows in one unit of an axis of `size`; independent of the number of ranks.
 
-    The quantisation group where there is one, else the largest power of two up to 128 that gives
-    at least 4 n_heads units, else 1.
+    The quantisation group if there is one, else the largest power of two up to 128 that gives at
+    least 4 n_heads units, else 1.
 
     >>> unit_size(1536, n_heads=9), unit_size(49152, n_heads=9), unit_size(30, n_heads=9)
     (32, 128, 1)
@@ -204,9 +207,9 @@ def unit_size(size: int, n_heads: int, quant_group: int = 1) -> int:
 
 
 def apportion(n_units: int, weights: Sequence[int], at_least: int = 0) -> list[int]:
-    """Deal units to ranks in proportion to their weights, by largest remainders.
+    """Distribute units over ranks in proportion to their weights, by largest remainders.
 
-    Shapes: `weights` sums to anything above zero; the result sums to `n_units`.
+    The weights must have a sum above zero. The result sums to `n_units`.
 
     >>> apportion(9, [1, 1]), apportion(8, [6, 1, 1])
     ([5, 4], [6, 1, 1])
@@ -214,14 +217,14 @@ def apportion(n_units: int, weights: Sequence[int], at_least: int = 0) -> list[i
     total = sum(weights)
     counts = [max(at_least, n_units * weight // total) for weight in weights]
 
-    def overpaid(rank: int) -> tuple[int, int]:  # by how many of `total` parts of a unit
+    def overpaid(rank: int) -> tuple[int, int]:  # in units of 1 / total
         return counts[rank] * total - n_units * weights[rank], rank
 
     by_remainder = sorted(range(len(counts)), key=overpaid)
     while sum(counts) < n_units:
         for rank in by_remainder[: n_units - sum(counts)]:
             counts[rank] += 1
-    while sum(counts) > n_units:  # the minimum raised some: take from the most overpaid
+    while sum(counts) > n_units:  # at_least raised some: take from the most overpaid
         givers = [rank for rank in range(len(counts)) if counts[rank] > at_least]
         counts[max(givers, key=overpaid)] -= 1
     return counts
@@ -235,13 +238,16 @@ def make_plan(
     ranks_per_expert: int | None = None,
     kv_split: KVSplit = "heads",
 ) -> ShardPlan:
-    """The plan of a model on `tp_size` ranks, weighted by each rank's memory where that is given.
+    """The shard plan of a model on `tp_size` ranks.
 
-    `ranks_per_expert` is the most ranks that share an expert, where the numbers are not to decide.
-    With a `kv_split` by sequence every rank keeps a part of the tokens for all KV heads, in place
-    of all tokens for its own, where those of several ranks are the same.
+    Args:
+        memory: the memory of each rank in any unit; shards are proportional to it. Equal by
+        default. quant_group: number of consecutive ffn channels that must stay on one rank.
+        ranks_per_expert: the most ranks that split an expert; chosen by MIN_EXPERT_CHANNELS by
+            default.
+        kv_split: 'sequence' shards the KV cache by token where sharding by head would replicate KV
+            heads.
 
-    Units: `memory` in any one unit; its proportions alone matter.
     Raises: UsageError if tp_size is not 1 to n_heads, or `memory` is not one positive number per
     rank.
     """
@@ -281,23 +287,23 @@ def make_plan(
 
 
 def _spread(args: ModelArgs, shares: tuple[Share, ...]) -> tuple[Share, ...]:
-    """The same shares with the tokens of the KV cache spread over all ranks, if that is less."""
+    """The shares with a KV cache sharded by token, unless sharding by head replicates nothing."""
     widest = max(share.n_local_kv_heads for share in shares)
     if widest * len(shares) <= args.n_kv_heads:  # nothing to save
         return shares
     if args.attention_sinks:
-        raise UsageError("kv_split='sequence' and attention_sinks: one of them runs")
+        raise UsageError("kv_split='sequence' and attention_sinks cannot be combined; drop one")
     runs = equal_runs(range(args.n_heads), args.n_heads // args.n_kv_heads)
     every, peers = range(args.n_kv_heads), tuple(share.heads for share in shares)
     return tuple(replace(each, kv_heads=every, runs=runs, peers=peers) for each in shares)
 
 
 def _weights(tp_size: int, memory: Sequence[float] | None) -> list[int]:
-    """Whole numbers in the proportions of the ranks' memory."""
+    """Integers proportional to the memory of the ranks."""
     if memory is None:
         return [1] * tp_size
     if len(memory) != tp_size:
-        raise UsageError(f"memory names {len(memory)} ranks and there are {tp_size}; give one each")
+        raise UsageError(f"memory has {len(memory)} sizes for {tp_size} ranks; give one per rank")
     for rank, size in enumerate(memory):
         if not (math.isfinite(size) and size > 0):
             raise UsageError(f"memory of rank {rank} is {size}; give a number above 0")
@@ -320,7 +326,7 @@ def _cut_heads(
 
 
 def _expert_groups(args: ModelArgs, tp_size: int, ranks_per_expert: int | None) -> list[range]:
-    """The groups of ranks that share experts; one of all ranks where there are none."""
+    """The groups of ranks that hold the same experts; one group for a model without experts."""
     if not args.n_experts:
         return [range(tp_size)]
     most = ranks_per_expert or max(1, args.ffn_dim // MIN_EXPERT_CHANNELS)
@@ -329,7 +335,7 @@ def _expert_groups(args: ModelArgs, tp_size: int, ranks_per_expert: int | None) 
 
 
 def _cut_experts(args: ModelArgs, groups: list[range], weights: list[int]) -> list[range]:
-    """Each rank's experts: those of its group, as many as the group's part of the weight."""
+    """The experts of each rank, in proportion to the weight of its group."""
     if not args.n_experts:
         return [range(0)] * len(weights)
     of_groups = [sum(weights[group.start : group.stop]) for group in groups]
@@ -361,7 +367,7 @@ def _balance(counts: list[int], weights: list[int]) -> Fraction:
 
 
 def _cut_units(size: int, unit: int, weights: list[int]) -> list[range]:
-    """Ranges of channels or rows whose borders lie between units; the last unit may be short."""
+    """Ranges of channels or rows that end between units; the last unit may be short."""
     units = _ranges(apportion(-(-size // unit), weights))
     return [range(min(r.start * unit, size), min(r.stop * unit, size)) for r in units]
 

@@ -1,4 +1,4 @@
-"""How a model's authors want its tokens drawn: generation_config.json and what stands in for it."""
+"""The sampling defaults and special ids of generation_config.json, config.json and GGUF files."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKEN_ID = 2**31 - 1
 
-# Settings of generation_config.json that change the tokens and are not offered, with the values
-# that leave them off.
+# Unsupported settings of generation_config.json that change the tokens, with the values that turn
+# them off.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1, 1.0),
     "no_repeat_ngram_size": (0,),
@@ -36,7 +36,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """How the authors of a model want its tokens drawn; None where their files do not say."""
+    """A model's sampling defaults and special ids; None where its files do not state a value."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -48,7 +48,7 @@ class GenerationDefaults:
 
     @property
     def sampling(self) -> dict[str, float]:
-        """The sampling settings that are stated, under their names."""
+        """The stated sampling settings, by name."""
         names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
@@ -87,10 +87,10 @@ def folder_defaults(files: ModelFiles) -> GenerationDefaults:
 
 
 def _sampling_from_hf(fields: Fields) -> GenerationDefaults:
-    """Without `do_sample: true` it asks for greedy decoding, whatever filters it names.
+    """The settings of generation_config.json, which mean greedy decoding without `do_sample: true`.
 
-    That is transformers' reading, and penalties count in both. With it, the filters that the file
-    names are on; transformers adds a top_k of 50 of its own, which no file says.
+    This follows transformers: filters apply only with `do_sample`, penalties always. Its default
+    top_k of 50 is not used, because no file states it.
     """
     ignored = [
         key
@@ -99,7 +99,7 @@ def _sampling_from_hf(fields: Fields) -> GenerationDefaults:
     ]
     if ignored:
         logger.warning(
-            "generation_config.json asks for %s, which is not supported and left out",
+            "generation_config.json has %s, which is not supported and ignored",
             ", ".join(ignored),
         )
     always = replace(
@@ -124,7 +124,7 @@ def _ids_from_hf(fields: Fields) -> GenerationDefaults:
 
 
 def _from_gguf(fields: Fields) -> GenerationDefaults:
-    """The ids that end a text, a turn and a message, and the sampling that newer files carry."""
+    """The ids that end a text, a turn or a message, and the sampling settings of newer files."""
     ends = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [token for key in ends for token in _token_ids(fields, f"tokenizer.ggml.{key}")]
     return GenerationDefaults(
@@ -138,7 +138,7 @@ def _from_gguf(fields: Fields) -> GenerationDefaults:
 
 
 def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
-    """The ids under a key, one or a list of them, without the -1 that stands for none."""
+    """The ids under a key, which holds one id or a list; -1 stands for none."""
     ids = fields.integers(key)
     for token in ids:
         if not -1 <= token <= MAX_TOKEN_ID:

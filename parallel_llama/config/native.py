@@ -1,4 +1,4 @@
-"""native.json: the arguments of a native folder, as they are and with nothing to interpret."""
+"""Reads and writes native.json, which states the fields of `ModelArgs` directly."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -22,9 +22,11 @@ _SCALING = {field.name for field in fields(RopeScaling)}
 def native_config(
     args: ModelArgs, units: Mapping[str, int], formats: Mapping[str, GroupFormat] | None = None
 ) -> dict[str, Any]:
-    """The content of native.json; `units` are the sizes along the axes that it was written in.
+    """The content of native.json.
 
-    `formats` are those of the quantised weights, each of `quantised.NATIVE_GROUPS`.
+    Args:
+        units: rows or columns of one unit, for each axis.
+        formats: formats of the quantised weights, each one of `quantised.NATIVE_GROUPS`.
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file
@@ -36,13 +38,13 @@ def native_config(
 
 
 def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
-    """The arguments that native.json states.
+    """The arguments of native.json.
 
     Raises: UsageError for another format, or a key that is unknown, missing or of a wrong type.
     """
     top = Fields(values)
     if (version := top.string("format")) != NATIVE_FORMAT:
-        raise UsageError(f"has the format {version[:80]!r}; {NATIVE_FORMAT!r} is read")
+        raise UsageError(f"the format {version[:80]!r} is not supported; {NATIVE_FORMAT!r} is")
     top.require_known(_KEYS)
     stated = top.mapping("args")
     Fields(stated).require_known(_ARGS)
@@ -57,13 +59,13 @@ def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
 
 
 def native_units(values: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of the units that a native folder is stored in, by axis.
+    """The unit sizes of a native folder, by axis.
 
-    Raises: UsageError unless each is a number above zero.
+    Raises: UsageError for a size below 1.
     """
     units = Fields(Fields(values).mapping("units"))
     sizes = {axis: units.integer(axis) for axis in ("heads", "kv_heads", "ffn", "vocab")}
     for axis, size in sizes.items():
         if size < 1:
-            raise UsageError(f"units of {axis} are of size {size}; at least 1")
+            raise UsageError(f"units of {axis} have size {size}; at least 1")
     return sizes

@@ -198,7 +198,7 @@ def test_stored_blocks_give_the_same_logits_on_every_number_of_ranks():
 
 
 def test_what_cannot_be_quantised_is_refused_with_the_remedy():
-    with pytest.raises(UsageError, match=r"head_dim=16 is no multiple of the 32.*bfloat16"):
+    with pytest.raises(UsageError, match=r"head_dim=16 is not a multiple of the 32.*bfloat16"):
         make_precision(replace(ARGS, head_dim=16), "float32", "cpu", "int8")
     with pytest.raises(UsageError, match=r"quant='int3': use one of none, int8, int4"):
         make_precision(ARGS, "float32", "cpu", "int3")

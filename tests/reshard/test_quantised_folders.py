@@ -338,7 +338,7 @@ def test_what_is_no_number_is_refused_without_a_manifest(quant, part, nan, made,
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"norm.weight": "int8"}, "'norm.weight': no matrix of the model"),
+        ({"norm.weight": "int8"}, "'norm.weight': not a matrix of the model"),
         ({"output.weight": "int3"}, "the format int3 is not supported; int8, int8 with minima"),
         ({"output.weight": ["int8"]}, "is not supported"),
         ({"output.weight": "int8 with minima"}, r"missing: output\.weight\.mins"),
@@ -363,7 +363,7 @@ def test_units_that_cut_a_group_are_refused(made, tmp_path):
     values = json.loads((folder / "native.json").read_text())
     values["units"]["ffn"] = 8
     (folder / "native.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="units of ffn are of size 8, no multiple of the 32"):
+    with pytest.raises(CheckpointError, match="units of ffn have size 8, not a multiple of the 32"):
         loaded(folder, 1)
 
 
@@ -427,7 +427,7 @@ def test_a_run_goes_on_where_an_error_stopped_it(quant, share, tmp_path, monkeyp
         ("hf x --format=meta --quant=int4", "--quant int4 and --format meta"),
         ("hf x --format=native --quant=stored", "use int8, int4 or fp8"),
         ("hf x --format=native --quant=int3", "--quant"),
-        ("small x --format=native --quant=int8", "head_dim=4 is no multiple of the 32"),
+        ("small x --format=native --quant=int8", "head_dim=4 is not a multiple of the 32"),
         ("int8 x --format=hf", "its weights are quantised; .* with --dtype, .* --format native"),
         ("int8 x --format=meta", "its weights are quantised"),
         ("int8 x --format=native --quant=none", "its weights are quantised"),
