@@ -1,6 +1,6 @@
-"""Reading checkpoints: Meta, HF and GGUF files, or random weights, as one rank's tensors.
+"""Reads checkpoints of any layout, or random weights, as the tensors of one rank.
 
-The only place with HF and GGUF names and the only one that opens torch's own files.
+No other package opens torch's own files.
 """
 
 from parallel_llama.checkpoint.checkpoint import Checkpoint

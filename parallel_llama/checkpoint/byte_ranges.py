@@ -1,7 +1,7 @@
-"""Reading exact byte ranges of a file into tensors.
+"""Reads byte ranges of a file into tensors.
 
-Plain reads and no memory map: what a rank reads is then what it owns, a file that shrinks while
-it is read is an error and not a dead process, and only the result takes memory.
+Files are read, not memory-mapped: a rank then reads only its own bytes, a file that shrinks raises
+an error instead of killing the process, and only the result takes memory.
 """
 
 import math
@@ -25,7 +25,7 @@ from parallel_llama.files.bounded_files import open_descriptor
 
 @dataclass(frozen=True)
 class Block:
-    """Some rows of a matrix of `n_columns`, and of those some columns."""
+    """A block of a matrix that has `n_columns`: a range of rows and a range of columns."""
 
     n_columns: int
     rows: range
@@ -33,10 +33,10 @@ class Block:
 
 
 def as_blocks(param: Param, place: Place, rows: range) -> list[Block]:
-    """The blocks of its stored tensor in which a slice of a parameter lies, in their order.
+    """The blocks of the stored tensor that hold a slice of a parameter, in order.
 
-    A stored vector is a matrix of one row, so that it is cut along its columns. An empty slice of a
-    matrix is one block all the same, which has no rows or no columns.
+    A stored vector counts as a matrix of one row, so it is cut along its columns. An empty slice of
+    a matrix is one block without rows or columns.
 
     >>> place = Place("ab", (6, 5), first=2, run=4, step=6)
     >>> as_blocks(Param("b", (4, 5), None, 1), place, range(2, 5))
@@ -53,7 +53,7 @@ def as_blocks(param: Param, place: Place, rows: range) -> list[Block]:
 
 
 def sliced_shape(param: Param, rows: range) -> tuple[int, ...]:
-    """The shape of `rows` of a parameter along its `dim`."""
+    """The shape of a slice of a parameter, `rows` along its `dim`."""
     return (*param.shape[: param.dim], len(rows), *param.shape[param.dim + 1 :])
 
 
@@ -61,7 +61,7 @@ Empty = Callable[[int], Tensor]
 
 
 def new_memory(n_bytes: int) -> Tensor:
-    """Bytes of any value, uint8 [n_bytes]."""
+    """An uninitialised tensor. Shapes: uint8 [n_bytes]."""
     return torch.empty(n_bytes, dtype=torch.uint8)
 
 
@@ -92,9 +92,9 @@ class ReusedMemory:
 
 
 class ByteRanges:
-    """One open file, read at any offset, into the memory that `empty` gives.
+    """An open file that is read at any offset, into tensors allocated by `empty`.
 
-    Who drops it without closing it gives the file back too.
+    The file is also closed when this object is garbage-collected.
     """
 
     def __init__(self, path: Path, empty: Empty = new_memory) -> None:
@@ -109,7 +109,7 @@ class ByteRanges:
     def values(
         self, offset: int, dtype: torch.dtype, param: Param, place: Place, rows: range
     ) -> Tensor:
-        """A slice of a parameter whose tensor lies row by row at `offset`, in its stored dtype."""
+        """A slice of a parameter that is stored row-major at `offset`, in its stored dtype."""
         shape, width = sliced_shape(param, rows), dtype.itemsize
         out = self._empty(math.prod(shape) * width)
         buffer = out.numpy().data
@@ -121,11 +121,11 @@ class ByteRanges:
         return out.view(dtype).view(shape)
 
     def matrix(self, offset: int, row_bytes: int, rows: range, columns: range) -> Tensor:
-        """The given rows and byte columns of a matrix that lies row by row at `offset`.
+        """The given rows and byte columns of a matrix that is stored row-major at `offset`.
 
         Returns: uint8 [len(rows), len(columns)], contiguous.
 
-        Raises: DamagedWeights if the file ends before, or cannot be read there.
+        Raises: DamagedWeights if the file is too short or cannot be read.
         """
         out = self._empty(len(rows) * len(columns))
         self._read(out.numpy().data, offset, row_bytes, rows, columns)
@@ -140,7 +140,7 @@ class ByteRanges:
         if len(columns) == row_bytes:
             self._fill(buffer, start)
         else:
-            # One read a row: a vectored read cannot leave out the bytes between.
+            # One read per row, because a vectored read cannot skip the bytes between rows.
             for row in range(len(rows)):
                 piece = buffer[row * len(columns) : (row + 1) * len(columns)]
                 self._fill(piece, start + row * row_bytes)

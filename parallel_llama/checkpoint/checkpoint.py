@@ -23,7 +23,7 @@ from parallel_llama.ops.groups import Groups
 
 
 class Checkpoint(ABC):
-    """A model's weights under Meta's names; `stored_order` is that of the rows of wq and wk."""
+    """The weights of a model by Meta's names; `stored_order` is the rotary order of wq and wk."""
 
     def __init__(self, args: ModelArgs, stored_order: RotaryOrder) -> None:
         self.args, self._stored_order = args, stored_order
@@ -32,15 +32,17 @@ class Checkpoint(ABC):
     def check(self, args: ModelArgs) -> None:
         """Compare names, shapes and dtypes with the model, without reading tensor data.
 
-        Raises: CheckpointError that lists every kind of difference.
+        Raises: CheckpointError listing every kind of difference.
         """
 
     def read(self, param: Param, rows: range, order: RotaryOrder = "half") -> Tensor:
-        """`rows` along `param.dim`, all other dimensions whole; needs a checkpoint that passed.
+        """Reads a slice of a weight; only after `check`.
 
-        `order` is that of the rows of wq and wk, of which whole heads are read to reorder them.
+        Args:
+            rows: the slice along `param.dim`; other dimensions are whole.
+            order: the rotary order of the result; whole heads are read to reorder them.
 
-        Returns: a contiguous CPU tensor in the stored dtype (float32 where it was quantised).
+        Returns: a contiguous CPU tensor in the stored dtype (float32 if quantised).
 
         Raises: DamagedWeights if the files changed or disagree.
         """
@@ -54,7 +56,7 @@ class Checkpoint(ABC):
     def groups(
         self, param: Param, rows: range, form: GroupFormat, order: RotaryOrder = "half"
     ) -> Groups | None:
-        """The same as integers with scales, if that is how they are stored, in this very format.
+        """Reads a slice as quantised groups, or returns None if it is not stored in this format.
 
         Raises: as `read`.
         """
@@ -65,25 +67,25 @@ class Checkpoint(ABC):
         whole = self._stored_groups(param, heads, form)
         own = slice(rows.start - heads.start, rows.stop - heads.start)
 
-        def turned(of_rows: Tensor) -> Tensor:
+        def converted(of_rows: Tensor) -> Tensor:
             return reordered(of_rows, size, order, self.args.rotary_dim)[own]
 
-        return None if whole is None else whole.each(turned)
+        return None if whole is None else whole.each(converted)
 
     def _stored_groups(self, _: Param, __: range, ___: GroupFormat) -> Groups | None:
-        """The same, in the order in which they are stored."""
+        """As `groups`, in the stored rotary order."""
         return None
 
     @abstractmethod
     def _stored(self, param: Param, rows: range) -> Tensor:
-        """The same, in the order in which they are stored."""
+        """As `read`, in the stored rotary order."""
 
     def close(self) -> None:  # noqa: B027 (random weights have nothing to close)
-        """Give the files back; nothing can be read afterwards."""
+        """Close the files; nothing can be read afterwards."""
 
 
 def refuse_difference(where: object, difference: Mapping[str, Sequence[str]]) -> None:
-    """Raise one CheckpointError for all kinds of difference that are not empty."""
+    """Raise a CheckpointError if a kind of difference is not empty."""
     parts = [f"{kind}: {listed(names)}" for kind, names in difference.items() if names]
     if parts:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Where in a damaged file the damage is: in which tensor, and between which bytes."""
+"""Locates damage in a file: the tensor and the range of bytes."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -31,13 +31,16 @@ _READERS: dict[str, Callable[[Path], Mapping[str, Stored]]] = {
 
 
 def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list[tuple[str, range]]:
-    """Every weight of a .safetensors, .bin, .pth or .gguf file and its bytes there, in their order.
+    """The weights of a .safetensors, .bin, .pth or .gguf file and their bytes, in order of offset.
 
-    `layout` is that of the names; None for one that has the model's own. A weight that shares a
-    tensor with others reaches from its first byte to its last. What is no weight of the model has
-    the file's own name; without `args` so has what families call differently.
+    A weight that shares a tensor with others gets the range from its first to its last byte.
+    Tensors that are not weights of the model keep the name in the file.
 
-    Raises: CheckpointError if the file is damaged, or is none of these.
+    Args:
+        layout: the layout of the names; None if they are the model's own. args: None if unknown;
+        then tensors that families name differently keep the name in the file.
+
+    Raises: CheckpointError if the file is damaged, or has another suffix.
     """
     suffix = path.suffix.lower()
     if suffix not in _READERS:
@@ -65,11 +68,12 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
 
 @dataclass(frozen=True)
 class Damage:
-    """What is known of a folder that has damaged files.
+    """The results of checking a folder with damaged files.
 
-    `args` is None where they could not be read. `wrong` names the tensors that are not the
-    manifest's in canonical form; `reasons` say why the folder could not be read as a model, and
-    are empty if it could.
+    Args:
+        args: the arguments of the model, or None if they could not be read.
+        wrong: names of the tensors whose canonical form differs from the manifest.
+        reasons: errors of reading the folder as a model; empty if it could be read.
     """
 
     folder: Path
@@ -79,13 +83,13 @@ class Damage:
     reasons: list[str]
 
     def lines(self, name: str, is_only_one: bool) -> list[str]:
-        """What is damaged in one file, a line for each location."""
+        """The damage of one file, one line per location."""
         because = f": {self.reasons[0]}" if self.reasons else ""
         if Path(name).suffix.lower() not in WEIGHT_SUFFIXES:
             return [f"{name}: damaged, its hash is not the manifest's" + because * is_only_one]
         try:
             spots = self._spots(name)
-        except Exception as error:  # no reader can foresee all that damaged bytes can do
+        except Exception as error:  # damaged bytes can raise nearly anything
             return [f"{name}: damaged in its header: {str(error)[:500]}"]
         if spots:
             return [f"{name}: damaged in {spot}" for spot in spots]
@@ -93,7 +97,7 @@ class Damage:
             return [f"{name}: damaged outside the tensors: in its header or between them"]
         if is_only_one:
             return [f"{name}: damaged in its header{because}"]
-        return [f"{name}: damaged; where can be said when the other damaged files are mended"]
+        return [f"{name}: damaged; it can be located once the other damaged files are repaired"]
 
     def _spots(self, name: str) -> list[str]:
         path, layout = self.folder / name, self.manifest.layout
@@ -103,7 +107,7 @@ class Damage:
             weight = weight_of(tensor) if layout == "native" else tensor
             entry, param = self.manifest.tensors.get(weight), params.get(weight)
             if entry is None:
-                continue  # no model reads it, so nothing says what it should be
+                continue  # not a weight, so the manifest has no hash of it
             units = self.manifest.units.get(tensor)
             if self.args and param and units:
                 spans = unit_spans(held, param, axis_units(self.args, self._quant_group))
@@ -128,7 +132,7 @@ class Damage:
         return tensor in self.wrong
 
     def _is_canonical(self, name: str) -> bool:
-        """Whether a tensor that is whole in its file lies there as it is hashed."""
+        """Whether an unsharded tensor is stored in canonical form."""
         layout = self.manifest.layout
         if layout not in ("hf", "meta"):
             return False
@@ -137,7 +141,7 @@ class Damage:
 
 
 def _span(tensor: Stored, place: Place) -> range:
-    """From the first byte of a weight in its stored tensor to the last."""
+    """The bytes from the first to the last byte of a weight in its stored tensor."""
     row_bytes = tensor.n_bytes // place.n_rows
     start, stop = (
         tensor.offset + row * row_bytes for row in (place.extent.start, place.extent.stop)
@@ -150,7 +154,7 @@ def _bytes_of(tensor: Stored) -> range:
 
 
 def _agreed_name(name: str, layout: Layout) -> str:
-    """The weight that every family means by a name in its files, else the name itself."""
+    """The weight that a name means in all families, or the name itself if they differ."""
     found = set()
     for family in FAMILIES.values():
         full_name = hf_full_name(name, family.names) if layout == "hf" else name

@@ -1,4 +1,4 @@
-"""Reading files whose headers say where each tensor lies, whole: HF's, GGUF's and native ones."""
+"""The base class of readers whose files store every tensor unsharded: HF, GGUF and native."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -23,11 +23,11 @@ HeldTensors = Mapping[str, tuple[Path, FileTensor]]
 
 
 class TensorFiles(Checkpoint):
-    """Some tensors, by the files' own names, each with the file that holds it.
+    """Tensors by their names in the files.
 
-    `layout` has the names, the places and the rotary order; without one every weight has a tensor
-    of its own under the model's name, half-split. `readable` ends the line that refuses a dtype;
-    without one all dtypes are read.
+    `layout` defines names, places and rotary order. Without a layout every weight has a tensor of
+    its own under the model's name, in half-split order. `readable` is the end of the error for an
+    unreadable dtype; without it every dtype is readable.
     """
 
     layout: Layout | None = None
@@ -76,21 +76,21 @@ class TensorFiles(Checkpoint):
         return file.values(tensor.offset, dtype, param, place, rows)
 
     def _held(self, param: Param) -> tuple[ByteRanges, FileTensor]:
-        """The file that holds a weight, and the tensor there that it lies in."""
+        """The file that holds a weight, and its stored tensor."""
         path, tensor = self._tensors[self._places[param.name].name]
         return self._files[path], tensor
 
     def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
-        assert self.layout is not None, "who has no such layout says where weights lie"
+        assert self.layout is not None, "a reader without a layout overrides this method"
         return stored_places(args, self.layout)
 
-    def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (most have the same for all)
-        """The dtypes that a tensor of the files may have."""
+    def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (subclasses use it)
+        """The readable dtypes of a stored tensor."""
         return STORED
 
 
 def decoded(param: Param, rows: range, groups: Callable[[range], Groups]) -> Tensor:
-    """The values of some rows or columns of a matrix, of which `groups` has whole groups."""
+    """Dequantised rows or columns of a matrix; `groups` reads whole groups."""
     if param.dim == 0:
         return groups(rows).values()
     held = range(rows.start // GROUP_SIZE * GROUP_SIZE, -(-rows.stop // GROUP_SIZE) * GROUP_SIZE)
@@ -101,9 +101,9 @@ def decoded(param: Param, rows: range, groups: Callable[[range], Groups]) -> Ten
 def merged(
     where: Path, headers: Mapping[Path, Mapping[str, FileTensor]]
 ) -> dict[str, tuple[Path, FileTensor]]:
-    """Every tensor of some files, with the file that holds it.
+    """All tensors of several files by name, each with its file.
 
-    Raises: CheckpointError if two files hold the same one.
+    Raises: CheckpointError if two files hold the same tensor.
     """
     tensors: dict[str, tuple[Path, FileTensor]] = {}
     for path, header in headers.items():

@@ -1,4 +1,4 @@
-"""The small files that go along with a model's weights: tokenizer, templates, special ids."""
+"""The small files beside a model's weights: tokenizer, templates, special ids."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ from parallel_llama.reshard.layout import json_text
 from parallel_llama.reshard.target_folder import TargetKind
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
 
-# Files that belong to a model beside its weights and travel as they are.
+# Files that are copied unchanged.
 SIDECARS = (
     *TOKENIZER_FILES,
     "tokenizer_config.json",
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 def sidecar_files(
     source: ModelFiles, kind: TargetKind, defaults: GenerationDefaults
 ) -> dict[str, bytes]:
-    """The small files that go along: the source's own, or a GGUF file's tokenizer as such files."""
+    """The small files of the target, copied or made from the tokenizer of a GGUF file."""
     if source.kind == "gguf":
         files = _gguf_tokenizer(source.path)
     else:
         templates = sorted((source.path / TEMPLATES).glob("*.jinja"))
         names = [*SIDECARS, *(f"{TEMPLATES}/{path.name}" for path in templates)]
-        # The built-in chat formats go without a template: params.json is what says Meta or Mistral.
+        # Built-in chat formats have no template; params.json identifies Meta's or Mistral's format.
         if kind == "native" and source.kind in ("meta", "native"):
             names.append("params.json")
         files = {
@@ -57,7 +57,7 @@ def _gguf_tokenizer(path: Path) -> dict[str, bytes]:
 
 
 def _generation_config(source: ModelFiles, defaults: GenerationDefaults) -> bytes:
-    """The source's own file, with the special ids that only its other files state."""
+    """generation_config.json of the source, with the special ids that other files state."""
     path = source.path / "generation_config.json"
     values: dict[str, Any] = {}
     if is_folder(source.path) and is_file(path):

@@ -1,4 +1,4 @@
-"""Writing tensors into a layout's files: the data, its hashes, and the journal behind the disk."""
+"""Writes tensors into the files of a layout, hashes them, and records them in the journal."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
@@ -20,12 +20,12 @@ from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.odirect_file import DirectFile, Staging
 from parallel_llama.reshard.partial_folder import PartialFolder
 
-# The journal follows what is on the disk after every so many bytes, or open files: the most that a
-# kill costs.
+# After this number of bytes or open files, the data is flushed and recorded in the journal. This is
+# the most work that a kill loses.
 FLUSH_BYTES = 128 << 20
 MAX_OPEN_FILES = 256
 
-# Pieces, and parts of files, that wait for the next thread.
+# Pieces, and parts of files, that wait in the queue of each thread.
 N_PREFETCHED = 3
 
 Pieces = Generator[tuple[CanonicalTensor, Piece], None, None]
@@ -33,7 +33,7 @@ Pieces = Generator[tuple[CanonicalTensor, Piece], None, None]
 
 @dataclass(frozen=True)
 class Part:
-    """What lies of a tensor at an offset of a file."""
+    """A part of a tensor at an offset of a file."""
 
     tensor: CanonicalTensor
     file: str
@@ -43,10 +43,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Written:
-    """What the manifest says of a tensor that is written; a line of the journal.
+    """The manifest's data of a written tensor; a line of the journal.
 
-    `units` are by the names of the tensors in the files. `n_bytes` are those in the files, where a
-    part of a tensor may lie more than once.
+    Args:
+        source: hash before conversion to another dtype, if converted.
+        units: hashes of units, by the names of the stored tensors.
+        n_bytes: bytes in the files, which may hold parts of a tensor more than once.
     """
 
     name: str
@@ -130,10 +132,13 @@ class UnitHashes:
 
 
 class TensorWriter:
-    """Writes tensors one after the other; `on_bytes` is told of every part.
+    """Writes tensors one after another, with a pipeline of threads.
 
-    Reading, laying out, hashing and writing have a thread each. The disk is waited for in another
-    one: only what it has comes into the journal.
+    Reading, placing, hashing and writing have a thread each. Another thread flushes files to the
+    disk and then records their tensors in the journal.
+
+    Args:
+        on_bytes: called with the size of each part that is written.
     """
 
     def __init__(
@@ -149,7 +154,7 @@ class TensorWriter:
         self._flushing: Future[None] | None = None
 
     def write(self, pieces: Pieces) -> list[Written]:
-        """All of the tensors, in order, to the disk."""
+        """Write all tensors in order, and flush them to the disk."""
         written = []
         with closing(prefetch(self._hashed(self._laid_out(pieces)), N_PREFETCHED)) as parts:
             for part in parts:
@@ -166,14 +171,14 @@ class TensorWriter:
         return written
 
     def close(self) -> None:
-        """Let go of files and thread, whatever came of them."""
+        """Close the files and stop the thread, also after an error."""
         self._flushing_thread.shutdown()
         for file in self._open.values():
             file.close()
         self._open = {}
 
     def file_hashes(self) -> dict[str, str]:
-        """The hash of each weight file; only when every tensor is written and `finish` has run."""
+        """The hash of each file, after every tensor was written and `Layout.finish` was called."""
         return {f.name: self._hashes[f.name].finish(f.n_bytes) for f in self._layout.files}
 
     def _laid_out(self, pieces: Pieces) -> Generator[Part, None, None]:
@@ -185,7 +190,7 @@ class TensorWriter:
                     yield Part(tensor, file, offset, tensor_bytes(value))
 
     def _hashed(self, parts: Generator[Part, None, None]) -> Generator[Part | Written, None, None]:
-        """The same parts, and behind those of each tensor what is to be noted of it."""
+        """Yields the same parts, and after those of each tensor its `Written`."""
         with closing(prefetch(parts, N_PREFETCHED)) as laid_out:
             for tensor, group in groupby(laid_out, attrgetter("tensor")):
                 sizes = self._layout.unit_bytes(tensor.param)
@@ -207,7 +212,7 @@ class TensorWriter:
         self._on_bytes(len(part.data))
 
     def _flush(self) -> None:
-        """Hand what is written to the disk; waits for what was handed over before."""
+        """Start flushing the written data to the disk, after the previous flush has finished."""
         self._wait()
         batch, files = self._unflushed, list(self._open.values())
         self._unflushed, self._unflushed_bytes, self._open = [], 0, {}

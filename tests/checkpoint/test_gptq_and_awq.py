@@ -254,8 +254,8 @@ def test_resharded_plain_values_are_those_that_are_loaded_to_the_last_bit(kind, 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("hf", r"its weights are quantised; give the dtype .* with --dtype$"),
-        ("meta --dtype float16 --quant stored", "a native folder alone holds quantised weights"),
+        ("hf", r"its weights are quantised; choose the dtype .* with --dtype$"),
+        ("meta --dtype float16 --quant stored", "only native folders support quantised weights"),
         (
             "native",
             r"wq\.weight: is in int4 with minima by 128, and a native folder holds int8,.*; "
@@ -312,7 +312,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         ),
         (
             {f"{Q_PROJ}.scales": torch.zeros(2, 256, dtype=torch.bfloat16)},
-            r"q_proj\.scales' has the dtype BF16; .* for scales of groups F16",
+            r"q_proj\.scales' has the dtype BF16; .* F16 for scales",
         ),
         (
             {f"{Q_PROJ}.qzeros": torch.zeros(2, 32, dtype=torch.int64)},

@@ -292,7 +292,7 @@ def test_an_index_that_leads_out_of_the_folder_is_a_problem(copy: Copy, name: st
     folder = copy("hf of 2 files")
     (folder / "manifest.json").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    assert "lies outside the folder" in problems_of(folder)[0]
+    assert "is outside the folder" in problems_of(folder)[0]
 
 
 def test_a_manifest_that_says_another_hash_for_a_tensor_is_not_believed(copy: Copy) -> None:

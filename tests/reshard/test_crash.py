@@ -157,11 +157,11 @@ def test_a_run_goes_on_where_an_error_stopped_it(
         real(self, data, offset)
 
     monkeypatch.setattr(DirectFile, "write", full)
-    with pytest.raises(WriteError, match="make room and run again with --resume"):
+    with pytest.raises(WriteError, match="free space and run again with --resume"):
         moved(small, target, layout=layout)
     monkeypatch.undo()
     assert not target.exists()
-    with pytest.raises(UsageError, match="continue it with --resume, or remove it"):
+    with pytest.raises(UsageError, match="continue it with --resume, or remove the folder"):
         moved(small, target, layout=layout)
     again = moved(small, target, resume=True, layout=layout)
     # Beside the last batch, at most a layer was on its way.
@@ -176,7 +176,7 @@ def test_a_file_size_limit_is_an_error_that_says_so(small, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        with pytest.raises(WriteError, match="no room for more"):
+        with pytest.raises(WriteError, match="no space"):
             moved(small, target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -294,7 +294,7 @@ def test_a_target_that_appears_meanwhile_is_not_touched(small, tmp_path, monkeyp
         real(self)
 
     monkeypatch.setattr(PartialFolder, "commit", commit)
-    with pytest.raises(WriteError, match="has appeared meanwhile"):
+    with pytest.raises(WriteError, match="was created meanwhile"):
         moved(small, target)
     assert list(target.iterdir()) == []
     monkeypatch.undo()
