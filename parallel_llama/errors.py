@@ -84,6 +84,6 @@ def listed(names: Iterable[str], limit: int = 10) -> str:
 
 
 def listed_ranks(ranks: Iterable[int]) -> str:
-    """Numbers of ranks such as '1, 2', with '...' after eight of them."""
+    """Numbers of ranks such as '1, 2', with '...' after eight."""
     numbers = sorted(ranks)
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

@@ -24,7 +24,7 @@ MIN_WINDOW_PART = Fraction(1, 4)
 # CUDA graphs. It is an estimate, not a measurement.
 CUDA_ALLOWANCE = 1 << 30
 
-# Memory of a CPU process beside weights, cache and the tensors of a step: about 220 MiB for torch's
+# Memory of a CPU process in addition to weights, cache and tensors of a step: 220 MiB for torch's
 # libraries and modules, 40 MiB for LLVM, the rest for our modules, the tokenizer and buffers.
 # SmolLM2 peaked at 358 to 404 MiB on one and two ranks.
 PROCESS_BYTES = 380 << 20
@@ -89,7 +89,7 @@ def bytes_passed_over(
 def working_bytes(
     args: ModelArgs, share: Share, precision: Precision, step_tokens: int, n_drawn: int, device: str
 ) -> int:
-    """Bytes that a rank needs beside weights and KV cache: on its card or, for 'cpu', on the host.
+    """Bytes of a rank in addition to weights and KV cache, on its card or, for 'cpu', on the host.
 
     The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens), the
     logits of `n_drawn` rows, and CUDA_ALLOWANCE on a card or PROCESS_BYTES on the CPU.

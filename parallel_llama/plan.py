@@ -14,8 +14,8 @@ In a mixture of experts, ranks split the channels of every expert, or the expert
 each group of ranks holds some experts, and each rank of the group some of their channels.
 
     experts      0   1   2   3   4   5        6 experts of 768 channels on 5 ranks
-    ranks 0-2    [0 ......... 4)              experts 0-3, each rank 256 channels of them
-    ranks 3-4                    [4 . 6)      experts 4-5, each rank 384 channels of them
+    ranks 0-2    [0 ......... 4)              experts 0-3, 256 channels of each per rank
+    ranks 3-4                    [4 . 6)      experts 4-5, 384 channels of each per rank
 """
 
 import math
@@ -352,13 +352,13 @@ def _placement(args: ModelArgs, groups: list[range], asked: int | None) -> Place
     compared = f"{each} of an expert's {args.ffn_dim} channels on each of {n_ranks} ranks"
     if len(groups) == 1:
         reason = f"every rank works on every expert: {compared}, of at least {MIN_EXPERT_CHANNELS}"
-        return Placement("tensor", "as asked for" if asked else reason)
+        return Placement("tensor", "as requested" if asked else reason)
     are_few = f"{compared} would be fewer than {MIN_EXPERT_CHANNELS}"
     if sizes == [1]:
         reason = f"every rank has whole experts: {are_few}"
-        return Placement("expert", "as asked for" if asked else reason)
-    reason = f"groups of {' or '.join(map(str, sizes))} ranks share out the experts: {are_few}"
-    return Placement("mixed", "as asked for" if asked else reason)
+        return Placement("expert", "as requested" if asked else reason)
+    reason = f"groups of {' or '.join(map(str, sizes))} ranks hold some experts each: {are_few}"
+    return Placement("mixed", "as requested" if asked else reason)
 
 
 def _balance(counts: list[int], weights: list[int]) -> Fraction:

@@ -110,7 +110,7 @@ def damaged_files(
     for name in sorted(set(present) - set(manifest.files)):
         line = f"{name}: not in {MANIFEST}"
         if Path(name).suffix.lower() in OWN_SUFFIXES or Path(name).name in TOKENIZER_FILES:
-            report.problems.append(f"{line}; remove it, or write the folder anew")
+            report.problems.append(f"{line}; remove it, or write the folder again")
         else:
             report.notes.append(line)
     return damaged

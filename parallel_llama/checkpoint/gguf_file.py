@@ -37,9 +37,9 @@ from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.ops.groups import Groups, joined
 
-# Values that a thread decodes at once, which take about 10 MB beside the result. With twice as many
-# the system often takes the memory back after each piece and zeroes it again; with half as many the
-# overhead of calls grows.
+# Values that a thread decodes at once, which take about 10 MB on top of the result. With twice as
+# many the system often takes the memory back after each piece and zeroes it again; with half as
+# many the overhead of calls grows.
 DECODED_AT_ONCE = 1 << 19
 
 

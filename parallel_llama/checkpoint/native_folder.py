@@ -233,7 +233,7 @@ def is_unit_major(param: Param) -> bool:
 def stored_shape(param: Param, unit: int) -> tuple[int, ...]:
     """The shape of a weight in its file: [n_units, rows, unit] in unit-major order.
 
-    With a short last unit there is no such shape, and the values are one row.
+    With a short last unit the values are stored flat.
     """
     if not is_unit_major(param):
         return param.shape

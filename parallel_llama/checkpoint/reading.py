@@ -1,7 +1,7 @@
 """Loads the tensors of one rank from a checkpoint.
 
-Every weight is cut to the rank's shard, converted, and checked for NaN and Inf. Beside its shard a
-rank holds one bounded piece at a time.
+Every weight is cut to the rank's shard, converted, and checked for NaN and Inf. In addition to its
+shard a rank holds one bounded piece at a time.
 """
 
 import math

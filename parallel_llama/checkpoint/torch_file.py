@@ -127,7 +127,7 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
 
 
 def _in_archive(member: zipfile.ZipInfo) -> str:
-    """A record's name without the archive's own, which torch puts before it."""
+    """The name of a record without the prefix of the archive name."""
     return member.filename.partition("/")[2]
 
 

@@ -99,7 +99,7 @@ def _sampling_from_hf(fields: Fields) -> GenerationDefaults:
     ]
     if ignored:
         logger.warning(
-            "generation_config.json has %s, which is not supported and ignored",
+            "generation_config.json has %s, which is not supported and is ignored",
             ", ".join(ignored),
         )
     always = replace(

@@ -32,7 +32,7 @@ _ACTIVATIONS = {
 _TRAINED = "original_max_position_embeddings"
 # The rotary base of sliding-window layers, before transformers 5.
 _LOCAL_ROPE = "rope_local_base_freq"
-# The keys of each type of rope scaling beside _ROPE_COMMON, in the order of writing.
+# The keys of each type of rope scaling other than _ROPE_COMMON, in the order of writing.
 _ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),

@@ -49,7 +49,7 @@ _FACTORS = (
 )  # fmt: skip
 _ACTIVATIONS = ("activation_function", "hidden_activation")
 
-# The values, beside null, that turn a key off.
+# The values other than null that turn a key off.
 OFF: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_SWITCHES_AND_SIZES, (0, [], {})),  # 0 also equals False
     **dict.fromkeys(_FACTORS, (1,)),
@@ -89,7 +89,7 @@ def check_keys(fields: Fields, reads: Collection[str]) -> None:
     """Apply the rules above to config.json, with one warning for all ignored keys.
 
     Args:
-        reads: keys that the family reads beside READ.
+        reads: keys that the family reads in addition to READ.
 
     Raises: UsageError for a refused key, or too many keys.
     """
