@@ -24,7 +24,7 @@ from parallel_llama.files.bounded_files import open_descriptor
 
 
 @dataclass(frozen=True)
-class Block:
+class MatrixBlock:
     """A block of a matrix that has `n_columns`: a range of rows and a range of columns."""
 
     n_columns: int
@@ -32,7 +32,7 @@ class Block:
     columns: range
 
 
-def as_blocks(param: Param, place: Place, rows: range) -> list[Block]:
+def as_blocks(param: Param, place: Place, rows: range) -> list[MatrixBlock]:
     """The blocks of the stored tensor that hold a slice of a parameter, in order.
 
     A stored vector counts as a matrix of one row, so it is cut along its columns. An empty slice of
@@ -40,16 +40,16 @@ def as_blocks(param: Param, place: Place, rows: range) -> list[Block]:
 
     >>> place = Place("ab", (6, 5), first=2, run=4, step=6)
     >>> as_blocks(Param("b", (4, 5), None, 1), place, range(2, 5))
-    [Block(n_columns=5, rows=range(2, 6), columns=range(2, 5))]
+    [MatrixBlock(n_columns=5, rows=range(2, 6), columns=range(2, 5))]
     """
     n_columns = place.shape[-1]
     if len(param.shape) == 1:
-        return [Block(n_columns, range(1), run) for run in place.runs(rows)]
+        return [MatrixBlock(n_columns, range(1), run) for run in place.runs(rows)]
     row_range, columns = (
         (rows, range(n_columns)) if param.dim == 0 else (range(param.shape[0]), rows)
     )
     runs = list(place.runs(row_range)) or [range(0)]
-    return [Block(n_columns, run, columns) for run in runs]
+    return [MatrixBlock(n_columns, run, columns) for run in runs]
 
 
 def sliced_shape(param: Param, rows: range) -> tuple[int, ...]:

@@ -17,9 +17,9 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import (
-    Block,
     ByteRanges,
     Empty,
+    MatrixBlock,
     as_blocks,
     new_memory,
     sliced_shape,
@@ -115,15 +115,15 @@ def _decoded(
     return out
 
 
-def _pieces(block: Block, out: Tensor, step: int) -> tuple[list[Block], list[Tensor]]:
+def _pieces(block: MatrixBlock, out: Tensor, step: int) -> tuple[list[MatrixBlock], list[Tensor]]:
     """Pieces of `step` rows of a block, and the rows of `out` that they are decoded into."""
     starts = range(0, len(block.rows) if out.numel() else 0, step)
     rows = [block.rows[start : start + step] for start in starts]
-    blocks = [Block(block.n_columns, own, block.columns) for own in rows]
+    blocks = [MatrixBlock(block.n_columns, own, block.columns) for own in rows]
     return blocks, [out[start : start + step] for start in starts]
 
 
-def _decode(file: ByteRanges, tensor: FileTensor, block: Block, out: Tensor) -> None:
+def _decode(file: ByteRanges, tensor: FileTensor, block: MatrixBlock, out: Tensor) -> None:
     """Decode a block of a quantised tensor into `out`, which has its shape."""
     columns = block.columns
     size, n_bytes = _sizes(tensor)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint.byte_ranges import Block
+from parallel_llama.checkpoint.byte_ranges import MatrixBlock
 from parallel_llama.config.quantised import PER_WORD, Packing
 from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat
 from parallel_llama.families.places import Place
@@ -66,7 +66,7 @@ class PackedMatrix:
         return {"g_idx": (n_inputs,), "bias": (n_outputs,)}
 
 
-def read_packed(packing: Packing, block: Block, read: Read) -> Groups:
+def read_packed(packing: Packing, block: MatrixBlock, read: Read) -> Groups:
     """Decodes a block of a GPTQ or AWQ matrix; its columns must be whole groups of 32 inputs."""
     form, outputs, inputs = packing.form, block.rows, block.columns
     groups = range(inputs.start // form.block, -(-inputs.stop // form.block))

@@ -16,7 +16,7 @@ from transformers_oracle import reference_logits
 
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.checkpoint import load, open_checkpoint
-from parallel_llama.checkpoint.byte_ranges import Block
+from parallel_llama.checkpoint.byte_ranges import MatrixBlock
 from parallel_llama.checkpoint.quantised import read_packed
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
@@ -102,7 +102,7 @@ def test_any_part_of_a_matrix_means_what_its_integers_zeros_and_scales_say(kind,
 
     for rows in (range(40), range(8, 24), range(3, 9), range(17, 18), range(5, 5)):
         for columns in (range(384), range(32, 64), range(96, 320), range(160, 160)):
-            groups = read_packed(packing, Block(384, rows, columns), read)
+            groups = read_packed(packing, MatrixBlock(384, rows, columns), read)
             assert groups.form == HF_GROUPS[size]
             expected = matrix.values[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(groups.values().double(), expected)
