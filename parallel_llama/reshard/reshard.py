@@ -124,13 +124,13 @@ def reshard(
             else:
                 written = NativeLayout(args, dtypes, n_parts, formats)
         small = {**beside, **written.metadata()}
-        run = Run(source, args, checkpoint, written, target, dtypes, formats, small)
-        run.require_space()
-        return run.write(resume, on_start, on_bytes)
+        job = ReshardJob(source, args, checkpoint, written, target, dtypes, formats, small)
+        job.require_space()
+        return job.write(resume, on_start, on_bytes)
 
 
 @dataclass(frozen=True)
-class Run:
+class ReshardJob:
     """A conversion that passed all checks and can be started.
 
     Args:
