@@ -48,10 +48,8 @@ class Checkpoint(ABC):
         """
         if order == self._stored_order or not is_rotary(param.name):
             return self._stored(param, rows)
-        size = self.args.head_dim
-        heads = range(rows.start // size * size, -(-rows.stop // size) * size)
-        value = reordered(self._stored(param, heads), size, order, self.args.rotary_dim)
-        return value[rows.start - heads.start :][: len(rows)]
+        heads = self._whole_heads(rows)
+        return self._reordered(self._stored(param, heads), heads, rows, order)
 
     def groups(
         self, param: Param, rows: range, form: GroupFormat, order: RotaryOrder = "half"
@@ -62,15 +60,20 @@ class Checkpoint(ABC):
         """
         if order == self._stored_order or not is_rotary(param.name):
             return self._stored_groups(param, rows, form)
-        size = self.args.head_dim
-        heads = range(rows.start // size * size, -(-rows.stop // size) * size)
+        heads = self._whole_heads(rows)
         whole = self._stored_groups(param, heads, form)
-        own = slice(rows.start - heads.start, rows.stop - heads.start)
+        if whole is None:
+            return None
+        return whole.each(lambda part: self._reordered(part, heads, rows, order))
 
-        def converted(of_rows: Tensor) -> Tensor:
-            return reordered(of_rows, size, order, self.args.rotary_dim)[own]
+    def _whole_heads(self, rows: range) -> range:
+        size = self.args.head_dim
+        return range(rows.start // size * size, -(-rows.stop // size) * size)
 
-        return None if whole is None else whole.each(converted)
+    def _reordered(self, stored: Tensor, heads: range, rows: range, order: RotaryOrder) -> Tensor:
+        """Selects `rows` of the stored rows `heads`, in another rotary order."""
+        value = reordered(stored, self.args.head_dim, order, self.args.rotary_dim)
+        return value[rows.start - heads.start :][: len(rows)]
 
     def _stored_groups(self, _: Param, __: range, ___: GroupFormat) -> Groups | None:
         """As `groups`, in the stored rotary order."""

@@ -8,7 +8,6 @@ Source: ggml's docs/gguf.md.
 import math
 from concurrent.futures import Executor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,10 +25,9 @@ from parallel_llama.checkpoint.byte_ranges import (
 )
 from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.checkpoint.quantised import decode_gguf
-from parallel_llama.checkpoint.tensor_files import TensorFiles
+from parallel_llama.checkpoint.tensor_files import TensorFiles, merged
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GGUF_GROUPS, STORED, GroupFormat
-from parallel_llama.errors import CheckpointError
 from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
 from parallel_llama.files.gguf_header import read_gguf_header
@@ -46,21 +44,14 @@ DECODED_AT_ONCE = 1 << 19
 class GGUFFile(TensorFiles):
     """The tensors of a GGUF file.
 
-    Raises: CheckpointError if a file is damaged or two files hold the same tensor.
+    Raises: CheckpointError if the file is damaged.
     """
 
     layout = "gguf"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
-        tensors: dict[str, tuple[Path, FileTensor]] = {}
-        for path in files.weights:
-            for name, t in read_gguf_header(path).tensors.items():
-                if name in tensors:
-                    raise CheckpointError(
-                        f"{path}: tensor {name!r:.200} is also in an earlier file"
-                    )
-                tensors[name] = path, FileTensor(name, t.type_name, t.shape, t.offset, t.n_bytes)
-        super().__init__(files, args, tensors, empty)
+        headers = {path: read_gguf_header(path).tensors for path in files.weights}
+        super().__init__(files, args, merged(files.path, headers), empty)
         # The threads start at the first decoding, and run outside the GIL.
         self._decoders = workers()
 

@@ -17,12 +17,10 @@ from parallel_llama.errors import CheckpointError
 from parallel_llama.families import FAMILIES, family_of, parameters, stored_places
 from parallel_llama.families.names import Layout, hf_full_name, renamed
 from parallel_llama.families.places import Place
-from parallel_llama.files.gguf_header import GGUFTensor, read_gguf_header
+from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 
-Stored = FileTensor | GGUFTensor
-
-_READERS: dict[str, Callable[[Path], Mapping[str, Stored]]] = {
+_READERS: dict[str, Callable[[Path], Mapping[str, FileTensor]]] = {
     ".safetensors": read_safetensors_header,
     ".bin": read_torch_header,
     ".pth": read_torch_header,
@@ -140,7 +138,7 @@ class Damage:
         return orders[layout] == "half" or not is_rotary(name)
 
 
-def _span(tensor: Stored, place: Place) -> range:
+def _span(tensor: FileTensor, place: Place) -> range:
     """The bytes from the first to the last byte of a weight in its stored tensor."""
     row_bytes = tensor.n_bytes // place.n_rows
     start, stop = (
@@ -149,7 +147,7 @@ def _span(tensor: Stored, place: Place) -> range:
     return range(start, stop)
 
 
-def _bytes_of(tensor: Stored) -> range:
+def _bytes_of(tensor: FileTensor) -> range:
     return range(tensor.offset, tensor.offset + tensor.n_bytes)
 
 

@@ -109,7 +109,7 @@ def _sizes(own: Fields, arch: str) -> dict[str, int]:
 
 def _gguf_dtype(header: GGUFHeader) -> str:
     """The dtype of all matrices if they have one unquantised dtype, else float32."""
-    stored = {tensor.type_name for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    stored = {tensor.dtype for tensor in header.tensors.values() if len(tensor.shape) > 1}
     return STORED.get(stored.pop(), "float32") if len(stored) == 1 else "float32"
 
 
@@ -172,9 +172,9 @@ def _yarn_attention_factor(own: Fields, arch: str, factor: float) -> float | Non
 
 def _rope_factors(header: GGUFHeader, path: Path) -> tuple[float, ...]:
     tensor = header.tensors["rope_freqs.weight"]
-    if tensor.type_name != "F32" or len(tensor.shape) != 1:
+    if tensor.dtype != "F32" or len(tensor.shape) != 1:
         raise UsageError(
-            f"rope_freqs.weight is {tensor.type_name} of shape {list(tensor.shape)}; "
+            f"rope_freqs.weight is {tensor.dtype} of shape {list(tensor.shape)}; "
             "only one row of F32 is supported"
         )
     if tensor.shape[0] > MAX_SIZES["head_dim"]:

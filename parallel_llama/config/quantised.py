@@ -69,7 +69,7 @@ def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
     Raises: CheckpointError if a file is damaged.
     """
     types = {
-        name: tensor.type_name
+        name: tensor.dtype
         for path in files.weights
         for name, tensor in read_gguf_header(path).tensors.items()
     }

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.files.bounded_files import open_file, reading
+from parallel_llama.files.safetensors_header import FileTensor
 
 MAX_FIELDS = 65_536
 MAX_TENSORS = 100_000
@@ -58,31 +59,11 @@ _REFUSED_TYPES = {
 
 
 @dataclass(frozen=True)
-class GGUFTensor:
-    """The location of one tensor.
-
-    Args:
-        shape: in row-major order as in torch, the reverse of the order in the file.
-        offset: bytes from the start of the file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    type_number: int
-    offset: int
-    n_bytes: int
-
-    @property
-    def type_name(self) -> str:
-        return GGML_TYPES[self.type_number][0]
-
-
-@dataclass(frozen=True)
 class GGUFHeader:
     """The metadata fields and tensors of a GGUF file; shared by all callers, so never modified."""
 
     fields: dict[str, Any]
-    tensors: dict[str, GGUFTensor]
+    tensors: dict[str, FileTensor]
 
 
 class _Cursor:
@@ -200,6 +181,7 @@ def _tensor(cursor: _Cursor, index: int) -> tuple[str, tuple[int, ...], int, int
     n_dims = cursor.number("I", what)
     if not 1 <= n_dims <= MAX_DIMS:
         raise CheckpointError(f"{cursor.path}: {what} has {n_dims} dimensions, allowed 1 to 4")
+    # Row-major as in torch, the reverse of the order in the file.
     shape = tuple(cursor.number("Q", what) for _ in range(n_dims))[::-1]
     return name, shape, cursor.number("I", what), cursor.number("Q", what)
 
@@ -275,9 +257,9 @@ def _read(path: Path, size: int) -> GGUFHeader:
 
 def _placed(
     path: Path, places: list[tuple[str, tuple[int, ...], int, int]], data_start: int, size: int
-) -> dict[str, GGUFTensor]:
+) -> dict[str, FileTensor]:
     """The tensors at absolute offsets, checked to be inside the file and not to overlap."""
-    tensors: dict[str, GGUFTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for name, shape, type_number, offset in places:
 
         def fail(why: str, name: str = name) -> None:
@@ -294,7 +276,7 @@ def _placed(
                 f"needs bytes {start} to {start + n_bytes} and the file has {size}; "
                 "it is truncated or damaged, fetch it again"
             )
-        tensors[name] = GGUFTensor(name, shape, type_number, start, n_bytes)
+        tensors[name] = FileTensor(name, GGML_TYPES[type_number][0], shape, start, n_bytes)
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
     for before, after in itertools.pairwise(ordered):
         if before.offset + before.n_bytes > after.offset:

@@ -30,10 +30,10 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class FileTensor:
-    """The location of a row-major tensor in its file.
+    """The location of a row-major tensor in a safetensors, GGUF or .pth file.
 
     Args:
-        dtype: the name in the file, which need not be a dtype of models.
+        dtype: the name in the file, such as BF16 or Q4_K.
         offset: bytes from the start of the file.
     """
 

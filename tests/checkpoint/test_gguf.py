@@ -155,12 +155,6 @@ def test_structure_faults_are_listed(tmp_path):
     assert "misshapen: output_norm.weight is [37], expected [36];" in text
 
 
-def test_a_tensor_in_two_parts_is_refused(tmp_path):
-    files = write_gguf(tmp_path / "tiny.gguf", TINY, weights_of(TINY), {})
-    with pytest.raises(CheckpointError, match="also in an earlier file"):
-        open_checkpoint(replace(files, weights=files.weights * 2), TINY)
-
-
 SMOLLM2 = ModelArgs(576, 30, 9, 3, 64, 1536, 49152, tied_embeddings=True)
 
 

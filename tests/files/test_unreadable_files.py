@@ -30,8 +30,9 @@ from parallel_llama.checkpoint.byte_ranges import ByteRanges
 from parallel_llama.cli.main import main
 from parallel_llama.config.gguf import _rope_factors
 from parallel_llama.errors import CheckpointError
-from parallel_llama.files.gguf_header import GGUFHeader, GGUFTensor
+from parallel_llama.files.gguf_header import GGUFHeader
 from parallel_llama.files.partial_output import whole_lines
+from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.tokenizer import bounded_process
 
 NOBODY = 65534
@@ -360,7 +361,9 @@ def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(
     os.mkfifo(path)
     opens: dict[str, Callable[[], object]] = {
         "rope_freqs": lambda: _rope_factors(
-            GGUFHeader({}, {"rope_freqs.weight": GGUFTensor("rope_freqs.weight", (2,), 0, 0, 8)}),
+            GGUFHeader(
+                {}, {"rope_freqs.weight": FileTensor("rope_freqs.weight", "F32", (2,), 0, 8)}
+            ),
             path,
         ),
         "weights": lambda: ByteRanges(path),
