@@ -106,10 +106,8 @@ class Share:
 class Placement:
     """How experts are distributed over ranks, and the reason in words.
 
-    Args:
-        kind: 'tensor' if every rank holds some channels of every expert, 'expert' if each expert is
-            whole on one rank, 'mixed' if groups of ranks hold some experts each and the ranks of a
-            group some of their channels.
+    tensor: every rank holds some channels of every expert; expert: each expert is whole on one
+    rank; mixed: groups of ranks hold some experts each, and each rank some of their channels.
     """
 
     kind: Literal["tensor", "expert", "mixed"]

@@ -37,15 +37,9 @@ _LINE = re.compile(r"([0-9a-fA-F]{32}) [ *]([^/\\\0]+)")
 
 @dataclass
 class Report:
-    """The result of a check.
+    """The result of a check; `notes` are not faults.
 
-    Args:
-        files: number of files, without the manifest.
-        tensors: number of tensors of the model.
-        hashed: number of files and tensors whose hash was compared.
-        bytes: total size of the files.
-        problems: one line per fault.
-        notes: lines that are not faults.
+    `files` and `bytes` do not count the manifest, `hashed` counts files and tensors.
     """
 
     files: int = 0

@@ -25,12 +25,11 @@ from parallel_llama.checkpoint.byte_ranges import (
 )
 from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.checkpoint.quantised import decode_gguf
-from parallel_llama.checkpoint.tensor_files import TensorFiles, merged
+from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GGUF_GROUPS, STORED, GroupFormat
 from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
-from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.ops.groups import Groups, joined
@@ -50,8 +49,7 @@ class GGUFFile(TensorFiles):
     layout = "gguf"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
-        headers = {path: read_gguf_header(path).tensors for path in files.weights}
-        super().__init__(files, args, merged(files.path, headers), empty)
+        super().__init__(files, args, empty)
         # The threads start at the first decoding, and run outside the GIL.
         self._decoders = workers()
 

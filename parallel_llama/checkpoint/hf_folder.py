@@ -9,8 +9,7 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
 from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
-from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged
-from parallel_llama.checkpoint.torch_file import read_torch_header
+from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged, read_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.config.quantised import hf_packing, packed_weights
 from parallel_llama.dtypes import STORED, GroupFormat
@@ -24,7 +23,6 @@ from parallel_llama.files.model_files import MAX_INDEX_BYTES, ModelFiles
 from parallel_llama.files.safetensors_header import (
     DTYPE_BITS,
     FileTensor,
-    read_safetensors_header,
 )
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.groups import Groups, joined
@@ -32,8 +30,6 @@ from parallel_llama.ops.groups import Groups, joined
 # Suffixes of tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints.
 _QUANTISED = (".qweight", ".qzeros", ".absmax", ".weight_scale", ".weight_scale_inv")
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
-
-READERS = {".safetensors": read_safetensors_header, ".bin": read_torch_header}
 
 
 class HFFolder(TensorFiles):
@@ -56,7 +52,7 @@ class HFFolder(TensorFiles):
         if packing is not None:
             for name in packed_weights(args, tensors):
                 self._packed[name] = PackedMatrix(packing, stored_places(args, "hf")[name])
-        super().__init__(files, args, tensors, empty)
+        super().__init__(files, args, empty, tensors)
 
     def check(self, args: ModelArgs) -> None:
         known = {place.name for place in self._placed(args).values()}
@@ -143,7 +139,7 @@ class HFFolder(TensorFiles):
 def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:
     """The tensors of a file by their names in a model with a head."""
     tensors: dict[str, FileTensor] = {}
-    for name, tensor in READERS[path.suffix](path).items():
+    for name, tensor in read_header(path).items():
         full_name = hf_full_name(name, family_of(args).names)
         if full_name in tensors:
             base = full_name.partition(".")[0]

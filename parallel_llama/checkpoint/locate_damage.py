@@ -1,7 +1,7 @@
 """Locates damage in a file: the tensor and the range of bytes."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +10,14 @@ from parallel_llama.checkpoint.checkpoint import is_rotary
 from parallel_llama.checkpoint.file_manifest import WEIGHT_SUFFIXES
 from parallel_llama.checkpoint.manifest import Manifest, TensorEntry, hash_file
 from parallel_llama.checkpoint.native_folder import axis_units, unit_spans, weight_of
-from parallel_llama.checkpoint.torch_file import read_torch_header
+from parallel_llama.checkpoint.tensor_files import read_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GROUP_SIZE, ITEM_BYTES
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import FAMILIES, family_of, parameters, stored_places
 from parallel_llama.families.names import Layout, hf_full_name, renamed
 from parallel_llama.families.places import Place
-from parallel_llama.files.gguf_header import read_gguf_header
-from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
-
-_READERS: dict[str, Callable[[Path], Mapping[str, FileTensor]]] = {
-    ".safetensors": read_safetensors_header,
-    ".bin": read_torch_header,
-    ".pth": read_torch_header,
-    ".gguf": lambda path: read_gguf_header(path).tensors,
-}
+from parallel_llama.files.safetensors_header import FileTensor
 
 
 def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list[tuple[str, range]]:
@@ -40,11 +32,8 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
 
     Raises: CheckpointError if the file is damaged, or has another suffix.
     """
-    suffix = path.suffix.lower()
-    if suffix not in _READERS:
-        raise CheckpointError(f"{path}: not a file of weights")
     try:
-        found = _READERS[suffix](path).values()
+        found = read_header(path).values()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     ordered = sorted(found, key=lambda tensor: tensor.offset)
@@ -68,10 +57,8 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
 class Damage:
     """The results of checking a folder with damaged files.
 
-    Args:
-        args: the arguments of the model, or None if they could not be read.
-        wrong: names of the tensors whose canonical form differs from the manifest.
-        reasons: errors of reading the folder as a model; empty if it could be read.
+    `args` is None if unreadable. `wrong` names the tensors whose canonical form differs from the
+    manifest; `reasons` are the errors of reading the folder as a model.
     """
 
     folder: Path

@@ -53,11 +53,9 @@ class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Source(Struct, frozen=True, forbid_unknown_fields=True):
-    """The source that a folder was converted from.
+    """The source of a converted folder.
 
-    Args:
-        files: sizes of the files of weights, by name.
-        tensors: hashes before conversion of the tensors whose dtype changed.
+    `files` are sizes of the files of weights; `tensors` the hashes of tensors whose dtype changed.
     """
 
     layout: LayoutName

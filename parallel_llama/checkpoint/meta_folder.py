@@ -14,9 +14,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint.byte_ranges import Empty, new_memory, sliced_shape
+from parallel_llama.checkpoint.byte_ranges import sliced_shape
 from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
-from parallel_llama.checkpoint.tensor_files import TensorFiles, merged
+from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.checkpoint.torch_file import open_torch_file
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import DTYPES, STORED
@@ -24,7 +24,6 @@ from parallel_llama.errors import CheckpointError, DamagedWeights, listed
 from parallel_llama.families import family_of, parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.plan import local_kv_heads
 
@@ -52,10 +51,6 @@ class MistralFolder(TensorFiles):
 
     layout = "meta"
     readable = f"readable are {', '.join(STORED)}; use the unquantised model"
-
-    def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
-        headers = {path: read_safetensors_header(path) for path in files.weights}
-        super().__init__(files, args, merged(files.path, headers), empty)
 
 
 class MetaFolder(Checkpoint):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory
-from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged
+from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded
 from parallel_llama.config import ModelArgs
 from parallel_llama.config.native import native_units
 from parallel_llama.config.quantised import native_formats
@@ -34,7 +34,6 @@ from parallel_llama.families.weights import Param
 from parallel_llama.files.fields import naming
 from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.groups import Groups
 from parallel_llama.plan import unit_size
@@ -54,11 +53,8 @@ BYTE_DTYPES = {"I8": torch.int8, "U8": torch.uint8, _FLOAT: torch.float8_e4m3fn}
 class Part:
     """A tensor of a native folder: a plain weight, or one tensor of a quantised weight.
 
-    Args:
-        param: the tensor with its own name and shape.
-        unit: rows or columns of the tensor in one unit.
-        per: number of inputs of the weight per value.
-        dtype: the name in the file; None for plain weights, which may have any dtype.
+    `param` has the name and shape of the tensor, `unit` is in its rows or columns, and `per` is the
+    number of inputs of the weight per value. `dtype` is None for plain weights, which may have any.
     """
 
     param: Param
@@ -99,8 +95,7 @@ class NativeFolder(TensorFiles):
             self._units, self._formats = native_units(values), native_formats(values, args)
             if self._formats:
                 _require_whole_groups(self._units)
-        headers = {path: read_safetensors_header(path) for path in files.weights}
-        super().__init__(files, args, merged(files.path, headers), empty)
+        super().__init__(files, args, empty)
 
     def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
         parts = [part for param in parameters(args) for part in self._parts(param)]

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty
+from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty, new_memory
 from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
+from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GROUP_SIZE, STORED
 from parallel_llama.errors import CheckpointError
@@ -14,12 +15,20 @@ from parallel_llama.families import family_of, stored_places
 from parallel_llama.families.names import Layout
 from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
+from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.files.safetensors_header import FileTensor
+from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.groups import Groups
 
 HeldTensors = Mapping[str, tuple[Path, FileTensor]]
+
+HEADER_READERS: dict[str, Callable[[Path], Mapping[str, FileTensor]]] = {
+    ".safetensors": read_safetensors_header,
+    ".bin": read_torch_header,
+    ".pth": read_torch_header,
+    ".gguf": lambda path: read_gguf_header(path).tensors,
+}
 
 
 class TensorFiles(Checkpoint):
@@ -34,10 +43,17 @@ class TensorFiles(Checkpoint):
     readable: str | None = None
 
     def __init__(
-        self, files: ModelFiles, args: ModelArgs, tensors: HeldTensors, empty: Empty
+        self,
+        files: ModelFiles,
+        args: ModelArgs,
+        empty: Empty = new_memory,
+        tensors: HeldTensors | None = None,
     ) -> None:
         super().__init__(args, family_of(args).rotary_order[self.layout] if self.layout else "half")
-        self.path, self._tensors = files.path, tensors
+        self.path = files.path
+        if tensors is None:
+            tensors = merged(files.path, {path: read_header(path) for path in files.weights})
+        self._tensors = tensors
         self._places = self._placed(args)
         self._files = {path: ByteRanges(path, empty) for path in files.weights}
 
@@ -87,6 +103,17 @@ class TensorFiles(Checkpoint):
     def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (subclasses use it)
         """The readable dtypes of a stored tensor."""
         return STORED
+
+
+def read_header(path: Path) -> Mapping[str, FileTensor]:
+    """The locations of all tensors of a file of weights, by name.
+
+    Raises: CheckpointError if the file is damaged, or has another suffix than HEADER_READERS.
+    """
+    read = HEADER_READERS.get(path.suffix.lower())
+    if read is None:
+        raise CheckpointError(f"{path}: not a file of weights")
+    return read(path)
 
 
 def decoded(param: Param, rows: range, groups: Callable[[range], Groups]) -> Tensor:

@@ -79,16 +79,12 @@ def default_quant(files: ModelFiles, args: ModelArgs) -> str:
     return "stored" if stays else "none"
 
 
-def _hf_args(files: ModelFiles, _: CountVocab | None) -> ModelArgs:
+def _json_args(
+    read: Callable[[Mapping[str, Any]], ModelArgs], files: ModelFiles, _: CountVocab | None
+) -> ModelArgs:
     values = read_json_object(files.config)
     with naming(files.config):
-        return args_from_hf(values)
-
-
-def _native_args(files: ModelFiles, _: CountVocab | None) -> ModelArgs:
-    values = read_json_object(files.config)
-    with naming(files.config):
-        return args_from_native(values)
+        return read(values)
 
 
 def _gguf_args(files: ModelFiles, _: CountVocab | None) -> ModelArgs:
@@ -109,7 +105,7 @@ def _meta_args(files: ModelFiles, count_vocab: CountVocab | None) -> ModelArgs:
 def _shape_args(files: ModelFiles, count_vocab: CountVocab | None) -> ModelArgs:
     """From a file of configs/models, in the keys of config.json or of params.json."""
     if "model_type" in (values := read_json_object(files.config)):
-        return _hf_args(files, count_vocab)
+        return _json_args(args_from_hf, files, count_vocab)
     return _params_args(values, files, count_vocab)
 
 
@@ -123,9 +119,11 @@ def _params_args(
 
 
 LAYOUTS = {
-    "hf": FileLayout(_hf_args, folder_defaults, hf_formats),
+    "hf": FileLayout(partial(_json_args, args_from_hf), folder_defaults, hf_formats),
     "meta": FileLayout(_meta_args, folder_defaults),
-    "native": FileLayout(_native_args, folder_defaults, native_folder_formats),
+    "native": FileLayout(
+        partial(_json_args, args_from_native), folder_defaults, native_folder_formats
+    ),
     "gguf": FileLayout(_gguf_args, gguf_defaults, gguf_formats, stays_quantised=False),
     "config": FileLayout(_shape_args),
 }

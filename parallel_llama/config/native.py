@@ -22,11 +22,9 @@ _SCALING = {field.name for field in fields(RopeScaling)}
 def native_config(
     args: ModelArgs, units: Mapping[str, int], formats: Mapping[str, GroupFormat] | None = None
 ) -> dict[str, Any]:
-    """The content of native.json.
+    """The content of native.json, with rows or columns per unit of each axis.
 
-    Args:
-        units: rows or columns of one unit, for each axis.
-        formats: formats of the quantised weights, each one of `quantised.NATIVE_GROUPS`.
+    `formats` are those of the quantised weights, each one of `quantised.NATIVE_GROUPS`.
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file

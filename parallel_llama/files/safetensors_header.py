@@ -32,9 +32,7 @@ DTYPE_BITS = {
 class FileTensor:
     """The location of a row-major tensor in a safetensors, GGUF or .pth file.
 
-    Args:
-        dtype: the name in the file, such as BF16 or Q4_K.
-        offset: bytes from the start of the file.
+    `dtype` is the name in the file, such as BF16 or Q4_K; `offset` counts from the file's start.
     """
 
     name: str

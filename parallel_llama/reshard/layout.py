@@ -46,9 +46,8 @@ class Layout(ABC):
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         """Yields file name, byte offset and contiguous data of the parts of a tensor.
 
-        Args:
-            pieces: the tensor in canonical form, as pieces of rows that end between heads, or as
-                one piece if ranks cut it by columns.
+        `pieces` are the tensor in canonical form: rows that end between heads, or one piece if
+        ranks cut it by columns.
         """
 
     def unit_bytes(

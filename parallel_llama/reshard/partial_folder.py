@@ -32,9 +32,7 @@ def partial_bytes(target: Path) -> int:
 class PartialFolder:
     """The partial folder of one target, locked by this process until `close`.
 
-    Args:
-        plan: describes source and target; a run can be continued only with an equal plan.
-        resume: whether to continue an unfinished run.
+    `plan` describes source and target; `resume` continues an unfinished run with an equal plan.
 
     Raises: UsageError if another process holds the lock, or there is an unfinished run and it
     cannot be continued or `resume` is False.

@@ -40,11 +40,9 @@ class Record:
 
 @dataclass(frozen=True)
 class PthLayout:
-    """A file of `n_bytes`.
+    """A file of `n_bytes`, with `records` of the data by tensor name.
 
-    Args:
-        pieces: all bytes but the data and the checksums right after it, with offsets.
-        records: locations of the data, by tensor name.
+    `pieces` are all bytes but the data and the checksums right after it, with offsets.
     """
 
     n_bytes: int

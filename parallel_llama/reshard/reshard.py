@@ -133,10 +133,8 @@ def reshard(
 class ReshardJob:
     """A conversion that passed all checks and can be started.
 
-    Args:
-        dtypes: dtypes of the target, by Meta's names.
-        formats: formats of the quantised weights of the target, by Meta's names.
-        small: the files beside the weights, by name.
+    `dtypes` and `formats` (of quantised weights) are those of the target, by Meta's names; `small`
+    are the files beside the weights, by name.
     """
 
     source: ModelFiles

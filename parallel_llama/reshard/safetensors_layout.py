@@ -55,13 +55,8 @@ class StoredTensor:
 class SafetensorsLayout(Layout):
     """The tensors of a model distributed over files of about equal size.
 
-    `stored` are the tensors of the files, and `locations` the file name and byte offset of each, by
-    the names in the files.
-
-    Args:
-        dtypes: dtypes of the weights, by Meta's names.
-        names: names of the files.
-        places: places of the weights in stored tensors, by Meta's names.
+    `dtypes` and `places` of the weights are by Meta's names. `stored` are the tensors of the files,
+    and `locations` the file name and byte offset of each, by the names in the files.
 
     Raises: UsageError if there are more files than tensors, or a stored tensor holds weights of
     several dtypes.

@@ -45,10 +45,8 @@ class Part:
 class Written:
     """The manifest's data of a written tensor; a line of the journal.
 
-    Args:
-        source: hash before conversion to another dtype, if converted.
-        units: hashes of units, by the names of the stored tensors.
-        n_bytes: bytes in the files, which may hold parts of a tensor more than once.
+    `source` is the hash before a conversion of the dtype; `units` are hashes by stored tensor.
+    `n_bytes` counts the files' bytes, which may hold parts of a tensor more than once.
     """
 
     name: str
@@ -105,10 +103,9 @@ class FileHash:
 
 
 class UnitHashes:
-    """The hash of each unit of a weight, so that the shard of any rank can be checked alone.
+    """The hash of each unit of a weight, given their `sizes` in bytes, in the order of the file.
 
-    Args:
-        sizes: bytes of each unit, in the order of the file.
+    They allow the shard of any rank to be checked alone.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
@@ -135,10 +132,7 @@ class TensorWriter:
     """Writes tensors one after another, with a pipeline of threads.
 
     Reading, placing, hashing and writing have a thread each. Another thread flushes files to the
-    disk and then records their tensors in the journal.
-
-    Args:
-        on_bytes: called with the size of each part that is written.
+    disk and then records their tensors in the journal. `on_bytes` gets the size of each part.
     """
 
     def __init__(
