@@ -19,7 +19,7 @@ each group of ranks holds some experts, and each rank of the group some of their
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -318,9 +318,9 @@ def _cut_heads(
         counts = [n * group_size for n in apportion(args.n_kv_heads, weights, at_least=1)]
         balance = _balance(counts, weights)
         if balance <= MAX_KV_CUT_IMBALANCE:
-            return "kv_heads", _ranges(counts), float(balance)
+            return "kv_heads", consecutive(counts), float(balance)
     counts = apportion(args.n_heads, weights, at_least=1)
-    return "heads", _ranges(counts), float(_balance(counts, weights))
+    return "heads", consecutive(counts), float(_balance(counts, weights))
 
 
 def _expert_groups(args: ModelArgs, tp_size: int, ranks_per_expert: int | None) -> list[range]:
@@ -329,7 +329,7 @@ def _expert_groups(args: ModelArgs, tp_size: int, ranks_per_expert: int | None) 
         return [range(tp_size)]
     most = ranks_per_expert or max(1, args.ffn_dim // MIN_EXPERT_CHANNELS)
     n_groups = min(-(-tp_size // most), args.n_experts)
-    return _ranges(apportion(tp_size, [1] * n_groups))
+    return consecutive(apportion(tp_size, [1] * n_groups))
 
 
 def _cut_experts(args: ModelArgs, groups: list[range], weights: list[int]) -> list[range]:
@@ -337,7 +337,7 @@ def _cut_experts(args: ModelArgs, groups: list[range], weights: list[int]) -> li
     if not args.n_experts:
         return [range(0)] * len(weights)
     of_groups = [sum(weights[group.start : group.stop]) for group in groups]
-    experts = _ranges(apportion(args.n_experts, of_groups, at_least=1))
+    experts = consecutive(apportion(args.n_experts, of_groups, at_least=1))
     return [own for group, own in zip(groups, experts, strict=True) for _ in group]
 
 
@@ -366,9 +366,10 @@ def _balance(counts: list[int], weights: list[int]) -> Fraction:
 
 def _cut_units(size: int, unit: int, weights: list[int]) -> list[range]:
     """Ranges of channels or rows that end between units; the last unit may be short."""
-    units = _ranges(apportion(-(-size // unit), weights))
+    units = consecutive(apportion(-(-size // unit), weights))
     return [range(min(r.start * unit, size), min(r.stop * unit, size)) for r in units]
 
 
-def _ranges(counts: list[int]) -> list[range]:
+def consecutive(counts: Iterable[int]) -> list[range]:
+    """Consecutive ranges of these sizes."""
     return [range(a, b) for a, b in pairwise(accumulate(counts, initial=0))]

@@ -9,7 +9,6 @@ Mistral's files use Meta's names and store every weight whole.
 import logging
 import re
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from parallel_llama.families import family_of, parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import torch_dtype
-from parallel_llama.plan import local_kv_heads
+from parallel_llama.plan import consecutive, local_kv_heads
 
 _DTYPES = tuple(map(torch_dtype, DTYPES))
 
@@ -166,7 +165,7 @@ class MetaFolder(Checkpoint):
         # Llama 1 and 2 cut the embeddings along dim 1, Llama 3 along dim 0.
         for dim in (0, 1) if param.name == "tok_embeddings.weight" else (param.dim,):
             if _joined(shapes, dim) == param.shape:
-                return Split(dim, _runs([shape[dim] for shape in shapes]))
+                return Split(dim, consecutive([shape[dim] for shape in shapes]))
         ranges = self._kv_ranges(param) if param.axis == "kv_heads" else []
         fit = shapes == [(len(held), *param.shape[1:]) for held in ranges]
         return Split(0, ranges) if fit else None
@@ -185,7 +184,9 @@ class MetaFolder(Checkpoint):
         rows = [state[queries].shape[0] for state in self._states]
         if any(count % head_dim for count in rows) or sum(rows) != self.args.n_heads * head_dim:
             return []
-        needed = (local_kv_heads(run, group_size) for run in _runs([n // head_dim for n in rows]))
+        needed = (
+            local_kv_heads(run, group_size) for run in consecutive([n // head_dim for n in rows])
+        )
         return [range(kv.start * head_dim, kv.stop * head_dim) for kv in needed]
 
 
@@ -215,11 +216,6 @@ def meta_vocab_size(files: ModelFiles) -> int:
 
 def _listed_shapes(shapes: list[tuple[int, ...]]) -> str:
     return listed([str(list(shape)) for shape in shapes])
-
-
-def _runs(sizes: list[int]) -> list[range]:
-    """Consecutive ranges of these sizes."""
-    return [range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def _joined(shapes: list[tuple[int, ...]], dim: int) -> tuple[int, ...] | None:

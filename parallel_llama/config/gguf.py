@@ -23,15 +23,13 @@ _RELATIVE_FACTOR, _ABSOLUTE_FACTOR = "rope.scaling.attn_factor", "rope.scaling.y
 
 # Known keys, after the prefix of the architecture, as in llama.block_count.
 _KEYS = {
-    "vocab_size", "context_length", "embedding_length", "block_count",
-    "feed_forward_length", "attention.head_count", "attention.head_count_kv",
-    "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "rope.dimension_count",
-    "rope.freq_base", "rope.scale_linear", "rope.scaling.type",
-    "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.finetuned", _RELATIVE_FACTOR, _ABSOLUTE_FACTOR, "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "tensor_data_layout", "expert_count",
-    "expert_used_count",
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
+    "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", _RELATIVE_FACTOR,
+    _ABSOLUTE_FACTOR, "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "tensor_data_layout", "expert_count", "expert_used_count",
 }  # fmt: skip
 
 

@@ -18,6 +18,9 @@ from parallel_llama.files.fields import Fields, did_you_mean
 
 logger = logging.getLogger(__name__)
 
+# Sizes of the model, in the order of writing.
+_SIZES = "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"
+
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 # Activations by transformers' names; the first name of each is written.
@@ -296,13 +299,7 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
     config = {
         "architectures": [family.architecture],
         "model_type": family.name,
-        family.key("dim"): args.dim,
-        family.key("n_layers"): args.n_layers,
-        family.key("n_heads"): args.n_heads,
-        family.key("n_kv_heads"): args.n_kv_heads,
-        family.key("head_dim"): args.head_dim,
-        family.key("ffn_dim"): args.ffn_dim,
-        family.key("vocab_size"): args.vocab_size,
+        **{family.key(name): getattr(args, name) for name in _SIZES},
         family.key("activation"): activation,
         family.key("norm_eps"): args.norm_eps,
         "rope_theta": args.rope_theta,

@@ -145,11 +145,7 @@ def meta_params(args: ModelArgs) -> dict[str, Any]:
     Raises: UsageError for a feed-forward width that Meta's formula cannot express.
     """
     return {
-        "dim": args.dim,
-        "n_layers": args.n_layers,
-        "n_heads": args.n_heads,
-        "n_kv_heads": args.n_kv_heads,
-        "vocab_size": args.vocab_size,
+        **{key: getattr(args, key) for key in _SHARED},
         "multiple_of": 1,
         "ffn_dim_multiplier": _ffn_dim_multiplier(args),
         "norm_eps": args.norm_eps,

@@ -1,6 +1,7 @@
 """Untrusted JSON: malformed, too large or deeply nested text is refused with a clear error."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str,
     Raises: CheckpointError if the file cannot be read, is larger than `max_bytes`, is not a JSON
     object, or repeats a key.
     """
-    return json_object(path, read_bytes(path, max_bytes), _without_repeats)
+    return json_object(path, read_bytes(path, max_bytes), without_repeats)
 
 
 def json_object(path: Path, data: str | bytes, hook: _Hook | None = None) -> dict[str, Any]:
@@ -46,10 +47,11 @@ def json_object(path: Path, data: str | bytes, hook: _Hook | None = None) -> dic
     return value
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A hook for json.loads. Raises: ValueError for a repeated key."""
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        repeated = next(key for key, count in counts.items() if count > 1)
         raise ValueError(f"the key {shown(repeated, 80)} appears twice")
     return value

@@ -15,6 +15,7 @@ from typing import Any
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.files.bounded_files import open_file
+from parallel_llama.files.json_text import without_repeats
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 100_000
@@ -77,17 +78,8 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     # Counted before parsing, to bound the memory that a hostile header takes.
     if text.count(b'"data_offsets"') > MAX_TENSORS:
         raise CheckpointError(f"{path}: claims more than {MAX_TENSORS} tensors")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            raise CheckpointError(f"{path}: a name appears twice in the header")
-        return entries
-
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except CheckpointError:
-        raise
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not valid JSON ({error})") from error
     if not isinstance(entries, dict):
