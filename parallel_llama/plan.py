@@ -239,10 +239,10 @@ def make_plan(
     """The shard plan of a model on `tp_size` ranks.
 
     Args:
-        memory: the memory of each rank in any unit; shards are proportional to it. Equal by
-        default. quant_group: number of consecutive ffn channels that must stay on one rank.
-        ranks_per_expert: the most ranks that split an expert; chosen by MIN_EXPERT_CHANNELS by
-            default.
+        memory: the memory of each rank in any unit; shards are proportional to it.
+        quant_group: number of consecutive ffn channels that must stay on one rank.
+        ranks_per_expert: the most ranks that split an expert; by default as MIN_EXPERT_CHANNELS
+            requires.
         kv_split: 'sequence' shards the KV cache by token where sharding by head would replicate KV
             heads.
 

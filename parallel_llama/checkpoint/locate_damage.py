@@ -27,8 +27,8 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
     Tensors that are not weights of the model keep the name in the file.
 
     Args:
-        layout: the layout of the names; None if they are the model's own. args: None if unknown;
-        then tensors that families name differently keep the name in the file.
+        layout: the layout of the names; None if they are the model's own.
+        args: None if unknown; tensors that families name differently then keep their names.
 
     Raises: CheckpointError if the file is damaged, or has another suffix.
     """
