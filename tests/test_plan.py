@@ -1,4 +1,4 @@
-"""The plan covers every axis exactly once, keeps heads with their KV heads, and stays balanced."""
+"""The plan covers every axis once, keeps query heads with their KV heads, and is balanced."""
 
 import math
 from dataclasses import replace
@@ -218,7 +218,7 @@ def test_weight_bytes_are_those_of_every_parameter(case, attention_bias, mlp_bia
 
 
 def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypatch):
-    """Every layer of every share was counted anew: a range of sizes took more than a minute."""
+    """Counting every layer of every share again took more than a minute for a range of sizes."""
     made = []
     monkeypatch.setattr(
         "parallel_llama.families.weights.Param",

@@ -48,7 +48,7 @@ TYPES = [
     "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
 ]  # fmt: skip
 
-# Rows of two and three blocks of 256, and shares of them that begin and end inside a block.
+# Rows of two and three blocks of 256, with shares that begin and end inside a block.
 WIDE = ModelArgs(
     dim=512, n_layers=1, n_heads=8, n_kv_heads=2, head_dim=64, ffn_dim=768, vocab_size=33
 )

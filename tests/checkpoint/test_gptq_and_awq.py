@@ -1,4 +1,4 @@
-"""HF folders that GPTQ and AWQ quantised: read as they are, and run on any number of ranks."""
+"""HF folders quantised by GPTQ and AWQ, kept in their formats on any number of ranks."""
 
 import json
 import re
@@ -122,7 +122,7 @@ def test_every_rank_has_its_part_of_what_is_meant_exactly(kind, made):
 
 
 def test_ranks_cut_channels_between_groups(made):
-    """Also where that gives some of them none; 231 groups are those of Qwen 2.5 72B."""
+    """Also where some ranks get none; Qwen 2.5 72B has 231 groups."""
     precision = precision_of(made["awq"])
     assert precision.group_size == 128
     args = load_model_args(find_model(str(made["awq"])))
@@ -320,7 +320,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         ),
         (
             {"model.layers.0.mlp.gate.qweight": torch.zeros(2, 32, dtype=torch.int32)},
-            "gate.qweight' is part of a quantised weight of which config.json says nothing",
+            "gate.qweight' is part of a quantised weight",
         ),
     ],
 )

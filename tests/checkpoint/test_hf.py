@@ -34,7 +34,7 @@ def test_the_ranks_together_read_every_weight(tmp_path, dtype):
 
 
 def test_a_read_of_more_than_one_system_call_is_put_together(tmp_path, monkeypatch):
-    """A read returns at most 2 GiB, and may return less than was asked for at any time."""
+    """A read returns at most 2 GiB, and may return less than requested at any time."""
     whole_read = byte_ranges.os.preadv
     monkeypatch.setattr(
         byte_ranges.os, "preadv", lambda fd, to, at: whole_read(fd, [to[0][:100]], at)

@@ -1,4 +1,4 @@
-"""A model's arguments from params.json, config.json and GGUF, against what others make of them."""
+"""Arguments from params.json, config.json and GGUF, compared with those of other programs."""
 
 import contextlib
 import json
@@ -529,7 +529,7 @@ def test_the_config_of_smollm2_is_read() -> None:
             for method in ("bitsandbytes", "fp8", "compressed-tensors", "mxfp4")
         ),
         ({"quantization_config": {"load_in_4bit": True}}, "quant_method='unknown'"),
-        # They were told to remove the key, and the weights stay quantised.
+        # The advice was to remove the key, and the weights stay quantised.
         *(
             (
                 {key: {"bits": 4}},
@@ -1018,7 +1018,7 @@ def test_metas_files_state_no_defaults() -> None:
 
 
 def test_layer_types_count_where_layers_of_a_family_differ() -> None:
-    """A Gemma 3 of few layers has none that sees all keys by itself, and may name some."""
+    """A Gemma 3 with few layers has no full-attention layer by default, and may name some."""
     values = {
         **HF,
         "model_type": "gemma3_text",

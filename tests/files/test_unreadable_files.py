@@ -83,9 +83,9 @@ def powerless() -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    gc.collect()  # processes of other tests, which nobody else may end
+    gc.collect()  # processes of other tests, which another user may not end
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # The interpreter itself may lie where nobody else may go.
+        # The interpreter may be in a folder that other users cannot enter.
         monkeypatch.setattr(bounded_process.subprocess, "Popen", _with_power(subprocess.Popen))
         monkeypatch.setattr(bounded_process, "_end", _with_power(bounded_process._end))
         os.setresuid(NOBODY, NOBODY, 0)
@@ -188,7 +188,7 @@ def test_a_file_that_is_somebody_elses(
 def test_a_file_to_be_verified_that_is_somebody_elses(
     good: Path, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
-    """It used to count as damaged, which nobody can know."""
+    """An unreadable file used to count as damaged, although its content is unknown."""
     argv = ["generate", "--model", str(good / "listed"), "--prompt=Hi", "--max-tokens=2"]
     assert main([*argv, "--verify"]) == 0
     with locked(good / "listed" / file):

@@ -186,7 +186,7 @@ def test_torch_and_zip_programs_find_the_files_whole(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path: Path) -> None:
-    """Another process goes on with what is there, or begins `finish` a second time."""
+    """Another process continues an unfinished run, or calls `finish` a second time."""
     args = SHAPES["8/1 tied"]
     tensors = weights_of(args)
     names = list(tensors)
@@ -258,7 +258,7 @@ def test_a_file_needs_a_query_head(n_files: int) -> None:
 
 @pytest.fixture
 def two_norms(tmp_path: Path) -> ModelFiles:
-    """A Meta folder of 2 files in which two norms differ, one of them only in the sign of a 0."""
+    """A Meta folder of 2 files with two different norms, one only in the sign of a 0."""
     tensors = weights_of(TINY)
     tensors["layers.1.ffn_norm.weight"][0] = 0.0
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "source")
@@ -282,7 +282,7 @@ def test_norms_that_differ_are_found_and_told(
 def test_norms_that_differ_come_back_with_the_same_number_of_files(
     two_norms: ModelFiles, tmp_path: Path
 ) -> None:
-    """2 files to 3 and back: no file of 3 can hold both copies, so they are kept beside."""
+    """2 files to 3 and back: no file of 3 can hold both copies, so they have their own file."""
     expected = states(two_norms.path)
     three, two = tmp_path / "three", tmp_path / "two"
     for source, folder, n_files in ((two_norms.path, three, 3), (three, two, 2)):

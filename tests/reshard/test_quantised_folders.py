@@ -182,7 +182,7 @@ def test_weights_that_are_not_quantised_are_what_they_were(sources, made):
     assert tensors_of(made["stored"])["output.weight"].dtype == torch.float16
 
 
-# What lies in the files
+# Content of the files
 
 
 def test_the_first_of_two_integers_is_the_lower_half_of_a_byte():
