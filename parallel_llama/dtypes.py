@@ -151,12 +151,9 @@ MatrixFormat = DenseFormat | GroupFormat
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype that a model computes in, and the format of its matrices.
+    """The dtype of activations and vectors, and the format of the matrices of layers.
 
-    Args:
-        computed: dtype of activations and vectors.
-        matrices: format of the matrices of layers.
-        stored: formats of matrices that keep the format of the file, by Meta's names.
+    `stored` are the formats of matrices that keep the format of the file, by Meta's names.
     """
 
     computed: DTypeName
@@ -261,9 +258,8 @@ def make_precision(
 ) -> Precision:
     """The precision of a model in one of `DTYPES`, quantised as one of `QUANTS`.
 
-    Args:
-        device: 'cpu' or 'cuda'.
-        stored: the formats of the matrices that the model's files have quantised.
+    `device` is 'cpu' or 'cuda', and `stored` the formats of matrices that the files store
+    quantised.
 
     Raises: UsageError for an unknown name, and for a combination that the model cannot have.
     """

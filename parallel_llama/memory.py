@@ -7,14 +7,15 @@ engine compute every size with these functions.
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain
 from operator import mul
 from typing import Literal
 
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat, MatrixFormat, Precision
 from parallel_llama.families.model_args import ModelArgs, layer_groups
-from parallel_llama.families.weights import Axis, Param, layer_parameters, outer_parameters
+from parallel_llama.families.weights import Axis, layer_parameters, outer_parameters
 from parallel_llama.plan import Share
 
 # Sliding-window layers get at least this fraction of the blocks that full-attention layers get.
@@ -42,20 +43,15 @@ Counted = Axis | Literal["expert ffn", "rank"]
 def values_by_form(args: ModelArgs, precision: Precision) -> dict[MatrixFormat, Counter[Counted]]:
     """Number of weight values per format and per unit of what they are counted by."""
     values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
-
-    def count(params: Iterable[Param], times: int) -> None:
+    # All layers are equal, unless their files store matrices in formats of their own.
+    layers = range(1 if precision.stored is None else args.n_layers)
+    in_layers = chain.from_iterable(layer_parameters(args, layer) for layer in layers)
+    for params, times in ((outer_parameters(args), 1), (in_layers, args.n_layers // len(layers))):
         for param in params:
             if not param.expert:  # all experts are equal, so only expert 0 is counted
                 counted = param.axis or "rank" if param.expert is None else "expert ffn"
                 form = precision.form_of(param.kind, param.name)
                 values[form][counted] += param.values_per_unit * times
-
-    count(outer_parameters(args), 1)
-    if precision.stored is None:  # all layers are equal
-        count(layer_parameters(args, 0), args.n_layers)
-    else:
-        for layer in range(args.n_layers):
-            count(layer_parameters(args, layer), 1)
     return dict(values)
 
 
@@ -121,10 +117,8 @@ def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[i
 def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
     """Default size in bytes of a rank's KV cache, where --kv-cache-bytes is not given.
 
-    Args:
-        n_free: free bytes after loading the weights, on the rank's card or, for 'cpu', on the host.
-        working: bytes that a card keeps free for the tensors of a step.
-        n_ranks: ranks that share the host's memory on the CPU.
+    `n_free` bytes are free after loading the weights, on the rank's card or, for 'cpu', on the host
+    of `n_ranks` ranks. A card keeps `working` bytes free for the tensors of a step.
     """
     if device == "cuda":
         return int(n_free * CUDA_SHARE) - working
@@ -154,11 +148,8 @@ def pool_sizes(
 def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], room: int) -> int:
     """The most blocks of the first KV group for which the blocks of all groups fit into `room`.
 
-    Args:
-        sizes: returns the blocks of every group for a number of blocks of the first group;
-            each must not decrease when that number grows.
-        n_bytes: bytes of one block, for each group.
-        room: bytes available.
+    `sizes` returns the blocks of every group for a number of blocks of the first group, and must
+    not decrease when it grows; `n_bytes` are the bytes of one block, for each group.
     """
     most = max(room, 0) // n_bytes[0]
     if len(n_bytes) == 1:

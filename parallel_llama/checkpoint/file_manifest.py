@@ -131,10 +131,8 @@ def require_whole(
 ) -> None:
     """Check the files of a model against its manifest before the model is used.
 
-    Args:
-        weights: whether to check the files of weights too.
-        part: slice of the list of files to check.
-        on_bytes: called with the size of each piece that is read.
+    `part` is a slice of the list of files, with or without those of weights; `on_bytes` gets the
+    size of each piece that is read.
 
     Raises: UsageError if the folder has no manifest; DamagedWeights naming the damaged and missing
     files.

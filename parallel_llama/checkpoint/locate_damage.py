@@ -127,11 +127,8 @@ class Damage:
 
 def _span(tensor: FileTensor, place: Place) -> range:
     """The bytes from the first to the last byte of a weight in its stored tensor."""
-    row_bytes = tensor.n_bytes // place.n_rows
-    start, stop = (
-        tensor.offset + row * row_bytes for row in (place.extent.start, place.extent.stop)
-    )
-    return range(start, stop)
+    row_bytes, rows = tensor.n_bytes // place.n_rows, place.extent
+    return range(tensor.offset + rows.start * row_bytes, tensor.offset + rows.stop * row_bytes)
 
 
 def _bytes_of(tensor: FileTensor) -> range:

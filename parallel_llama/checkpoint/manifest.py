@@ -120,12 +120,9 @@ def hash_file(
     span: range | None = None,
     hasher: Hasher | None = None,
 ) -> str:
-    """The hash of a file, read once from front to back.
+    """The hash of a file, or of a span of its bytes, read once from front to back.
 
-    Args:
-        on_bytes: called with the size of each piece that is read.
-        span: the range of bytes to hash; the whole file by default.
-        hasher: BLAKE3 by default.
+    `on_bytes` gets the size of each piece; `hasher` is BLAKE3 by default.
 
     Raises: CheckpointError if the file cannot be read, or ends before the span does.
     """

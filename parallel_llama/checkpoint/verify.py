@@ -31,16 +31,10 @@ from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, find_model
 
 METADATA = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
-    "native.json",
-    "params.json",
-    "pytorch_model.bin.index.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
+    "config.json", "generation_config.json", "model.safetensors.index.json", "native.json",
+    "params.json", "pytorch_model.bin.index.json", "special_tokens_map.json", "tokenizer.json",
     "tokenizer_config.json",
-)
+)  # fmt: skip
 
 # Arguments that depend on the layout and are not compared: a tied head is compared as a tensor, the
 # dtype per tensor, and the family by its features, since llama.cpp stores a Mistral as a Llama.

@@ -45,11 +45,9 @@ TOKENIZER_FILES = (
 _CONFIG, _PARAMS, _NATIVE = "config.json", "params.json", "native.json"
 # HF's weights: one file or an index of several; the first of these is read, as in transformers.
 _HF_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+    "model.safetensors", "model.safetensors.index.json",
+    "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 # Mistral's weights, unsharded, under Meta's names.
 _MISTRAL_WEIGHTS = ("consolidated.safetensors", "consolidated.safetensors.index.json")
 _CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")

@@ -205,17 +205,12 @@ def _layouts(
     files: Sequence[Mapping[str, range]],
 ) -> list[PthLayout]:
     """The archive layout of each file; files with equal shapes share one."""
-    made: dict[tuple[tuple[int, ...], ...], PthLayout] = {}
-    layouts = []
-    for cuts in files:
-        shapes = tuple(sliced_shape(param, cuts[param.name]) for param in stored)
-        if shapes not in made:
-            made[shapes] = pth_layout(
-                {
-                    # A tied output has the dtype of the embeddings.
-                    param.name: (shape, dtypes.get(param.name, dtypes[EMBEDDINGS]))
-                    for param, shape in zip(stored, shapes, strict=True)
-                }
-            )
-        layouts.append(made[shapes])
-    return layouts
+    # A tied output has the dtype of the embeddings.
+    types = [dtypes.get(param.name, dtypes[EMBEDDINGS]) for param in stored]
+    names = [param.name for param in stored]
+    shapes = [tuple(sliced_shape(param, cuts[param.name]) for param in stored) for cuts in files]
+    made = {
+        each: pth_layout(dict(zip(names, zip(each, types, strict=True), strict=True)))
+        for each in dict.fromkeys(shapes)
+    }
+    return [made[each] for each in shapes]
