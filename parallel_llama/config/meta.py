@@ -37,8 +37,8 @@ _PARAMS_REFUSED = {
 
 MAX_FFN_DIM_MULTIPLIER = 1000
 
-# Features that need no key of their own.
-_IMPLIED = ("family", "wo_bias")
+# Features that `beyond_meta` does not list: without effect, or listed in other words.
+_UNLISTED = ("family", "wo_bias")
 
 # (dim, n_layers) of Llama 3.2 1B and 3B. Their params.json looks like that of Llama 3.1, but they
 # were trained with a factor of 32 (config.json of the same models at HF; with 8 they fail beyond
@@ -166,7 +166,7 @@ def beyond_meta(args: ModelArgs) -> list[str]:
         "a mixture of experts": args.n_experts > 0,
         f"{scaling.kind if scaling else 'no'} rope scaling": not _is_meta_rope(args),
     }
-    features = {name: value for name, value in features_of(args).items() if name not in _IMPLIED}
+    features = {name: value for name, value in features_of(args).items() if name not in _UNLISTED}
     return [
         *(what for what, is_so in others.items() if is_so),
         *(f"{name}={value}" for name, value in features.items()),
