@@ -258,7 +258,7 @@ def test_resharded_plain_values_are_those_that_are_loaded_to_the_last_bit(kind, 
         ("meta --dtype float16 --quant stored", "only native folders support quantised weights"),
         (
             "native",
-            r"wq\.weight: is in int4 with minima by 128, and a native folder holds int8,.*; "
+            r"wq\.weight: is in int4 with minima by 128, and native folders support int8,.*; "
             "use --quant int8, int4 or fp8, or --quant none with a --dtype",
         ),
     ],

@@ -125,7 +125,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, name, value):
     weights = weights_of(TINY)
     weights[name].view(-1)[-1] = value
     checkpoint = open_checkpoint(write_hf(tmp_path, weights), TINY)
-    with pytest.raises(CheckpointError, match=rf"{name}: 1 of \d+ values read are NaN or Inf"):
+    with pytest.raises(CheckpointError, match=rf"{name}: 1 of \d+ values are NaN or Inf"):
         for share in make_plan(TINY, 3).shares:
             loaded(checkpoint, share)
 

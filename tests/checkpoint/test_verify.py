@@ -302,7 +302,7 @@ def test_a_manifest_that_says_another_hash_for_a_tensor_is_not_believed(copy: Co
     assert manifest is not None
     wrong = replace(manifest.tensors["norm.weight"], blake3="0" * 64)
     write_manifest(folder, replace(manifest, tensors={**manifest.tensors, "norm.weight": wrong}))
-    assert problems_of(folder) == ["norm.weight: is not what manifest.json says"]
+    assert problems_of(folder) == ["norm.weight: differs from manifest.json"]
 
 
 # Meta's checklist.

@@ -82,14 +82,14 @@ def test_the_only_snapshot_is_taken_where_no_revision_is_noted(cache: Path, mode
     snapshot = download(cache, model, OTHER, refs=False)
     assert find_model(NAME).path == snapshot
     download(cache, model, MAIN, refs=False)
-    with pytest.raises(UsageError, match=r"2 snapshots.* is not there; run: hf download some-org/"):
+    with pytest.raises(UsageError, match=r"2 snapshots.* is missing; run: hf download some-org/"):
         find_model(NAME)
 
 
 def test_a_noted_revision_that_is_not_there_is_refused(cache: Path, model: Path) -> None:
     snapshot = download(cache, model, MAIN)
     snapshot.rename(snapshot.with_name(OTHER))
-    with pytest.raises(UsageError, match=rf"1 snapshots.* wants '{MAIN}'; run: hf download"):
+    with pytest.raises(UsageError, match=rf"1 snapshots.* names '{MAIN}'; run: hf download"):
         find_model(NAME)
     shutil.rmtree(snapshot.with_name(OTHER))
     with pytest.raises(UsageError, match="0 snapshots"):
