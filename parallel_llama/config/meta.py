@@ -184,8 +184,8 @@ def _ffn_dim_multiplier(args: ModelArgs) -> float:
         ):
             return multiplier
     raise UsageError(
-        f"ffn_dim={args.ffn_dim} and dim={args.dim}: params.json can only express multiples of "
-        f"{base} up to {MAX_FFN_DIM_MULTIPLIER}; use --format hf or native"
+        f"ffn_dim={args.ffn_dim} and dim={args.dim}: params.json states it as a multiple of "
+        f"{base} of at most {MAX_FFN_DIM_MULTIPLIER}; use --format hf or native"
     )
 
 
