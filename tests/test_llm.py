@@ -40,6 +40,8 @@ from parallel_llama.serve.engine_process import EngineProcess
 from parallel_llama.serve.wire import FrameSocket, RankFacts
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SUPPORT = str(ROOT / "tests" / "support")
 TOKENS = [5, 17, 3, 200, 42, 42, 9]

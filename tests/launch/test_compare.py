@@ -375,6 +375,7 @@ def test_a_chart_has_a_line_through_all_forms_of_an_engine_below_the_memory():
     }
 
 
+@pytest.mark.slow
 def test_one_command_measures_checks_and_reports(folder, capfd):
     """Every engine that is installed here, on a model whose heads divide by no number of ranks."""
     engines = "ours:1@bfloat16,ours:2,transformers,llama-models,vllm"

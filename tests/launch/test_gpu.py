@@ -24,6 +24,7 @@ def report(folder: Path) -> dict[str, list[dict[str, object]]]:
     return steps
 
 
+@pytest.mark.slow
 def test_every_step_runs_without_a_card(tmp_path):
     """In tiny shapes, kernels in the interpreter; the report has none of its figures."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
@@ -55,6 +56,7 @@ def test_what_is_missing_is_said_before_work_starts(
     assert says in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_or_takes_too_long_costs_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "find_spec", lambda _: object())
     steps = Step("nothing", "none", 60), Step("parity", "long", 1.25), Step("card", "card", 60)

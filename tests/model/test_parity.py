@@ -98,6 +98,7 @@ def meta_hf_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != DYNAMIC])
 def test_the_reference_is_float64_throughout(models: Models, name: str) -> None:
     """One bare float32 cast left in it would differ by 1e-7 between prefill and decode."""
@@ -138,6 +139,7 @@ def test_logits_on_processes_equal_transformers(ranks: Pools, models: Models, tp
             assert_same(logits, model.logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_at_every_size_up_to_n_heads_equal_transformers(models: Models, name: str) -> None:
     model = models[name]
@@ -192,6 +194,7 @@ def some_cuts() -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_prefill_at_once_equals_prefill_in_pieces_and_token_by_token(

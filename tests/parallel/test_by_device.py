@@ -25,6 +25,8 @@ from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.shared_memory import SharedMemory
 from parallel_llama.parallel.watch import Watch
 
+pytestmark = pytest.mark.slow
+
 
 def is_float64(x: Tensor) -> bool:
     return x.dtype == torch.float64

@@ -18,6 +18,8 @@ from tiny_folder import write_chat_folder
 from parallel_llama.files.fingerprint import fingerprint
 from parallel_llama.files.model_files import TOKENIZER_FILES, find_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 GENERATE = ("generate", "--prompt", "Hello", "--max-tokens", "4", "--json")
 

@@ -32,6 +32,8 @@ from parallel_llama.parallel.place import (
     world,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 200  # for what takes a second or two: a busy machine is no failure, and a hang is one
 LAUNCH = """

@@ -13,6 +13,8 @@ from parallel_llama.parallel.handshake import Card, meet, require_same
 from parallel_llama.parallel.process_group import _Signs
 from parallel_llama.parallel.sealed_store import MAX_VALUE_BYTES, ForgedValue, SealedStore
 
+pytestmark = pytest.mark.slow
+
 
 def sealed(store: Store, secret: bytes = b"s", run: str = "a") -> SealedStore:
     return SealedStore(store, secret, run)

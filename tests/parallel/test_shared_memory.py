@@ -21,6 +21,8 @@ from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.peers import Peers
 from parallel_llama.parallel.shared_memory import SharedMemory, share
 
+pytestmark = pytest.mark.slow
+
 
 def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
     """One rank sends itself a signal in the middle of a run; what the others hear of it."""

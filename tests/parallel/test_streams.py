@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_folder import write_chat_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,6 +12,8 @@ from load import load, overload, resident_bytes
 from served import Served
 from tiny_folder import write_chat_folder
 
+pytestmark = pytest.mark.slow
+
 MAX_GROWTH_BYTES = 4 << 20  # of 2000 answers: a leak of 2 kB a request would be more
 LONG = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": False}
 

@@ -185,6 +185,7 @@ def launches():
             CUDAOps(Scores(soft_cap=cap)).paged_attention(q, cache, cache, queries, heads, q)
 
 
+@pytest.mark.slow
 def test_what_it_computes_with_stays_in_registers():
     kernels = compiled(__file__, "launches")
     assert {kernel.kernel for kernel in kernels} == {"_decode", "_combine", "_attention"}
