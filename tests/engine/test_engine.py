@@ -76,6 +76,7 @@ def test_tokens_are_the_same_at_every_world_size(ranks, params):
             assert tokens == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "fp8"])
 def test_tokens_are_the_same_at_every_world_size_where_keys_and_values_are_narrow(dtype):
     """A head has scales of its own, so it does not matter which heads a rank holds beside it."""

@@ -107,6 +107,7 @@ def test_the_reference_is_float64_throughout(models: Models, name: str) -> None:
     torch.testing.assert_close(by_token, model.logits, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_unpatched_reference_is_not_float64(models: Models) -> None:
     for model in models.values():
         error = (unpatched_logits(model.folder, model.tokens) - model.logits).abs().max()
@@ -149,6 +150,7 @@ def test_logits_at_every_size_up_to_n_heads_equal_transformers(models: Models, n
             assert_same(logits, model.logits)
 
 
+@pytest.mark.slow
 def test_logits_are_within_float32_rounding_of_transformers_as_it_is(models: Models) -> None:
     for model in models.values():
         runner = load_runner(Solo(), model.folder, N_TOKENS)

@@ -169,6 +169,7 @@ def test_smollm2_equals_transformers() -> None:
     assert chat.stop_ids == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["It is", " It is \n", "hi"])
 @pytest.mark.parametrize("smollm2_s_own", [True, False])
 def test_an_answer_that_is_continued_equals_transformers(
