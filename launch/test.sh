@@ -2,8 +2,7 @@
 # Style, types and tests in a virtual environment of their own, .venv-test.
 #
 #   bash launch/test.sh                     everything
-#   bash launch/test.sh --fast              in three minutes, without the tests marked slow
-#                                           take seconds; tests/conftest.py lists them
+#   bash launch/test.sh --fast              without the tests marked slow
 #   bash launch/test.sh PYTEST_ARGUMENTS    only pytest, with these
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."

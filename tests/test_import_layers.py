@@ -315,6 +315,28 @@ def test_no_two_test_files_have_the_same_name() -> None:
     assert [name for name, n in names.items() if n > 1 and name != "conftest.py"] == []
 
 
+def tracked_but_ignored(checkout: Path) -> list[str]:
+    """The files under version control that .gitignore says are not."""
+    command = ["git", "ls-files", "-z", "-c", "-i", "--exclude-per-directory=.gitignore"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_no_ignored_file_is_tracked() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("the source is not a git checkout")
+    assert tracked_but_ignored(ROOT) == []
+
+
+def test_a_tracked_file_that_is_ignored_is_found(tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text("__pycache__/\n*.whl\n")
+    (tmp_path / "kept.py").touch()
+    (tmp_path / "a wheel.whl").touch()
+    for command in ("init -q", "add -f ."):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    assert tracked_but_ignored(tmp_path) == ["a wheel.whl"]
+
+
 def test_the_low_floors_load_without_torch() -> None:
     """Also through what they import: a library that brings torch along delays every command."""
     names = [name for name, _ in modules() if is_torch_free(name)]
