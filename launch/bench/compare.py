@@ -30,13 +30,13 @@ from typing import Any
 from launch.bench.agreement import agreements
 from launch.bench.engines import Engine, Run, engines
 from launch.bench.machine import Rates, prefill_flops
-from launch.bench.player import ROOT
 from launch.bench.plot import svg
 from launch.bench.report import report
 from launch.bench.roofline import charts
 from launch.bench.task import Kind, Spread, Task, make_task, spread
 from launch.bench.turns import Turns, play
 from launch.bench.weights import Weights
+from launch.bench.worker import ROOT
 from parallel_llama.checkpoint import meta_vocab_size
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
@@ -122,7 +122,7 @@ def engine_figures(engine: Engine, task: Task, turns: Turns, n_cores: int) -> di
         "form": engine.form,
         "ranks": engine.n_ranks,
         "threads": engine.n_threads(n_cores),
-        "versions": turns.players[name].versions,
+        "versions": turns.workers[name].versions,
         **task.spreads(turns.runs[name]),
         "start_to_first_token_s": spread(turns.first_token_s[name]),
         "weight_bytes_per_step": turns.step_bytes[name],

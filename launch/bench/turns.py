@@ -10,9 +10,9 @@ from functools import partial
 
 from launch.bench.engines import Engine, Run, Setup
 from launch.bench.machine import Rates, meter
-from launch.bench.player import EngineError, Player
 from launch.bench.task import Task
 from launch.bench.weights import Weights
+from launch.bench.worker import EngineError, Worker
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Turns:
     what a token of the texts has.
     """
 
-    players: dict[str, Player] = field(default_factory=dict)
+    workers: dict[str, Worker] = field(default_factory=dict)
     runs: dict[str, list[Run]] = field(default_factory=dict)
     rates: dict[str, list[Rates]] = field(default_factory=dict)
     step_bytes: dict[str, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def play(
     turns = Turns(absent={each.name: why for each in chosen if (why := each.absence())})
     present = [each for each in chosen if each.name not in turns.absent]
     rest_s = max((each.restless_s for each in present), default=0.0)
-    starts: dict[str, Callable[[], Player]] = {}
+    starts: dict[str, Callable[[], Worker]] = {}
     for each in present:
         try:
             starts[each.name] = _start(each, str(weights.path(each)), task, cores)
@@ -74,7 +74,7 @@ def play(
 
 def start_all(
     turns: Turns,
-    starts: dict[str, Callable[[], Player]],
+    starts: dict[str, Callable[[], Worker]],
     prompts: list[list[int]],
     n_new: int,
     rest_s: float,
@@ -88,9 +88,9 @@ def start_all(
         _note(f"{name}: starting")
         time.sleep(rest_s)
         try:
-            player = turns.players[name] = stack.enter_context(closing(start()))
-            run = player.answer(prompts, n_new)
-            turns.first_token_s.setdefault(name, []).append(player.start_s + run.first_token_s)
+            worker = turns.workers[name] = stack.enter_context(closing(start()))
+            run = worker.answer(prompts, n_new)
+            turns.first_token_s.setdefault(name, []).append(worker.start_s + run.first_token_s)
         except EngineError as error:
             turns.leave_out(name, error)
             del starts[name]
@@ -104,7 +104,7 @@ def take_turns(
     All get the same prompts in a turn, and each begins `rest_s` after the one before, when the
     machine has been looked at. An engine that fails is out, with all its runs.
     """
-    present = [name for name in turns.players if name not in turns.failed]
+    present = [name for name in turns.workers if name not in turns.failed]
     turns.runs |= {name: [] for name in present}
     turns.rates |= {name: [] for name in present}
     time.sleep(rest_s)
@@ -113,7 +113,7 @@ def take_turns(
         for name in list(turns.runs):
             _note(f"{name}: turn {turn} of {n_turns}")
             try:
-                turns.runs[name].append(turns.players[name].answer(task.prompts(turn), task.n_new))
+                turns.runs[name].append(turns.workers[name].answer(task.prompts(turn), task.n_new))
             except EngineError as error:
                 turns.leave_out(name, error)
             time.sleep(rest_s)
@@ -127,31 +127,31 @@ def weigh(turns: Turns, texts: Sequence[list[int]]) -> None:
     """Ask every engine for its memory, and then for the texts' nats, which take more of that."""
     n_weighed = sum(len(text) - 1 for text in texts)
     for name in list(turns.runs):
-        player = turns.players[name]
-        turns.peak_bytes[name] = player.peak_bytes()
+        worker = turns.workers[name]
+        turns.peak_bytes[name] = worker.peak_bytes()
         try:
             if n_weighed:
-                nats = sum(player.nats(text) * (len(text) - 1) for text in texts)
+                nats = sum(worker.nats(text) * (len(text) - 1) for text in texts)
                 turns.nats[name] = nats / n_weighed
         except EngineError as error:
             turns.leave_out(name, error)
 
 
-def _start(engine: Engine, model: str, task: Task, cores: tuple[int, ...]) -> Callable[[], Player]:
+def _start(engine: Engine, model: str, task: Task, cores: tuple[int, ...]) -> Callable[[], Worker]:
     """What starts an engine with its part of the cores."""
     n_threads = engine.n_threads(len(cores))
     sizes = len(task.lengths), task.max_seq_len
     setup = Setup(model, engine.form, engine.n_ranks, n_threads, cores, *sizes)
-    return partial(Player, _command(engine, setup), n_threads)
+    return partial(Worker, _command(engine, setup), n_threads)
 
 
 def _command(engine: Engine, setup: Setup) -> list[str]:
     assert engine.python is not None
-    player = ["-m", "launch.bench.player", engine.module, json.dumps(asdict(setup))]
+    worker = ["-m", "launch.bench.worker", engine.module, json.dumps(asdict(setup))]
     if engine.n_ranks == 1 or not engine.under_torchrun:
-        return [engine.python, *player]
+        return [engine.python, *worker]
     ranks = ["--standalone", f"--nproc-per-node={engine.n_ranks}"]
-    return [engine.python, "-m", "torch.distributed.run", *ranks, *player]
+    return [engine.python, "-m", "torch.distributed.run", *ranks, *worker]
 
 
 def _note(text: str) -> None:

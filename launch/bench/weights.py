@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.bench.engines import Engine, Layout
 from launch.bench.gguf_weights import write_gguf
-from launch.bench.player import ROOT, EngineError
+from launch.bench.worker import ROOT, EngineError
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QUANTS, Precision
 from parallel_llama.errors import UsageError

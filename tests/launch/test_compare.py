@@ -24,11 +24,11 @@ from launch.bench.agreement import (
 from launch.bench.compare import all_ratios, main, shares
 from launch.bench.engines import Run, engines
 from launch.bench.machine import Rates, prefill_flops
-from launch.bench.player import EngineError, Player
 from launch.bench.report import report
 from launch.bench.roofline import charts
 from launch.bench.task import Task, make_task, spread
 from launch.bench.turns import Turns, start_all, take_turns
+from launch.bench.worker import EngineError, Worker
 from parallel_llama.config import ModelArgs
 
 STREAM = make_task("stream", 8, 5, vocab_size=100)
@@ -229,17 +229,17 @@ for number, line in enumerate(sys.stdin):
 
 
 def test_an_engine_stays_loaded_and_says_why_it_ended():
-    player = Player([sys.executable, "-c", FAKE], n_threads=1)
+    worker = Worker([sys.executable, "-c", FAKE], n_threads=1)
     try:
-        assert player.versions == {"fake": "1"}
-        assert player.answer([[1], [2]], 3).tokens == [[0, 0, 0]] * 2
-        assert player.answer([[1]], 2).tokens == [[1, 1]]
+        assert worker.versions == {"fake": "1"}
+        assert worker.answer([[1], [2]], 3).tokens == [[0, 0, 0]] * 2
+        assert worker.answer([[1]], 2).tokens == [[1, 1]]
         with pytest.raises(EngineError, match=r"asked for 2 tokens a prompt and gave \[1\]"):
-            player.answer([[1]], 2)
+            worker.answer([[1]], 2)
         with pytest.raises(EngineError, match="ended: out of memory"):
-            player.answer([[1]], 2)
+            worker.answer([[1]], 2)
     finally:
-        player.close()
+        worker.close()
 
 
 # An engine whose child's child is in a session of its own, as ranks and workers may be.
@@ -259,16 +259,16 @@ sys.stdin.read()
 
 
 def test_an_engine_has_the_memory_of_the_processes_that_it_started():
-    player = Player([sys.executable, "-c", HOLDS_MEMORY], n_threads=1)
+    worker = Worker([sys.executable, "-c", HOLDS_MEMORY], n_threads=1)
     try:
-        assert 96 << 20 < player.peak_bytes() < 192 << 20
+        assert 96 << 20 < worker.peak_bytes() < 192 << 20
     finally:
-        player.close()
+        worker.close()
 
 
 def test_an_engine_that_does_not_start_is_an_error_with_its_last_words():
     with pytest.raises(EngineError, match="ended: no such weights"):
-        Player([sys.executable, "-c", "import sys; sys.exit('no such weights')"], n_threads=1)
+        Worker([sys.executable, "-c", "import sys; sys.exit('no such weights')"], n_threads=1)
 
 
 class NumberedTurns:
@@ -280,7 +280,7 @@ class NumberedTurns:
         return [[turn]]
 
 
-class FakePlayer:
+class FakeWorker:
     """Notes its turns in a list that all share, and fails at the turn that it is told."""
 
     start_s = 3.0
@@ -301,8 +301,8 @@ class FakePlayer:
 
 def test_engines_take_turns_and_one_that_fails_is_out():
     log = []
-    players = {"a": FakePlayer("a", log), "b": FakePlayer("b", log, fails_at=2)}
-    turns = Turns(players)
+    workers = {"a": FakeWorker("a", log), "b": FakeWorker("b", log, fails_at=2)}
+    turns = Turns(workers)
     take_turns(turns, NumberedTurns(), 3, lambda: Rates(1e9 * len(log), 1e9), rest_s=0.0)
     assert log == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
     assert [run.tokens for run in turns.runs["a"]] == [[[1]], [[2]], [[3]]]
@@ -327,8 +327,8 @@ def test_a_start_is_timed_to_the_first_token_and_one_that_fails_is_not_tried_aga
     log = []
     turns = Turns()
     starts = {
-        "a": lambda: FakePlayer("a", log),
-        "b": lambda: FakePlayer("b", log, fails_at=0),
+        "a": lambda: FakeWorker("a", log),
+        "b": lambda: FakeWorker("b", log, fails_at=0),
     }
     for _ in range(2):
         with ExitStack() as stack:

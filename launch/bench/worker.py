@@ -2,7 +2,7 @@
 
 It stays loaded and waits between its turns, so that a start of minutes is paid once. Its process is
 
-    python -m launch.bench.player ENGINE_MODULE SETUP
+    python -m launch.bench.worker ENGINE_MODULE SETUP
 
 The first line that this writes has the engine's versions; then each line that it reads has a method
 of `Loaded` and its arguments, and each that it writes what that gives. It ends when its input does.
@@ -38,7 +38,7 @@ class EngineError(Exception):
     """An engine that did not start, ended, or did not answer as asked."""
 
 
-class Player:
+class Worker:
     """A running engine: `command` is started, and its first line waited for.
 
     Raises: EngineError if it does not get that far, with the end of what it wrote to stderr.
