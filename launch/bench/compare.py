@@ -111,7 +111,7 @@ def texts_of(files: ModelFiles, length: int) -> list[list[int]]:
         tokens = load_tokenizer(files.path).encode(TEXT.read_text())
     except UsageError:
         return []
-    stop = min(N_TEXTS * length, len(tokens) - 1)  # one token alone has no nats
+    stop = min(N_TEXTS * length, len(tokens) - 1)  # one token alone has no log-probability
     return [tokens[start : start + length] for start in range(0, stop, length)]
 
 
@@ -127,7 +127,7 @@ def engine_figures(engine: Engine, task: Task, turns: Turns, n_cores: int) -> di
         "start_to_first_token_s": spread(turns.first_token_s[name]),
         "weight_bytes_per_step": turns.step_bytes[name],
         "peak_rss_bytes": turns.peak_bytes[name],
-    } | ({"perplexity": float(f"{math.exp(turns.nats[name]):.5g}")} if turns.nats else {})
+    } | ({"perplexity": float(f"{math.exp(turns.nll[name]):.5g}")} if turns.nll else {})
 
 
 def machine_rates(turns: Turns) -> dict[str, Spread]:

@@ -21,8 +21,8 @@ class Turns:
 
     By engine, `rates` is what the machine could do before and after each of its runs, the mean of
     both, `step_bytes` what a decode step reads of its weights, `first_token_s` how long after its
-    start each fresh process gave its first token, `peak_bytes` the memory that it took, and `nats`
-    what a token of the texts has.
+    start each fresh process gave its first token, `peak_bytes` the memory that it took, and `nll`
+    the mean negative log-likelihood of a token of the texts.
     """
 
     workers: dict[str, Worker] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Turns:
     step_bytes: dict[str, int] = field(default_factory=dict)
     first_token_s: dict[str, list[float]] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    nats: dict[str, float] = field(default_factory=dict)
+    nll: dict[str, float] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -124,15 +124,15 @@ def take_turns(
 
 
 def weigh(turns: Turns, texts: Sequence[list[int]]) -> None:
-    """Ask every engine for its memory, and then for the texts' nats, which take more of that."""
+    """Ask every engine for its memory, and then for the texts' log-likelihood, which takes more memory."""
     n_weighed = sum(len(text) - 1 for text in texts)
     for name in list(turns.runs):
         worker = turns.workers[name]
         turns.peak_bytes[name] = worker.peak_bytes()
         try:
             if n_weighed:
-                nats = sum(worker.nats(text) * (len(text) - 1) for text in texts)
-                turns.nats[name] = nats / n_weighed
+                nll = sum(worker.nll(text) * (len(text) - 1) for text in texts)
+                turns.nll[name] = nll / n_weighed
         except EngineError as error:
             turns.leave_out(name, error)
 

@@ -75,13 +75,13 @@ class Worker:
             raise EngineError(f"was asked for {n_new} tokens a prompt and gave {lengths}")
         return run
 
-    def nats(self, tokens: list[int]) -> float:
-        """As `Loaded.nats`.
+    def nll(self, tokens: list[int]) -> float:
+        """As `Loaded.nll`.
 
         Raises: EngineError if the engine fails.
         """
-        nats: float = self._ask("nats", tokens=tokens)
-        return nats
+        nll: float = self._ask("nll", tokens=tokens)
+        return nll
 
     def peak_bytes(self) -> int:
         """The most memory that the engine's processes have held, each by itself, summed.

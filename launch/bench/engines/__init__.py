@@ -116,7 +116,7 @@ class Loaded(Protocol):
     def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
         """Give every prompt so many greedy tokens; an end-of-text token ends nothing."""
 
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         """The mean of -log p of every token after the first, given those before it."""
 
 

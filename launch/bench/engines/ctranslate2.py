@@ -109,7 +109,7 @@ class CTranslate2:
         tokens = [list(map(int, result.sequences_ids[0])) for result in results]
         return Run(tokens, first_s - started, total_s)
 
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         (result,) = self.generator.score_batch([list(map(str, tokens))])
         return -statistics.fmean(result.log_probs)
 

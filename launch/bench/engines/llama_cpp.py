@@ -87,7 +87,7 @@ class LlamaCpp:
         self._forget()
         return Run(tokens, first_token_s, total_s, prefill_s)
 
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         entries = [(token, position, 0, True) for position, token in enumerate(tokens[:-1])]
         total = 0.0
         for token, (_, logits) in zip(tokens[1:], self._logits(entries), strict=True):

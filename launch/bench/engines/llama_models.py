@@ -61,7 +61,7 @@ class LlamaModels:
         return Run(new, first_token_s, total_s)
 
     @torch.inference_mode()
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         ids = torch.tensor(tokens)
         logits = self.model(ids[None, :-1], 0)[0]
         return F.cross_entropy(logits.float(), ids[1:]).item()

@@ -37,7 +37,7 @@ class Ours:
         total_s = time.perf_counter() - started
         return Run(tokens, first_token_s, total_s, prefill_s, n_early)
 
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         return -statistics.fmean(self.llm.score([tokens])[0])
 
 

@@ -72,7 +72,7 @@ class Whole:
         return Run(output[:, longest:].tolist(), clock.first_s - started, total_s)
 
     @torch.inference_mode()
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         ids = torch.tensor(tokens)
         logits = self.model(ids[None, :-1]).logits[0]
         return F.cross_entropy(logits.float(), ids[1:]).item()
@@ -96,9 +96,9 @@ class Ranks:
         dist.broadcast_object_list([("answer", (prompts, n_new))])
         return self.whole.answer(prompts, n_new)
 
-    def nats(self, tokens: Sequence[int]) -> float:
-        dist.broadcast_object_list([("nats", (tokens,))])
-        return self.whole.nats(tokens)
+    def nll(self, tokens: Sequence[int]) -> float:
+        dist.broadcast_object_list([("nll", (tokens,))])
+        return self.whole.nll(tokens)
 
 
 def greedy(n_new: int) -> Any:

@@ -43,7 +43,7 @@ class VLLM:
         # How many tokens came before the last prompt's first it does not say; a few at most.
         return Run(tokens, min(firsts), total_s, max(firsts))
 
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         (output,) = self.llm.generate([{"prompt_token_ids": list(tokens)}], params, use_tqdm=False)
         own = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)
