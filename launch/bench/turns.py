@@ -54,7 +54,7 @@ def play(
     """Start every engine that is there, let them take their turns, and let each weigh the texts."""
     turns = Turns(absent={each.name: why for each in chosen if (why := each.absence())})
     present = [each for each in chosen if each.name not in turns.absent]
-    rest_s = max((each.restless_s for each in present), default=0.0)
+    rest_s = max((each.cooldown_s for each in present), default=0.0)
     starts: dict[str, Callable[[], Worker]] = {}
     for each in present:
         try:

@@ -30,7 +30,7 @@ class Engine:
     `forms` are those in which it can keep weights, by its own names for them, the usual one first.
     Where it `makes` something, whose name ends like this, it loads what its module makes of that
     layout; where it `shares`, what that other engine loads. `python` is what it runs in, where that
-    is known, and `python_flag` else says it. For `restless_s` after a turn it goes on looking for
+    is known, and `python_flag` else says it. For `cooldown_s` after a turn it goes on looking for
     work, which takes cores from the next. Of several ranks it starts the others itself, unless it
     is `under_torchrun`.
     """
@@ -47,7 +47,7 @@ class Engine:
     under_torchrun: bool = False
     python: str | None = sys.executable
     python_flag: str | None = None
-    restless_s: float = 0.0
+    cooldown_s: float = 0.0
 
     @property
     def module(self) -> str:
@@ -158,7 +158,7 @@ ENGINES = {
             "then give --vllm-python VLLM/bin/python",
             python=None,
             python_flag="vllm_python",
-            restless_s=1.5,
+            cooldown_s=1.5,
         ),
         Engine(
             "llama.cpp",
