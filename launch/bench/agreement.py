@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.bench.engines import Run
+from launch.bench.engines import Measurement
 from parallel_llama import LLM
 
 # Nats. Two float32 engines' log-probabilities lie within 2e-4 of each other on 30 layers.
@@ -31,7 +31,7 @@ class Difference:
 
 
 def agreements(
-    model: str, runs: Mapping[str, Sequence[Run]], prompts: Prompts, exact: Collection[str]
+    model: str, runs: Mapping[str, Sequence[Measurement]], prompts: Prompts, exact: Collection[str]
 ) -> dict[str, dict[str, Any]]:
     """How far each engine's tokens are those of the first one, of the exact ones if there are any.
 
@@ -50,7 +50,9 @@ def agreements(
     }
 
 
-def differences(runs: Sequence[Run], reference: Sequence[Run]) -> Iterator[Difference]:
+def differences(
+    runs: Sequence[Measurement], reference: Sequence[Measurement]
+) -> Iterator[Difference]:
     """One for each prompt of each turn whose new tokens are not all the same."""
     for turn, (run, other) in enumerate(zip(runs, reference, strict=True), 1):
         for prompt, (drawn, expected) in enumerate(zip(run.tokens, other.tokens, strict=True)):
@@ -61,7 +63,7 @@ def differences(runs: Sequence[Run], reference: Sequence[Run]) -> Iterator[Diffe
 
 
 def gaps(
-    model: str, found: Sequence[Difference], prompts: Prompts, reference: Sequence[Run]
+    model: str, found: Sequence[Difference], prompts: Prompts, reference: Sequence[Measurement]
 ) -> dict[Difference, float]:
     """By how many nats the reference's token is likelier than the other one, in float64."""
     if not found:
@@ -76,7 +78,7 @@ def gaps(
     return result
 
 
-def counts(runs: Sequence[Run], found: Sequence[Difference]) -> dict[str, int]:
+def counts(runs: Sequence[Measurement], found: Sequence[Difference]) -> dict[str, int]:
     """Of tokens and of prompts, how many agree."""
     answers = [tokens for run in runs for tokens in run.tokens]
     n_new = len(answers[0])

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.agreement import agreements
-from launch.bench.engines import Engine, Run, engines
+from launch.bench.engines import Engine, Measurement, engines
 from launch.bench.machine import Rates, prefill_flops
 from launch.bench.plot import svg
 from launch.bench.report import report
@@ -138,7 +138,11 @@ def machine_rates(turns: Turns) -> dict[str, Spread]:
 
 
 def shares(
-    args: ModelArgs, task: Task, runs: Sequence[Run], rates: Sequence[Rates], step_bytes: int
+    args: ModelArgs,
+    task: Task,
+    runs: Sequence[Measurement],
+    rates: Sequence[Rates],
+    step_bytes: int,
 ) -> dict[str, Spread]:
     """Which part of its time an engine would take at the rates of the machine around its runs.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.bench.engines import Run
+from launch.bench.engines import Measurement
 from parallel_llama.errors import UsageError
 
 N_RAGGED = 16
@@ -38,7 +38,7 @@ class Task:
         draw = random.Random(turn)
         return [[draw.randrange(self.vocab_size) for _ in range(n)] for n in self.lengths]
 
-    def rates(self, run: Run) -> dict[str, float]:
+    def rates(self, run: Measurement) -> dict[str, float]:
         """What one run comes to; a decode rate only where there is a token after the first."""
         if self.kind == "ragged":
             n_tokens = len(self.lengths) * self.n_new
@@ -50,11 +50,11 @@ class Task:
             figures["decode_tokens_per_s"] = n_tokens / (run.total_s - prefill_s)
         return figures
 
-    def spreads(self, runs: Sequence[Run]) -> dict[str, Spread]:
+    def spreads(self, runs: Sequence[Measurement]) -> dict[str, Spread]:
         figures = [self.rates(run) for run in runs]
         return {key: spread([each[key] for each in figures]) for key in figures[0]}
 
-    def ratios(self, ours: Sequence[Run], peer: Sequence[Run]) -> dict[str, Spread]:
+    def ratios(self, ours: Sequence[Measurement], peer: Sequence[Measurement]) -> dict[str, Spread]:
         """How many times as fast `ours` is, turn by turn: what slows a turn down slows both."""
         pairs = [(self.rates(a), self.rates(b)) for a, b in zip(ours, peer, strict=True)]
         return {

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-from launch.bench.engines import Engine, Run, Setup
+from launch.bench.engines import Engine, Measurement, Setup
 from launch.bench.machine import Rates, meter
 from launch.bench.task import Task
 from launch.bench.weights import Weights
@@ -26,7 +26,7 @@ class Turns:
     """
 
     workers: dict[str, Worker] = field(default_factory=dict)
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    runs: dict[str, list[Measurement]] = field(default_factory=dict)
     rates: dict[str, list[Rates]] = field(default_factory=dict)
     step_bytes: dict[str, int] = field(default_factory=dict)
     first_token_s: dict[str, list[float]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def take_turns(
 
 
 def weigh(turns: Turns, texts: Sequence[list[int]]) -> None:
-    """Ask every engine for its memory, and then for the texts' log-likelihood, which takes more memory."""
+    """Ask every engine for its peak memory, then for the perplexity of the texts, which needs more."""
     n_weighed = sum(len(text) - 1 for text in texts)
     for name in list(turns.runs):
         worker = turns.workers[name]

@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 900.0
@@ -64,12 +64,12 @@ class Worker:
             raise
         self.start_s = time.perf_counter() - started
 
-    def answer(self, prompts: list[list[int]], n_new: int) -> Run:
+    def answer(self, prompts: list[list[int]], n_new: int) -> Measurement:
         """One turn.
 
         Raises: EngineError if the engine fails or gives another number of tokens than asked for.
         """
-        run = Run(**self._ask("answer", prompts=prompts, n_new=n_new))
+        run = Measurement(**self._ask("answer", prompts=prompts, n_new=n_new))
         lengths = [len(tokens) for tokens in run.tokens]
         if lengths != [n_new] * len(prompts):
             raise EngineError(f"was asked for {n_new} tokens a prompt and gave {lengths}")
@@ -167,7 +167,7 @@ def main() -> None:
     for line in sys.stdin:
         method, arguments = json.loads(line)
         said = getattr(loaded, method)(**arguments)
-        say(asdict(said) if isinstance(said, Run) else said)
+        say(asdict(said) if isinstance(said, Measurement) else said)
 
 
 if __name__ == "__main__":

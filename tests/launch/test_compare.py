@@ -22,7 +22,7 @@ from launch.bench.agreement import (
     verdict,
 )
 from launch.bench.compare import all_ratios, main, shares
-from launch.bench.engines import Run, engines
+from launch.bench.engines import Measurement, engines
 from launch.bench.machine import Rates, prefill_flops
 from launch.bench.report import report
 from launch.bench.roofline import charts
@@ -103,7 +103,11 @@ def test_an_engine_without_its_python_or_packages_is_absent_with_the_remedy():
 
 
 def test_a_stream_is_split_at_its_first_token():
-    runs = [Run([[1] * 5], 0.5, 2.5), Run([[1] * 5], 1.0, 2.0), Run([[1] * 5], 2.0, 10.0)]
+    runs = [
+        Measurement([[1] * 5], 0.5, 2.5),
+        Measurement([[1] * 5], 1.0, 2.0),
+        Measurement([[1] * 5], 2.0, 10.0),
+    ]
     assert STREAM.spreads(runs) == {
         "prefill_tokens_per_s": {"median": 8.0, "min": 4.0, "max": 16.0},
         "decode_tokens_per_s": {"median": 2.0, "min": 0.5, "max": 4.0},
@@ -114,7 +118,7 @@ def test_a_stream_is_split_at_its_first_token():
 def test_the_tokens_of_all_streams_at_once_are_counted():
     task = make_task("stream", 8, 5, vocab_size=100, n_streams=3)
     assert [len(prompt) for prompt in task.prompts(1)] == [8, 8, 8]
-    figures = task.spreads([Run([[1] * 5] * 3, 0.5, 2.5)])
+    figures = task.spreads([Measurement([[1] * 5] * 3, 0.5, 2.5)])
     assert figures["prefill_tokens_per_s"]["median"] == 48.0
     assert figures["decode_tokens_per_s"]["median"] == 6.0
 
@@ -122,13 +126,13 @@ def test_the_tokens_of_all_streams_at_once_are_counted():
 def test_prefill_lasts_until_every_prompt_has_a_token():
     """Where prompts are read one after the other, the first one's time is not that of all."""
     task = make_task("stream", 8, 5, vocab_size=100, n_streams=3)
-    figures = task.spreads([Run([[1] * 5] * 3, 0.5, 3.0, prefill_s=2.0, n_early=2)])
+    figures = task.spreads([Measurement([[1] * 5] * 3, 0.5, 3.0, prefill_s=2.0, n_early=2)])
     assert figures["prefill_tokens_per_s"]["median"] == 12.0
     assert figures["decode_tokens_per_s"]["median"] == 10.0
 
 
 def test_a_ragged_batch_is_timed_as_a_whole():
-    figures = RAGGED.spreads([Run([], 1.0, 8.0)])
+    figures = RAGGED.spreads([Measurement([], 1.0, 8.0)])
     assert {key: own["median"] for key, own in figures.items()} == {
         "new_tokens_per_s": 128.0,
         "total_s": 8.0,
@@ -141,8 +145,8 @@ def test_spreads_keep_four_digits():
 
 def test_ratios_are_taken_turn_by_turn():
     """The machine was twice as slow in the second turn, for both: the ratio must not show it."""
-    ours = [Run([], 0.5, 1.0), Run([], 1.0, 2.0)]
-    peer = [Run([], 1.0, 4.0), Run([], 2.0, 8.0)]
+    ours = [Measurement([], 0.5, 1.0), Measurement([], 1.0, 2.0)]
+    peer = [Measurement([], 1.0, 4.0), Measurement([], 2.0, 8.0)]
     assert RAGGED.ratios(ours, peer) == {
         "new_tokens_per_s": {"median": 4.0, "min": 4.0, "max": 4.0}
     }
@@ -153,8 +157,11 @@ def test_ratios_are_taken_turn_by_turn():
 
 
 def test_tokens_agree_up_to_the_first_difference_of_each_prompt():
-    reference = [Run([[1, 2, 3], [4, 5, 6]], 1, 1), Run([[7, 7, 7], [8, 8, 8]], 1, 1)]
-    runs = [Run([[1, 2, 3], [4, 0, 6]], 1, 1), Run([[7, 7, 7], [9, 8, 8]], 1, 1)]
+    reference = [
+        Measurement([[1, 2, 3], [4, 5, 6]], 1, 1),
+        Measurement([[7, 7, 7], [8, 8, 8]], 1, 1),
+    ]
+    runs = [Measurement([[1, 2, 3], [4, 0, 6]], 1, 1), Measurement([[7, 7, 7], [9, 8, 8]], 1, 1)]
     found = list(differences(runs, reference))
     assert found == [Difference(1, 1, 1, 5, 0), Difference(2, 1, 0, 8, 9)]
     gap = {found[0]: -NEAR_TIE / 2, found[1]: 2.0}
@@ -176,7 +183,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_gap_is_how_much_likelier_the_expected_token_is(folder):
     """The two prompts differ, so that a gap taken at the wrong turn or prompt shows."""
     prompts = {1: [[3, 4, 5], [6, 7, 8, 9]], 2: [[30, 40], [50]]}
-    reference = [Run([[1, 2], [3, 4]], 1, 1), Run([[5, 6], [7, 8]], 1, 1)]
+    reference = [Measurement([[1, 2], [3, 4]], 1, 1), Measurement([[5, 6], [7, 8]], 1, 1)]
     there, back = Difference(2, 0, 1, 6, 9), Difference(2, 0, 1, 9, 6)
     result = gaps(str(folder), [there, back], prompts.__getitem__, reference)
     assert result[there] == -result[back] != 0
@@ -193,9 +200,9 @@ def test_a_gap_is_how_much_likelier_the_expected_token_is(folder):
 def test_only_float32_weights_can_give_wrong_tokens(folder):
     """The first engine has others here, and must not be what the tokens are compared with."""
     runs = {
-        "llama.cpp@Q4_0": [Run([[9, 9]], 1, 1)],
-        "ours:1": [Run([[5, 6]], 1, 1)],
-        "transformers": [Run([[5, 7]], 1, 1)],
+        "llama.cpp@Q4_0": [Measurement([[9, 9]], 1, 1)],
+        "ours:1": [Measurement([[5, 6]], 1, 1)],
+        "transformers": [Measurement([[5, 7]], 1, 1)],
     }
     found = agreements(str(folder), runs, lambda _: [[3, 4]], exact=["ours:1", "transformers"])
     assert found["llama.cpp@Q4_0"] == {
@@ -293,7 +300,7 @@ class FakeWorker:
         if prompt == [self.fails_at]:
             raise EngineError("tired")
         self.log.append((self.name, prompt[0]))
-        return Run([[prompt[0]] * n_new], 1.0, 2.0)
+        return Measurement([[prompt[0]] * n_new], 1.0, 2.0)
 
     def close(self):
         self.log.append((self.name, "closed"))
@@ -315,7 +322,7 @@ def test_a_share_is_of_what_the_machine_gave_around_that_very_run():
     """Where the memory reads twice as fast in a turn, and so does the engine, its share stays."""
     task = Task("stream", (8, 8), n_new=3, vocab_size=100)
     decoded_s = 1.0, 0.5, 1.0  # by 4 tokens
-    runs = [Run([], 0.5, 0.5 + each) for each in decoded_s]
+    runs = [Measurement([], 0.5, 0.5 + each) for each in decoded_s]
     rates = [Rates(1e9, 1e9), Rates(2e9, 1e9), Rates(4e9, 2e9)]
     found = shares(ARGS, task, runs, rates, step_bytes=250_000_000)
     assert found["read_bandwidth_share"] == {"median": 0.5, "min": 0.125, "max": 0.5}

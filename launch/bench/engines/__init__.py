@@ -94,7 +94,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Run:
+class Measurement:
     """The new tokens of every prompt.
 
     Where prompts do not all get their first token together, `prefill_s` is when the last one has,
@@ -113,7 +113,7 @@ class Run:
 class Loaded(Protocol):
     """A model, loaded by an engine."""
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         """Give every prompt so many greedy tokens; an end-of-text token ends nothing."""
 
     def nll(self, tokens: Sequence[int]) -> float:

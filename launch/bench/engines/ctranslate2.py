@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from ctranslate2.specs import common_spec, transformer_spec
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 VERSIONS = {"ctranslate2": ctranslate2.__version__}
 
@@ -88,7 +88,7 @@ class CTranslate2:
             intra_threads=setup.n_threads,
         )
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         first_s = 0.0
 
         def note(_: Any) -> bool:
@@ -107,7 +107,7 @@ class CTranslate2:
         )
         total_s = time.perf_counter() - started
         tokens = [list(map(int, result.sequences_ids[0])) for result in results]
-        return Run(tokens, first_s - started, total_s)
+        return Measurement(tokens, first_s - started, total_s)
 
     def nll(self, tokens: Sequence[int]) -> float:
         (result,) = self.generator.score_batch([list(map(str, tokens))])

@@ -13,7 +13,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 # Q4_K is the mix M.
 _FTYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 15, "BF16": 32}
@@ -64,7 +64,7 @@ class LlamaCpp:
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         tokens: list[list[int]] = [[] for _ in prompts]
         first_token_s = 0.0
         started = time.perf_counter()
@@ -85,7 +85,7 @@ class LlamaCpp:
                 tokens[sequence].append(int(logits.argmax()))
         total_s = time.perf_counter() - started
         self._forget()
-        return Run(tokens, first_token_s, total_s, prefill_s)
+        return Measurement(tokens, first_token_s, total_s, prefill_s)
 
     def nll(self, tokens: Sequence[int]) -> float:
         entries = [(token, position, 0, True) for position, token in enumerate(tokens[:-1])]

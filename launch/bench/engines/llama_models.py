@@ -19,7 +19,7 @@ from llama_models.llama3.args import ModelArgs
 from llama_models.llama3.model import Transformer
 from torch._C._distributed_c10d import HashStore
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 VERSIONS = {package: version(package) for package in ("llama-models", "fairscale", "torch")}
 
@@ -41,7 +41,7 @@ class LlamaModels:
         self.model.load_state_dict(weights)
 
     @torch.inference_mode()
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         shortest, longest = min(map(len, prompts)), max(map(len, prompts))
         tokens = torch.zeros(len(prompts), longest + n_new, dtype=torch.int64)
         is_given = torch.zeros_like(tokens, dtype=torch.bool)
@@ -58,7 +58,7 @@ class LlamaModels:
             first_token_s = first_token_s or time.perf_counter() - started
         total_s = time.perf_counter() - started
         new = [tokens[row, len(p) : len(p) + n_new].tolist() for row, p in enumerate(prompts)]
-        return Run(new, first_token_s, total_s)
+        return Measurement(new, first_token_s, total_s)
 
     @torch.inference_mode()
     def nll(self, tokens: Sequence[int]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 import parallel_llama
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.dtypes import QUANTS
 
@@ -21,7 +21,7 @@ class Ours:
         kept = {"quant": form} if form in QUANTS else {"dtype": form}
         self.llm = LLM(setup.model, tp_size=setup.n_ranks, device="cpu", max_drafts=0, **kept)
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         params = SamplingParams(max_tokens=n_new, ignore_eos=True)
         tokens: list[list[int]] = [[] for _ in prompts]
         first_token_s = prefill_s = 0.0
@@ -35,7 +35,7 @@ class Ours:
                 if all(tokens):
                     prefill_s, n_early = so_far_s, sum(map(len, tokens)) - len(prompts)
         total_s = time.perf_counter() - started
-        return Run(tokens, first_token_s, total_s, prefill_s, n_early)
+        return Measurement(tokens, first_token_s, total_s, prefill_s, n_early)
 
     def nll(self, tokens: Sequence[int]) -> float:
         return -statistics.fmean(self.llm.score([tokens])[0])

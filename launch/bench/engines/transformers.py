@@ -20,7 +20,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from launch.bench.engines import Loaded, Run, Setup
+from launch.bench.engines import Loaded, Measurement, Setup
 
 VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__}
 PAD_ID = 0  # any id: the attention mask hides it
@@ -53,7 +53,7 @@ class Whole:
         model.generation_config = greedy(1)
 
     @torch.inference_mode()
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.full((len(prompts), longest), PAD_ID)
         mask = torch.zeros_like(ids)
@@ -69,7 +69,7 @@ class Whole:
             logits_processor=LogitsProcessorList([clock]),
         )
         total_s = time.perf_counter() - started
-        return Run(output[:, longest:].tolist(), clock.first_s - started, total_s)
+        return Measurement(output[:, longest:].tolist(), clock.first_s - started, total_s)
 
     @torch.inference_mode()
     def nll(self, tokens: Sequence[int]) -> float:
@@ -92,7 +92,7 @@ class Ranks:
             getattr(whole, name)(*arguments)
         atexit.register(dist.broadcast_object_list, [None])
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         dist.broadcast_object_list([("answer", (prompts, n_new))])
         return self.whole.answer(prompts, n_new)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import vllm
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 VERSIONS = {"vllm": vllm.__version__, "torch": torch.__version__}
 KV_CACHE_GIB = "4"
@@ -30,7 +30,7 @@ class VLLM:
             disable_log_stats=False,  # else it does not say when the first token came
         )
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         params = vllm.SamplingParams(
             temperature=0, max_tokens=n_new, ignore_eos=True, detokenize=False
         )
@@ -41,7 +41,7 @@ class VLLM:
         firsts = [output.metrics.first_token_latency for output in outputs]
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         # How many tokens came before the last prompt's first it does not say; a few at most.
-        return Run(tokens, min(firsts), total_s, max(firsts))
+        return Measurement(tokens, min(firsts), total_s, max(firsts))
 
     def nll(self, tokens: Sequence[int]) -> float:
         params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
