@@ -15,15 +15,15 @@ from parallel_llama import LLM
 # Nats. Two float32 engines' log-probabilities lie within 2e-4 of each other on 30 layers.
 NEAR_TIE = 1e-3
 
-# The prompts of a turn, by its number.
+# The prompts of a round, by its number.
 Prompts = Callable[[int], list[list[int]]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token, by number, at which an answer leaves the reference's; turns begin at 1."""
+    """The first token, by number, at which an answer leaves the reference's; rounds begin at 1."""
 
-    turn: int
+    round: int
     prompt: int
     token: int
     expected: int
@@ -53,13 +53,13 @@ def agreements(
 def differences(
     runs: Sequence[Measurement], reference: Sequence[Measurement]
 ) -> Iterator[Difference]:
-    """One for each prompt of each turn whose new tokens are not all the same."""
-    for turn, (run, other) in enumerate(zip(runs, reference, strict=True), 1):
+    """One for each prompt of each round whose new tokens are not all the same."""
+    for number, (run, other) in enumerate(zip(runs, reference, strict=True), 1):
         for prompt, (drawn, expected) in enumerate(zip(run.tokens, other.tokens, strict=True)):
             pairs = zip(expected, drawn, strict=True)
             parted = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
             if parted is not None:
-                yield Difference(turn, prompt, parted, expected[parted], drawn[parted])
+                yield Difference(number, prompt, parted, expected[parted], drawn[parted])
 
 
 def gaps(
@@ -71,8 +71,8 @@ def gaps(
     result = {}
     with LLM(model, dtype="float64", device="cpu") as llm:
         for each in found:
-            answer = reference[each.turn - 1].tokens[each.prompt]
-            before = prompts(each.turn)[each.prompt] + answer[: each.token]
+            answer = reference[each.round - 1].tokens[each.prompt]
+            before = prompts(each.round)[each.prompt] + answer[: each.token]
             expected, drawn = llm.score([[*before, each.expected], [*before, each.drawn]])
             result[each] = expected[-1] - drawn[-1]
     return result
@@ -96,7 +96,7 @@ def verdict(found: Sequence[Difference], gap: Mapping[Difference, float]) -> dic
     first: dict[str, Any] | None = None
     if found:
         at, nats = found[0], float(f"{gap[found[0]]:.2g}")
-        first = {"turn": at.turn, "prompt": at.prompt, "token": at.token, "gap_nats": nats}
+        first = {"turn": at.round, "prompt": at.prompt, "token": at.token, "gap_nats": nats}
     return {
         "near_ties": n_near_ties,
         "wrong": len(found) - n_near_ties,

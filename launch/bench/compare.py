@@ -1,4 +1,4 @@
-"""Speed beside other runtimes: the same weights, token ids and cores, turn by turn in one run.
+"""Speed beside other runtimes: the same weights, token ids and cores, round by round in one run.
 
     python -m launch.bench.compare [--task stream|ragged] [--streams 1] [--model smollm2]
                                    [--engines ours:1,transformers,llama-models,..]
@@ -33,8 +33,8 @@ from launch.bench.machine import Rates, prefill_flops
 from launch.bench.plot import svg
 from launch.bench.report import report
 from launch.bench.roofline import charts
+from launch.bench.rounds import Rounds, measure
 from launch.bench.task import Kind, Spread, Task, make_task, spread
-from launch.bench.turns import Turns, play
 from launch.bench.weights import Weights
 from launch.bench.worker import ROOT
 from parallel_llama.checkpoint import meta_vocab_size
@@ -55,7 +55,7 @@ def compare(
     prompt_tokens: int,
     n_new: int,
     chosen: Sequence[Engine],
-    n_turns: int,
+    n_rounds: int,
     n_streams: int = 1,
     n_starts: int = 1,
 ) -> dict[str, Any]:
@@ -76,32 +76,32 @@ def compare(
     cores = tuple(sorted(os.sched_getaffinity(0)))  # `taskset` narrows them
     with tempfile.TemporaryDirectory() as folder:
         weights = Weights(files, args, Path(folder))
-        turns = play(weights, task, chosen, n_turns, n_starts, texts, cores)
+        rounds = measure(weights, task, chosen, n_rounds, n_starts, texts, cores)
     figures = {
-        each.name: engine_figures(each, task, turns, len(cores))
-        | shares(args, task, runs, turns.rates[each.name], turns.step_bytes[each.name])
+        each.name: engine_figures(each, task, rounds, len(cores))
+        | shares(args, task, runs, rounds.rates[each.name], rounds.step_bytes[each.name])
         for each in chosen
-        if (runs := turns.runs.get(each.name))
+        if (runs := rounds.runs.get(each.name))
     }
     exact = [each.name for each in chosen if each.is_exact]
-    for name, agreement in agreements(model, turns.runs, task.prompts, exact).items():
+    for name, agreement in agreements(model, rounds.runs, task.prompts, exact).items():
         figures[name]["agreement"] = agreement
     return {
         "model": model,
         "task": kind,
         "prompt_tokens": task.lengths,
         "new_tokens": n_new,
-        "turns": n_turns,
+        "turns": n_rounds,
         "text_tokens": sum(map(len, texts)),
         "processor": processor(),
         "cores": cores,
-        **machine_rates(turns),
+        **machine_rates(rounds),
         "system": platform.platform(),
         "python": platform.python_version(),
         "engines": figures,
-        "ratios": all_ratios(task, turns),
-        "absent": turns.absent,
-        "failed": turns.failed,
+        "ratios": all_ratios(task, rounds),
+        "absent": rounds.absent,
+        "failed": rounds.failed,
     }
 
 
@@ -115,24 +115,24 @@ def texts_of(files: ModelFiles, length: int) -> list[list[int]]:
     return [tokens[start : start + length] for start in range(0, stop, length)]
 
 
-def engine_figures(engine: Engine, task: Task, turns: Turns, n_cores: int) -> dict[str, Any]:
+def engine_figures(engine: Engine, task: Task, rounds: Rounds, n_cores: int) -> dict[str, Any]:
     """What was measured of one engine."""
     name = engine.name
     return {
         "form": engine.form,
         "ranks": engine.n_ranks,
         "threads": engine.n_threads(n_cores),
-        "versions": turns.workers[name].versions,
-        **task.spreads(turns.runs[name]),
-        "start_to_first_token_s": spread(turns.first_token_s[name]),
-        "weight_bytes_per_step": turns.step_bytes[name],
-        "peak_rss_bytes": turns.peak_bytes[name],
-    } | ({"perplexity": float(f"{math.exp(turns.nll[name]):.5g}")} if turns.nll else {})
+        "versions": rounds.workers[name].versions,
+        **task.spreads(rounds.runs[name]),
+        "start_to_first_token_s": spread(rounds.first_token_s[name]),
+        "weight_bytes_per_step": rounds.step_bytes[name],
+        "peak_rss_bytes": rounds.peak_bytes[name],
+    } | ({"perplexity": float(f"{math.exp(rounds.nll[name]):.5g}")} if rounds.nll else {})
 
 
-def machine_rates(turns: Turns) -> dict[str, Spread]:
+def machine_rates(rounds: Rounds) -> dict[str, Spread]:
     """What the machine gave in the course of the runs, others being on it as well perhaps."""
-    looks = [look for own in turns.rates.values() for look in own]
+    looks = [look for own in rounds.rates.values() for look in own]
     names = ("read_bytes_per_s", "product_flops_per_s") if looks else ()
     return {name: spread([getattr(look, name) for look in looks]) for name in names}
 
@@ -160,10 +160,10 @@ def shares(
     return {key: spread(values) for key, values in found.items()}
 
 
-def all_ratios(task: Task, turns: Turns) -> dict[str, dict[str, Any]]:
+def all_ratios(task: Task, rounds: Rounds) -> dict[str, dict[str, Any]]:
     """How many times as fast every engine called ours is as every other engine."""
-    ours = {name: runs for name, runs in turns.runs.items() if name.startswith("ours")}
-    peers = {name: runs for name, runs in turns.runs.items() if name not in ours}
+    ours = {name: runs for name, runs in rounds.runs.items() if name.startswith("ours")}
+    peers = {name: runs for name, runs in rounds.runs.items() if name not in ours}
     return {
         name: {peer: task.ratios(own, runs) for peer, runs in peers.items()}
         for name, own in ours.items()
@@ -217,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     length = "length of the prompt, or the longest"
     parser.add_argument("--prompt-tokens", type=_whole, default=512, help=length)
     parser.add_argument("--new-tokens", type=_whole, default=64, help="for each prompt")
-    parser.add_argument("--repeat", type=_whole, default=5, help="turns after the one to warm up")
+    parser.add_argument("--repeat", type=_whole, default=5, help="rounds after the one to warm up")
     parser.add_argument("--starts", type=_whole, default=1, help="fresh processes of each engine")
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python of vLLM's environment")
     parser.add_argument(

@@ -2,8 +2,8 @@
 
     python -m launch.bench.http [--nproc 2] [--streams 16] [--tokens 128]
 
-A server and an engine without one are loaded side by side and take turns; tokens a second of each
-turn, and the median ratio, go to stdout. The client counts bytes and parses nothing, but it shares
+A server and an engine without one are loaded side by side and alternate; tokens a second of each
+round, and the median ratio, go to stdout. The client counts bytes and parses nothing, but it shares
 the machine with the server.
 """
 
@@ -25,7 +25,7 @@ PROMPT_TOKENS = 64
 
 
 def main() -> None:
-    """Measure, and print a line for each turn and the medians."""
+    """Measure, and print a line for each round and the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--nproc", type=int, default=2)
@@ -52,14 +52,14 @@ def _compare(
 ) -> None:
     draw = random.Random(0)
     ratios = []
-    for turn in range(repeat + 1):  # the first warms both, and does not count
+    for number in range(repeat + 1):  # the first warms both, and does not count
         prompts = [
             [draw.randrange(llm.args.vocab_size) for _ in range(PROMPT_TOKENS)]
             for _ in range(n_streams)
         ]
         without_s = _without(llm, prompts, n_tokens)
         with_s = _streamed(address, prompts, n_tokens)
-        if turn:
+        if number:
             n = n_streams * n_tokens
             ratios.append(without_s / with_s)
             print(

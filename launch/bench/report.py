@@ -56,7 +56,7 @@ def _heading(result: dict[str, Any]) -> str:
     return (
         f"{result['model']}; {prompts}; {result['new_tokens']} new for each\n"
         f"{result['processor']}, {len(result['cores'])} cores{_rates(result)}\n"
-        f"turns: {result['turns']}; median (least to most); "
+        f"rounds: {result['turns']}; median (least to most); "
         f"perplexity of {result['text_tokens']} tokens"
     )
 
@@ -95,7 +95,7 @@ def _agreement(engines: dict[str, Any]) -> str:
         if first := agreement.get("first_difference"):
             text += (
                 f"; {agreement['near_ties']} near ties, {agreement['wrong']} wrong; the first: "
-                f"turn {first['turn']}, prompt {first['prompt']}, token {first['token']}, "
+                f"round {first['turn']}, prompt {first['prompt']}, token {first['token']}, "
                 f"{first['gap_nats']:g} nats apart"
             )
         rows.append([name, text])

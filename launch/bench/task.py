@@ -1,6 +1,6 @@
 """What every engine is asked, and what the time that it took comes to.
 
-Every turn has prompts of its own, so that an engine which keeps the keys and values of earlier
+Every round has prompts of its own, so that an engine which keeps the keys and values of earlier
 prompts gains nothing by it.
 """
 
@@ -33,9 +33,9 @@ class Task:
     def max_seq_len(self) -> int:
         return max(self.lengths) + self.n_new
 
-    def prompts(self, turn: int) -> list[list[int]]:
-        """Random token ids; the same for the same turn."""
-        draw = random.Random(turn)
+    def prompts(self, number: int) -> list[list[int]]:
+        """Random token ids; the same for the same round."""
+        draw = random.Random(number)
         return [[draw.randrange(self.vocab_size) for _ in range(n)] for n in self.lengths]
 
     def rates(self, run: Measurement) -> dict[str, float]:
@@ -55,7 +55,7 @@ class Task:
         return {key: spread([each[key] for each in figures]) for key in figures[0]}
 
     def ratios(self, ours: Sequence[Measurement], peer: Sequence[Measurement]) -> dict[str, Spread]:
-        """How many times as fast `ours` is, turn by turn: what slows a turn down slows both."""
+        """How many times as fast `ours` is, round by round: what slows a round down slows both."""
         pairs = [(self.rates(a), self.rates(b)) for a, b in zip(ours, peer, strict=True)]
         return {
             key: spread([a[key] / b[key] for a, b in pairs])

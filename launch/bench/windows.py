@@ -6,7 +6,7 @@
 `tiles` is what the engine does: 512 tokens a step, 64 queries at a time over the keys that they
 see. `mask` has the scores of all pairs and hides those outside the window; `loop` takes one query
 after another; `chunks` is Longformer's way, blocks of as many queries as the window over keys of
-two windows. Time is the median of the turns, memory what a process of its own takes at the most
+two windows. Time is the median of the rounds, memory what a process of its own takes at the most
 beside queries, keys and values. A way that would take more than 512 MiB for its scores is left out.
 
 Source: Longformer, arXiv 2004.05150, section 3.1 and appendix A.
@@ -132,15 +132,15 @@ def score_bytes(name: str, n_tokens: int, window: int) -> int:
     return 4 * N_HEADS * n_tokens * keys
 
 
-def measure(name: str, n_tokens: int, window: int, n_turns: int) -> dict[str, float]:
-    """Seconds of the median turn, and bytes at the most, of one way in this process."""
+def measure(name: str, n_tokens: int, window: int, n_rounds: int) -> dict[str, float]:
+    """Seconds of the median round, and bytes at the most, of one way in this process."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, N_HEADS, n_tokens, HEAD_DIM, generator=generator)
     way = WAYS[name](n_tokens, window, torch.float32)
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the most starts anew
     seconds = []
-    for _ in range(n_turns):
+    for _ in range(n_rounds):
         started = time.perf_counter()
         way(q, k, v)
         seconds.append(time.perf_counter() - started)

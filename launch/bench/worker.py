@@ -1,6 +1,6 @@
 """An engine in a process of its own, asked by a line and answering with a line: both ends.
 
-It stays loaded and waits between its turns, so that a start of minutes is paid once. Its process is
+It stays loaded between rounds, so that a start of minutes is paid once. Its process is
 
     python -m launch.bench.worker ENGINE_MODULE SETUP
 
@@ -27,7 +27,7 @@ from launch.bench.engines import Measurement, Setup
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 900.0
-TURN_LIMIT_S = 1800.0
+ANSWER_LIMIT_S = 1800.0
 END_LIMIT_S = 5.0
 
 # Nothing is looked up or reported elsewhere: the weights are here.
@@ -65,7 +65,7 @@ class Worker:
         self.start_s = time.perf_counter() - started
 
     def answer(self, prompts: list[list[int]], n_new: int) -> Measurement:
-        """One turn.
+        """Ask for the answers of one round.
 
         Raises: EngineError if the engine fails or gives another number of tokens than asked for.
         """
@@ -113,7 +113,7 @@ class Worker:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure("ended") from None
-        return self._hear(TURN_LIMIT_S)
+        return self._hear(ANSWER_LIMIT_S)
 
     def _hear(self, limit_s: float) -> Any:
         """The next line. It is short and written at once, so that it is whole when it begins."""

@@ -26,8 +26,8 @@ from launch.bench.engines import Measurement, engines
 from launch.bench.machine import Rates, prefill_flops
 from launch.bench.report import report
 from launch.bench.roofline import charts
+from launch.bench.rounds import Rounds, run_rounds, start_all
 from launch.bench.task import Task, make_task, spread
-from launch.bench.turns import Turns, start_all, take_turns
 from launch.bench.worker import EngineError, Worker
 from parallel_llama.config import ModelArgs
 
@@ -43,13 +43,13 @@ def test_ragged_prompts_are_evenly_spaced_up_to_the_longest():
     assert steps == {33, 34}
 
 
-def test_every_turn_has_prompts_of_its_own_that_all_engines_share():
+def test_every_round_has_prompts_of_its_own_that_all_engines_share():
     """An engine that remembers earlier prompts must not be timed on remembering."""
-    first = RAGGED.prompts(turn=1)
-    assert first == RAGGED.prompts(turn=1)
+    first = RAGGED.prompts(number=1)
+    assert first == RAGGED.prompts(number=1)
     assert [len(prompt) for prompt in first] == list(RAGGED.lengths)
     assert all(0 <= token < 100 for prompt in first for token in prompt)
-    assert not any(a == b for a, b in zip(first, RAGGED.prompts(turn=2), strict=True))
+    assert not any(a == b for a, b in zip(first, RAGGED.prompts(number=2), strict=True))
 
 
 def test_a_name_says_the_ranks_and_what_the_weights_are_kept_in():
@@ -143,14 +143,14 @@ def test_spreads_keep_four_digits():
     assert spread([1234.56, 0.000123456]) == {"median": 617.3, "min": 0.0001235, "max": 1235.0}
 
 
-def test_ratios_are_taken_turn_by_turn():
-    """The machine was twice as slow in the second turn, for both: the ratio must not show it."""
+def test_ratios_are_taken_round_by_round():
+    """The machine was twice as slow in the second round, for both: the ratio must not show it."""
     ours = [Measurement([], 0.5, 1.0), Measurement([], 1.0, 2.0)]
     peer = [Measurement([], 1.0, 4.0), Measurement([], 2.0, 8.0)]
     assert RAGGED.ratios(ours, peer) == {
         "new_tokens_per_s": {"median": 4.0, "min": 4.0, "max": 4.0}
     }
-    every = all_ratios(RAGGED, Turns(runs={"ours:1": ours, "ours:2": peer, "transformers": peer}))
+    every = all_ratios(RAGGED, Rounds(runs={"ours:1": ours, "ours:2": peer, "transformers": peer}))
     assert every["ours:1"]["transformers"]["new_tokens_per_s"]["median"] == 4.0
     assert every["ours:2"]["transformers"]["new_tokens_per_s"]["median"] == 1.0
     assert [list(peers) for peers in every.values()] == [["transformers"]] * 2
@@ -181,7 +181,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_gap_is_how_much_likelier_the_expected_token_is(folder):
-    """The two prompts differ, so that a gap taken at the wrong turn or prompt shows."""
+    """The two prompts differ, so that a gap taken at the wrong round or prompt shows."""
     prompts = {1: [[3, 4, 5], [6, 7, 8, 9]], 2: [[30, 40], [50]]}
     reference = [Measurement([[1, 2], [3, 4]], 1, 1), Measurement([[5, 6], [7, 8]], 1, 1)]
     there, back = Difference(2, 0, 1, 6, 9), Difference(2, 0, 1, 9, 6)
@@ -278,17 +278,17 @@ def test_an_engine_that_does_not_start_is_an_error_with_its_last_words():
         Worker([sys.executable, "-c", "import sys; sys.exit('no such weights')"], n_threads=1)
 
 
-class NumberedTurns:
-    """A task of one prompt, the number of its turn."""
+class NumberedRounds:
+    """A task of one prompt, the number of its round."""
 
     n_new = 1
 
-    def prompts(self, turn):
-        return [[turn]]
+    def prompts(self, number):
+        return [[number]]
 
 
 class FakeWorker:
-    """Notes its turns in a list that all share, and fails at the turn that it is told."""
+    """Notes its rounds in a list that all share, and fails at the round that it is told."""
 
     start_s = 3.0
 
@@ -306,20 +306,20 @@ class FakeWorker:
         self.log.append((self.name, "closed"))
 
 
-def test_engines_take_turns_and_one_that_fails_is_out():
+def test_engines_alternate_and_one_that_fails_is_out():
     log = []
     workers = {"a": FakeWorker("a", log), "b": FakeWorker("b", log, fails_at=2)}
-    turns = Turns(workers)
-    take_turns(turns, NumberedTurns(), 3, lambda: Rates(1e9 * len(log), 1e9), rest_s=0.0)
+    rounds = Rounds(workers)
+    run_rounds(rounds, NumberedRounds(), 3, lambda: Rates(1e9 * len(log), 1e9), rest_s=0.0)
     assert log == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
-    assert [run.tokens for run in turns.runs["a"]] == [[[1]], [[2]], [[3]]]
-    assert turns.failed == {"b": "tired"} and list(turns.runs) == ["a"]
+    assert [run.tokens for run in rounds.runs["a"]] == [[[1]], [[2]], [[3]]]
+    assert rounds.failed == {"b": "tired"} and list(rounds.runs) == ["a"]
     # What the machine gave before and after each run, there being n runs before the first look.
-    assert turns.rates == {"a": [Rates(0.5e9, 1e9), Rates(2.5e9, 1e9), Rates(3.5e9, 1e9)]}
+    assert rounds.rates == {"a": [Rates(0.5e9, 1e9), Rates(2.5e9, 1e9), Rates(3.5e9, 1e9)]}
 
 
 def test_a_share_is_of_what_the_machine_gave_around_that_very_run():
-    """Where the memory reads twice as fast in a turn, and so does the engine, its share stays."""
+    """Where the memory reads twice as fast in a round, and so does the engine, its share stays."""
     task = Task("stream", (8, 8), n_new=3, vocab_size=100)
     decoded_s = 1.0, 0.5, 1.0  # by 4 tokens
     runs = [Measurement([], 0.5, 0.5 + each) for each in decoded_s]
@@ -332,17 +332,17 @@ def test_a_share_is_of_what_the_machine_gave_around_that_very_run():
 
 def test_a_start_is_timed_to_the_first_token_and_one_that_fails_is_not_tried_again():
     log = []
-    turns = Turns()
+    rounds = Rounds()
     starts = {
         "a": lambda: FakeWorker("a", log),
         "b": lambda: FakeWorker("b", log, fails_at=0),
     }
     for _ in range(2):
         with ExitStack() as stack:
-            start_all(turns, starts, [[0]], 1, 0.0, stack)
+            start_all(rounds, starts, [[0]], 1, 0.0, stack)
     assert log == [("a", 0), ("b", "closed"), ("a", "closed"), ("a", 0), ("a", "closed")]
-    assert turns.first_token_s == {"a": [4.0, 4.0]}
-    assert turns.failed == {"b": "tired"}
+    assert rounds.first_token_s == {"a": [4.0, 4.0]}
+    assert rounds.failed == {"b": "tired"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ def test_a_step_is_split_into_all_its_parts():
     )
 
 
-def test_medians_are_taken_over_turns_and_texts():
+def test_medians_are_taken_over_rounds_and_texts():
     line = prefix_line([(1.0, 0.1), (2.0, 0.4), (4.0, 0.2)])
     assert line.endswith("0.200 s, cold 2.000 s, 0.100x")
     line = guess_line("free", [(1.0, 8, 8), (3.0, 7, 8)])

@@ -1,4 +1,4 @@
-"""The engines take turns, so that a machine that grows slower does so for all."""
+"""The engines alternate, so that a machine that grows slower does so for all."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from launch.bench.worker import EngineError, Worker
 
 
 @dataclass
-class Turns:
+class Rounds:
     """The engines that were started, the runs of those that got through, and why others did not.
 
     By engine, `rates` is what the machine could do before and after each of its runs, the mean of
@@ -42,38 +42,38 @@ class Turns:
         self.rates.pop(name, None)
 
 
-def play(
+def measure(
     weights: Weights,
     task: Task,
     chosen: Sequence[Engine],
-    n_turns: int,
+    n_rounds: int,
     n_starts: int,
     texts: Sequence[list[int]],
     cores: tuple[int, ...],
-) -> Turns:
-    """Start every engine that is there, let them take their turns, and let each weigh the texts."""
-    turns = Turns(absent={each.name: why for each in chosen if (why := each.absence())})
-    present = [each for each in chosen if each.name not in turns.absent]
+) -> Rounds:
+    """Start every engine that is installed, run the rounds, and measure memory and perplexity."""
+    rounds = Rounds(absent={each.name: why for each in chosen if (why := each.absence())})
+    present = [each for each in chosen if each.name not in rounds.absent]
     rest_s = max((each.cooldown_s for each in present), default=0.0)
     starts: dict[str, Callable[[], Worker]] = {}
     for each in present:
         try:
             starts[each.name] = _start(each, str(weights.path(each)), task, cores)
-            turns.step_bytes[each.name] = weights.step_bytes(each, len(task.lengths))
+            rounds.step_bytes[each.name] = weights.step_bytes(each, len(task.lengths))
         except EngineError as error:
-            turns.leave_out(each.name, error)
+            rounds.leave_out(each.name, error)
     with ExitStack() as stack:
         for _ in range(n_starts - 1):
             with ExitStack() as these:
-                start_all(turns, starts, task.prompts(0), 1, rest_s, these)
-        start_all(turns, starts, task.prompts(0), task.n_new, rest_s, stack)
-        take_turns(turns, task, n_turns, meter(len(cores)), rest_s)
-        weigh(turns, texts)
-    return turns
+                start_all(rounds, starts, task.prompts(0), 1, rest_s, these)
+        start_all(rounds, starts, task.prompts(0), task.n_new, rest_s, stack)
+        run_rounds(rounds, task, n_rounds, meter(len(cores)), rest_s)
+        weigh(rounds, texts)
+    return rounds
 
 
 def start_all(
-    turns: Turns,
+    rounds: Rounds,
     starts: dict[str, Callable[[], Worker]],
     prompts: list[list[int]],
     n_new: int,
@@ -88,53 +88,55 @@ def start_all(
         _note(f"{name}: starting")
         time.sleep(rest_s)
         try:
-            worker = turns.workers[name] = stack.enter_context(closing(start()))
+            worker = rounds.workers[name] = stack.enter_context(closing(start()))
             run = worker.answer(prompts, n_new)
-            turns.first_token_s.setdefault(name, []).append(worker.start_s + run.first_token_s)
+            rounds.first_token_s.setdefault(name, []).append(worker.start_s + run.first_token_s)
         except EngineError as error:
-            turns.leave_out(name, error)
+            rounds.leave_out(name, error)
             del starts[name]
 
 
-def take_turns(
-    turns: Turns, task: Task, n_turns: int, look: Callable[[], Rates], rest_s: float
+def run_rounds(
+    rounds: Rounds, task: Task, n_rounds: int, look: Callable[[], Rates], rest_s: float
 ) -> None:
-    """Add every engine's runs; turns count from 1.
+    """Add every engine's runs; rounds count from 1.
 
-    All get the same prompts in a turn, and each begins `rest_s` after the one before, when the
+    All get the same prompts in a round, and each begins `rest_s` after the one before, when the
     machine has been looked at. An engine that fails is out, with all its runs.
     """
-    present = [name for name in turns.workers if name not in turns.failed]
-    turns.runs |= {name: [] for name in present}
-    turns.rates |= {name: [] for name in present}
+    present = [name for name in rounds.workers if name not in rounds.failed]
+    rounds.runs |= {name: [] for name in present}
+    rounds.rates |= {name: [] for name in present}
     time.sleep(rest_s)
     before = look()
-    for turn in range(1, n_turns + 1):
-        for name in list(turns.runs):
-            _note(f"{name}: turn {turn} of {n_turns}")
+    for number in range(1, n_rounds + 1):
+        for name in list(rounds.runs):
+            _note(f"{name}: round {number} of {n_rounds}")
             try:
-                turns.runs[name].append(turns.workers[name].answer(task.prompts(turn), task.n_new))
+                rounds.runs[name].append(
+                    rounds.workers[name].answer(task.prompts(number), task.n_new)
+                )
             except EngineError as error:
-                turns.leave_out(name, error)
+                rounds.leave_out(name, error)
             time.sleep(rest_s)
             after = look()
-            if name in turns.rates:
-                turns.rates[name].append(before.mean(after))
+            if name in rounds.rates:
+                rounds.rates[name].append(before.mean(after))
             before = after
 
 
-def weigh(turns: Turns, texts: Sequence[list[int]]) -> None:
+def weigh(rounds: Rounds, texts: Sequence[list[int]]) -> None:
     """Ask every engine for its peak memory, then for the perplexity of the texts, which needs more."""
     n_weighed = sum(len(text) - 1 for text in texts)
-    for name in list(turns.runs):
-        worker = turns.workers[name]
-        turns.peak_bytes[name] = worker.peak_bytes()
+    for name in list(rounds.runs):
+        worker = rounds.workers[name]
+        rounds.peak_bytes[name] = worker.peak_bytes()
         try:
             if n_weighed:
                 nll = sum(worker.nll(text) * (len(text) - 1) for text in texts)
-                turns.nll[name] = nll / n_weighed
+                rounds.nll[name] = nll / n_weighed
         except EngineError as error:
-            turns.leave_out(name, error)
+            rounds.leave_out(name, error)
 
 
 def _start(engine: Engine, model: str, task: Task, cores: tuple[int, ...]) -> Callable[[], Worker]:
