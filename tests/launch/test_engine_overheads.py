@@ -1,6 +1,6 @@
-"""What the measurement of savings says of its figures."""
+"""What the measurement of overheads says of its figures."""
 
-from launch.bench.savings import guess_line, prefix_line, step_line
+from launch.bench.engine_overheads import guess_line, prefix_line, step_line
 from parallel_llama.engine.statistics import StepTimes
 
 

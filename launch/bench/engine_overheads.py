@@ -1,6 +1,6 @@
 """What the engine saves and what it costs: prefix cache, guesses, and the step around the model.
 
-    python -m launch.bench.savings [--model smollm2] [--repeat 5] [--threads 2]
+    python -m launch.bench.engine_overheads [--model smollm2] [--repeat 5] [--threads 2]
 
 Three tables, each of medians over interleaved rounds: the time to the first token of a prompt whose
 beginning is in the prefix cache, as a share of a cold one's; the speed with guesses as a multiple
