@@ -37,7 +37,7 @@ class Weights:
         if not target.exists():
             assert engine.python is not None
             arguments = [engine.module, str(base), str(target), engine.form]
-            command = [engine.python, "-m", "launch.bench.convert", *arguments]
+            command = [engine.python, "-m", "launch.bench.worker", *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 said = (done.stderr.strip() or "nothing").splitlines()

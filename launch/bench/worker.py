@@ -1,11 +1,12 @@
-"""An engine in a process of its own, asked by a line and answering with a line: both ends.
-
-It stays loaded between rounds, so that a start of minutes is paid once. Its process is
+"""An engine in a process of its own: the process, and the `Worker` that starts and asks it.
 
     python -m launch.bench.worker ENGINE_MODULE SETUP
+    python -m launch.bench.worker ENGINE_MODULE SOURCE TARGET FORM
 
-The first line that this writes has the engine's versions; then each line that it reads has a method
-of `Loaded` and its arguments, and each that it writes what that gives. It ends when its input does.
+The first form loads the engine once and keeps it loaded, so that a start of minutes is paid once. Its
+first line of output holds the engine's versions. After that each input line holds a method of
+`Loaded` and its arguments, and each output line holds the result. The process ends when its input
+ends. The second form writes weights in the format that the engine loads.
 """
 
 import json
@@ -153,21 +154,28 @@ def _peak_bytes(pid: int) -> int:
 
 
 def main() -> None:
-    """Load the engine that the command line names, and answer until the input ends."""
-    name, setup = sys.argv[1:]
+    """Serve an engine until the input ends, or convert weights."""
+    engine = import_module(f"launch.bench.engines.{sys.argv[1]}")
+    match sys.argv[2:]:
+        case [setup]:
+            _serve(engine, Setup(**json.loads(setup)))
+        case [source, target, form]:
+            engine.convert(Path(source), Path(target), form)
+
+
+def _serve(engine: Any, setup: Setup) -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print to stdout goes to stderr from here on
 
-    def say(message: Any) -> None:
+    def send(message: Any) -> None:
         print(json.dumps(message), file=channel, flush=True)
 
-    engine = import_module(f"launch.bench.engines.{name}")
-    loaded = engine.load(Setup(**json.loads(setup)))
-    say({"versions": engine.VERSIONS})
+    loaded = engine.load(setup)
+    send({"versions": engine.VERSIONS})
     for line in sys.stdin:
         method, arguments = json.loads(line)
-        said = getattr(loaded, method)(**arguments)
-        say(asdict(said) if isinstance(said, Measurement) else said)
+        result = getattr(loaded, method)(**arguments)
+        send(asdict(result) if isinstance(result, Measurement) else result)
 
 
 if __name__ == "__main__":
