@@ -309,6 +309,13 @@ def test_a_circle_is_found() -> None:
     assert circles({name: ast.parse(source) for name, source in sources.items()})
 
 
+def test_support_of_tests_does_not_import_launch() -> None:
+    """`launch` imports tests/support for its rehearsals, so the reverse would be a circle."""
+    sources = (ROOT / "tests/support").glob("*.py")
+    names = {name for path in sources for name, _ in imports(ast.parse(path.read_text()))}
+    assert not [name for name in names if name.split(".")[0] == "launch"]
+
+
 def test_no_two_test_files_have_the_same_name() -> None:
     """Folders of tests are no packages: of two files of one name, pytest imports one for both."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))

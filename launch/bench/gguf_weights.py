@@ -31,7 +31,7 @@ def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
             f"a GGUF file is only written of plain models; this has {more or 'no form'}"
         )
     writer = gguf.GGUFWriter(path, form.architecture)
-    add_sizes(writer, args)
+    _add_sizes(writer, args)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_tokenizer_model("no_vocab")
     order = family_of(args).rotary_order["gguf"]
@@ -47,7 +47,7 @@ def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
     writer.close()
 
 
-def add_sizes(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
+def _add_sizes(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
     """State the sizes of a plain model."""
     writer.add_context_length(args.max_seq_len)
     writer.add_embedding_length(args.dim)

@@ -126,7 +126,7 @@ def run_rounds(
 
 
 def weigh(rounds: Rounds, texts: Sequence[list[int]]) -> None:
-    """Ask every engine for its peak memory, then for the perplexity of the texts, which needs more."""
+    """Ask every engine for its peak memory, and after that for the perplexity of the texts."""
     n_weighed = sum(len(text) - 1 for text in texts)
     for name in list(rounds.runs):
         worker = rounds.workers[name]

@@ -3,10 +3,10 @@
     python -m launch.bench.worker ENGINE_MODULE SETUP
     python -m launch.bench.worker ENGINE_MODULE SOURCE TARGET FORM
 
-The first form loads the engine once and keeps it loaded, so that a start of minutes is paid once. Its
-first line of output holds the engine's versions. After that each input line holds a method of
-`Loaded` and its arguments, and each output line holds the result. The process ends when its input
-ends. The second form writes weights in the format that the engine loads.
+The first form keeps the engine loaded between rounds, because a start may take minutes. Its first
+line of output holds the engine's versions. After that each input line holds a method of `Loaded`
+and its arguments, and each output line holds the result. The process ends when its input ends.
+The second form writes weights in the format that the engine loads.
 """
 
 import json

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from launch.bench.gguf_weights import add_sizes
 from parallel_llama.config import ModelArgs
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import ModelFiles
@@ -153,7 +152,22 @@ def write_gguf(
     Types that the gguf package cannot write get random blocks with small finite scales.
     """
     writer = gguf.GGUFWriter(path, "llama")
-    add_sizes(writer, args)
+    sizes = {
+        "context_length": args.max_seq_len,
+        "embedding_length": args.dim,
+        "block_count": args.n_layers,
+        "feed_forward_length": args.ffn_dim,
+        "head_count": args.n_heads,
+        "head_count_kv": args.n_kv_heads,
+        "key_length": args.head_dim,
+        "value_length": args.head_dim,
+        "rope_dimension_count": args.head_dim,
+        "rope_freq_base": args.rope_theta,
+        "layer_norm_rms_eps": args.norm_eps,
+        "vocab_size": args.vocab_size,
+    }
+    for name, size in sizes.items():
+        getattr(writer, f"add_{name}")(size)
     for name, whole in tensors.items():
         values = interleaved(name, whole, args.head_dim).float().numpy()
         hits = [kind for end, kind in types.items() if name.endswith(end)]

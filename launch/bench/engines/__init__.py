@@ -30,8 +30,8 @@ class Engine:
     `forms` are those in which it can keep weights, by its own names for them, the usual one first.
     Where it `makes` something, whose name ends like this, it loads what its module makes of that
     layout; where it `shares`, what that other engine loads. `python` is what it runs in, where that
-    is known, and `python_flag` else says it. For `cooldown_s` after an answer it goes on looking for
-    work, which takes cores from the next. Of several ranks it starts the others itself, unless it
+    is known, and `python_flag` else says it. For `cooldown_s` after an answer it keeps cores
+    busy. Of several ranks it starts the others itself, unless it
     is `under_torchrun`.
     """
 
