@@ -49,7 +49,7 @@ _SLOWER = 4
 
 @dataclass(frozen=True)
 class Step:
-    """A module of `gpu_steps`, and how long it may take."""
+    """A module of `gpu_steps`, after a colon its argument, and how long it may take."""
 
     module: str
     title: str
@@ -61,8 +61,8 @@ STEPS = (
     Step("growing", "One growing text: torch's operators beside ours", 45),
     Step("kernels", "Kernels against float64", 75),
     Step("parity", "Whole models", 70),
-    Step("shapes_1b", "Llama 3.2 1B's shape", 60),
-    Step("shapes_8b", "Llama 3 8B's shape", 100),
+    Step("shapes:llama-3.2-1b", "Llama 3.2 1B's shape", 60),
+    Step("shapes:llama-3-8b", "Llama 3 8B's shape", 100),
     Step("slices", "One rank of 8, its work measured and its waits modelled", 70),
     Step("peers", "transformers beside it", 40),
 )

@@ -107,6 +107,6 @@ def test_a_shape_is_measured_within_its_context(monkeypatch, name):
     monkeypatch.setattr(shapes, "require_right", lambda *_args, **_options: None)
     monkeypatch.setattr(shapes, "LLM", load)
     setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
-    (row,) = shapes.of_shape(name, ("none",), setting)
+    row, *_ = shapes.rows(setting, name)
     assert row.wrong and asked
     assert asked[0] <= shape(name, setting).max_seq_len

@@ -22,6 +22,7 @@ from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.plan import kv_bytes_per_token
 
 _BATCHES, _CONTEXTS, _PREFILL = (1, 16, 64, 256), (512, 2048, 4096), 8192
+_QUANTS = {"llama-3.2-1b": ("none",), "llama-3-8b": ("none", "int8", "int4")}
 _TARGETS = {
     ("llama-3.2-1b", 1, 512): "at least 0.70",
     ("llama-3-8b", 1, 512): "at least 0.80",
@@ -29,9 +30,9 @@ _TARGETS = {
 }
 
 
-def of_shape(name: str, quants: tuple[str, ...], setting: Setting) -> Rows:
+def rows(setting: Setting, name: str) -> Rows:
     plain_ms: float | None = None
-    for quant in quants:
+    for quant in _QUANTS[name]:
         label = f"{name}, {half(setting) if quant == 'none' else quant}"
         for row in attempt(label, lambda a=(name, quant, label): _measured(*a, setting)):
             if row.name.endswith("batch 1, context 512") and row.value:
