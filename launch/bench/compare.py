@@ -31,8 +31,7 @@ from launch.bench.agreement import agreements
 from launch.bench.engines import Engine, Measurement, engines
 from launch.bench.machine import Rates, prefill_flops
 from launch.bench.plot import svg
-from launch.bench.report import report
-from launch.bench.roofline import charts
+from launch.bench.report import charts, report
 from launch.bench.rounds import Rounds, measure
 from launch.bench.task import Kind, Spread, Task, make_task, spread
 from launch.bench.weights import Weights

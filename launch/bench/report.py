@@ -1,7 +1,9 @@
-"""The result of a comparison as text."""
+"""The result of a comparison as text and as charts of speed over the bytes of the weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from launch.bench.plot import Chart
 
 # A column: its heading, and how it shows what an engine has under its key.
 Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
@@ -28,6 +30,11 @@ _COSTS: Columns = {
     "start_to_first_token_s": ("start to first token, s", _spread),
     "peak_rss_bytes": ("memory at most, MB", lambda n: f"{n / 1e6:.0f}"),
     "perplexity": ("perplexity", "{:.4g}".format),
+}
+_CHARTS = {
+    "decode_tokens_per_s": "decode, tokens/s",
+    "prefill_tokens_per_s": "prefill, tokens/s",
+    "new_tokens_per_s": "new tokens/s",
 }
 
 
@@ -117,3 +124,30 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """One for each kind of speed; an engine is one line through all that its weights are kept in.
+
+    Above decode lies what the memory can feed at the most.
+    """
+    engines, n_prompts = result["engines"], len(result["prompt_tokens"])
+    found = []
+    for key, label in _CHARTS.items():
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for name, own in engines.items():
+            if key in own:
+                point = _megabytes(own["weight_bytes_per_step"]), own[key]["median"]
+                lines.setdefault(name.partition("@")[0], []).append(point)
+        if key == "decode_tokens_per_s":
+            for n_bytes in sorted({own["weight_bytes_per_step"] for own in engines.values()}):
+                limit = n_prompts * result["read_bytes_per_s"]["max"] / n_bytes
+                lines.setdefault("memory's rate", []).append((_megabytes(n_bytes), limit))
+        if any(key in own for own in engines.values()):
+            lines = {name: sorted(points) for name, points in lines.items()}
+            found.append(Chart(f"{label}, {result['model']}", "MB of weights a step", lines))
+    return found
+
+
+def _megabytes(n_bytes: int) -> float:
+    return float(f"{n_bytes / 1e6:.3g}")

@@ -24,8 +24,7 @@ from launch.bench.agreement import (
 from launch.bench.compare import all_ratios, main, shares
 from launch.bench.engines import Measurement, engines
 from launch.bench.machine import Rates, prefill_flops
-from launch.bench.report import report
-from launch.bench.roofline import charts
+from launch.bench.report import charts, report
 from launch.bench.rounds import Rounds, run_rounds, start_all
 from launch.bench.task import Task, make_task, spread
 from launch.bench.worker import EngineError, Worker
