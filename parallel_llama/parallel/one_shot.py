@@ -6,7 +6,7 @@ size on NCCL is faster, since one shot reads all of everybody's numbers. Where t
 are asked when their group is made; who has no such memory goes on with NCCL.
 
 Sums are in float32 and in the order of the ranks, so they are the same to the last bit on each. A
-card waits in the kernel for the others, without a limit of its own: the watch over the group has
+card waits in the kernel for the others, without a limit of its own: the watchdog of the group has
 one, and so has who has started the ranks.
 
 Source: torch.distributed._symmetric_memory, torch.ops.symm_mem.one_shot_all_reduce.

@@ -20,7 +20,7 @@ from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator, Timeouts
 from parallel_llama.parallel.failures import RankError, first_line, late
 from parallel_llama.parallel.sealed_store import ForgedValue
-from parallel_llama.parallel.watch import Watch
+from parallel_llama.parallel.watchdog import Watchdog
 
 Result = TypeVar("Result")
 
@@ -56,7 +56,7 @@ class ProcessGroup(Communicator):
         self._group, self._timeouts = group, timeouts
         self._leave: Callable[[], None] | None = leave
         self._signs = _Signs(store, self.rank, self.size)
-        self._watch = abort and Watch(timeouts.step_s, abort, self._culprits)
+        self._watchdog = abort and Watchdog(timeouts.step_s, abort, self._culprits)
         self._n_barriers = 0
         self._n_pulses, self._pulsed_s = 0, 0.0
 
@@ -74,8 +74,8 @@ class ProcessGroup(Communicator):
                 own = x.contiguous().view(-1)
                 work = self._group._allgather_base(gathered.view(-1), own)
                 # A step has one at its end; what it finds done is done before it.
-                if self._watch is not None:
-                    self._watch.add(work)
+                if self._watchdog is not None:
+                    self._watchdog.add(work)
                 work.wait()
         return gathered
 
@@ -121,15 +121,15 @@ class ProcessGroup(Communicator):
 
     def require_whole(self) -> None:
         """Raises: RankError once a rank is lost that a card was waiting for."""
-        if self._watch is not None:
-            self._watch.require_whole()
+        if self._watchdog is not None:
+            self._watchdog.require_whole()
 
     def close(self) -> None:
         if self._leave is not None:
             leave, self._leave = self._leave, None
             self._signs.end()
-            if self._watch is not None:
-                self._watch.end()
+            if self._watchdog is not None:
+                self._watchdog.end()
             leave()
 
     def _receive(self, x: Tensor, src: int) -> None:

@@ -23,7 +23,7 @@ from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts, br
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.shared_memory import SharedMemory
-from parallel_llama.parallel.watch import Watch
+from parallel_llama.parallel.watchdog import Watchdog
 
 pytestmark = pytest.mark.slow
 
@@ -171,14 +171,14 @@ class FakeWork:
 
 def test_works_are_watched_in_their_order_until_each_is_done():
     aborted: list[str] = []
-    watch = Watch(30.0, lambda: aborted.append("all"), lambda: "nobody")
+    watchdog = Watchdog(30.0, lambda: aborted.append("all"), lambda: "nobody")
     works = [FakeWork(done_at) for done_at in (1, 3, 1, 2)]
     for work in works:
-        watch.add(work)
+        watchdog.add(work)
     assert works[-1].is_over.wait(SOON_S)
     assert [work.n_looks for work in works] == [1, 3, 1, 2]
-    watch.require_whole()
-    watch.end()
+    watchdog.require_whole()
+    watchdog.end()
     assert aborted == []
 
 
@@ -189,20 +189,20 @@ def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
 
     def abort() -> None:
         try:
-            watch.require_whole()
+            watchdog.require_whole()
         except RankError as error:
             failures.append(str(error))
         given_up.set()
 
-    watch = Watch(0.3, abort, lambda: "rank 1 has died")
+    watchdog = Watchdog(0.3, abort, lambda: "rank 1 has died")
     began = time.monotonic()
-    watch.add(FakeWork(1))
-    watch.add(FakeWork(0))
-    watch.require_whole()
+    watchdog.add(FakeWork(1))
+    watchdog.add(FakeWork(0))
+    watchdog.require_whole()
     assert given_up.wait(SOON_S) and time.monotonic() - began >= 0.3
     assert failures == ["rank 1 has died (nothing came for 0.3 s)"]
     with pytest.raises(RankError, match=r"rank 1 has died \(nothing came for 0\.3 s\)"):
-        watch.require_whole()
+        watchdog.require_whole()
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
@@ -216,13 +216,13 @@ def test_a_process_ends_where_its_card_is_not_let_go(is_heard):
         ended.set()
 
     heard_s = 1000.0 if is_heard else 0.1
-    watch = Watch(0.1, given_up.set, lambda: "rank 1 has died", heard_s, end)
-    watch.add(FakeWork(0))
+    watchdog = Watchdog(0.1, given_up.set, lambda: "rank 1 has died", heard_s, end)
+    watchdog.add(FakeWork(0))
     assert given_up.wait(SOON_S)
     if is_heard:
         with pytest.raises(RankError):
-            watch.require_whole()
-        watch.end()
+            watchdog.require_whole()
+        watchdog.end()
     assert ended.wait(0.3 if is_heard else SOON_S) is not is_heard
     assert said == ([] if is_heard else ["rank 1 has died (nothing came for 0.1 s)"])
 
@@ -238,8 +238,8 @@ def test_a_process_ends_whatever_abort_does(way):
             raise RuntimeError("ncclCommAbort failed")
         released.wait(None if way == "blocks" else 0.5)
 
-    watch = Watch(0.1, abort, lambda: "rank 1 has died", 0.1, lambda _: ended.set())
-    watch.add(FakeWork(0))
+    watchdog = Watchdog(0.1, abort, lambda: "rank 1 has died", 0.1, lambda _: ended.set())
+    watchdog.add(FakeWork(0))
     try:
         assert ended.wait(SOON_S)
     finally:
@@ -248,9 +248,9 @@ def test_a_process_ends_whatever_abort_does(way):
 
 def test_a_watch_that_has_ended_has_no_thread():
     before = set(threading.enumerate())
-    watch = Watch(30.0, lambda: None, lambda: "")
+    watchdog = Watchdog(30.0, lambda: None, lambda: "")
     (thread,) = set(threading.enumerate()) - before
-    watch.end()
+    watchdog.end()
     thread.join(SOON_S)
     assert not thread.is_alive()
 

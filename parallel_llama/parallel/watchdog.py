@@ -33,7 +33,7 @@ def end_process(why: str) -> None:
     os._exit(1)
 
 
-class Watch:
+class Watchdog:
     """Looks at works in the order in which they were queued, each for `limit_s` at the most.
 
     What is late is given up by `abort`, in its own thread, since it may never return; `explain`
@@ -53,10 +53,10 @@ class Watch:
         self._heard_s, self._end, self._heard = heard_s, end, threading.Event()
         self._works: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
         self._failure: str | None = None
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
 
     def add(self, work: Work) -> None:
-        """Watch a work that has been queued just now."""
+        """Watchdog a work that has been queued just now."""
         self._works.put((work, time.monotonic()))
 
     def require_whole(self) -> None:
