@@ -55,7 +55,7 @@ class ProcessGroup(Communicator):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._timeouts = group, timeouts
         self._leave: Callable[[], None] | None = leave
-        self._signs = _Signs(store, self.rank, self.size)
+        self._heartbeats = _Heartbeats(store, self.rank, self.size)
         self._watchdog = abort and Watchdog(timeouts.step_s, abort, self._culprits)
         self._n_barriers = 0
         self._n_pulses, self._pulsed_s = 0, 0.0
@@ -92,13 +92,13 @@ class ProcessGroup(Communicator):
     def barrier(self) -> None:
         """At the store, where a rank can be seen to pulse."""
         self._n_barriers += 1
-        self._signs.give(f"barrier {self._n_barriers}", 1)
+        self._heartbeats.give(f"barrier {self._n_barriers}", 1)
         pulses: dict[int, int] = {}
         heard_s = dict.fromkeys(range(self.size), time.monotonic())
-        while missing := self._signs.missing(f"barrier {self._n_barriers}"):
+        while missing := self._heartbeats.missing(f"barrier {self._n_barriers}"):
             now = time.monotonic()
             for rank in missing:
-                pulse = self._signs.seen("pulse", rank)
+                pulse = self._heartbeats.seen("pulse", rank)
                 if pulse > pulses.setdefault(rank, pulse):
                     pulses[rank], heard_s[rank] = pulse, now
             limit_s = self._timeouts.start_s
@@ -110,10 +110,10 @@ class ProcessGroup(Communicator):
         now = time.monotonic()
         if now - self._pulsed_s > _PULSE_S:
             self._n_pulses, self._pulsed_s = self._n_pulses + 1, now
-            self._signs.give("pulse", self._n_pulses)
+            self._heartbeats.give("pulse", self._n_pulses)
 
     def require_alive(self) -> None:
-        if lost := self._signs.long_silent():
+        if lost := self._heartbeats.lost_ranks():
             raise RankError(
                 f"rank {listed_ranks(lost)} of {self.size} has died, is stopped or cannot be "
                 f"reached: no heartbeat for {_LOST_S:g} s"
@@ -127,7 +127,7 @@ class ProcessGroup(Communicator):
     def close(self) -> None:
         if self._leave is not None:
             leave, self._leave = self._leave, None
-            self._signs.end()
+            self._heartbeats.end()
             if self._watchdog is not None:
                 self._watchdog.end()
             leave()
@@ -152,15 +152,15 @@ class ProcessGroup(Communicator):
 
     def _culprits(self) -> str:
         try:
-            silent = self._signs.silent()
+            dead = self._heartbeats.dead_ranks()
         except RankError as error:
             return str(error)
-        if silent:
-            return f"rank {listed_ranks(silent)} has died, is stopped or cannot be reached"
+        if dead:
+            return f"rank {listed_ranks(dead)} has died, is stopped or cannot be reached"
         return "every rank is alive, so one is late or in another collective"
 
 
-class _Signs:
+class _Heartbeats:
     """What ranks show each other at their store; a thread keeps the heart beating.
 
     All are counts that only grow, so that an old one, written again by another process, says
@@ -173,7 +173,7 @@ class _Signs:
         self._store, self._rank, self._size = store, rank, size
         self._heard: dict[int, tuple[int, float]] = {}  # by rank: the last beat, and since when
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def give(self, what: str, count: int) -> None:
         """Show a count to all."""
@@ -188,19 +188,19 @@ class _Signs:
         keys = {rank: f"{what}/{rank}" for rank in range(self._size)}
         return self._ask(lambda: [rank for rank, key in keys.items() if not self._read(key)])
 
-    def silent(self) -> list[int]:
+    def dead_ranks(self) -> list[int]:
         """The other ranks whose hearts have stopped; it listens for some beats."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        before = {rank: self.seen("heart", rank) for rank in others}
+        before = {rank: self.seen("heartbeat", rank) for rank in others}
         time.sleep(_LISTEN_S)
-        return [rank for rank in others if self.seen("heart", rank) <= before[rank]]
+        return [rank for rank in others if self.seen("heartbeat", rank) <= before[rank]]
 
-    def long_silent(self) -> list[int]:
+    def lost_ranks(self) -> list[int]:
         """The other ranks whose hearts have not beaten for `_LOST_S` of these looks."""
         now = time.monotonic()
         others = [rank for rank in range(self._size) if rank != self._rank]
         for rank in others:
-            beat = self.seen("heart", rank)
+            beat = self.seen("heartbeat", rank)
             if rank not in self._heard or self._heard[rank][0] < beat:
                 self._heard[rank] = beat, now
         return [rank for rank in others if now - self._heard[rank][1] > _LOST_S]
@@ -213,7 +213,7 @@ class _Signs:
         try:
             while not self._ended.wait(_BEAT_S):
                 n_beats += 1
-                self._store.set(f"heart/{self._rank}", str(n_beats))
+                self._store.set(f"heartbeat/{self._rank}", str(n_beats))
         except RuntimeError:  # the store has ended, and with it who kept it
             pass
 

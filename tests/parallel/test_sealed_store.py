@@ -10,7 +10,7 @@ from torch.distributed import HashStore, Store
 from parallel_llama.parallel import process_group
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.handshake import Card, meet, require_same
-from parallel_llama.parallel.process_group import _Signs
+from parallel_llama.parallel.process_group import _Heartbeats
 from parallel_llama.parallel.sealed_store import MAX_VALUE_BYTES, ForgedValue, SealedStore
 
 pytestmark = pytest.mark.slow
@@ -130,14 +130,14 @@ def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(process_group, "_BEAT_S", 0.01)
     monkeypatch.setattr(process_group, "_LISTEN_S", 0.2)
     bare = HashStore()
-    dead, own = _Signs(sealed(bare), 1, 2), _Signs(sealed(bare), 0, 2)
+    dead, own = _Heartbeats(sealed(bare), 1, 2), _Heartbeats(sealed(bare), 0, 2)
     try:
-        while own.seen("heart", 1) < 2:
+        while own.seen("heartbeat", 1) < 2:
             time.sleep(0.01)
-        old = bare.get(sealed(bare)._name("heart/1"))
-        while own.seen("heart", 1) < 4:
+        old = bare.get(sealed(bare)._name("heartbeat/1"))
+        while own.seen("heartbeat", 1) < 4:
             time.sleep(0.01)
-        assert own.silent() == []
+        assert own.dead_ranks() == []
         dead.end()
         time.sleep(0.1)
         words: list[str | bytes] = [old, "99", b"\xff" * 40, old]
@@ -145,11 +145,11 @@ def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch: pytest.Mo
         def interfere() -> None:
             for word in words:
                 time.sleep(0.04)
-                bare.set(sealed(bare)._name("heart/1"), word)  # type: ignore[arg-type]
+                bare.set(sealed(bare)._name("heartbeat/1"), word)  # type: ignore[arg-type]
 
         with ThreadPoolExecutor(1) as stranger:
             stranger.submit(interfere)
-            assert own.silent() == [1]
+            assert own.dead_ranks() == [1]
     finally:
         dead.end()
         own.end()
@@ -157,7 +157,7 @@ def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch: pytest.Mo
 
 def test_a_barrier_is_not_passed_by_another_process() -> None:
     bare = HashStore()
-    own = _Signs(sealed(bare), 0, 2)
+    own = _Heartbeats(sealed(bare), 0, 2)
     try:
         own.give("barrier 1", 1)
         bare.set(sealed(bare)._name("barrier 1/1"), "1")
