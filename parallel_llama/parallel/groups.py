@@ -129,7 +129,7 @@ def join(
     except dist.DistNetworkError as error:
         others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
         raise RankError(
-            f"{_keeper(place)} has died or given up, and with it the store where the ranks meet"
+            f"{_store_owner(place)} has died or given up, and with it the store where the ranks meet"
             f"{others}"
         ) from error
     finally:
@@ -380,7 +380,7 @@ def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
     where = f"MASTER_ADDR={place.host}, MASTER_PORT={place.port}"
     if len(missing) == place.size:
         who = (
-            f"rank {place.rank} of {place.size} met nobody: {_keeper(place)} did not answer at "
+            f"rank {place.rank} of {place.size} met nobody: {_store_owner(place)} did not answer at "
             f"{where}"
         )
     elif missing:
@@ -394,7 +394,7 @@ def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
     )
 
 
-def _keeper(place: Place) -> str:
+def _store_owner(place: Place) -> str:
     return "torchrun's agent" if place.is_served else f"rank 0 of {place.size}"
 
 

@@ -540,7 +540,7 @@ def test_the_odd_rank_is_named(colors, told):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_before_it_meets_the_others_is_named(start, rank):
-    """Torch's store waits for ever for a keeper that does not answer."""
+    """The store of torch waits without limit for an owner that does not answer."""
     process = start(2, "meet", "3", "", str(rank))
     pids = read_pids(process, 2)
     told: dict[str, Any] = {}
