@@ -56,7 +56,7 @@ from parallel_llama.parallel.process_group import ProcessGroup, within
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
 
-_KNOCK_S = 0.05
+_CONNECT_S = 0.05
 _LISTEN_S = 0.1
 _SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
 # For a rank that gives up before it joins, until the other ranks have come to read why.
@@ -312,7 +312,7 @@ def _open_store(place: Place, limit_s: float) -> Store:
 def _connect(place: Place, limit_s: float, bound: int | None = None) -> Store:
     """A connection to the store; with a socket that is `bound`, the store itself."""
     if bound is None:
-        _knock(place, limit_s)
+        _wait_for_store(place, limit_s)
     store = TCPStore(
         place.host,
         place.port,
@@ -360,7 +360,7 @@ def _bound_socket(place: Place) -> int | None:
     return bound.detach()
 
 
-def _knock(place: Place, limit_s: float) -> None:
+def _wait_for_store(place: Place, limit_s: float) -> None:
     """Wait until somebody listens at the meeting place; torch's store would complain at length.
 
     Raises: TimeoutError.
@@ -373,7 +373,7 @@ def _knock(place: Place, limit_s: float) -> None:
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise TimeoutError from error
-            time.sleep(_KNOCK_S)
+            time.sleep(_CONNECT_S)
 
 
 def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
