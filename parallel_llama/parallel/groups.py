@@ -32,9 +32,9 @@ from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.handshake import (
-    Card,
-    meet,
+    RankInfo,
     read_objection,
+    rendezvous,
     say_goodbye,
     tell,
     telling,
@@ -110,7 +110,9 @@ def join(
         use_device(device)  # this is a thread of its own
         store = _open_store(place, timeouts.start_s)
         with telling(store, place.rank, place.size):
-            meet(store, Card.of_this_process(place.rank, place.size, facts or {}), missing)
+            rendezvous(
+                store, RankInfo.of_this_process(place.rank, place.size, facts or {}), missing
+            )
             # gloo waits for a rank that has given up, as long as for one that is late.
             how = place, timeouts.start_s, ended, heard
             threading.Thread(target=_listen, args=how, daemon=True).start()
@@ -129,8 +131,8 @@ def join(
     except dist.DistNetworkError as error:
         others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
         raise RankError(
-            f"{_store_owner(place)} has died or given up, and with it the store where the ranks meet"
-            f"{others}"
+            f"{_store_owner(place)} has died or given up, and with it the store where the ranks "
+            f"meet{others}"
         ) from error
     finally:
         ended.set()
@@ -380,8 +382,8 @@ def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
     where = f"MASTER_ADDR={place.host}, MASTER_PORT={place.port}"
     if len(missing) == place.size:
         who = (
-            f"rank {place.rank} of {place.size} met nobody: {_store_owner(place)} did not answer at "
-            f"{where}"
+            f"rank {place.rank} of {place.size} met nobody: {_store_owner(place)} did not answer "
+            f"at {where}"
         )
     elif missing:
         who = f"rank {listed_ranks(missing)} of {place.size} never joined"

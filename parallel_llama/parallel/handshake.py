@@ -25,12 +25,12 @@ _GOODBYE_S = 1.0
 # Facts of up to this length are shown as they are; longer ones are digests of what differs.
 _SHOWN_CHARS = 40
 
-_MAX_CARD_BYTES = 1 << 16
+_MAX_INFO_BYTES = 1 << 16
 _MAX_OBJECTION_CHARS = 2000
 
 
 @dataclass(frozen=True)
-class Card:
+class RankInfo:
     """What one rank says of itself: who it is, and by name the facts that must be the same on all.
 
     `token` tells two processes of one rank apart.
@@ -44,25 +44,25 @@ class Card:
     token: str
 
     @classmethod
-    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str]) -> "Card":
+    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str]) -> "RankInfo":
         name = socket.gethostname()
         # Some are of a class of their own, such as torch's version.
         texts = {fact: str(value) for fact, value in facts.items()}
         return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8))
 
     @classmethod
-    def decode(cls, data: bytes, rank: int) -> "Card":
-        """Raises: RankError for anything but the card of `rank`, of at most _MAX_CARD_BYTES."""
+    def decode(cls, data: bytes, rank: int) -> "RankInfo":
+        """Raises: RankError for anything but the info of `rank`, of at most _MAX_INFO_BYTES."""
         try:
-            card = msgspec.json.decode(data[: _MAX_CARD_BYTES + 1], type=cls)
+            info = msgspec.json.decode(data[: _MAX_INFO_BYTES + 1], type=cls)
         except (msgspec.DecodeError, RecursionError):
-            card = None
-        if card is None or card.rank != rank or len(data) > _MAX_CARD_BYTES:
+            info = None
+        if info is None or info.rank != rank or len(data) > _MAX_INFO_BYTES:
             raise RankError(
                 f"what was written as rank {rank} to the store where the ranks meet does not come "
                 "from a rank; is another program using the same address?"
             )
-        return card
+        return info
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -72,7 +72,7 @@ class Card:
         return f"process {self.pid} on {printable(self.host, 255)}"
 
 
-def meet(store: Store, own: Card, missing: set[int]) -> None:
+def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
     """Wait until every rank is there, and see that all are about to do the same.
 
     `missing` holds the ranks that are not there yet, brought up to date while this waits.
@@ -80,25 +80,25 @@ def meet(store: Store, own: Card, missing: set[int]) -> None:
     Raises: RankError naming what differs and where, or why another rank has given up.
     Collective: every rank calls it. It has no limit of its own.
     """
-    cards: dict[int, Card] = {}
-    key = f"card/{own.rank}"
-    there = Card.decode(store.compare_set(key, "", own.encode()), own.rank)
+    infos: dict[int, RankInfo] = {}
+    key = f"info/{own.rank}"
+    there = RankInfo.decode(store.compare_set(key, "", own.encode()), own.rank)
     if there.token != own.token:
         raise RankError(
             f"two processes are rank {own.rank} of {own.size}: {there.process} and "
             f"{own.process}; give each process a RANK of its own"
         )
-    while len(cards) < own.size:
+    while len(infos) < own.size:
         if (objection := read_objection(store)) is not None:
             raise RankError(objection)
         for rank in range(own.size):
-            if rank not in cards and store.check([f"card/{rank}"]):
-                card = Card.decode(store.get(f"card/{rank}"), rank)
-                cards[rank] = _checked(card, own)
+            if rank not in infos and store.check([f"info/{rank}"]):
+                info = RankInfo.decode(store.get(f"info/{rank}"), rank)
+                infos[rank] = _checked(info, own)
                 missing.discard(rank)
-        if len(cards) < own.size:
+        if len(infos) < own.size:
             time.sleep(_POLL_S)
-    require_same([cards[rank] for rank in range(own.size)])
+    require_same([infos[rank] for rank in range(own.size)])
 
 
 @contextmanager
@@ -119,12 +119,12 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
 def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
     """Write why this rank gives up, unless another rank has; what all ranks read then.
 
-    The store may end with this rank. So ranks that have a card get a moment to read it, and ranks
+    The store may end with this rank. So ranks that have a info get a moment to read it, and ranks
     that are still to come `wait_s` seconds.
     """
     first = _printable(store.compare_set("objection", "", objection))
     say_goodbye(store, rank)
-    there = [r for r in range(size) if wait_s or store.check([f"card/{r}"])]
+    there = [r for r in range(size) if wait_s or store.check([f"info/{r}"])]
     deadline = time.monotonic() + max(wait_s, _GOODBYE_S)
     while time.monotonic() < deadline:
         if all(store.check([f"goodbye/{r}"]) for r in there):
@@ -147,15 +147,15 @@ def _printable(data: bytes) -> str:
     return printable(data.decode("utf-8", "replace"), _MAX_OBJECTION_CHARS)
 
 
-def require_same(cards: Sequence[Card]) -> None:
+def require_same(infos: Sequence[RankInfo]) -> None:
     """Raises: RankError for a fact that is not the same on all, naming the ranks that are odd."""
-    for name in {name: None for card in cards for name in card.facts}:
-        values = [card.facts.get(name, "nothing") for card in cards]
+    for name in {name: None for info in infos for name in info.facts}:
+        values = [info.facts.get(name, "nothing") for info in infos]
         usual, _ = Counter(values).most_common(1)[0]  # the first of those that are equally common
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             rank, like = odd[0], values.index(usual)
-            told = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(cards)} "
+            told = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(infos)} "
             if max(len(usual), len(values[rank])) <= _SHOWN_CHARS:
                 others = printable(values[rank], _SHOWN_CHARS), printable(usual, _SHOWN_CHARS)
                 told += f"has {others[0]} and rank {like} has {others[1]}"
@@ -168,10 +168,10 @@ def require_same(cards: Sequence[Card]) -> None:
             )
 
 
-def _checked(card: Card, own: Card) -> Card:
-    if card.size != own.size:
+def _checked(info: RankInfo, own: RankInfo) -> RankInfo:
+    if info.size != own.size:
         raise RankError(
-            f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {card.rank} "
-            f"({card.process}) one of {card.size}; give all the same WORLD_SIZE"
+            f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {info.rank} "
+            f"({info.process}) one of {info.size}; give all the same WORLD_SIZE"
         )
-    return card
+    return info

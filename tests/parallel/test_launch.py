@@ -23,7 +23,7 @@ import parallel_llama
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel import groups
 from parallel_llama.parallel.failures import RankError, Report, read_report, report_error
-from parallel_llama.parallel.handshake import Card, require_same
+from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_rank
 from parallel_llama.parallel.place import (
     is_started_as_rank,
@@ -527,15 +527,15 @@ def test_where_one_rank_cannot_connect_all_hear_of_it_at_once(meet, n, lost):
     ],
 )
 def test_the_odd_rank_is_named(colors, told):
-    cards = [
-        Card(rank, len(colors), {} if color is None else {"color": color}, "here", rank, "")
+    infos = [
+        RankInfo(rank, len(colors), {} if color is None else {"color": color}, "here", rank, "")
         for rank, color in enumerate(colors)
     ]
     if not told:
-        require_same(cards)
+        require_same(infos)
         return
     with pytest.raises(RankError, match=f"color: {re.escape(told)}"):
-        require_same(cards)
+        require_same(infos)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -584,23 +584,23 @@ def test_a_process_that_nobody_has_started_is_not_met(start, n):
     """It joined as the last rank, or ended the start with a text of its own, escapes included."""
     process = start(n, "meet", "6", "", str(n - 1))
     store = store_of(read_pids(process, n))
-    card = Card(n - 1, n, {"color": "red"}, "elsewhere", 1, "").encode()
+    info = RankInfo(n - 1, n, {"color": "red"}, "elsewhere", 1, "").encode()
     for prefix in ("", "start 0/"):
         store.set(f"{prefix}objection", "\x1b[2J")
-        store.set(f"{prefix}card/{n - 1}", card)
+        store.set(f"{prefix}info/{n - 1}", info)
     for said in outcomes(process, n - 1):
         assert said.startswith(f"rank {n - 1} of {n} never joined within 6 s")
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-@pytest.mark.parametrize("key", ["card", "objection"])
+@pytest.mark.parametrize("key", ["info", "objection"])
 def test_a_process_that_forges_a_ranks_word_is_not_believed(start, n, key):
     """It lists the keys, and so it knows their prefix. 100,000 brackets were a RecursionError."""
     process = start(n, "meet", str(LIMIT_S), "", str(n - 1))
     store = store_of(read_pids(process, n))
     while not (keys := store.list_keys()):
         time.sleep(0.01)
-    name = f"card/{n - 1}" if key == "card" else "objection"
+    name = f"info/{n - 1}" if key == "info" else "objection"
     store.set(f"{keys[0].split('/')[0]}/{name}", "[" * 100_000)
     for said in outcomes(process, n - 1):
         assert said.startswith(f"another process has written {name!r} to the store")
