@@ -505,7 +505,7 @@ class LLM:
         """The model, once all ranks have read their weights, however long that takes."""
 
         def note(n_bytes: int) -> None:
-            comm.pulse()
+            comm.keepalive()
             on_bytes(n_bytes)
 
         inputs = self.input_processor
@@ -547,7 +547,7 @@ class LLM:
         """Record the decode steps where the device can play them back."""
 
         def note(n_rows: int) -> None:
-            runner.comm.pulse()
+            runner.comm.keepalive()
             on_graph(n_rows)
 
         if runner.device.type == "cuda":

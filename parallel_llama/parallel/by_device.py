@@ -45,8 +45,8 @@ class ByDevice(Communicator):
         self._require_whole()
         self._host.barrier()
 
-    def pulse(self) -> None:
-        self._host.pulse()
+    def keepalive(self) -> None:
+        self._host.keepalive()
 
     def require_alive(self) -> None:
         self._host.require_alive()

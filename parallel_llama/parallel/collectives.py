@@ -40,7 +40,7 @@ class Communicator(Protocol):
 
     Raises: RankError, from every collective, that names a rank which has died, is late or has gone
     another way.
-    Collective: every method but `pulse`, `require_alive` and `close`.
+    Collective: every method but `keepalive`, `require_alive` and `close`.
     """
 
     rank: int
@@ -66,11 +66,11 @@ class Communicator(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return when every rank has called it; a rank that pulses is not late."""
+        """Return when every rank has called it; a rank that sends keepalives is not late."""
         ...
 
-    def pulse(self) -> None:
-        """Let those who wait at a barrier know that this rank is getting on with its own work."""
+    def keepalive(self) -> None:
+        """Tell the ranks that wait at a barrier that this rank is still working."""
         ...
 
     def require_alive(self) -> None:
@@ -104,7 +104,7 @@ class Solo(Communicator):
     def barrier(self) -> None:
         pass
 
-    def pulse(self) -> None:
+    def keepalive(self) -> None:
         pass
 
     def require_alive(self) -> None:

@@ -52,8 +52,8 @@ class OneShotSums(Communicator):
     def barrier(self) -> None:
         self._cards.barrier()
 
-    def pulse(self) -> None:
-        self._cards.pulse()
+    def keepalive(self) -> None:
+        self._cards.keepalive()
 
     def require_alive(self) -> None:
         self._cards.require_alive()

@@ -31,7 +31,7 @@ _BEAT_S = 0.2
 _LISTEN_S = 10 * _BEAT_S  # a busy machine may hold a heart for a second
 _LOST_S = 5.0  # without a heartbeat, where no collective shows a closed connection
 _ANSWER_S = 5.0  # for what a store that is there answers in a millisecond
-_PULSE_S, _POLL_S = 1.0, 0.05
+_KEEPALIVE_S, _POLL_S = 1.0, 0.05
 _LOOK_S = 0.1
 
 _MAX_DIGITS = 18  # of a count
@@ -58,7 +58,7 @@ class ProcessGroup(Communicator):
         self._heartbeats = _Heartbeats(store, self.rank, self.size)
         self._watchdog = abort and Watchdog(timeouts.step_s, abort, self._culprits)
         self._n_barriers = 0
-        self._n_pulses, self._pulsed_s = 0, 0.0
+        self._n_keepalives, self._keepalive_s = 0, 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not x.is_contiguous():
@@ -90,27 +90,27 @@ class ProcessGroup(Communicator):
         return x
 
     def barrier(self) -> None:
-        """At the store, where a rank can be seen to pulse."""
+        """At the store, where the keepalives of a rank can be read."""
         self._n_barriers += 1
         self._heartbeats.give(f"barrier {self._n_barriers}", 1)
-        pulses: dict[int, int] = {}
+        keepalives: dict[int, int] = {}
         heard_s = dict.fromkeys(range(self.size), time.monotonic())
         while missing := self._heartbeats.missing(f"barrier {self._n_barriers}"):
             now = time.monotonic()
             for rank in missing:
-                pulse = self._heartbeats.seen("pulse", rank)
-                if pulse > pulses.setdefault(rank, pulse):
-                    pulses[rank], heard_s[rank] = pulse, now
+                count = self._heartbeats.seen("keepalive", rank)
+                if count > keepalives.setdefault(rank, count):
+                    keepalives[rank], heard_s[rank] = count, now
             limit_s = self._timeouts.start_s
             if overdue := [rank for rank in missing if now - heard_s[rank] > limit_s]:
                 raise RankError(late(overdue, self.size, limit_s))
             time.sleep(_POLL_S)
 
-    def pulse(self) -> None:
+    def keepalive(self) -> None:
         now = time.monotonic()
-        if now - self._pulsed_s > _PULSE_S:
-            self._n_pulses, self._pulsed_s = self._n_pulses + 1, now
-            self._heartbeats.give("pulse", self._n_pulses)
+        if now - self._keepalive_s > _KEEPALIVE_S:
+            self._n_keepalives, self._keepalive_s = self._n_keepalives + 1, now
+            self._heartbeats.give("keepalive", self._n_keepalives)
 
     def require_alive(self) -> None:
         if lost := self._heartbeats.lost_ranks():

@@ -7,8 +7,8 @@ slower communicator sets it up.
 The memory never has a name: rank 0 creates it as an anonymous file, the others open it through
 /proc while they set up, and it ends with the last rank, however that one ends.
 
-    header   one line per rank: phases published, signatures of its last two collectives, pulses,
-             turns finished
+    header   one line per rank: phases published, signatures of its last two collectives,
+             keepalives, turns finished
     slots    two per rank, used in turn
 
 A collective is a turn: copy in, publish, wait for all, copy or sum out.
@@ -58,7 +58,7 @@ SHARED_SUM_BYTES = 1 << 16
 LINE = 16
 # Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots' turns. TURN
 # counts finished turns, and only the rank itself looks there.
-SIGNATURE, _PULSE, TURN = 1, 3, 5
+SIGNATURE, _KEEPALIVES, TURN = 1, 3, 5
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read while the ranks set up
 
 # Looks at a count before the core is offered to others: some 0.2 ms.
@@ -186,17 +186,17 @@ class SharedMemory(Communicator):
         return x
 
     def barrier(self) -> None:
-        pulses = [self._cells[rank * LINE + _PULSE] for rank in range(self.size)]
+        counts = [self._cells[rank * LINE + _KEEPALIVES] for rank in range(self.size)]
 
-        def pulses_since(rank: int) -> bool:
-            before, pulses[rank] = pulses[rank], self._cells[rank * LINE + _PULSE]
-            return pulses[rank] != before
+        def sent_keepalive(rank: int) -> bool:
+            before, counts[rank] = counts[rank], self._cells[rank * LINE + _KEEPALIVES]
+            return counts[rank] != before
 
         for piece, _ in self._turns(_NOTHING):
-            self._meet(_BARRIER, piece, pulses_since, self._timeouts.start_s)
+            self._meet(_BARRIER, piece, sent_keepalive, self._timeouts.start_s)
 
-    def pulse(self) -> None:
-        self._cells[self._own + _PULSE] += 1
+    def keepalive(self) -> None:
+        self._cells[self._own + _KEEPALIVES] += 1
 
     def require_alive(self) -> None:
         self._peers.look()

@@ -83,7 +83,7 @@ def go_both_ways(comm: Communicator) -> list[list[tuple[str, torch.dtype]]]:
         assert [int(part[4, 2]) for part in gathered] == list(range(1, comm.size + 1))
         last = comm.size - 1
         assert bool((both.broadcast(mine.clone(), src=last) == comm.size).all())
-    both.pulse()
+    both.keepalive()
     both.barrier()
     order = broadcast_bytes(both, b"a step" if comm.rank == 0 else None, patient=True)
     assert order == b"a step" and aborted == []

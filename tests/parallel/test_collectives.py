@@ -260,13 +260,13 @@ def test_a_rank_without_work_waits_longer_than_the_timeout(ranks, shared_memory)
 
 
 def load_for_long(comm: Communicator) -> float:
-    """Rank 1 takes longer than the timeout to load, and pulses; the others wait at the barrier."""
+    """Rank 1 takes longer than the timeout to load and sends keepalives; the others wait at the barrier."""
     call_late_after(comm, 3)
     started = time.monotonic()
     if comm.rank == 1:
         for _ in range(40):
             time.sleep(0.1)
-            comm.pulse()
+            comm.keepalive()
     comm.barrier()
     call_late_after(comm, SILENCE_S)
     assert float(comm.all_reduce(torch.ones(1))) == comm.size
@@ -283,7 +283,7 @@ def test_a_rank_that_gets_on_with_loading_is_not_late(ranks, shared_memory):
 def stop_loading(comm: Communicator) -> tuple[float, str]:
     """Rank 1 stops getting on in the middle of loading."""
     if comm.rank == 1:
-        comm.pulse()
+        comm.keepalive()
         time.sleep(1000)
     call_late_after(comm, 1.5)
     started = time.monotonic()
