@@ -38,8 +38,8 @@ class ByDevice(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         return self._way_of(x).all_gather(x)
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
-        return self._way_of(x).broadcast(x, src, patient=patient)
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        return self._way_of(x).broadcast(x, src, no_timeout=no_timeout)
 
     def barrier(self) -> None:
         self._require_whole()

@@ -57,10 +57,10 @@ class Communicator(Protocol):
         """Everybody's x. Shapes: x the same on every rank; the result is [size, *x.shape]."""
         ...
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         """Rank src's x on every rank, in place. Returns: x.
 
-        With `patient`, the same on all ranks, the others wait for src without a limit of time, as
+        With `no_timeout`, the same on all ranks, the others wait for src without a limit of time, as
         long as it lives: it may be waiting for a person.
         """
         ...
@@ -98,7 +98,7 @@ class Solo(Communicator):
         return x.detach()[None].clone()
 
     # There is only rank 0, which waits for nobody.
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:  # noqa: ARG002
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:  # noqa: ARG002
         return x
 
     def barrier(self) -> None:
@@ -114,8 +114,8 @@ class Solo(Communicator):
         pass
 
 
-def broadcast_bytes(comm: Communicator, data: bytes | None, *, patient: bool = False) -> bytes:
-    """Rank 0's bytes on every rank; the others give None, and with `patient` wait without a limit.
+def broadcast_bytes(comm: Communicator, data: bytes | None, *, no_timeout: bool = False) -> bytes:
+    """Rank 0's bytes on every rank; the others give None, and with `no_timeout` wait without a limit.
 
     Raises: ValueError for more than MAX_MESSAGE_BYTES; RankError for a length that is none.
     Collective: two broadcasts, the length and the bytes.
@@ -126,7 +126,7 @@ def broadcast_bytes(comm: Communicator, data: bytes | None, *, patient: bool = F
     if comm.size == 1:
         return data or b""
     length = torch.tensor([len(data or b"")], dtype=torch.int64)
-    n_bytes = int(comm.broadcast(length, patient=patient)[0])
+    n_bytes = int(comm.broadcast(length, no_timeout=no_timeout)[0])
     if not 0 <= n_bytes <= MAX_MESSAGE_BYTES:
         raise RankError(f"rank 0 announced a message of {n_bytes} bytes: the ranks disagree")
     if n_bytes == 0:

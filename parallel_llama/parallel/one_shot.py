@@ -46,8 +46,8 @@ class OneShotSums(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         return self._cards.all_gather(x)
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
-        return self._cards.broadcast(x, src, patient=patient)
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        return self._cards.broadcast(x, src, no_timeout=no_timeout)
 
     def barrier(self) -> None:
         self._cards.barrier()

@@ -79,11 +79,11 @@ class ProcessGroup(Communicator):
                 work.wait()
         return gathered
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         if not x.is_contiguous():
-            return x.copy_(self.broadcast(x.contiguous(), src, patient=patient))
+            return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
         with self._naming_culprits("broadcast"):
-            if patient and self.rank != src:
+            if no_timeout and self.rank != src:
                 self._receive(x, src)
             else:
                 dist.broadcast(x, src, group=self._group)

@@ -91,10 +91,10 @@ _MAX_VIEWS = 256
 
 
 # Whether a rank that is awaited has shown since the last time that it gets on.
-_Excuse = Callable[[int], bool]
+_IsExempt = Callable[[int], bool]
 
 
-def _no_excuse(_: int) -> bool:
+def _never_exempt(_: int) -> bool:
     return False
 
 
@@ -173,14 +173,14 @@ class SharedMemory(Communicator):
                 row.copy_(slot)
         return gathered
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         if not x.is_contiguous():
-            return x.copy_(self.broadcast(x.contiguous(), src, patient=patient))
-        excuse = self._is_running if patient and self.rank != src else _no_excuse
+            return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
+        is_exempt = self._is_running if no_timeout and self.rank != src else _never_exempt
         for piece, slots in self._turns(_as_bytes(x)):
             if self.rank == src:
                 slots[src].copy_(piece)
-            self._meet(_BROADCAST, piece, excuse)
+            self._meet(_BROADCAST, piece, is_exempt)
             if self.rank != src:
                 piece.copy_(slots[src])
         return x
@@ -222,7 +222,7 @@ class SharedMemory(Communicator):
         """The rest of a turn of all_reduce that a kernel has published."""
         self._busy = True
         signature = _signature(_ALL_REDUCE, x)
-        self._await_all(signature, 0, _no_excuse, self._timeouts.step_s)
+        self._await_all(signature, 0, _never_exempt, self._timeouts.step_s)
         _sum(self._slots(x), x.view(-1))
         self._cells[self._own + TURN] += 1
         self._busy = False
@@ -283,16 +283,16 @@ class SharedMemory(Communicator):
         self,
         kind: int,
         piece: Tensor,
-        excuse: _Excuse = _no_excuse,
+        is_exempt: _IsExempt = _never_exempt,
         limit_s: float | None = None,
     ) -> None:
         """Publish this rank's part of a phase and wait for everybody's."""
         signature, cells, own = _signature(kind, piece), self._cells, self._own
         cells[own + SIGNATURE + (cells[own + TURN] & 1)] = signature
         cells[own] += 1
-        self._await_all(signature, self._spins, excuse, limit_s or self._timeouts.step_s)
+        self._await_all(signature, self._spins, is_exempt, limit_s or self._timeouts.step_s)
 
-    def _await_all(self, signature: int, spins: int, excuse: _Excuse, limit_s: float) -> None:
+    def _await_all(self, signature: int, spins: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Wait until all ranks have published the phase that this one has."""
         cells, phase = self._cells, self._cells[self._own]
         signed = SIGNATURE + (cells[self._own + TURN] & 1)
@@ -300,21 +300,21 @@ class SharedMemory(Communicator):
             while cells[line] < phase:
                 spins -= 1
                 if spins < 0:
-                    self._wait(phase, excuse, limit_s)
+                    self._wait(phase, is_exempt, limit_s)
             if cells[line + signed] != signature:
                 raise RankError(
                     f"rank {line // LINE} is in {_described(cells[line + signed])} and rank "
                     f"{self.rank} in {_described(signature)}: the ranks have gone different ways"
                 )
 
-    def _wait(self, phase: int, excuse: _Excuse, limit_s: float) -> None:
+    def _wait(self, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Wait for all ranks to publish this phase, giving the core to whoever wants it.
 
-        A rank is late once it has gone without an excuse for `limit_s`.
+        A rank is late once it has gone without an is_exempt for `limit_s`.
         """
         seen_s = time.monotonic()
         waited_s = 0.0
-        unexcused_s = dict.fromkeys(self._others, 0.0)
+        counted_s = dict.fromkeys(self._others, 0.0)
         pause = _SHORTEST_SLEEP_S
         while behind := [line for line in self._others if self._cells[line] < phase]:
             gap_s = min(time.monotonic() - seen_s, _LONGEST_GAP_S)
@@ -325,11 +325,11 @@ class SharedMemory(Communicator):
                 continue
             self._require_alive(behind, phase)
             for line in behind:
-                unexcused_s[line] += gap_s
-                # An excuse is not asked for at every look: it may cost a read of a file.
-                if unexcused_s[line] > min(limit_s, 1.0) and excuse(line // LINE):
-                    unexcused_s[line] = 0.0
-            if overdue := [line for line in behind if unexcused_s[line] > limit_s]:
+                counted_s[line] += gap_s
+                # An is_exempt is not asked for at every look: it may cost a read of a file.
+                if counted_s[line] > min(limit_s, 1.0) and is_exempt(line // LINE):
+                    counted_s[line] = 0.0
+            if overdue := [line for line in behind if counted_s[line] > limit_s]:
                 raise self._late([line // LINE for line in overdue], limit_s)
             time.sleep(pause)
             pause = min(2 * pause, _IDLE_SLEEP_S if waited_s > _IDLE_S else _LONGEST_SLEEP_S)

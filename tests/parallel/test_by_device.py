@@ -47,9 +47,9 @@ class Told(Solo):
         self._told.append(("all_gather", x.dtype))
         return self._group.all_gather(x)
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         self._told.append(("broadcast", x.dtype))
-        return self._group.broadcast(x, src, patient=patient)
+        return self._group.broadcast(x, src, no_timeout=no_timeout)
 
     def barrier(self) -> None:
         self._told.append(("barrier", torch.bool))
@@ -85,7 +85,7 @@ def go_both_ways(comm: Communicator) -> list[list[tuple[str, torch.dtype]]]:
         assert bool((both.broadcast(mine.clone(), src=last) == comm.size).all())
     both.keepalive()
     both.barrier()
-    order = broadcast_bytes(both, b"a step" if comm.rank == 0 else None, patient=True)
+    order = broadcast_bytes(both, b"a step" if comm.rank == 0 else None, no_timeout=True)
     assert order == b"a step" and aborted == []
     return [by_host, by_card]
 

@@ -218,8 +218,8 @@ class Announcing(Solo):
     size: int = 2
     seen: list[int] = field(default_factory=list)
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
-        assert src == 0 and not patient
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        assert src == 0 and not no_timeout
         self.seen.append(x.numel())
         return x.fill_(self.announced)
 
@@ -244,7 +244,7 @@ def wait_for_a_late_word(comm: Communicator) -> float:
     started = time.monotonic()
     if comm.rank == 0:
         time.sleep(1.5)
-    word = broadcast_bytes(comm, b"word" if comm.rank == 0 else None, patient=True)
+    word = broadcast_bytes(comm, b"word" if comm.rank == 0 else None, no_timeout=True)
     waited = time.monotonic() - started
     call_late_after(comm, SILENCE_S)
     assert word == b"word"
@@ -366,7 +366,7 @@ def test_a_rank_that_dies_between_collectives_is_named_too(shared_memory):
 def take_turns(comm: Communicator) -> None:
     for turn in range(50):
         word = b"%d" % turn if comm.rank == 0 else None
-        assert broadcast_bytes(comm, word, patient=True) == b"%d" % turn
+        assert broadcast_bytes(comm, word, no_timeout=True) == b"%d" % turn
         assert float(comm.all_reduce(torch.ones(1))) == comm.size
 
 

@@ -256,7 +256,7 @@ def wait_for_a_stopped_rank(comm: Communicator) -> str:
         os.kill(os.getpid(), signal.SIGSTOP)
     call_late_after(comm, 1.5)
     try:
-        comm.broadcast(torch.zeros(1), patient=True)
+        comm.broadcast(torch.zeros(1), no_timeout=True)
     except RankError as error:
         return str(error)
     return "it came"

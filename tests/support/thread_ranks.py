@@ -42,7 +42,7 @@ class ThreadComm(Solo):
         x: Tensor,
         src: int = 0,
         *,
-        patient: bool = False,  # noqa: ARG002, a thread waits anyhow
+        no_timeout: bool = False,  # noqa: ARG002, a thread waits anyhow
     ) -> Tensor:
         self.counts["broadcast"] += 1
         return x.copy_(self._exchange(x)[src])
