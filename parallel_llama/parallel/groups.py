@@ -27,8 +27,7 @@ from fairscale.nn.model_parallel import initialize as fairscale_groups
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
-from parallel_llama.parallel.by_device import ByDevice
-from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo, Timeouts
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.handshake import (

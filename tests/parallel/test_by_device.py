@@ -18,8 +18,14 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from parallel_llama.parallel import groups
-from parallel_llama.parallel.by_device import ByDevice, is_on_card
-from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts, broadcast_bytes
+from parallel_llama.parallel.collectives import (
+    ByDevice,
+    Communicator,
+    Solo,
+    Timeouts,
+    broadcast_bytes,
+    is_on_card,
+)
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.shared_memory import SharedMemory

@@ -260,7 +260,7 @@ def test_a_rank_without_work_waits_longer_than_the_timeout(ranks, shared_memory)
 
 
 def load_for_long(comm: Communicator) -> float:
-    """Rank 1 takes longer than the timeout to load and sends keepalives; the others wait at the barrier."""
+    """Rank 1 loads for longer than the timeout and sends keepalives; the others wait."""
     call_late_after(comm, 3)
     started = time.monotonic()
     if comm.rank == 1:

@@ -23,8 +23,7 @@ from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.files.model_files import find_model
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.ops import Scores, TorchOps
-from parallel_llama.parallel.collectives import Communicator, Solo
-from parallel_llama.parallel.slice import Slice
+from parallel_llama.parallel.collectives import Communicator, Slice, Solo
 from parallel_llama.plan import make_plan, make_precision
 
 BLOCK_SIZE = 16
