@@ -1,7 +1,6 @@
-"""Who is there, and are all about to do the same? Asked at a store, before any collective.
+"""The rendezvous of the ranks at a store, and the check that all ranks run the same.
 
-Ranks that differ in a file, a setting or a version would compute something, and nobody would
-notice that it is wrong.
+Ranks that differ in a file, a setting or a version would compute wrong results without an error.
 """
 
 import os
@@ -22,7 +21,7 @@ from parallel_llama.parallel.failures import RankError
 _POLL_S = 0.02
 _GOODBYE_S = 1.0
 
-# Facts of up to this length are shown as they are; longer ones are digests of what differs.
+# Longer facts are digests, which error messages do not show.
 _SHOWN_CHARS = 40
 
 _MAX_INFO_BYTES = 1 << 16
@@ -31,9 +30,11 @@ _MAX_OBJECTION_CHARS = 2000
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What one rank says of itself: who it is, and by name the facts that must be the same on all.
+    """What one rank publishes about itself.
 
-    `token` tells two processes of one rank apart.
+    Args:
+        facts: by name, values that must be equal on all ranks.
+        token: distinguishes two processes that claim the same rank.
     """
 
     rank: int
@@ -46,13 +47,13 @@ class RankInfo:
     @classmethod
     def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str]) -> "RankInfo":
         name = socket.gethostname()
-        # Some are of a class of their own, such as torch's version.
+        # Some are not plain strings, such as torch's version.
         texts = {fact: str(value) for fact, value in facts.items()}
         return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8))
 
     @classmethod
     def decode(cls, data: bytes, rank: int) -> "RankInfo":
-        """Raises: RankError for anything but the info of `rank`, of at most _MAX_INFO_BYTES."""
+        """Raises: RankError if `data` is not a RankInfo of `rank` with at most _MAX_INFO_BYTES."""
         try:
             info = msgspec.json.decode(data[: _MAX_INFO_BYTES + 1], type=cls)
         except (msgspec.DecodeError, RecursionError):
@@ -73,12 +74,15 @@ class RankInfo:
 
 
 def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
-    """Wait until every rank is there, and see that all are about to do the same.
+    """Waits for every rank and checks that the facts of all ranks are equal.
 
-    `missing` holds the ranks that are not there yet, brought up to date while this waits.
+    It has no limit of time.
 
-    Raises: RankError naming what differs and where, or why another rank has given up.
-    Collective: every rank calls it. It has no limit of its own.
+    Args:
+        missing: the ranks that have not come yet; updated while this waits.
+
+    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up.
+    Collective: every rank calls it.
     """
     infos: dict[int, RankInfo] = {}
     key = f"info/{own.rank}"
@@ -103,10 +107,7 @@ def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
 
 @contextmanager
 def telling(store: Store, rank: int, size: int) -> Iterator[None]:
-    """Tells all ranks of an error that ends this rank, and raises the first that any rank told.
-
-    Raises: RankError.
-    """
+    """Publishes a RankError that ends this rank; raises the first one that any rank published."""
     try:
         yield
     except RankError as error:
@@ -117,10 +118,10 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
 
 
 def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
-    """Write why this rank gives up, unless another rank has; what all ranks read then.
+    """Publishes why this rank gives up, and returns the first reason that any rank published.
 
-    The store may end with this rank. So ranks that have a info get a moment to read it, and ranks
-    that are still to come `wait_s` seconds.
+    The store may end with this rank, so it waits until the other ranks have read the reason: a
+    moment for the ranks that have come, and `wait_s` seconds for those that have not.
     """
     first = _printable(store.compare_set("objection", "", objection))
     say_goodbye(store, rank)
@@ -134,12 +135,12 @@ def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0
 
 
 def read_objection(store: Store) -> str | None:
-    """Why a rank has given up, where one has."""
+    """Why a rank has given up; None if none has."""
     return _printable(store.get("objection")) if store.check(["objection"]) else None
 
 
 def say_goodbye(store: Store, rank: int) -> None:
-    """Show that this rank has read why another gives up."""
+    """Publishes that this rank has read why another rank gives up."""
     store.set(f"goodbye/{rank}", "")
 
 
@@ -148,10 +149,10 @@ def _printable(data: bytes) -> str:
 
 
 def require_same(infos: Sequence[RankInfo]) -> None:
-    """Raises: RankError for a fact that is not the same on all, naming the ranks that are odd."""
+    """Raises: RankError naming a fact that is not equal on all ranks and a rank that differs."""
     for name in {name: None for info in infos for name in info.facts}:
         values = [info.facts.get(name, "nothing") for info in infos]
-        usual, _ = Counter(values).most_common(1)[0]  # the first of those that are equally common
+        usual, _ = Counter(values).most_common(1)[0]  # the first if several are equally common
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             rank, like = odd[0], values.index(usual)

@@ -1,7 +1,7 @@
-"""Collectives of ranks on several hosts, or on one without shared memory: torch's own.
+"""Collectives by torch.distributed, for ranks on several hosts or without shared memory.
 
-gloo carries tensors on the CPU, NCCL those on CUDA. Their errors do not say which rank they are
-about, so every rank's heart beats at the store, and who fails looks whose has stopped.
+CPU tensors use gloo and CUDA tensors use NCCL. Errors of both do not name the rank that failed, so
+ranks write heartbeats to the store; after a failure the missing heartbeat names the dead rank.
 """
 
 import threading
@@ -24,13 +24,13 @@ from parallel_llama.parallel.watchdog import Watchdog
 
 Result = TypeVar("Result")
 
-# What a rank that waits for work waits at the most: rank 0 may be waiting for a person.
+# The limit of a broadcast without timeout: rank 0 may be waiting for a person.
 _IDLE_LIMIT = timedelta(days=365)
 
 _BEAT_S = 0.2
-_LISTEN_S = 10 * _BEAT_S  # a busy machine may hold a heart for a second
-_LOST_S = 5.0  # without a heartbeat, where no collective shows a closed connection
-_ANSWER_S = 5.0  # for what a store that is there answers in a millisecond
+_LISTEN_S = 10 * _BEAT_S  # a busy machine may delay a heartbeat for a second
+_LOST_S = 5.0  # without a heartbeat, between collectives
+_ANSWER_S = 5.0  # a store that works answers in a millisecond
 _KEEPALIVE_S, _POLL_S = 1.0, 0.05
 _LOOK_S = 0.1
 
@@ -38,10 +38,14 @@ _MAX_DIGITS = 18  # of a count
 
 
 class ProcessGroup(Communicator):
-    """A process group of torch whose ranks have met at a store.
+    """A process group of torch.
 
-    `leave` is called once, on close. Every group's rank numbers must be the world's. `abort` gives
-    up what is queued on a card; it is None where collectives are done when their calls return.
+    Args:
+        group: its rank numbers must equal those of the world.
+        store: the store at which the ranks connected.
+        leave: called once, by `close`.
+        abort: aborts the collectives that are queued on a card; None if collectives are done when
+            their calls return.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class ProcessGroup(Communicator):
             with self._naming_culprits("all_gather"):
                 own = x.contiguous().view(-1)
                 work = self._group._allgather_base(gathered.view(-1), own)
-                # A step has one at its end; what it finds done is done before it.
+                # Every step ends with an all_gather, and what was queued before is done before it.
                 if self._watchdog is not None:
                     self._watchdog.add(work)
                 work.wait()
@@ -90,7 +94,7 @@ class ProcessGroup(Communicator):
         return x
 
     def barrier(self) -> None:
-        """At the store, where the keepalives of a rank can be read."""
+        """Waits at the store, where keepalives of the other ranks can be read."""
         self._n_barriers += 1
         self._heartbeats.give(f"barrier {self._n_barriers}", 1)
         keepalives: dict[int, int] = {}
@@ -120,7 +124,7 @@ class ProcessGroup(Communicator):
             )
 
     def require_whole(self) -> None:
-        """Raises: RankError once a rank is lost that a card was waiting for."""
+        """Raises: RankError if the watchdog has aborted a collective of the card."""
         if self._watchdog is not None:
             self._watchdog.require_whole()
 
@@ -133,7 +137,7 @@ class ProcessGroup(Communicator):
             leave()
 
     def _receive(self, x: Tensor, src: int) -> None:
-        """A broadcast whose source may take its time: it comes or the connection ends."""
+        """Receives a broadcast without a limit of time, until the connection ends."""
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = src, _IDLE_LIMIT
         self._group.broadcast([x], options).wait(_IDLE_LIMIT)
@@ -161,42 +165,43 @@ class ProcessGroup(Communicator):
 
 
 class _Heartbeats:
-    """What ranks show each other at their store; a thread keeps the heart beating.
+    """Counts that ranks publish at their store; a thread increments this rank's heartbeat.
 
-    All are counts that only grow, so that an old one, written again by another process, says
-    nothing.
+    Counts only grow, so an old count that another process writes again has no effect.
 
-    Raises: RankError from every question that the store does not answer.
+    Raises: RankError from every method, if the store does not answer.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: the last beat, and since when
+        self._heard: dict[
+            int, tuple[int, float]
+        ] = {}  # by rank: the last heartbeat, and when it was first seen
         self._ended = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def give(self, what: str, count: int) -> None:
-        """Show a count to all."""
+        """Publishes a count of this rank."""
         self._ask(lambda: self._store.set(f"{what}/{self._rank}", str(count)))
 
     def seen(self, what: str, rank: int) -> int:
-        """The count that a rank has shown last; 0 where it has shown none."""
+        """The last count that a rank has published; 0 if there is none."""
         return self._ask(lambda: self._read(f"{what}/{rank}"))
 
     def missing(self, what: str) -> list[int]:
-        """The ranks that have not shown it."""
+        """The ranks that have not published a count of this name."""
         keys = {rank: f"{what}/{rank}" for rank in range(self._size)}
         return self._ask(lambda: [rank for rank, key in keys.items() if not self._read(key)])
 
     def dead_ranks(self) -> list[int]:
-        """The other ranks whose hearts have stopped; it listens for some beats."""
+        """The other ranks without a heartbeat during the next `_LISTEN_S` seconds."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         before = {rank: self.seen("heartbeat", rank) for rank in others}
         time.sleep(_LISTEN_S)
         return [rank for rank in others if self.seen("heartbeat", rank) <= before[rank]]
 
     def lost_ranks(self) -> list[int]:
-        """The other ranks whose hearts have not beaten for `_LOST_S` of these looks."""
+        """The other ranks whose heartbeat has not changed for `_LOST_S` seconds of these calls."""
         now = time.monotonic()
         others = [rank for rank in range(self._size) if rank != self._rank]
         for rank in others:
@@ -214,13 +219,13 @@ class _Heartbeats:
             while not self._ended.wait(_BEAT_S):
                 n_beats += 1
                 self._store.set(f"heartbeat/{self._rank}", str(n_beats))
-        except RuntimeError:  # the store has ended, and with it who kept it
+        except RuntimeError:  # the store has ended, and so has its owner
             pass
 
     def _read(self, key: str) -> int:
         try:
             value = self._store.get(key) if self._store.check([key]) else b""
-        except ForgedValue:  # no rank has written it
+        except ForgedValue:  # not written by a rank
             return 0
         return int(value) if value.isdigit() and len(value) <= _MAX_DIGITS else 0
 
@@ -237,10 +242,13 @@ class _Heartbeats:
 def within(
     limit_s: float, function: Callable[[], Result], look: Callable[[], None] = lambda: None
 ) -> Result:
-    """What a function gives, called in a thread of its own; `look` is called while it is awaited.
+    """The result of a function that runs in its own thread, with a limit of time.
 
-    torch's store answers nothing, for ever, once the process that keeps it is stopped or cut off,
-    and some of its calls have no limit. A function that is given up may go on; it must harm nobody.
+    Some calls of torch's store have no limit of time, and wait without end if the owner of the
+    store is stopped or cannot be reached. After the limit the function may continue to run.
+
+    Args:
+        look: called repeatedly while this waits.
 
     Raises: TimeoutError at the limit; what `function` or `look` raise.
     """
