@@ -40,9 +40,9 @@ def rows(setting: Setting) -> Rows:
 
 
 def dtypes(setting: Setting) -> tuple[torch.dtype, ...]:
-    """Those that kernels compute in; Triton's interpreter multiplies no bfloat16."""
+    """The dtypes of the kernels; tests/ops/cuda covers them where a rehearsal takes one."""
     every = torch.float32, torch.float16, torch.bfloat16
-    return every[:2] if setting.is_rehearsal else every
+    return every[: setting.pick(3, 1)]
 
 
 def products(setting: Setting) -> Rows:
@@ -50,7 +50,7 @@ def products(setting: Setting) -> Rows:
     shapes = ((48, 70),) if setting.is_rehearsal else _MATRICES
     for dtype in dtypes(setting):
         for n_inputs, n_outputs in shapes:
-            for n_rows in (1, 16):
+            for n_rows in (1, setting.pick(16, 2)):
                 name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {_name(dtype)}"
                 yield from attempt(
                     name, lambda a=(name, n_rows, n_inputs, n_outputs, dtype): _product(*a, setting)
@@ -76,7 +76,7 @@ def group_products(setting: Setting) -> Rows:
     """The same with 8 and 4 bits."""
     n_inputs, n_outputs = (64, 70) if setting.is_rehearsal else (4096, 28672)
     for form in ASKED.values():
-        for n_rows in (1, 16):
+        for n_rows in (1, setting.pick(16, 2)):
             name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {form.name}"
             yield from attempt(
                 name, lambda a=(name, form, n_rows, n_inputs, n_outputs): _group(*a, setting)
@@ -110,8 +110,9 @@ def _group(
 def elementwise(setting: Setting) -> Rows:
     """Norms, gates and draws of 16 rows of 8B."""
     dim, n_channels, n_vocab = (48, 40, 70) if setting.is_rehearsal else (4096, 14336, 128256)
+    n_rows = setting.pick(16, 2)
     ours, torchs = CUDAOps(), TorchOps()
-    keys = torch.zeros(16, dtype=torch.int64, device=setting.device)  # the same for all rows
+    keys = torch.zeros(n_rows, dtype=torch.int64, device=setting.device)  # the same for all rows
     zeros, ones = keys.double(), keys.double() + 1
 
     def draw(ops: TorchOps, x: Tensor, temperatures: Tensor) -> Tensor:
@@ -132,8 +133,8 @@ def elementwise(setting: Setting) -> Rows:
             ("plain draw", lambda ops, x, _: draw(ops, x, ones), n_vocab),
             ("draw of top_k and top_p", lambda ops, x, _: draw_filtered(ops, x), n_vocab),
         ):
-            label = f"{name} of 16 rows, {_name(dtype)}"
-            x = _normal((16, width), dtype, setting)
+            label = f"{name} of {n_rows} rows, {_name(dtype)}"
+            x = _normal((n_rows, width), dtype, setting)
             yield from attempt(
                 label, lambda a=(label, call, x): _elementwise(*a, ours, torchs, setting)
             )
@@ -177,7 +178,7 @@ def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
     groups = ((3, 2),) if setting.is_rehearsal else ((4,) * 8, (3, 2), (1, 3, 3, 2), (7,))
     caches = (None,) if setting.is_rehearsal else (None, torch.int8, torch.float8_e4m3fn)
     for kind, ranges in (("decode", decoded), ("prefill", chunks)):
-        for dtype in dtypes(setting)[: setting.pick(3, 1)]:
+        for dtype in dtypes(setting):
             for group in groups:
                 for head_dim in (16,) if setting.is_rehearsal else (64, 80, 128):
                     for cache in caches:
@@ -287,7 +288,7 @@ def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
 
 def routed_products(setting: Setting) -> Rows:
     """What a layer of Mixtral multiplies with first, of tokens that go to 2 of 8 experts each."""
-    for n_rows in (1, 3) if setting.is_rehearsal else (1, 16, 64):
+    for n_rows in (3,) if setting.is_rehearsal else (1, 16, 64):
         name = f"routed product, {n_rows} rows"
         yield from attempt(name, lambda a=(name, n_rows): _routed(*a, setting))
 
