@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -252,18 +253,23 @@ BROKEN: list[tuple[Rule, str, str]] = [
 RULES = sorted({rule for rule, _, _ in BROKEN}, key=lambda rule: rule.__name__)
 
 
-def modules() -> Iterator[tuple[str, Path]]:
+@cache
+def modules() -> dict[str, tuple[Path, ast.Module]]:
+    """Every module of the package by its name: its file, and its syntax tree."""
+    found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        yield ".".join(["parallel_llama", *(p for p in parts if p != "__init__")]), path
+        name = ".".join(["parallel_llama", *(p for p in parts if p != "__init__")])
+        found[name] = path, ast.parse(path.read_text())
+    return found
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_every_module_keeps_the_rule(rule: Rule) -> None:
     problems = [
         f"{path.relative_to(ROOT)}, {problem}"
-        for module, path in modules()
-        for problem in rule(module, ast.parse(path.read_text()))
+        for module, (path, tree) in modules().items()
+        for problem in rule(module, tree)
     ]
     assert not problems, "\n".join(problems)
 
@@ -274,7 +280,7 @@ def test_the_rule_can_fail(rule: Rule, module: str, source: str) -> None:
 
 
 def test_every_module_stands_on_a_floor() -> None:
-    rooms = {room(module) for module, _ in modules()} - {"__init__"}
+    rooms = {room(module) for module in modules()} - {"__init__"}
     assert rooms <= FLOOR.keys(), f"without a floor: {rooms - FLOOR.keys()}"
 
 
@@ -295,13 +301,8 @@ def circles(trees: Mapping[str, ast.AST]) -> list[str]:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """The package's own face is left out: it loads on demand and imports by name."""
-    assert not circles(
-        {
-            module: ast.parse(path.read_text())
-            for module, path in modules()
-            if module != "parallel_llama"
-        }
-    )
+    trees = {name: tree for name, (_, tree) in modules().items() if name != "parallel_llama"}
+    assert not circles(trees)
 
 
 def test_a_circle_is_found() -> None:
@@ -346,7 +347,7 @@ def test_a_tracked_file_that_is_ignored_is_found(tmp_path: Path) -> None:
 
 def test_the_low_floors_load_without_torch() -> None:
     """Also through what they import: a library that brings torch along delays every command."""
-    names = [name for name, _ in modules() if is_torch_free(name)]
+    names = [name for name in modules() if is_torch_free(name)]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
@@ -389,7 +390,7 @@ def test_the_readme_tree_lists_the_floors_from_below() -> None:
 def test_every_module_is_in_the_readme_tree() -> None:
     """A folder that the tree names without its files stands for all of them."""
     listed = set(readme_tree())
-    rooms = {path.relative_to(ROOT).parts[:2] for _, path in modules()} - {
+    rooms = {path.relative_to(ROOT).parts[:2] for path, _ in modules().values()} - {
         ("parallel_llama", "__init__.py")
     }
     absent = {
