@@ -1,11 +1,12 @@
-"""What the engine saves and what it costs: prefix cache, guesses, and the step around the model.
+"""Measures the prefix cache, prompt-lookup drafts, and the time of a step outside the model.
 
     python -m launch.bench.engine_overheads [--model smollm2] [--repeat 5] [--threads 2]
 
-Three tables, each of medians over interleaved rounds: the time to the first token of a prompt whose
-beginning is in the prefix cache, as a share of a cold one's; the speed with guesses as a multiple
-of that without, on texts that repeat their prompt and on texts that do not; and where the time of a
-step goes with one request and with 16. Greedy tokens with and without guesses are compared.
+It prints three tables of medians over interleaved rounds. The first is the time to the first token
+of a prompt whose beginning is in the prefix cache, divided by that of a cold prompt. The second is
+the speed with drafts divided by the speed without, on texts that repeat their prompt and on texts
+that do not, with the number of equal greedy tokens. The third is the time of each part of a step,
+with one request and with 16.
 """
 
 import argparse
@@ -60,7 +61,7 @@ FREE = (
 
 
 def prefix_rounds(llm: LLM, n_rounds: int) -> list[tuple[float, float]]:
-    """Seconds to the first token: of a cold prompt, and of one that shares its beginning."""
+    """Seconds to the first token of a cold prompt and of one with a cached beginning."""
     draw = random.Random(0)
     n_shared = int(PROMPT_TOKENS * SHARED)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -79,7 +80,7 @@ def prefix_rounds(llm: LLM, n_rounds: int) -> list[tuple[float, float]]:
 
 
 def guess_gain(llm: LLM, text: str, n_rounds: int) -> tuple[float, int, int]:
-    """The speed with guesses over that without, and how many tokens agree, of all."""
+    """Speed with drafts over speed without, the number of equal tokens, and of all tokens."""
     messages = [{"role": "user", "content": text}]
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
 
@@ -96,7 +97,7 @@ def guess_gain(llm: LLM, text: str, n_rounds: int) -> tuple[float, int, int]:
 
 
 def step_times(llm: LLM, n_requests: int, n_new: int) -> StepTimes:
-    """Where the time of decode steps goes with so many requests running."""
+    """The times of the parts of decode steps with `n_requests` running requests."""
     draw = random.Random(0)
     prompts = [random_tokens(llm, draw, 64) for _ in range(n_requests)]
     llm.engine.max_drafts = 0
@@ -104,8 +105,8 @@ def step_times(llm: LLM, n_requests: int, n_new: int) -> StepTimes:
     requests = llm.input_processor.requests(prompts, params)
     for _ in llm.run(requests):  # warms up
         pass
-    for n_told, _ in enumerate(llm.run(requests)):
-        if n_told == n_requests:  # all are through their prompts
+    for n_outputs, _ in enumerate(llm.run(requests)):
+        if n_outputs == n_requests:  # all prompts have been prefilled
             llm.engine.times = StepTimes()
     return llm.engine.times
 

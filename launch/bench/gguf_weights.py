@@ -1,7 +1,4 @@
-"""A model as one GGUF file of float32, for runtimes that read llama.cpp's files.
-
-It has no tokenizer: all engines get token ids.
-"""
+"""Writes a model as a float32 GGUF file without a tokenizer, for runtimes that read GGUF."""
 
 from contextlib import closing
 from pathlib import Path
@@ -15,20 +12,20 @@ from parallel_llama.families import family_of, parameters, stored_places
 from parallel_llama.families.model_args import features_of
 from parallel_llama.files.model_files import ModelFiles
 
-# What the architecture's own name says to llama.cpp, or the weights do.
+# Features that llama.cpp derives from the architecture or from the weights.
 _SAID = {"family", "wo_bias", "qk_norm"}
 
 
 def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
-    """Write the model's weights, whatever their layout, and the sizes of its architecture.
+    """Writes the weights of a model and the sizes of its architecture.
 
-    Raises: UsageError for a model that has more to say than its sizes.
+    Raises: UsageError for a model with features beyond its sizes.
     """
     form = family_of(args).gguf
     more = sorted(set(features_of(args)) - _SAID) + ["rope_scaling"] * bool(args.rope_scaling)
     if form is None or more:
         raise UsageError(
-            f"a GGUF file is only written of plain models; this has {more or 'no form'}"
+            f"a GGUF file is only written for plain models; this one has {more or 'no GGUF form'}"
         )
     writer = gguf.GGUFWriter(path, form.architecture)
     _add_sizes(writer, args)
@@ -48,7 +45,7 @@ def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
 
 
 def _add_sizes(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
-    """State the sizes of a plain model."""
+    """Adds the sizes of a plain model."""
     writer.add_context_length(args.max_seq_len)
     writer.add_embedding_length(args.dim)
     writer.add_block_count(args.n_layers)

@@ -5,7 +5,7 @@ from typing import Any
 
 from launch.bench.plot import Chart
 
-# A column: its heading, and how it shows what an engine has under its key.
+# By key of an engine's result: the heading of the column, and its formatter.
 Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
 
 
@@ -39,7 +39,7 @@ _CHARTS = {
 
 
 def report(result: dict[str, Any]) -> str:
-    """Tables of speeds, costs, ratios, agreement and versions, and who is not in them."""
+    """Tables of speeds, costs, ratios, agreement and versions, and the engines left out."""
     blocks = [_heading(result)]
     if engines := result["engines"]:
         blocks += [_table("", engines, _SPEEDS), _table("", engines, _COSTS)]
@@ -69,7 +69,7 @@ def _heading(result: dict[str, Any]) -> str:
 
 
 def _rates(result: dict[str, Any]) -> str:
-    """What the cores gave around the runs; nothing where no engine got so far."""
+    """The rates of the machine during the runs; empty if no engine ran."""
     if "read_bytes_per_s" not in result:
         return ""
     read, multiply = (
@@ -127,9 +127,9 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def charts(result: dict[str, Any]) -> list[Chart]:
-    """One for each kind of speed; an engine is one line through all that its weights are kept in.
+    """One chart for each kind of speed, with a line for each engine through all its formats.
 
-    Above decode lies what the memory can feed at the most.
+    The chart of decode also has a line for the rate of the memory.
     """
     engines, n_prompts = result["engines"], len(result["prompt_tokens"])
     found = []

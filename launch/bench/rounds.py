@@ -1,4 +1,4 @@
-"""The engines alternate, so that a machine that grows slower does so for all."""
+"""Runs the engines alternately, so that a change of the machine's speed affects all of them."""
 
 import json
 import sys
@@ -17,12 +17,15 @@ from launch.bench.worker import EngineError, Worker
 
 @dataclass
 class Rounds:
-    """The engines that were started, the runs of those that got through, and why others did not.
+    """The state and the results of the rounds, by engine.
 
-    By engine, `rates` is what the machine could do before and after each of its runs, the mean of
-    both, `step_bytes` what a decode step reads of its weights, `first_token_s` how long after its
-    start each fresh process gave its first token, `peak_bytes` the memory that it took, and `nll`
-    the mean negative log-likelihood of a token of the texts.
+    Args:
+        rates: the mean rates of the machine before and after each run.
+        step_bytes: bytes of weights that a decode step reads.
+        first_token_s: time from the start of each fresh process to its first token.
+        nll: mean negative log-likelihood of a token of the texts.
+        absent: why an engine is not installed.
+        failed: why an engine failed.
     """
 
     workers: dict[str, Worker] = field(default_factory=dict)
@@ -36,7 +39,7 @@ class Rounds:
     failed: dict[str, str] = field(default_factory=dict)
 
     def leave_out(self, name: str, error: EngineError) -> None:
-        _note(f"{name} is out: {error}")
+        _note(f"{name} failed: {error}")
         self.failed[name] = str(error)
         self.runs.pop(name, None)
         self.rates.pop(name, None)
@@ -51,7 +54,7 @@ def measure(
     texts: Sequence[list[int]],
     cores: tuple[int, ...],
 ) -> Rounds:
-    """Start every engine that is installed, run the rounds, and measure memory and perplexity."""
+    """Starts every installed engine, runs the rounds, and measures memory and perplexity."""
     rounds = Rounds(absent={each.name: why for each in chosen if (why := each.absence())})
     present = [each for each in chosen if each.name not in rounds.absent]
     rest_s = max((each.cooldown_s for each in present), default=0.0)
@@ -80,9 +83,9 @@ def start_all(
     rest_s: float,
     stack: ExitStack,
 ) -> None:
-    """Start every engine and ask it once, which warms it up too; `stack` ends it.
+    """Starts every engine and asks it once, which also warms it up; `stack` ends it.
 
-    One that fails is out, and is not started again.
+    An engine that fails is not started again.
     """
     for name, start in list(starts.items()):
         _note(f"{name}: starting")
@@ -99,10 +102,10 @@ def start_all(
 def run_rounds(
     rounds: Rounds, task: Task, n_rounds: int, look: Callable[[], Rates], rest_s: float
 ) -> None:
-    """Add every engine's runs; rounds count from 1.
+    """Runs the rounds from 1 to `n_rounds` and adds every engine's measurements.
 
-    All get the same prompts in a round, and each begins `rest_s` after the one before, when the
-    machine has been looked at. An engine that fails is out, with all its runs.
+    In a round all engines get the same prompts, one engine after another. Before each engine it
+    waits `rest_s` and measures the machine. The measurements of an engine that fails are dropped.
     """
     present = [name for name in rounds.workers if name not in rounds.failed]
     rounds.runs |= {name: [] for name in present}
@@ -126,7 +129,7 @@ def run_rounds(
 
 
 def weigh(rounds: Rounds, texts: Sequence[list[int]]) -> None:
-    """Ask every engine for its peak memory, and after that for the perplexity of the texts."""
+    """Measures every engine's peak memory, and after that its likelihood of the texts."""
     n_weighed = sum(len(text) - 1 for text in texts)
     for name in list(rounds.runs):
         worker = rounds.workers[name]
@@ -140,7 +143,7 @@ def weigh(rounds: Rounds, texts: Sequence[list[int]]) -> None:
 
 
 def _start(engine: Engine, model: str, task: Task, cores: tuple[int, ...]) -> Callable[[], Worker]:
-    """What starts an engine with its part of the cores."""
+    """Returns a function that starts an engine with its part of the cores."""
     n_threads = engine.n_threads(len(cores))
     sizes = len(task.lengths), task.max_seq_len
     setup = Setup(model, engine.form, engine.n_ranks, n_threads, cores, *sizes)

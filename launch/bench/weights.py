@@ -1,4 +1,4 @@
-"""The same weights for every engine, each in the files that it loads."""
+"""Provides the weights of a model to every engine in the format that it loads."""
 
 import subprocess
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from parallel_llama.reshard.reshard import reshard
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's files, and below `folder` what is made of them."""
+    """The files of a model, and a `folder` for converted ones."""
 
     files: ModelFiles
     args: ModelArgs
     folder: Path
 
     def path(self, engine: Engine) -> Path:
-        """What an engine loads, made now if it is not there yet.
+        """The path that an engine loads; it is converted at the first call.
 
-        Raises: EngineError where it cannot be made.
+        Raises: EngineError if the conversion fails.
         """
         if engine.shares is not None:
             return self.path(engine.shares)
@@ -40,14 +40,14 @@ class Weights:
             command = [engine.python, "-m", "launch.bench.worker", *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
-                said = (done.stderr.strip() or "nothing").splitlines()
-                raise EngineError(f"its weights could not be made: {said[-1]}")
+                lines = (done.stderr.strip() or "no message").splitlines()
+                raise EngineError(f"its weights could not be made: {lines[-1]}")
         return target
 
     def step_bytes(self, engine: Engine, batch: int) -> int:
-        """Bytes of weights that one decode step of so many sequences must read.
+        """Bytes of weights that one decode step of `batch` sequences must read.
 
-        Of files that an engine has made for itself, the part that the values read are of all.
+        For converted files it is the size of the file times the fraction of values that are read.
         """
         if engine.shares is not None:
             return self.step_bytes(engine.shares, batch)
@@ -59,7 +59,7 @@ class Weights:
         return round(_size(self.path(engine)) * read / whole) if engine.makes else read
 
     def _base(self, layout: Layout) -> Path:
-        """The model in a layout, in float32."""
+        """The model in a layout in float32; it is written at the first call."""
         target = self.folder / layout
         if target.exists():
             return target
@@ -74,7 +74,7 @@ class Weights:
 
 
 def _precision(engine: Engine) -> Precision:
-    """What an engine makes of the numbers of its files as it loads them."""
+    """The precision of the weights after an engine has loaded them."""
     if engine.makes:
         return Precision.plain("float32")
     if engine.form in QUANTS:
@@ -83,5 +83,5 @@ def _precision(engine: Engine) -> Precision:
 
 
 def _size(path: Path) -> int:
-    """Bytes of the file that holds the weights, which CTranslate2 has in a folder."""
+    """The size of the file with the weights, which is in a folder for CTranslate2."""
     return (path / "model.bin" if path.is_dir() else path).stat().st_size

@@ -31,18 +31,18 @@ START_LIMIT_S = 900.0
 ANSWER_LIMIT_S = 1800.0
 END_LIMIT_S = 5.0
 
-# Nothing is looked up or reported elsewhere: the weights are here.
+# No look-ups or reports over the network.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class EngineError(Exception):
-    """An engine that did not start, ended, or did not answer as asked."""
+    """An engine did not start, ended, or gave a wrong number of tokens."""
 
 
 class Worker:
-    """A running engine: `command` is started, and its first line waited for.
+    """A running engine; the constructor starts `command` and waits for its first line.
 
-    Raises: EngineError if it does not get that far, with the end of what it wrote to stderr.
+    Raises: EngineError with the last line of stderr, if the engine does not start.
     """
 
     def __init__(self, command: Sequence[str], n_threads: int) -> None:
@@ -66,9 +66,9 @@ class Worker:
         self.start_s = time.perf_counter() - started
 
     def answer(self, prompts: list[list[int]], n_new: int) -> Measurement:
-        """Ask for the answers of one round.
+        """The measured answers to `prompts` in one round.
 
-        Raises: EngineError if the engine fails or gives another number of tokens than asked for.
+        Raises: EngineError if the engine fails or returns a wrong number of tokens.
         """
         run = Measurement(**self._ask("answer", prompts=prompts, n_new=n_new))
         lengths = [len(tokens) for tokens in run.tokens]
@@ -85,14 +85,11 @@ class Worker:
         return nll
 
     def peak_bytes(self) -> int:
-        """The most memory that the engine's processes have held, each by itself, summed.
-
-        What several of them share counts for each.
-        """
+        """The sum of the peak memory of the engine's processes; shared memory counts for each."""
         return sum(map(_peak_bytes, _family(self._process.pid)))
 
     def close(self) -> None:
-        """End the engine: by the end of its input, and by force if that is not enough."""
+        """Ends the engine by closing its input, and by signals if it does not end."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -102,7 +99,7 @@ class Worker:
             self._signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_LIMIT_S)
-        self._signal(signal.SIGKILL)  # what the engine itself has started and left behind
+        self._signal(signal.SIGKILL)  # child processes that the engine has left
         self._process.wait()
         self._process.stdout.close()
         self._log.close()
@@ -117,12 +114,12 @@ class Worker:
         return self._hear(ANSWER_LIMIT_S)
 
     def _hear(self, limit_s: float) -> Any:
-        """The next line. It is short and written at once, so that it is whole when it begins."""
+        """The next line, decoded. A line is short and one write, so it is never partial."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(limit_s):
-                raise self._failure(f"said nothing for {limit_s:.0f} s")
+                raise self._failure(f"gave no output for {limit_s:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise self._failure("ended")
@@ -140,7 +137,7 @@ class Worker:
 
 
 def _family(pid: int) -> Iterator[int]:
-    """A process, and all that it and they have started and that still run."""
+    """A process and all its running descendants."""
     yield pid
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in task.read_text().split():
@@ -149,12 +146,12 @@ def _family(pid: int) -> Iterator[int]:
 
 def _peak_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
-    peak = status.partition("VmHWM:")[2].split()[:1]  # none of a process that is over
+    peak = status.partition("VmHWM:")[2].split()[:1]  # empty for a process that has ended
     return int(peak[0]) << 10 if peak else 0
 
 
 def main() -> None:
-    """Serve an engine until the input ends, or convert weights."""
+    """Serves an engine until the input ends, or converts weights."""
     engine = import_module(f"launch.bench.engines.{sys.argv[1]}")
     match sys.argv[2:]:
         case [setup]:
@@ -165,7 +162,7 @@ def main() -> None:
 
 def _serve(engine: Any, setup: Setup) -> None:
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print to stdout goes to stderr from here on
+    os.dup2(2, 1)  # libraries that print to stdout now print to stderr
 
     def send(message: Any) -> None:
         print(json.dumps(message), file=channel, flush=True)
