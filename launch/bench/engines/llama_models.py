@@ -1,9 +1,9 @@
-"""llama-models: Meta's reference Transformer, batched as its `generate` batches.
+"""llama-models: Meta's reference Transformer, batched like its `generate`.
 
-That is: all prompts begin at position 0, the shortest is prefilled for all, and from there every
-step gives each row one token, a prompt's own where the row still has one, until the longest row is
-done. A shorter row goes on for as long; its first `n_new` tokens are the answer. The loop is here
-because theirs imports image libraries and needs a tokenizer of Llama 3's size.
+All prompts begin at position 0. The length of the shortest prompt is prefilled for all; then every
+step adds one token to each row, which is the next token of the prompt if there is one, until the
+longest row is complete. The answer of a row is its first `n_new` tokens. Meta's own loop cannot be
+used, because it imports image libraries and needs a tokenizer of Llama 3's size.
 """
 
 import json
@@ -27,7 +27,7 @@ VERSIONS = {package: version(package) for package in ("llama-models", "fairscale
 class LlamaModels:
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.n_threads)
-        # Its layers are fairscale's and need a group, if only of one; this store opens no port.
+        # fairscale's layers need a group, even of one rank; this store opens no port.
         torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         initialize_model_parallel(1)
         folder = Path(setup.model)

@@ -1,7 +1,7 @@
-"""transformers: `generate` on one batch, padded on the left, with its own cache.
+"""transformers: `generate` on one batch, padded on the left, with its default cache.
 
-On several ranks, those of torchrun, it has its own tensor parallelism. Rank 0 is asked and tells
-the others.
+On several ranks of torchrun it uses its own tensor parallelism. Rank 0 receives the requests and
+broadcasts them.
 """
 
 import atexit
@@ -27,7 +27,7 @@ PAD_ID = 0  # any id: the attention mask hides it
 
 
 class Clock(LogitsProcessor):
-    """Notes when the first step's logits are there."""
+    """Records when the logits of the first step are available."""
 
     def __init__(self) -> None:
         self.first_s = 0.0
@@ -38,7 +38,7 @@ class Clock(LogitsProcessor):
 
 
 def load(setup: Setup) -> Loaded:
-    """The model; on a rank that is not asked, it serves rank 0 from here on, and ends with it."""
+    """Loads the model; on other ranks than 0 it serves rank 0 and ends with it."""
     torch.set_num_threads(setup.n_threads)
     how = {"tp_plan": "auto"} if setup.n_ranks > 1 else {}
     dtype = getattr(torch, setup.form)
@@ -49,7 +49,7 @@ def load(setup: Setup) -> Loaded:
 class Whole:
     def __init__(self, model: Any) -> None:
         self.model = model
-        # What a call leaves unsaid is taken from here.
+        # The defaults of calls.
         model.generation_config = greedy(1)
 
     @torch.inference_mode()
@@ -79,7 +79,7 @@ class Whole:
 
 
 class Ranks:
-    """Rank 0 of some: what it is asked, all of them do."""
+    """Rank 0 of several ranks, which repeats each call on all of them."""
 
     def __init__(self, whole: Whole) -> None:
         self.whole = whole
@@ -102,6 +102,6 @@ class Ranks:
 
 
 def greedy(n_new: int) -> Any:
-    """In place of the model's own, which may sample, and ends at its end-of-text token."""
+    """Replaces the model's own configuration, which may sample and stops at end-of-text."""
     make: Any = GenerationConfig  # untyped in transformers
     return make(max_new_tokens=n_new, do_sample=False, pad_token_id=PAD_ID)

@@ -1,4 +1,4 @@
-"""vLLM on the CPU: `LLM.generate`, eager, without its prefix cache."""
+"""vLLM on the CPU: `LLM.generate`, eager, without prefix cache."""
 
 import os
 import statistics
@@ -16,7 +16,7 @@ KV_CACHE_GIB = "4"
 
 class VLLM:
     def __init__(self, setup: Setup) -> None:
-        # It takes these from nowhere else. The threads go to the cores that all engines have.
+        # vLLM has no arguments for these. Threads are bound to the cores that all engines use.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, setup.cores))
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = KV_CACHE_GIB
         self.llm = vllm.LLM(
@@ -26,8 +26,8 @@ class VLLM:
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             generation_config="vllm",
-            max_model_len=setup.max_seq_len + 1,  # a text is weighed by drawing a token after it
-            disable_log_stats=False,  # else it does not say when the first token came
+            max_model_len=setup.max_seq_len + 1,  # the likelihood of a text needs one more token
+            disable_log_stats=False,  # needed for the time of the first token
         )
 
     def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
@@ -40,7 +40,7 @@ class VLLM:
         total_s = time.perf_counter() - started
         firsts = [output.metrics.first_token_latency for output in outputs]
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        # How many tokens came before the last prompt's first it does not say; a few at most.
+        # It does not report the tokens before the first token of the last prompt, a few at most.
         return Measurement(tokens, min(firsts), total_s, max(firsts))
 
     def nll(self, tokens: Sequence[int]) -> float:

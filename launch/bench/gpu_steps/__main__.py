@@ -1,4 +1,4 @@
-"""One step in this process, its rows as JSON lines: `gpu.py` starts it."""
+"""Runs one step in this process and prints its rows as JSON lines; `gpu.py` starts it."""
 
 import argparse
 import dataclasses
