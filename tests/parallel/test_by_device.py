@@ -67,7 +67,7 @@ def queueing(comm: Communicator, limit_s: float, abort: Callable[[], None]) -> P
     assert isinstance(comm, SharedMemory)
     gloo = comm._group
     assert isinstance(gloo, ProcessGroup)
-    store = PrefixStore(f"queueing {limit_s}", gloo._signs._store)
+    store = PrefixStore(f"queueing {limit_s}", gloo._heartbeats._store)
     return ProcessGroup(gloo._group, store, Timeouts(limit_s, 30.0), lambda: None, abort)
 
 
