@@ -147,8 +147,7 @@ def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_while_cards_wait_is_named(number):
     """A card waits for ever, and torch's watchdog ended the process."""
-    pool = Ranks(3, shared_memory=True)
-    try:
+    with Ranks(3, shared_memory=True) as pool:
         for rank, outcome in enumerate(pool.outcomes(lose_rank_1, number, lost=[1])):
             if rank != 1:
                 waited, heard, aborted = outcome
@@ -157,8 +156,6 @@ def test_a_rank_that_is_lost_while_cards_wait_is_named(number):
                 if number == signal.SIGSTOP:
                     assert aborted == ["all"] and "(nothing came for 1 s)" in heard[0]
                     assert heard[1] == heard[0]  # before anybody else is asked
-    finally:
-        pool.end()
 
 
 class FakeWork:

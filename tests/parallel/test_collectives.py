@@ -296,15 +296,12 @@ def stop_loading(comm: Communicator) -> tuple[float, str]:
 
 @pytest.mark.parametrize("shared_memory", KINDS)
 def test_a_rank_that_gets_stuck_in_loading_is_named(shared_memory):
-    pool = Ranks(3, shared_memory)
-    try:
+    with Ranks(3, shared_memory) as pool:
         for rank, outcome in enumerate(pool.outcomes(stop_loading, lost=[1])):
             if rank != 1:
                 waited, message = outcome
                 assert 1.4 < waited < SOON_S
                 assert message.startswith("rank 1 of 3 is late")
-    finally:
-        pool.end()
 
 
 def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
@@ -325,15 +322,12 @@ def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_gloo_too_names_the_rank_that_has_died_or_is_stopped(number):
     """Its own message has an address and a port, and no rank."""
-    pool = Ranks(3, False)
-    try:
+    with Ranks(3, False) as pool:
         for rank, outcome in enumerate(pool.outcomes(fall_silent, number, lost=[1])):
             if rank != 1:
                 waited, message = outcome
                 assert waited < SOON_S
                 assert "of 3: rank 1 has died, is stopped or cannot be reached" in message
-    finally:
-        pool.end()
 
 
 def lose_a_rank_while_idle(comm: Communicator) -> str:
@@ -354,13 +348,10 @@ def lose_a_rank_while_idle(comm: Communicator) -> str:
 
 @pytest.mark.parametrize("shared_memory", KINDS)
 def test_a_rank_that_dies_between_collectives_is_named_too(shared_memory):
-    pool = Ranks(3, shared_memory)
-    try:
+    with Ranks(3, shared_memory) as pool:
         for rank, outcome in enumerate(pool.outcomes(lose_a_rank_while_idle, lost=[1])):
             if rank != 1:
                 assert outcome.startswith("rank 1 of 3 has died")
-    finally:
-        pool.end()
 
 
 def take_turns(comm: Communicator) -> None:
@@ -371,7 +362,7 @@ def take_turns(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_patient_and_other_collectives_can_alternate(ranks, shared_memory):
+def test_collectives_with_and_without_timeout_can_alternate(ranks, shared_memory):
     ranks(3, shared_memory).run(take_turns)
 
 

@@ -81,10 +81,7 @@ def test_ranks_with_the_same_in_other_places_go_on(model: Path, other: Path, run
 
 DIFFERENT = [
     (("--max-seq-len", "100"), "max_seq_len: rank 1 of 2 has 100 and rank 0 has 512"),
-    (("--block-size", "4"), "block_size: rank 1 of 2 has 4 and rank 0 has 16"),
     (("--kv-cache-bytes", "1MB"), "kv_cache_bytes: rank 1 of 2 has 1000000 and rank 0 has None"),
-    (("--seed", "5"), "seed: rank 1 of 2 has 5 and rank 0 has None"),
-    (("--dtype", "float32"), "dtype: rank 1 of 2 has float32 and rank 0 has None"),
     (("--random-weights", "1"), "random_weights: rank 1 of 2 has 1 and rank 0 has None"),
     (("--timeout", "50"), "timeout_s: rank 1 of 2 has 50.0 and rank 0 has None"),
 ]
@@ -193,7 +190,7 @@ def test_a_fingerprint_of_large_weights_samples_them(tmp_path: Path, model: Path
     assert fingerprint(find_model(str(folder)))[path.name] != before[path.name]
 
 
-@pytest.mark.parametrize(("n", "failed"), [(2, 0), (2, 1), (3, 0), (5, 3)])
+@pytest.mark.parametrize(("n", "failed"), [(2, 1), (3, 0)])
 def test_ranks_hear_of_one_that_fails_before_it_joins(
     model: Path, run: Run, n: int, failed: int
 ) -> None:

@@ -44,26 +44,20 @@ def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
 
 @pytest.mark.parametrize(("size", "rank"), [(3, 1), (2, 0)])
 def test_a_killed_rank_is_named_by_all_others_within_seconds(size, rank):
-    pool = Ranks(size, shared_memory=True)
-    try:
+    with Ranks(size, shared_memory=True) as pool:
         for other, outcome in enumerate(pool.outcomes(fault, rank, signal.SIGKILL)):
             if other != rank:
                 waited, message = outcome
                 assert waited < SOON_S
                 assert message.startswith(f"rank {rank} of {size} has died")
-    finally:
-        pool.end()
 
 
 def test_a_stopped_rank_is_named_as_late_after_the_timeout():
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         first = pool.outcomes(fault, 1, signal.SIGSTOP, lost=[1])[0]
         assert 1.5 <= first[0] < SOON_S
         assert first[1].startswith("rank 1 of 2 is late: nothing heard of it for 1.5 s")
         assert first[1].endswith("it is stopped by a signal or a debugger")
-    finally:
-        pool.end()
 
 
 def traces(_: Communicator) -> tuple[int, set[str], list[str]]:
@@ -79,12 +73,9 @@ def traces(_: Communicator) -> tuple[int, set[str], list[str]]:
 
 def test_nothing_has_a_name_in_dev_shm_even_after_sigkill():
     before = set(Path("/dev/shm").iterdir())
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         pool.run(race, 3, 20, 0.0)
         found = pool.run(traces)
-    finally:
-        pool.end()
     for _, mapped, held in found:
         assert mapped == {"/memfd:parallel_llama (deleted)"}
         assert held == []
@@ -94,16 +85,10 @@ def test_nothing_has_a_name_in_dev_shm_even_after_sigkill():
 
 
 def test_two_groups_at_once_do_not_meet(ranks):
-    other = Ranks(2, shared_memory=True)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            runs = [
-                pool.submit(r.run, race, seed, 500, 0.0) for seed, r in ((1, ranks(2)), (2, other))
-            ]
-            for run in runs:
-                run.result()
-    finally:
-        other.end()
+    with Ranks(2, shared_memory=True) as other, ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(r.run, race, seed, 500, 0.0) for seed, r in ((1, ranks(2)), (2, other))]
+        for run in runs:
+            run.result()
 
 
 def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
@@ -221,11 +206,8 @@ def interrupt_the_wait(comm: Communicator) -> tuple[float, str]:
 
 
 def test_a_wait_can_be_interrupted_and_the_group_is_not_used_after_it():
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         waited, message = pool.run(interrupt_the_wait)[0]
-    finally:
-        pool.end()
     assert waited < SOON_S
     assert message.startswith("rank 0 left a collective unfinished")
 
@@ -243,11 +225,8 @@ def meet_and_leave(comm: Communicator) -> None:
 
 
 def test_what_a_rank_did_before_it_left_still_counts():
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         assert pool.outcomes(meet_and_leave)[1] is None
-    finally:
-        pool.end()
 
 
 def wait_for_a_stopped_rank(comm: Communicator) -> str:
@@ -262,14 +241,11 @@ def wait_for_a_stopped_rank(comm: Communicator) -> str:
     return "it came"
 
 
-def test_patience_ends_where_a_rank_is_stopped():
+def test_even_without_timeout_a_stopped_rank_is_late():
     """It may wait for a person for hours, but not without running."""
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         message = pool.outcomes(wait_for_a_stopped_rank, lost=[0])[1]
         assert message.startswith("rank 0 of 2 is late") and "stopped by a signal" in message
-    finally:
-        pool.end()
 
 
 def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:
@@ -284,18 +260,14 @@ def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:
 
 def test_a_stop_of_all_ranks_makes_none_of_them_late():
     """Ctrl-Z and fg: the time in between counted as waiting, and ended the talk."""
-    pool = Ranks(2, shared_memory=True)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            running = thread.submit(pool.outcomes, sleep_through_a_stop, 1.0)
-            time.sleep(0.5)
-            for number, pause_s in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 0.0)):
-                for process in pool.processes:
-                    os.kill(process.pid, number)
-                time.sleep(pause_s)
-            assert running.result() == ["both went on"] * 2
-    finally:
-        pool.end()
+    with Ranks(2, shared_memory=True) as pool, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(pool.outcomes, sleep_through_a_stop, 1.0)
+        time.sleep(0.5)
+        for number, pause_s in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 0.0)):
+            for process in pool.processes:
+                os.kill(process.pid, number)
+            time.sleep(pause_s)
+        assert running.result() == ["both went on"] * 2
 
 
 def reduce_many_sizes(comm: Communicator) -> int:

@@ -66,6 +66,12 @@ class Ranks:
             self.processes.append(process)
         self.alive = True
 
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls function(comm, *args) on every rank; returns one result per rank.
 
