@@ -12,16 +12,16 @@ from hypothesis import settings
 from parity_steps import use_torch_operators
 from ranks import Pools
 
-# Kernels in Triton run in its interpreter where no GPU is. It is asked for before anything imports
-# Triton, as transformers does.
+# Without a GPU, Triton kernels run in its interpreter. The variable must be set before Triton is
+# imported, which transformers does.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# The same examples on every machine and in every run, however slow.
+# Equal examples on every machine and in every run, without a deadline.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-# A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and stops.
+# Background jobs of a shell ignore Ctrl-C, which processes started by tests would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What processes leave in the system's folder, as each torchrun does, goes with pytest's."""
+    """Puts temporary files of processes, such as those of torchrun, below pytest's folder."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         monkeypatch.setattr(tempfile, "tempdir", None)
@@ -57,14 +57,14 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(scope="session")
 def decoded_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that `transformers_oracle.decoded_smollm2` fills once for all workers of a run."""
+    """The folder that `transformers_oracle.decoded_smollm2` fills once for all workers."""
     own = tmp_path_factory.getbasetemp()
     return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "decoded smollm2"
 
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Pools]:
-    """`ranks(tp_size).run(function, *args)`: a function on real ranks, with its results."""
+    """`ranks(tp_size).run(function, *args)` calls a function on rank processes."""
     pools = Pools(use_torch_operators if request.config.getoption("--torch-ops") else None)
     yield pools
     pools.end()
