@@ -131,8 +131,8 @@ def join(
     except dist.DistNetworkError as error:
         others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
         raise RankError(
-            f"{_store_owner(place)} has died or given up, and with it the store where the ranks "
-            f"meet{others}"
+            f"{_store_owner(place)} has died or given up, which ended the store of the ranks"
+            f"{others}"
         ) from error
     finally:
         ended.set()
@@ -194,9 +194,8 @@ def form_group(
         raise
     except RuntimeError as error:
         raise RankError(
-            f"rank {rank} of {size} met the others and cannot connect to them: "
-            f"{first_line(error, 300)}; where hosts have several networks, GLOO_SOCKET_IFNAME "
-            "names the one to use"
+            f"rank {rank} of {size} cannot connect to the other ranks: {first_line(error, 300)}; "
+            "where hosts have several networks, GLOO_SOCKET_IFNAME names the one to use"
         ) from error
     group = fairscale_groups.get_model_parallel_group()
     for own in (
@@ -389,10 +388,10 @@ def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
     elif missing:
         who = f"rank {listed_ranks(missing)} of {place.size} never joined"
     else:
-        who = f"the {place.size} ranks met and one of them stopped answering"
+        who = f"all {place.size} ranks have come, but one of them stopped answering"
     unseen = f", or has another {SECRET_FILE}" if SECRET_FILE in os.environ else ""
     return (
-        f"{who} within {timeouts.start_s:g} s; see what it says, or whether it was started"
+        f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"
         f"{unseen} (--timeout waits longer)"
     )
 

@@ -60,8 +60,8 @@ class RankInfo:
             info = None
         if info is None or info.rank != rank or len(data) > _MAX_INFO_BYTES:
             raise RankError(
-                f"what was written as rank {rank} to the store where the ranks meet does not come "
-                "from a rank; is another program using the same address?"
+                f"the entry of rank {rank} in the store of the ranks was not written by a rank; "
+                "check that no other program uses the address"
             )
         return info
 
@@ -156,16 +156,16 @@ def require_same(infos: Sequence[RankInfo]) -> None:
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             rank, like = odd[0], values.index(usual)
-            told = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(infos)} "
+            difference = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(infos)} "
             if max(len(usual), len(values[rank])) <= _SHOWN_CHARS:
                 others = printable(values[rank], _SHOWN_CHARS), printable(usual, _SHOWN_CHARS)
-                told += f"has {others[0]} and rank {like} has {others[1]}"
+                difference += f"has {others[0]} and rank {like} has {others[1]}"
             else:
-                told += f"has another one than rank {like}"
+                difference += f"differs from rank {like}"
             more = f"; so do {len(odd) - 1} more" if len(odd) > 1 else ""
             raise RankError(
-                f"the ranks are not about to do the same. {told}{more}. Start all of them with the "
-                "same command, files and versions"
+                f"the ranks are not about to do the same. {difference}{more}. Start all of them "
+                "with the same command, files and versions"
             )
 
 

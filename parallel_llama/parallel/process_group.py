@@ -234,8 +234,8 @@ class _Heartbeats:
             return within(_ANSWER_S, question)
         except (TimeoutError, RuntimeError) as error:
             raise RankError(
-                "the store where the ranks met does not answer: its keeper, rank 0 or torchrun's "
-                "agent beside it, has died, is stopped or cannot be reached"
+                "the store of the ranks does not answer: its owner, rank 0 or torchrun's agent on "
+                "its host, has died, is stopped or cannot be reached"
             ) from error
 
 

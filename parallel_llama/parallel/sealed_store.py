@@ -104,8 +104,8 @@ class SealedStore(Store):
         is_short = len(value) <= MAX_VALUE_BYTES
         if not is_short or not hmac.compare_digest(tag, self._tag(key, value)):
             raise ForgedValue(
-                f"another process has written {key!r} to the store where the ranks meet, without "
-                "the secret of this run; find it, or give the ranks another address"
+                f"another process has written {key!r} to the store of the ranks without the "
+                "secret of this run; find it, or give the ranks another address"
             )
         return value
 

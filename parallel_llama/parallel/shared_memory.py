@@ -442,8 +442,8 @@ class _Host:
             return msgspec.json.decode(row.numpy().tobytes(), type=cls)
         except (msgspec.DecodeError, RecursionError) as error:
             raise RankError(
-                "a rank has sent something else than what ranks say of their hosts; is another "
-                "program connected to the ranks?"
+                "a rank has sent an invalid description of its host; check that no other program "
+                "uses the address of the ranks"
             ) from error
 
 

@@ -103,24 +103,24 @@ def change_weights(folder: Path) -> str:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     save_file({name: torch.randn_like(t) for name, t in tensors.items()}, path, {"format": "pt"})
-    return "file model.safetensors: rank 1 of 2 has another one than rank 0"
+    return "file model.safetensors: rank 1 of 2 differs from rank 0"
 
 
 def change_tokenizer(folder: Path) -> str:
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace("<|turn|>", "<|turm|>"))
-    return "file tokenizer.json: rank 1 of 2 has another one than rank 0"
+    return "file tokenizer.json: rank 1 of 2 differs from rank 0"
 
 
 def change_config(folder: Path) -> str:
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
-    return "model's arguments: rank 1 of 2 has another one than rank 0"
+    return "model's arguments: rank 1 of 2 differs from rank 0"
 
 
 def add_a_manifest(folder: Path) -> str:
     (folder / "manifest.json").write_text("{}")
-    return "file manifest.json: rank 1 of 2 has another one than rank 0"
+    return "file manifest.json: rank 1 of 2 differs from rank 0"
 
 
 @pytest.mark.parametrize(

@@ -325,5 +325,5 @@ def test_a_dead_process_is_gone_before_anybody_has_reaped_it():
 def test_what_no_rank_says_of_its_host_is_refused(sent):
     """Brackets were a RecursionError, and a process's number could be any path."""
     row = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-    with pytest.raises(RankError, match="a rank has sent something else"):
+    with pytest.raises(RankError, match="invalid description of its host"):
         shared_memory._Host.decode(row)
