@@ -1,4 +1,4 @@
-"""The comparison with other runtimes: what it asks, how it counts, and that tokens are checked."""
+"""The comparison with other runtimes: its tasks, its rates, and its check of tokens."""
 
 import json
 import math
@@ -221,7 +221,7 @@ def test_an_engine_that_does_not_start_is_an_error_with_its_last_words():
 
 
 class NumberedRounds:
-    """A task of one prompt, the number of its round."""
+    """A task with one prompt, which is the number of the round."""
 
     n_new = 1
 
@@ -230,7 +230,7 @@ class NumberedRounds:
 
 
 class FakeWorker:
-    """Notes its rounds in a list that all share, and fails at the round that it is told."""
+    """Records its rounds in a shared list, and fails in the round `fails_at`."""
 
     start_s = 3.0
 

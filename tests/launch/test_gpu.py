@@ -1,4 +1,4 @@
-"""The command for a GPU runs without one, loses nothing to a failure, and shows no wrong figure."""
+"""The GPU benchmark runs without a GPU, survives failures of steps, and shows no wrong figures."""
 
 import json
 from pathlib import Path

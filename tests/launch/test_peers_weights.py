@@ -1,4 +1,4 @@
-"""What engines load is the same weights: a GGUF file, and what runtimes make of it."""
+"""All engines load equal weights: a GGUF file and conversions of it."""
 
 import importlib.util
 import json

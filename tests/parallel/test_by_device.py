@@ -1,7 +1,7 @@
-"""Two ways between the same ranks: what is on cards goes one, what is on the host the other.
+"""Two groups of the same ranks: one for tensors on cards, and one for tensors on the host.
 
-No card is needed: tensors of float64 stand in for those on cards, and go through gloo as works that
-are watched; all others go through shared memory.
+The tests need no card: float64 tensors stand for tensors on cards, and use gloo with a watchdog;
+all other tensors use shared memory.
 """
 
 import os
@@ -39,7 +39,7 @@ def is_float64(x: Tensor) -> bool:
 
 
 class Told(Solo):
-    """Passes everything on, and notes by name and dtype what came this way."""
+    """Forwards every call, and records its name and dtype."""
 
     def __init__(self, group: Communicator, told: list[tuple[str, torch.dtype]]) -> None:
         self.rank, self.size = group.rank, group.size
@@ -63,7 +63,7 @@ class Told(Solo):
 
 
 def queueing(comm: Communicator, limit_s: float, abort: Callable[[], None]) -> ProcessGroup:
-    """The gloo group below some shared memory, whose works are watched as a card's are."""
+    """The gloo group below shared memory, with a watchdog as for a card."""
     assert isinstance(comm, SharedMemory)
     gloo = comm._group
     assert isinstance(gloo, ProcessGroup)
@@ -125,7 +125,7 @@ def test_every_shape_is_gathered_into_one_tensor(ranks, size):
 
 
 def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list[str]]:
-    """What the others hear of it, first from the cards' way and then from the host's."""
+    """The errors of the other ranks, first from the cards' group and then from the host's."""
     aborted: list[str] = []
     cards = queueing(comm, 1.0, lambda: aborted.append("all"))
     both = ByDevice(comm, cards, cards.require_whole, is_float64)
@@ -159,7 +159,7 @@ def test_a_rank_that_is_lost_while_cards_wait_is_named(number):
 
 
 class FakeWork:
-    """A work that is done at the look with this number; never at 0."""
+    """A work that is done at check number `done_at`; never for 0."""
 
     def __init__(self, done_at: int) -> None:
         self.n_looks, self._done_at = 0, done_at

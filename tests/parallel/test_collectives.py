@@ -1,4 +1,4 @@
-"""Collectives give the sum, the parts or the source's values: the same bits on every rank."""
+"""Collectives return the sum, the parts or the source's values, bitwise equal on all ranks."""
 
 import os
 import random
@@ -32,7 +32,7 @@ KINDS = [pytest.param(True, id="shared"), pytest.param(False, id="gloo")]
 
 
 def part(rank: int, n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """A rank's values, which every rank can make."""
+    """The values of a rank, which every rank can compute."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return torch.randn(n, generator=generator, dtype=torch.float64).to(dtype)
@@ -90,7 +90,7 @@ def test_tensors_larger_than_a_slot_go_in_pieces(ranks, size):
 
 
 def reduce_in_inference_mode_and_out(comm: Communicator) -> list[float]:
-    """A slot's view that is born in inference mode refuses to be written outside it."""
+    """A view of a slot that is created in inference mode cannot be written outside of it."""
     sums = []
     for inference in (True, True, False, False):  # both slots in each
         with torch.inference_mode(inference):
@@ -150,7 +150,7 @@ def test_gathered_and_broadcast_values_are_exact_beyond_a_slot(ranks):
 
 
 def race(comm: Communicator, seed: int, n_turns: int, delay_s: float) -> None:
-    """Random collectives back to back, each checked; ranks are late by chance."""
+    """Runs and checks random collectives back to back; ranks are randomly late."""
     common, own = random.Random(seed), random.Random(1000 * seed + comm.rank)
     for turn in range(n_turns):
         kind = common.choice(["all_reduce", "all_reduce", "all_gather", "broadcast", "barrier"])
@@ -211,7 +211,7 @@ def test_bytes_arrive_whole(ranks, shared_memory):
 
 @dataclass
 class Announcing(Solo):
-    """Hears an announced length from a rank 0 that is not there."""
+    """Receives a length from a rank 0 that does not exist."""
 
     announced: int
     rank: int = 1
@@ -238,7 +238,7 @@ def test_rank_0_must_have_something_to_say():
 
 
 def wait_for_a_late_word(comm: Communicator) -> float:
-    """Rank 0 has something to say after longer than any collective may take."""
+    """Rank 0 broadcasts after more time than a collective may take."""
     comm.barrier()
     call_late_after(comm, 0.5)
     started = time.monotonic()
@@ -281,7 +281,7 @@ def test_a_rank_that_gets_on_with_loading_is_not_late(ranks, shared_memory):
 
 
 def stop_loading(comm: Communicator) -> tuple[float, str]:
-    """Rank 1 stops getting on in the middle of loading."""
+    """Rank 1 hangs while it loads."""
     if comm.rank == 1:
         comm.keepalive()
         time.sleep(1000)
@@ -305,7 +305,7 @@ def test_a_rank_that_gets_stuck_in_loading_is_named(shared_memory):
 
 
 def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
-    """Rank 1 sends itself a signal, and the others go on."""
+    """Rank 1 sends itself a signal, and the others continue."""
     comm.barrier()
     started = time.monotonic()
     if comm.rank == 1:
@@ -331,7 +331,7 @@ def test_gloo_too_names_the_rank_that_has_died_or_is_stopped(number):
 
 
 def lose_a_rank_while_idle(comm: Communicator) -> str:
-    """Rank 1 dies, and the others look whether it is there, with no collective under way."""
+    """Rank 1 dies, and the others check for it between collectives."""
     comm.barrier()
     comm.require_alive()
     if comm.rank == 1:

@@ -1,4 +1,4 @@
-"""Which device ranks get on a host with no card, one or two, and that every thread uses it."""
+"""The device of ranks on a host with no card, one or two, and of every thread."""
 
 import threading
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ranks that are about to do different things are told so before they load, and which is odd."""
+"""Ranks with different settings or files end before they load, and name the rank that differs."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def other(model: Path, tmp_path: Path) -> Path:
-    """The same model in another place, to be changed."""
+    """A copy of the model, to be changed."""
     return Path(shutil.copytree(model, tmp_path / "other"))
 
 
@@ -99,7 +99,7 @@ def test_a_setting_that_differs_is_named(
 
 
 def change_weights(folder: Path) -> str:
-    """Values of one shape and type, so that names, sizes and headers are the same."""
+    """Other values of equal shape and type, so that names, sizes and headers are equal."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     save_file({name: torch.randn_like(t) for name, t in tensors.items()}, path, {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Starting ranks on one host: what they find, how they end, and that nobody outlives the parent."""
+"""Launching ranks on one host: their environment, their end, and that none outlives the parent."""
 
 import ast
 import importlib
@@ -93,7 +93,7 @@ def start() -> Iterator[Start]:
 
 
 def said(stderr: str) -> list[dict[str, Any]]:
-    """What ranks said, in rank order."""
+    """The reports of ranks, in rank order."""
     lines = [json.loads(line) for line in stderr.splitlines() if line.startswith("{")]
     return sorted(lines, key=lambda line: int(line["rank"]))
 
@@ -103,7 +103,7 @@ def messages(stderr: str) -> list[str]:
 
 
 def read_pids(process: subprocess.Popen[str], nproc: int) -> list[int]:
-    """Wait until every rank has said that it is there."""
+    """Waits until every rank has reported its process id."""
     assert process.stderr is not None
     pids: list[int] = []
     while len(pids) < nproc:
@@ -115,7 +115,7 @@ def read_pids(process: subprocess.Popen[str], nproc: int) -> list[int]:
 
 
 def all_gone(pids: list[int]) -> bool:
-    """Whether they have ended, or end in time."""
+    """Whether all processes end in time."""
     deadline = time.monotonic() + LIMIT_S
     while any(psutil.pid_exists(pid) and not is_zombie(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -291,7 +291,7 @@ Meet = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture
 def meet() -> Iterator[Meet]:
-    """Starts processes by hand, as (RANK, WORLD_SIZE, color), and gives what came of each."""
+    """Starts processes by hand, as (RANK, WORLD_SIZE, color), and returns their outcomes."""
     processes: list[subprocess.Popen[str]] = []
     # Bound as long as the test runs, so that nobody else gets the port; rank 0 may bind it too.
     kept = socket.socket()
@@ -319,7 +319,7 @@ def meet() -> Iterator[Meet]:
     ) -> list[dict[str, Any]]:
         """`own` are variables of single ranks.
 
-        With a limit of its own, rank 0 starts when the ranks before it have begun to wait.
+        With `rank_0_s`, rank 0 starts after the ranks before it have begun to wait.
         """
         for rank, size, color in ranks:
             if rank == 0 and rank_0_s is not None:
@@ -448,7 +448,7 @@ def test_a_secret_that_is_short_or_open_to_others_is_refused(put, tmp_path, secr
 
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them, 10.231.0.1 and 10.231.0.2; needs root."""
+    """Two connected network namespaces, 10.231.0.1 and 10.231.0.2; needs root."""
     names = [f"{end}{os.getpid()}" for end in "ab"]
 
     def ip(*command: str) -> None:
@@ -543,7 +543,7 @@ def test_a_rank_that_is_stopped_before_it_meets_the_others_is_named(start, rank)
 
 
 def outcomes(process: subprocess.Popen[str], n: int) -> list[str]:
-    """What came of the first n ranks that say so."""
+    """The outcomes of the first n ranks that report one."""
     assert process.stderr is not None
     found: list[str] = []
     while len(found) < n:

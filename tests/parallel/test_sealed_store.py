@@ -1,4 +1,4 @@
-"""What a process without the run's secret writes to the ranks' store is nobody's word."""
+"""Values that a process writes to the store without the secret of the run are rejected."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def sealed(store: Store, secret: bytes = b"s", run: str = "a") -> SealedStore:
 
 
 def forge(store: Store, ending: str, value: str) -> None:
-    """Overwrite a key as a process can that lists all of them."""
+    """Overwrites a key like a process that has listed all keys."""
     (key,) = (key for key in store.list_keys() if key.endswith(ending))
     store.set(key, value)
 

@@ -1,4 +1,4 @@
-"""Ranks of one host that share a memory: faults have names, and nothing is left behind."""
+"""Ranks of one host with shared memory: errors name the rank, and nothing is left behind."""
 
 import os
 import resource
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
-    """One rank sends itself a signal in the middle of a run; what the others hear of it."""
+    """One rank sends itself a signal during a run; returns the errors of the others."""
     for turn in range(1000):
         if turn == 500:
             comm.barrier()
@@ -61,7 +61,7 @@ def test_a_stopped_rank_is_named_as_late_after_the_timeout():
 
 
 def traces(_: Communicator) -> tuple[int, set[str], list[str]]:
-    """This process's id, the memory files it maps, and what it holds open in /dev/shm."""
+    """This process's id, the memory files it maps, and its open files in /dev/shm."""
     mapped = {
         line.split(maxsplit=5)[5].strip()
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -92,7 +92,7 @@ def test_two_groups_at_once_do_not_meet(ranks):
 
 
 def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
-    """Set up once more, with something missing on one rank. Returns: the kind that came out."""
+    """Sets up again with something missing on one rank; returns the kind of group."""
     assert isinstance(comm, SharedMemory)
     monkeypatch = pytest.MonkeyPatch()
     if comm.rank == spoiled_rank:
@@ -111,7 +111,7 @@ def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
 
 
 def share_without(comm: Communicator, limit: int, room: int) -> str:
-    """Set up once more where rank 0 has no more room than this."""
+    """Sets up again with a resource limit of rank 0; returns the kind of group."""
     assert isinstance(comm, SharedMemory)
     soft, hard = resource.getrlimit(limit)
     if comm.rank == 0:
@@ -249,7 +249,7 @@ def test_even_without_timeout_a_stopped_rank_is_late():
 
 
 def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:
-    """Rank 1 waits for rank 0, and both are stopped for longer than the timeout meanwhile."""
+    """Rank 1 waits for rank 0; meanwhile both are stopped for longer than the timeout."""
     comm.barrier()
     call_late_after(comm, 3)
     if comm.rank == 0:
