@@ -14,8 +14,7 @@ from tiny_models import TINY_MODELS, write_hf
 
 from launch.bench.compare import main
 from launch.bench.engines import engines
-from launch.bench.gguf_weights import write_gguf
-from launch.bench.weights import Weights
+from launch.bench.weights import Weights, write_gguf
 from launch.bench.worker import EngineError
 from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
 from parallel_llama.config import load_model_args
