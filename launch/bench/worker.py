@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from launch.bench.engines import Measurement, Setup
 
@@ -152,18 +152,18 @@ def _peak_bytes(pid: int) -> int:
 
 def main() -> None:
     """Serves an engine until the input ends, or converts weights."""
-    engine = import_module(f"launch.bench.engines.{sys.argv[1]}")
-    match sys.argv[2:]:
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that print to stdout, even on import, now print to stderr
+    name, *arguments = sys.argv[1:]
+    engine = import_module(f"launch.bench.engines.{name}")
+    match arguments:
         case [setup]:
-            _serve(engine, Setup(**json.loads(setup)))
+            _serve(engine, Setup(**json.loads(setup)), channel)
         case [source, target, form]:
             engine.convert(Path(source), Path(target), form)
 
 
-def _serve(engine: Any, setup: Setup) -> None:
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that print to stdout now print to stderr
-
+def _serve(engine: Any, setup: Setup, channel: TextIO) -> None:
     def send(message: Any) -> None:
         print(json.dumps(message), file=channel, flush=True)
 
