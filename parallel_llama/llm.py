@@ -41,11 +41,10 @@ from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_fac
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.collectives import Communicator, Slice
 from parallel_llama.parallel.current_device import own_device, use_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.place import is_started_as_rank, local_world, world
-from parallel_llama.parallel.slice import Slice
 from parallel_llama.plan import (
     KVSplit,
     ShardPlan,
@@ -505,7 +504,7 @@ class LLM:
         """The model, once all ranks have read their weights, however long that takes."""
 
         def note(n_bytes: int) -> None:
-            comm.pulse()
+            comm.keepalive()
             on_bytes(n_bytes)
 
         inputs = self.input_processor
@@ -547,7 +546,7 @@ class LLM:
         """Record the decode steps where the device can play them back."""
 
         def note(n_rows: int) -> None:
-            runner.comm.pulse()
+            runner.comm.keepalive()
             on_graph(n_rows)
 
         if runner.device.type == "cuda":

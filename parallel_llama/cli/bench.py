@@ -195,7 +195,7 @@ def _slice_figures(
 def _count_collectives(llm: "LLM") -> int:
     """How many collectives a step has: counted in one that no graph replays, as a prompt is."""
     from parallel_llama.engine.chunk import MAX_DECODED
-    from parallel_llama.parallel.slice import Slice
+    from parallel_llama.parallel.collectives import Slice
 
     comm = llm.engine.comm
     assert isinstance(comm, Slice)

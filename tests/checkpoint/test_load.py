@@ -200,6 +200,7 @@ def test_random_weights_differ_by_seed_name_and_chunk_and_keep_activations_sane(
     assert abs(norm.mean().item() - 1) < 0.03 and 0.08 < norm.std().item() < 0.12
 
 
+@pytest.mark.slow
 def test_a_load_reads_each_byte_once_and_holds_little_beside_the_share(tmp_path):
     """Column slices (wo, w2) must not read whole rows, nor float32 be converted as one tensor."""
     args = ModelArgs(

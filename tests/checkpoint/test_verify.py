@@ -160,6 +160,7 @@ def assert_named(found: list[str], path: Path, at: int, locations: dict[str, ran
         assert stop - start == len(location) * 2 // TINY.ffn_dim  # a unit of two channels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(
     copy: Copy, told: Told, name: str
@@ -716,6 +717,7 @@ def test_a_whole_model_answers_after_verification(
     assert json.loads(capfd.readouterr().out)["tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     ["model.safetensors", "config.json", "tokenizer.json", "manifest.json", "header", "missing"],

@@ -44,6 +44,8 @@ from parallel_llama.errors import UsageError
 from parallel_llama.plan import PROCESS_BYTES
 from parallel_llama.tokenizer import Chat
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 GENERATE = load_verb("generate")
 TEXTS = [

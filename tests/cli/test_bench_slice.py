@@ -8,8 +8,10 @@ import torch
 from parallel_llama import LLM
 from parallel_llama.cli.main import main
 from parallel_llama.errors import UsageError
-from parallel_llama.parallel.slice import Slice
+from parallel_llama.parallel.collectives import Slice
 from parallel_llama.plan import make_plan
+
+pytestmark = pytest.mark.slow
 
 N_LAYERS = 3
 SIZES = ("--prompt-tokens=7", "--max-tokens=5", "--repeat=1", "--batch=2", "--dtype=float32")

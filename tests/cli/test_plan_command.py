@@ -22,6 +22,8 @@ from parallel_llama.files.model_files import find_model
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import CUDA_ALLOWANCE, PROCESS_BYTES, make_plan
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 
 

@@ -148,6 +148,7 @@ def _models() -> list[tuple[str, tuple[str, str, str | None]]]:
     return [*(("plain", each) for each in FORMATS), *others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "formats"), _models(), ids=str)
 def test_log_probabilities_are_the_same_to_the_last_bit_however_a_prompt_is_cut(name, formats):
     assert differences(Solo(), MODELS[name], formats, seed=0, n_mixes=5) == []

@@ -16,6 +16,8 @@ from parallel_llama.config import load_model_args
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard
 
+pytestmark = pytest.mark.slow
+
 NAMES = [name for name, tiny in TINY_MODELS.items() if tiny.family != "llama"]
 TOKENS = list(range(3, 90, 3))
 

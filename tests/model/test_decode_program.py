@@ -183,6 +183,7 @@ def test_any_number_of_rows_is_a_program_of_its_own(n_sequences):
     assert decode_steps(make_runner(Solo()), n_sequences, 5, 2) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_weights_of_any_format_are_read_within_a_program(name):
     args = replace(KEPT_ARGS, attention_bias=True, qk_norm=True)

@@ -184,6 +184,7 @@ class StoredInBlocks(Kept):
         return self._whole(param, form).values().narrow(param.dim, rows.start, len(rows))
 
 
+@pytest.mark.slow
 def test_stored_blocks_give_the_same_logits_on_every_number_of_ranks():
     precision = make_precision(WIDE, "float32", "cpu", "stored", STORED)
     stored = StoredInBlocks(precision, WIDE)

@@ -186,6 +186,7 @@ def test_some_inputs_of_a_matrix_keep_what_they_mean(form, n_before):
     assert torch.equal(joined(parts, 1).values(), weight.values())
 
 
+@pytest.mark.slow
 @needs_kernels
 @on_machines(INTEGERS)
 def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):

@@ -173,6 +173,7 @@ def test_silu_and_mul_is_its_definition_even_where_exp_would_overflow(machine, d
     assert silu_and_mul(both).isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("n_threads")
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(3, 1), (5, 2), (2, 0)])

@@ -115,6 +115,7 @@ def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
     raise AssertionError("nobody noticed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "rank"), [(3, 1), (2, 0)])
 def test_a_rank_that_dies_within_a_program_is_named_by_all_others(size, rank):
     pool = Ranks(size, shared_memory=True)

@@ -1,11 +1,12 @@
-"""An engine in a process of its own, asked by a line and answering with a line: both ends.
+"""An engine in a process of its own: the process, and the `Worker` that starts and asks it.
 
-It stays loaded and waits between its turns, so that a start of minutes is paid once. Its process is
+    python -m launch.bench.worker ENGINE_MODULE SETUP
+    python -m launch.bench.worker ENGINE_MODULE SOURCE TARGET FORM
 
-    python -m launch.bench.player ENGINE_MODULE SETUP
-
-The first line that this writes has the engine's versions; then each line that it reads has a method
-of `Loaded` and its arguments, and each that it writes what that gives. It ends when its input does.
+The first form keeps the engine loaded between rounds, because a start may take minutes. Its first
+line of output holds the engine's versions. After that each input line holds a method of `Loaded`
+and its arguments, and each output line holds the result. The process ends when its input ends.
+The second form writes weights in the format that the engine loads.
 """
 
 import json
@@ -21,27 +22,27 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 900.0
-TURN_LIMIT_S = 1800.0
+ANSWER_LIMIT_S = 1800.0
 END_LIMIT_S = 5.0
 
-# Nothing is looked up or reported elsewhere: the weights are here.
+# No look-ups or reports over the network.
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 class EngineError(Exception):
-    """An engine that did not start, ended, or did not answer as asked."""
+    """An engine did not start, ended, or gave a wrong number of tokens."""
 
 
-class Player:
-    """A running engine: `command` is started, and its first line waited for.
+class Worker:
+    """A running engine; the constructor starts `command` and waits for its first line.
 
-    Raises: EngineError if it does not get that far, with the end of what it wrote to stderr.
+    Raises: EngineError with the last line of stderr, if the engine does not start.
     """
 
     def __init__(self, command: Sequence[str], n_threads: int) -> None:
@@ -64,34 +65,31 @@ class Player:
             raise
         self.start_s = time.perf_counter() - started
 
-    def answer(self, prompts: list[list[int]], n_new: int) -> Run:
-        """One turn.
+    def answer(self, prompts: list[list[int]], n_new: int) -> Measurement:
+        """The measured answers to `prompts` in one round.
 
-        Raises: EngineError if the engine fails or gives another number of tokens than asked for.
+        Raises: EngineError if the engine fails or returns a wrong number of tokens.
         """
-        run = Run(**self._ask("answer", prompts=prompts, n_new=n_new))
+        run = Measurement(**self._ask("answer", prompts=prompts, n_new=n_new))
         lengths = [len(tokens) for tokens in run.tokens]
         if lengths != [n_new] * len(prompts):
             raise EngineError(f"was asked for {n_new} tokens a prompt and gave {lengths}")
         return run
 
-    def nats(self, tokens: list[int]) -> float:
-        """As `Loaded.nats`.
+    def nll(self, tokens: list[int]) -> float:
+        """As `Loaded.nll`.
 
         Raises: EngineError if the engine fails.
         """
-        nats: float = self._ask("nats", tokens=tokens)
-        return nats
+        nll: float = self._ask("nll", tokens=tokens)
+        return nll
 
     def peak_bytes(self) -> int:
-        """The most memory that the engine's processes have held, each by itself, summed.
-
-        What several of them share counts for each.
-        """
+        """The sum of the peak memory of the engine's processes; shared memory counts for each."""
         return sum(map(_peak_bytes, _family(self._process.pid)))
 
     def close(self) -> None:
-        """End the engine: by the end of its input, and by force if that is not enough."""
+        """Ends the engine by closing its input, and by signals if it does not end."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -101,7 +99,7 @@ class Player:
             self._signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_LIMIT_S)
-        self._signal(signal.SIGKILL)  # what the engine itself has started and left behind
+        self._signal(signal.SIGKILL)  # child processes that the engine has left
         self._process.wait()
         self._process.stdout.close()
         self._log.close()
@@ -113,15 +111,15 @@ class Player:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure("ended") from None
-        return self._hear(TURN_LIMIT_S)
+        return self._hear(ANSWER_LIMIT_S)
 
     def _hear(self, limit_s: float) -> Any:
-        """The next line. It is short and written at once, so that it is whole when it begins."""
+        """The next line, decoded. A line is short and one write, so it is never partial."""
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(limit_s):
-                raise self._failure(f"said nothing for {limit_s:.0f} s")
+                raise self._failure(f"gave no output for {limit_s:.0f} s")
         line = self._process.stdout.readline()
         if not line:
             raise self._failure("ended")
@@ -139,7 +137,7 @@ class Player:
 
 
 def _family(pid: int) -> Iterator[int]:
-    """A process, and all that it and they have started and that still run."""
+    """A process and all its running descendants."""
     yield pid
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in task.read_text().split():
@@ -148,26 +146,33 @@ def _family(pid: int) -> Iterator[int]:
 
 def _peak_bytes(pid: int) -> int:
     status = Path(f"/proc/{pid}/status").read_text()
-    peak = status.partition("VmHWM:")[2].split()[:1]  # none of a process that is over
+    peak = status.partition("VmHWM:")[2].split()[:1]  # empty for a process that has ended
     return int(peak[0]) << 10 if peak else 0
 
 
 def main() -> None:
-    """Load the engine that the command line names, and answer until the input ends."""
-    name, setup = sys.argv[1:]
+    """Serves an engine until the input ends, or converts weights."""
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print to stdout goes to stderr from here on
+    os.dup2(2, 1)  # libraries that print to stdout, even on import, now print to stderr
+    name, *arguments = sys.argv[1:]
+    engine = import_module(f"launch.bench.engines.{name}")
+    match arguments:
+        case [setup]:
+            _serve(engine, Setup(**json.loads(setup)), channel)
+        case [source, target, form]:
+            engine.convert(Path(source), Path(target), form)
 
-    def say(message: Any) -> None:
+
+def _serve(engine: Any, setup: Setup, channel: TextIO) -> None:
+    def send(message: Any) -> None:
         print(json.dumps(message), file=channel, flush=True)
 
-    engine = import_module(f"launch.bench.engines.{name}")
-    loaded = engine.load(Setup(**json.loads(setup)))
-    say({"versions": engine.VERSIONS})
+    loaded = engine.load(setup)
+    send({"versions": engine.VERSIONS})
     for line in sys.stdin:
         method, arguments = json.loads(line)
-        said = getattr(loaded, method)(**arguments)
-        say(asdict(said) if isinstance(said, Run) else said)
+        result = getattr(loaded, method)(**arguments)
+        send(asdict(result) if isinstance(result, Measurement) else result)
 
 
 if __name__ == "__main__":

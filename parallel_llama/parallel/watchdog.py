@@ -1,10 +1,10 @@
-"""A limit for what waits on a card, where nobody else sets one.
+"""A time limit for collectives that are queued on a card.
 
-A collective of NCCL is only queued when its call returns. Where a rank is lost the card waits for
-it without an end, and with it the host, as soon as it reads a result. So a thread looks at what was
-queued; what is not done at the limit is given up, which lets the host go on, with numbers that are
-none. Whoever uses the group next hears of it before they reach anybody. A kernel that waits for
-other cards by itself cannot be given up: where nobody hears of it, the process ends.
+A call of NCCL returns when its collective is queued. If a rank is lost, the card waits without
+limit, and so does the host when it reads the result. A watchdog thread checks queued collectives
+and aborts one that exceeds the limit. The host then continues with invalid results, so the next use
+of the group raises before those results leave this rank. A kernel that waits for other cards itself
+cannot be aborted; if the group is not used within a further limit, the process ends.
 """
 
 import os
@@ -18,27 +18,30 @@ from typing import Protocol
 from parallel_llama.parallel.failures import RankError
 
 _LOOK_S = 0.02
-_HEARD_S = 10.0  # for a host that has been let go, and says so to whoever asked it
+_HEARD_S = 10.0  # for the host to use the group again after an abort
 
 
 class Work(Protocol):
-    """What torch gives for a collective that is under way."""
+    """The handle that torch returns for a collective in flight."""
 
     def is_completed(self) -> bool: ...
 
 
 def end_process(why: str) -> None:
-    """End this process at once, for a thread of it can never go on."""
+    """Ends this process at once, because one of its threads can never continue."""
     print(f"error: {why}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-class Watch:
-    """Looks at works in the order in which they were queued, each for `limit_s` at the most.
+class Watchdog:
+    """Checks works in the order in which they were queued.
 
-    What is late is given up by `abort`, in its own thread, since it may never return; `explain`
-    says why the work may be late. Where nobody asks within `heard_s` whether the group is whole,
-    `end` is told. Units: seconds.
+    Args:
+        limit_s: how long a work may take, in seconds.
+        abort: aborts the group. It runs in its own thread, because it may never return.
+        explain: says why a work may be late.
+        heard_s: `end` is called if `require_whole` is not called within this time after an abort.
+        end: ends the process, given the reason.
     """
 
     def __init__(
@@ -53,14 +56,14 @@ class Watch:
         self._heard_s, self._end, self._heard = heard_s, end, threading.Event()
         self._works: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
         self._failure: str | None = None
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
 
     def add(self, work: Work) -> None:
-        """Watch a work that has been queued just now."""
+        """Starts the time limit of a work that has just been queued."""
         self._works.put((work, time.monotonic()))
 
     def require_whole(self) -> None:
-        """Raises: RankError once a work has been given up."""
+        """Raises: RankError if a work has been aborted."""
         if self._failure is not None:
             self._heard.set()
             raise RankError(self._failure)
@@ -73,9 +76,9 @@ class Watch:
         while (queued := self._works.get()) is not None:
             if not is_done(*queued, self._limit_s):
                 why = self._explain()
-                # Before the card is let go, and the host with it.
+                # Set before the abort, which lets the host continue.
                 self._failure = f"{why} (nothing came for {self._limit_s:g} s)"
-                # NCCL's abort may block or raise; neither may keep the process from its end.
+                # NCCL's abort may block or raise, and neither may prevent the end of the process.
                 threading.Thread(target=self._abort, name="abort", daemon=True).start()
                 if not self._heard.wait(self._heard_s):
                     self._end(self._failure)
@@ -83,7 +86,7 @@ class Watch:
 
 
 def is_done(work: Work, began_s: float, limit_s: float) -> bool:
-    """Whether a work is done so long after it began; returns as soon as it is."""
+    """Waits until a work is done or `limit_s` after `began_s`; returns whether it is done."""
     while not work.is_completed():
         if time.monotonic() - began_s > limit_s:
             return False

@@ -1,11 +1,12 @@
-"""What the engine saves and what it costs: prefix cache, guesses, and the step around the model.
+"""Measures the prefix cache, prompt-lookup drafts, and the time of a step outside the model.
 
-    python -m launch.bench.savings [--model smollm2] [--repeat 5] [--threads 2]
+    python -m launch.bench.engine_overheads [--model smollm2] [--repeat 5] [--threads 2]
 
-Three tables, each of medians over interleaved turns: the time to the first token of a prompt whose
-beginning is in the prefix cache, as a share of a cold one's; the speed with guesses as a multiple
-of that without, on texts that repeat their prompt and on texts that do not; and where the time of a
-step goes with one request and with 16. Greedy tokens with and without guesses are compared.
+It prints three tables of medians over interleaved rounds. The first is the time to the first token
+of a prompt whose beginning is in the prefix cache, divided by that of a cold prompt. The second is
+the speed with drafts divided by the speed without, on texts that repeat their prompt and on texts
+that do not, with the number of equal greedy tokens. The third is the time of each part of a step,
+with one request and with 16.
 """
 
 import argparse
@@ -59,8 +60,8 @@ FREE = (
 )
 
 
-def prefix_turns(llm: LLM, n_turns: int) -> list[tuple[float, float]]:
-    """Seconds to the first token: of a cold prompt, and of one that shares its beginning."""
+def prefix_rounds(llm: LLM, n_rounds: int) -> list[tuple[float, float]]:
+    """Seconds to the first token of a cold prompt and of one with a cached beginning."""
     draw = random.Random(0)
     n_shared = int(PROMPT_TOKENS * SHARED)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -70,16 +71,16 @@ def prefix_turns(llm: LLM, n_turns: int) -> list[tuple[float, float]]:
         llm.generate([prompt], params)
         return time.perf_counter() - started
 
-    turns = []
-    for _ in range(n_turns + 1):  # the first warms up
+    rounds = []
+    for _ in range(n_rounds + 1):  # the first warms up
         cold = random_tokens(llm, draw, PROMPT_TOKENS)
         warm = cold[:n_shared] + random_tokens(llm, draw, PROMPT_TOKENS - n_shared)
-        turns.append((first_token_s(cold), first_token_s(warm)))
-    return turns[1:]
+        rounds.append((first_token_s(cold), first_token_s(warm)))
+    return rounds[1:]
 
 
-def guess_gain(llm: LLM, text: str, n_turns: int) -> tuple[float, int, int]:
-    """The speed with guesses over that without, and how many tokens agree, of all."""
+def guess_gain(llm: LLM, text: str, n_rounds: int) -> tuple[float, int, int]:
+    """Speed with drafts over speed without, the number of equal tokens, and of all tokens."""
     messages = [{"role": "user", "content": text}]
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
 
@@ -89,14 +90,14 @@ def guess_gain(llm: LLM, text: str, n_turns: int) -> tuple[float, int, int]:
         (completion,) = llm.generate([messages], params)
         return llm.statistics.total_s - llm.statistics.first_token_s, completion.tokens
 
-    turns = [(decode(0), decode(MAX_DRAFTS)) for _ in range(n_turns + 1)]
-    gain = statistics.median(without[0] / guessed[0] for without, guessed in turns[1:])
-    plain, guessed = turns[0][0][1], turns[0][1][1]
+    rounds = [(decode(0), decode(MAX_DRAFTS)) for _ in range(n_rounds + 1)]
+    gain = statistics.median(without[0] / guessed[0] for without, guessed in rounds[1:])
+    plain, guessed = rounds[0][0][1], rounds[0][1][1]
     return gain, sum(a == b for a, b in zip(plain, guessed, strict=True)), len(plain)
 
 
 def step_times(llm: LLM, n_requests: int, n_new: int) -> StepTimes:
-    """Where the time of decode steps goes with so many requests running."""
+    """The times of the parts of decode steps with `n_requests` running requests."""
     draw = random.Random(0)
     prompts = [random_tokens(llm, draw, 64) for _ in range(n_requests)]
     llm.engine.max_drafts = 0
@@ -104,8 +105,8 @@ def step_times(llm: LLM, n_requests: int, n_new: int) -> StepTimes:
     requests = llm.input_processor.requests(prompts, params)
     for _ in llm.run(requests):  # warms up
         pass
-    for n_told, _ in enumerate(llm.run(requests)):
-        if n_told == n_requests:  # all are through their prompts
+    for n_outputs, _ in enumerate(llm.run(requests)):
+        if n_outputs == n_requests:  # all prompts have been prefilled
             llm.engine.times = StepTimes()
     return llm.engine.times
 
@@ -114,9 +115,9 @@ def random_tokens(llm: LLM, draw: random.Random, n_tokens: int) -> list[int]:
     return [draw.randrange(llm.args.vocab_size) for _ in range(n_tokens)]
 
 
-def prefix_line(turns: list[tuple[float, float]]) -> str:
-    share = statistics.median(warm / cold for cold, warm in turns)
-    cold, warm = (statistics.median(column) for column in zip(*turns, strict=True))
+def prefix_line(rounds: list[tuple[float, float]]) -> str:
+    share = statistics.median(warm / cold for cold, warm in rounds)
+    cold, warm = (statistics.median(column) for column in zip(*rounds, strict=True))
     return (
         f"first token of {PROMPT_TOKENS} prompt tokens, {SHARED:.0%} of them in the prefix cache: "
         f"{warm:.3f} s, cold {cold:.3f} s, {share:.3f}x"
@@ -148,7 +149,7 @@ def main() -> None:
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
     llm = LLM(flags.model, dtype="float32", device="cpu")
-    lines = [prefix_line(prefix_turns(llm, flags.repeat))]
+    lines = [prefix_line(prefix_rounds(llm, flags.repeat))]
     for name, texts in (("copying", COPYING), ("free", FREE)):
         lines.append(guess_line(name, [guess_gain(llm, text, flags.repeat) for text in texts]))
     lines += [step_line(step_times(llm, n, 64), n) for n in (1, 16)]
