@@ -22,11 +22,11 @@ PACKAGE = ROOT / "parallel_llama"
 # A room is a module or a subpackage of the package. It imports only from lower floors; rooms of one
 # floor do not import each other, and no modules import each other in a circle.
 FLOORS = [
-    {"errors", "dtypes", "stop"},
-    {"files"},
+    {"errors", "stop"},
+    {"dtypes", "files"},
     {"families"},
     {"config", "plan", "request"},
-    {"tokenizer", "parallel"},
+    {"tokenizer", "parallel", "memory"},
     {"ops"},
     {"structured", "sampling", "checkpoint"},
     {"model", "reshard"},
@@ -39,8 +39,8 @@ FLOORS = [
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Rooms and modules that load without torch.
 TORCH_FREE = {
-    "errors", "dtypes", "stop", "files", "families", "config", "plan", "request", "tokenizer",
-    "structured", "reshard.target_folder", "engine.block_group", "engine.block_pool",
+    "errors", "dtypes", "stop", "files", "families", "config", "plan", "memory", "request",
+    "tokenizer", "structured", "reshard.target_folder", "engine.block_group", "engine.block_pool",
     "engine.detokenizer", "engine.free_memory", "engine.input_processor", "engine.messages",
     "engine.prompt_lookup", "engine.prompts", "engine.scheduler", "engine.statistics",
 }  # fmt: skip

@@ -32,9 +32,10 @@ from parallel_llama.engine.kv_capacity import DeviceMemory
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.rank_group import shared_facts
 from parallel_llama.files.model_files import find_model
+from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.handshake import RankInfo, require_same
-from parallel_llama.plan import PROCESS_BYTES, make_plan
+from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
 from parallel_llama.serve.engine_process import EngineProcess
 from parallel_llama.serve.wire import FrameSocket, RankFacts

@@ -16,7 +16,8 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families import family_of, parameters, stored_places
 from parallel_llama.families.model_args import features_of
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.plan import bytes_passed_over, make_plan, values_by_form, weight_bytes
+from parallel_llama.memory import bytes_passed_over, values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 from parallel_llama.reshard.reshard import reshard
 
 # Features that llama.cpp derives from the architecture or from the weights.

@@ -27,9 +27,10 @@ from parallel_llama.engine.kv_capacity import (
     memory_of,
 )
 from parallel_llama.errors import OutOfMemory, UsageError
+from parallel_llama.memory import CPU_SHARE, CUDA_SHARE, MAX_CPU_BYTES, blocks_held
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.plan import CPU_SHARE, CUDA_SHARE, MAX_CPU_BYTES, blocks_held, make_plan
+from parallel_llama.plan import make_plan
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

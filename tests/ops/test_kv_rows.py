@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.dtypes import KV_DTYPES
+from parallel_llama.dtypes import KV_DTYPES, kv_format
 from parallel_llama.ops import DecodeBatch, Scores, kv_rows
 from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
 from parallel_llama.ops.cpu.unpack import UnpackKernel
 from parallel_llama.ops.formats import kv_dtype
-from parallel_llama.plan import kv_format
 
 NARROW = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 16)]

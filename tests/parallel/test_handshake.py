@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_folder import write_chat_folder
 
-from parallel_llama.files.fingerprint import fingerprint
-from parallel_llama.files.model_files import TOKENIZER_FILES, find_model
+from parallel_llama.files.model_files import TOKENIZER_FILES, find_model, fingerprint
 
 pytestmark = pytest.mark.slow
 

@@ -193,9 +193,9 @@ HF = "--tp=1 --format=hf"
     ("argv", "expected"),
     [
         (f"hf hf {HF}", "is the source itself"),
-        (f"hf there {HF}", "is there already; give another name"),
-        (f"hf hf/x {HF}", "lies inside the source"),
-        (f"hf link/x {HF}", "lies inside the source"),
+        (f"hf there {HF}", "already exists; give another name"),
+        (f"hf hf/x {HF}", "is inside the source"),
+        (f"hf link/x {HF}", "is inside the source"),
         (f"hf a/b {HF}", "create it first"),
         (f"no x {HF}", "not a path that exists"),
         (f"shape.json x {HF}", "without weights"),

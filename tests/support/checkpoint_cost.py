@@ -23,7 +23,8 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import Precision
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.plan import make_plan, values_by_form, weight_bytes
+from parallel_llama.memory import values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 
 ONE_B = ModelArgs(
     dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=8192, vocab_size=128256

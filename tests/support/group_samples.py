@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parallel_llama.config.hf_groups import HF_GROUPS
+from parallel_llama.config.quantised import HF_GROUPS
 from parallel_llama.dtypes import ASKED, GGUF_GROUPS, GROUP_SIZE, GroupFormat
 from parallel_llama.ops.groups import Groups
 

@@ -17,9 +17,10 @@ from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.memory import blocks_held
 from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
-from parallel_llama.plan import KVSplit, blocks_held, make_plan
+from parallel_llama.plan import KVSplit, make_plan
 from parallel_llama.request import FinishReason, Request, SamplingParams
 from parallel_llama.sampling import Draw, History, sample
 

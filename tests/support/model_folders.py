@@ -12,7 +12,7 @@ from tiny_models import TinyModel, write_hf, write_meta
 
 from parallel_llama.checkpoint.canonical import canonical_entry
 from parallel_llama.checkpoint.checkpoint import Checkpoint
-from parallel_llama.checkpoint.damage import locations
+from parallel_llama.checkpoint.locate_damage import locations
 from parallel_llama.checkpoint.manifest import (
     MANIFEST,
     FileEntry,

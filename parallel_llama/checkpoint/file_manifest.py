@@ -1,5 +1,7 @@
-"""Are the files of a folder those of its manifest: names, sizes, hashes? Nothing is parsed."""
+"""Compares the files of a folder with its manifest, or with the checklists of Meta's downloads."""
 
+import hashlib
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,20 +21,25 @@ from parallel_llama.errors import (
     UsageError,
     listed,
 )
-from parallel_llama.files.bounded_files import is_file, is_folder
+from parallel_llama.files.bounded_files import is_file, is_folder, read_bytes
 from parallel_llama.files.model_files import TOKENIZER_FILES, find_model, lies_within
 
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".gguf", ".bin", ".pt")
-# A file of one of these kinds changes what the model is or says; one that nobody listed is wrong.
+# Files with these suffixes change the model or its output, so an unlisted one is an error.
 OWN_SUFFIXES = (*WEIGHT_SUFFIXES, ".json", ".jinja", ".model")
+
+# The MD5 sums of Meta's downloads.
+CHECKLISTS = ("checklist.chk", "tokenizer_checklist.chk")
+MAX_CHECKLIST_BYTES = 1 << 20
+
+_LINE = re.compile(r"([0-9a-fA-F]{32}) [ *]([^/\\\0]+)")
 
 
 @dataclass
 class Report:
-    """What was looked at and what is wrong with it.
+    """The result of a check; `notes` are not faults.
 
-    `files` and `bytes` count the files that are there, but for the manifest; `tensors` those of
-    the model; `hashed` the files and tensors whose hash was compared. `notes` are no faults.
+    `files` and `bytes` do not count the manifest, `hashed` counts files and tensors.
     """
 
     files: int = 0
@@ -48,9 +55,9 @@ class Report:
 
     @contextmanager
     def noting(self, where: object) -> Iterator[None]:
-        """Turn whatever a damaged file makes the readers raise into a problem.
+        """Record an exception that a damaged file causes in a reader as a problem.
 
-        Raises: UnreadableFile, which says nothing of what the file holds.
+        Raises: UnreadableFile, because an unreadable file may be undamaged.
         """
         try:
             yield
@@ -58,13 +65,13 @@ class Report:
             raise
         except (CheckpointError, UsageError) as error:
             self.problems.append(str(error))
-        except Exception as error:  # no reader can foresee all that damaged bytes can do
+        except Exception as error:  # damaged bytes can raise nearly anything
             reason = (str(error).strip().splitlines() or [""])[0][:300]
             self.problems.append(f"{where}: cannot be read: {type(error).__name__} {reason}")
 
 
 def present_files(path: Path) -> dict[str, int]:
-    """Sizes of all files in a folder, but for its manifest, or of the one file of a model."""
+    """Sizes of the files of a folder without its manifest, or of a single file, by name."""
     folder, paths = (path, list(path.rglob("*"))) if is_folder(path) else (path.parent, [path])
     return {
         file.relative_to(folder).as_posix(): file.stat().st_size
@@ -81,10 +88,11 @@ def damaged_files(
     report: Report,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Those of some files whose contents are not the manifest's; none of them is in the report.
+    """The names of the files whose hash differs from the manifest's; these are not reported.
 
-    Files that are missing, lead out of the folder or have another size are problems of the report,
-    and so are those present that the manifest does not list, if a model could be read from them.
+    Reports files that are missing, lead out of the folder or have another size, and files in
+    `present` that the manifest does not list. An unlisted file is a problem if it could change the
+    model, else a note.
     """
     damaged = []
     for name in names:
@@ -96,7 +104,7 @@ def damaged_files(
     for name in sorted(set(present) - set(manifest.files)):
         line = f"{name}: not in {MANIFEST}"
         if Path(name).suffix.lower() in OWN_SUFFIXES or Path(name).name in TOKENIZER_FILES:
-            report.problems.append(f"{line}; remove it, or write the folder anew")
+            report.problems.append(f"{line}; remove it, or write the folder again")
         else:
             report.notes.append(line)
     return damaged
@@ -121,10 +129,13 @@ def require_whole(
     part: slice = slice(None),
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Check the files of a model before it is used: `part` of them, with or without the weights.
+    """Check the files of a model against its manifest before the model is used.
 
-    Raises: UsageError if there is no manifest to check against; DamagedWeights that names what is
-    damaged or missing.
+    `part` is a slice of the list of files, with or without those of weights; `on_bytes` gets the
+    size of each piece that is read.
+
+    Raises: UsageError if the folder has no manifest; DamagedWeights naming the damaged and missing
+    files.
     """
     folder = Path(model) if is_folder(Path(model)) else find_model(model).path
     try:
@@ -151,3 +162,38 @@ def require_whole(
         raise DamagedWeights(
             f"{listed(faults)}; fetch or write the model again (verify says where the damage is)"
         )
+
+
+def read_checklist(path: Path) -> dict[str, str]:
+    """The MD5 sum of each file that Meta's checklist.chk lists, one `sum  name` a line.
+
+    Raises: CheckpointError for a line of another form, or a name that is not a plain file name.
+    """
+    text = read_bytes(path, MAX_CHECKLIST_BYTES).decode("utf-8", "replace")
+    sums = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        match = _LINE.fullmatch(line.rstrip())
+        if match is None or match[2] in (".", ".."):
+            raise CheckpointError(f"{path}, line {number}: not an MD5 sum and a plain file name")
+        sums[match[2]] = match[1].lower()
+    return sums
+
+
+def check_listed_files(path: Path, on_bytes: Callable[[int], None], report: Report) -> None:
+    """Report every file of a checklist that is missing or damaged.
+
+    MD5 sums detect accidental damage only, because they can be forged.
+
+    Raises: CheckpointError as `read_checklist`.
+    """
+    folder = path.parent
+    for name, expected in read_checklist(path).items():
+        file = folder / name
+        with report.noting(file):
+            if not lies_within(folder, name) or not is_file(file):
+                raise CheckpointError(f"{file}: missing; {path.name} lists it")
+            if hash_file(file, on_bytes, hasher=hashlib.md5(usedforsecurity=False)) != expected:
+                raise CheckpointError(f"{file}: damaged, its MD5 sum is not that of {path.name}")
+            report.hashed += 1

@@ -1,8 +1,8 @@
-"""A .pth file without its data: every byte but the tensors', and where the tensors go.
+"""The layout of a .pth file: all bytes but tensor data, and the offsets of the tensors.
 
-torch itself writes the archive, around tensors that have a shape and no memory, so what loads
-torch.save's files loads these. The checksums of the data are zero until they are filled in. The
-same tensors give the same bytes: the archive holds no time and no random number.
+torch itself writes the archive, with tensors that have a shape but no memory, so every program that
+loads files of torch.save loads these. The checksums of the data are zero until they are written.
+The bytes are deterministic, because the archive holds no times or random numbers.
 """
 
 import struct
@@ -13,8 +13,8 @@ from typing import IO, cast
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-# A record whose size is not known when it begins is followed by a descriptor: this magic, the
-# checksum, the sizes. The directory at the end repeats the checksum.
+# A streamed record is followed by a descriptor: this magic, the checksum, the sizes. The directory
+# at the end repeats the checksum.
 _DESCRIPTOR = b"PK\x07\x08"
 _ENTRY = struct.Struct("<4s12xL8xHHH12x")  # magic, checksum, lengths of name, extras, comment
 _END = struct.Struct("<4s12xL2x")  # magic, offset of the directory
@@ -27,9 +27,9 @@ CHECKSUM_BYTES = 4
 
 @dataclass(frozen=True)
 class Record:
-    """The place of one tensor's data, and the two of its CRC-32 (little-endian).
+    """The offset of a tensor's data, and the two offsets of its CRC-32 (little-endian).
 
-    `checksum` lies right behind the data, `listed_checksum` in the directory at the file's end.
+    `checksum` is right after the data, `listed_checksum` in the directory at the end of the file.
     """
 
     offset: int
@@ -39,10 +39,10 @@ class Record:
 
 
 @dataclass(frozen=True)
-class TorchSkeleton:
-    """A file of `n_bytes`: `pieces` at their offsets, `records` of the data, by tensor name.
+class PthLayout:
+    """A file of `n_bytes`, with `records` of the data by tensor name.
 
-    Pieces are all but the data and the checksums right behind it.
+    `pieces` are all bytes but the data and the checksums right after it, with offsets.
     """
 
     n_bytes: int
@@ -50,8 +50,8 @@ class TorchSkeleton:
     records: Mapping[str, Record]
 
 
-def torch_skeleton(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> TorchSkeleton:
-    """The skeleton of the file that holds these tensors, given as shape and dtype by name."""
+def pth_layout(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> PthLayout:
+    """The layout of the file with these tensors, given as shape and dtype by name."""
     sink = _Sink()
     # Storages are numbered in the order of the dictionary.
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -68,7 +68,7 @@ def torch_skeleton(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -
         hole = next(holes)
         assert len(hole) == n_bytes, "torch skips the data of each tensor in turn"
         assert sink.pieces[hole.stop].startswith(_DESCRIPTOR)
-        # The checksum is as much of the data: whoever puts the pieces in again leaves it alone.
+        # The checksum belongs to the data: writing the pieces again must not overwrite it.
         checksum = hole.stop + len(_DESCRIPTOR)
         descriptor = sink.pieces[hole.stop]
         sink.pieces[checksum + CHECKSUM_BYTES] = descriptor[len(_DESCRIPTOR) + CHECKSUM_BYTES :]
@@ -77,11 +77,11 @@ def torch_skeleton(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -
         records[name] = Record(hole.start, n_bytes, checksum, listed)
     assert next(holes, None) is None
     pieces = tuple((offset, bytes(piece)) for offset, piece in sink.pieces.items())
-    return TorchSkeleton(sink.n_bytes, pieces, records)
+    return PthLayout(sink.n_bytes, pieces, records)
 
 
 class _Sink:
-    """A file for torch to write to, which keeps what is written and the gaps that are left."""
+    """A file object for torch that records what is written and the gaps that are skipped."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
@@ -103,16 +103,16 @@ class _Sink:
         return self.n_bytes
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
     def _begin(self) -> None:
         self._piece = self.pieces.setdefault(self.n_bytes, bytearray())
 
 
 def _directory(sink: _Sink) -> dict[str, int]:
-    """The offset of each record's entry in the archive's directory, by the record's name.
+    """The offset of each record's entry in the directory of the archive, by the record's name.
 
-    The directory is written last, so it lies whole in the last piece.
+    torch writes the directory last, so it is in the last piece.
     """
     start, tail = list(sink.pieces.items())[-1]
     magic, offset = _END.unpack_from(tail, len(tail) - _END.size)

@@ -1,4 +1,4 @@
-"""The small files that go along with a model's weights: tokenizer, templates, special ids."""
+"""The small files beside a model's weights: tokenizer, templates, special ids."""
 
 import logging
 from pathlib import Path
@@ -13,8 +13,8 @@ from parallel_llama.reshard.layout import json_text
 from parallel_llama.reshard.target_folder import TargetKind
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
 
-# Files that belong to a model beside its weights and travel as they are.
-COMPANIONS = (
+# Files that are copied unchanged.
+SIDECARS = (
     *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -22,25 +22,25 @@ COMPANIONS = (
     "chat_template.jinja",
 )
 TEMPLATES = "additional_chat_templates"
-MAX_COMPANION_BYTES = 256 << 20
+MAX_SIDECAR_BYTES = 256 << 20
 
 logger = logging.getLogger(__name__)
 
 
-def companions(
+def sidecar_files(
     source: ModelFiles, kind: TargetKind, defaults: GenerationDefaults
 ) -> dict[str, bytes]:
-    """The small files that go along: the source's own, or a GGUF file's tokenizer as such files."""
+    """The small files of the target, copied or made from the tokenizer of a GGUF file."""
     if source.kind == "gguf":
         files = _gguf_tokenizer(source.path)
     else:
         templates = sorted((source.path / TEMPLATES).glob("*.jinja"))
-        names = [*COMPANIONS, *(f"{TEMPLATES}/{path.name}" for path in templates)]
-        # The built-in chat formats go without a template: params.json is what says Meta or Mistral.
+        names = [*SIDECARS, *(f"{TEMPLATES}/{path.name}" for path in templates)]
+        # Built-in chat formats have no template; params.json identifies Meta's or Mistral's format.
         if kind == "native" and source.kind in ("meta", "native"):
             names.append("params.json")
         files = {
-            name: read_bytes(source.path / name, MAX_COMPANION_BYTES)
+            name: read_bytes(source.path / name, MAX_SIDECAR_BYTES)
             for name in names
             if is_file(source.path / name)
         }
@@ -57,7 +57,7 @@ def _gguf_tokenizer(path: Path) -> dict[str, bytes]:
 
 
 def _generation_config(source: ModelFiles, defaults: GenerationDefaults) -> bytes:
-    """The source's own file, with the special ids that only its other files state."""
+    """generation_config.json of the source, with the special ids that other files state."""
     path = source.path / "generation_config.json"
     values: dict[str, Any] = {}
     if is_folder(source.path) and is_file(path):

@@ -1,8 +1,8 @@
-"""A file that is written around the page cache where its file system can.
+"""A file that is written with O_DIRECT where the file system supports it.
 
-What is written once and not read soon costs the page cache more time than the disk: every page is
-allocated, copied into and written back. Direct writes need whole blocks from aligned memory, so
-what surrounds those goes through the cache; the kernel keeps both coherent.
+For data that is not read again soon, the page cache takes more time than the disk: every page is
+allocated, copied into and written back. Direct writes need whole blocks in aligned memory, so
+partial blocks are written through the page cache; the kernel keeps both coherent.
 """
 
 import errno
@@ -16,19 +16,19 @@ import torch
 BLOCK_BYTES = 4096
 STAGED_BYTES = 4 << 20
 
-# What file systems and devices say that cannot write directly, or not at this place.
+# Errors of file systems and devices without support for direct writes, or not at this offset.
 _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 
 class Staging:
-    """Aligned memory from which files are written, used by one thread again and again."""
+    """Aligned memory that files are written from, reused by one thread."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, STAGED_BYTES)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def aligned(self, data: memoryview) -> memoryview:
-        """The first bytes of some data in aligned memory, which is valid until the next call."""
+        """The first bytes of the data in aligned memory, valid until the next call."""
         tensor = torch.frombuffer(data, dtype=torch.uint8)[:STAGED_BYTES]
         if tensor.data_ptr() % BLOCK_BYTES == 0:
             return data[:STAGED_BYTES]
@@ -37,17 +37,17 @@ class Staging:
 
 
 class DirectFile:
-    """A file that is there at its full size, opened to write pieces of it anywhere."""
+    """A file of final size, opened to write at any offset."""
 
     def __init__(self, path: Path, staging: Staging) -> None:
         self._staging = staging
         self._buffered = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._direct = -1
-        with suppress(AttributeError, OSError):  # not every system or file system knows of it
+        with suppress(OSError):  # not supported by every file system
             self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of it; on the disk for good only after `sync`."""
+        """Write all data; durable only after `sync`."""
         start = min(-offset % BLOCK_BYTES, len(data))
         stop = max(start, len(data) - (offset + len(data)) % BLOCK_BYTES)
         self._write_buffered(data[:start], offset)
@@ -55,7 +55,7 @@ class DirectFile:
         self._write_buffered(data[done:], offset + done)
 
     def sync(self) -> None:
-        """Bring what was written, either way, to the disk."""
+        """Flush all writes to the disk."""
         os.fdatasync(self._buffered)
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class DirectFile:
             os.close(self._direct)
 
     def _write_direct(self, blocks: memoryview, offset: int) -> int:
-        """Write whole blocks; returns how many bytes, less than all where that cannot be done."""
+        """Write whole blocks; returns the bytes written, fewer if O_DIRECT is not supported."""
         done = 0
         try:
             while done < len(blocks) and self._direct >= 0:

@@ -1,49 +1,39 @@
-"""Where in a damaged file the damage is: in which tensor, and between which bytes."""
+"""Locates damage in a file: the tensor and the range of bytes."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel_llama.checkpoint.checkpoint import is_rotary
+from parallel_llama.checkpoint.file_manifest import WEIGHT_SUFFIXES
 from parallel_llama.checkpoint.manifest import Manifest, TensorEntry, hash_file
 from parallel_llama.checkpoint.native_folder import axis_units, unit_spans, weight_of
-from parallel_llama.checkpoint.rotary import is_rotary
-from parallel_llama.checkpoint.torch_file import read_torch_header
-from parallel_llama.checkpoint.whole_files import WEIGHT_SUFFIXES
+from parallel_llama.checkpoint.tensor_files import read_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GROUP_SIZE, ITEM_BYTES
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import FAMILIES, family_of, parameters, stored_places
 from parallel_llama.families.names import Layout, hf_full_name, renamed
 from parallel_llama.families.places import Place
-from parallel_llama.files.gguf_header import GGUFTensor, read_gguf_header
-from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
-
-Stored = FileTensor | GGUFTensor
-
-_READERS: dict[str, Callable[[Path], Mapping[str, Stored]]] = {
-    ".safetensors": read_safetensors_header,
-    ".bin": read_torch_header,
-    ".pth": read_torch_header,
-    ".gguf": lambda path: read_gguf_header(path).tensors,
-}
+from parallel_llama.files.safetensors_header import FileTensor
 
 
 def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list[tuple[str, range]]:
-    """Every weight of a .safetensors, .bin, .pth or .gguf file and its bytes there, in their order.
+    """The weights of a .safetensors, .bin, .pth or .gguf file and their bytes, in order of offset.
 
-    `layout` is that of the names; None for one that has the model's own. A weight that shares a
-    tensor with others reaches from its first byte to its last. What is no weight of the model has
-    the file's own name; without `args` so has what families call differently.
+    A weight that shares a tensor with others gets the range from its first to its last byte.
+    Tensors that are not weights of the model keep the name in the file.
 
-    Raises: CheckpointError if the file is damaged, or is none of these.
+    Args:
+        layout: the layout of the names; None if they are the model's own.
+        args: None if unknown; tensors that families name differently then keep their names.
+
+    Raises: CheckpointError if the file is damaged, or has another suffix.
     """
-    suffix = path.suffix.lower()
-    if suffix not in _READERS:
-        raise CheckpointError(f"{path}: not a file of weights")
     try:
-        found = _READERS[suffix](path).values()
+        found = read_header(path).values()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     ordered = sorted(found, key=lambda tensor: tensor.offset)
@@ -65,11 +55,10 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
 
 @dataclass(frozen=True)
 class Damage:
-    """What is known of a folder that has damaged files.
+    """The results of checking a folder with damaged files.
 
-    `args` is None where they could not be read. `wrong` names the tensors that are not the
-    manifest's in canonical form; `reasons` say why the folder could not be read as a model, and
-    are empty if it could.
+    `args` is None if unreadable. `wrong` names the tensors whose canonical form differs from the
+    manifest; `reasons` are the errors of reading the folder as a model.
     """
 
     folder: Path
@@ -79,13 +68,13 @@ class Damage:
     reasons: list[str]
 
     def lines(self, name: str, is_only_one: bool) -> list[str]:
-        """What is damaged in one file, a line for each location."""
+        """The damage of one file, one line per location."""
         because = f": {self.reasons[0]}" if self.reasons else ""
         if Path(name).suffix.lower() not in WEIGHT_SUFFIXES:
             return [f"{name}: damaged, its hash is not the manifest's" + because * is_only_one]
         try:
             spots = self._spots(name)
-        except Exception as error:  # no reader can foresee all that damaged bytes can do
+        except Exception as error:  # damaged bytes can raise nearly anything
             return [f"{name}: damaged in its header: {str(error)[:500]}"]
         if spots:
             return [f"{name}: damaged in {spot}" for spot in spots]
@@ -93,7 +82,7 @@ class Damage:
             return [f"{name}: damaged outside the tensors: in its header or between them"]
         if is_only_one:
             return [f"{name}: damaged in its header{because}"]
-        return [f"{name}: damaged; where can be said when the other damaged files are mended"]
+        return [f"{name}: damaged; it can be located once the other damaged files are repaired"]
 
     def _spots(self, name: str) -> list[str]:
         path, layout = self.folder / name, self.manifest.layout
@@ -103,7 +92,7 @@ class Damage:
             weight = weight_of(tensor) if layout == "native" else tensor
             entry, param = self.manifest.tensors.get(weight), params.get(weight)
             if entry is None:
-                continue  # no model reads it, so nothing says what it should be
+                continue  # not a weight, so the manifest has no hash of it
             units = self.manifest.units.get(tensor)
             if self.args and param and units:
                 spans = unit_spans(held, param, axis_units(self.args, self._quant_group))
@@ -128,7 +117,7 @@ class Damage:
         return tensor in self.wrong
 
     def _is_canonical(self, name: str) -> bool:
-        """Whether a tensor that is whole in its file lies there as it is hashed."""
+        """Whether an unsharded tensor is stored in canonical form."""
         layout = self.manifest.layout
         if layout not in ("hf", "meta"):
             return False
@@ -136,21 +125,18 @@ class Damage:
         return orders[layout] == "half" or not is_rotary(name)
 
 
-def _span(tensor: Stored, place: Place) -> range:
-    """From the first byte of a weight in its stored tensor to the last."""
-    row_bytes = tensor.n_bytes // place.n_rows
-    start, stop = (
-        tensor.offset + row * row_bytes for row in (place.extent.start, place.extent.stop)
-    )
-    return range(start, stop)
+def _span(tensor: FileTensor, place: Place) -> range:
+    """The bytes from the first to the last byte of a weight in its stored tensor."""
+    row_bytes, rows = tensor.n_bytes // place.n_rows, place.extent
+    return range(tensor.offset + rows.start * row_bytes, tensor.offset + rows.stop * row_bytes)
 
 
-def _bytes_of(tensor: Stored) -> range:
+def _bytes_of(tensor: FileTensor) -> range:
     return range(tensor.offset, tensor.offset + tensor.n_bytes)
 
 
 def _agreed_name(name: str, layout: Layout) -> str:
-    """The weight that every family means by a name in its files, else the name itself."""
+    """The weight that a name means in all families, or the name itself if they differ."""
     found = set()
     for family in FAMILIES.values():
         full_name = hf_full_name(name, family.names) if layout == "hf" else name
