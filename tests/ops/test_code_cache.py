@@ -4,16 +4,18 @@ import ast
 import os
 import runpy
 import stat
+import struct
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import pytest
 import torch
 
 from parallel_llama.ops.cpu import program
+from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.attention import AttentionKernel
-from parallel_llama.ops.cpu.builder import I64
 from parallel_llama.ops.cpu.code_cache import machine_code
 from parallel_llama.ops.cpu.program import Machine, Program, openmp
 from parallel_llama.ops.cpu.silu_and_mul import SiluAndMulKernel
@@ -130,10 +132,15 @@ def test_kernels_that_differ_in_a_parameter_have_code_of_their_own(folder):
 
 
 ADDS = """
-def body(b, thread, arguments):
-    (x,) = arguments
-    x[0] = x[0] + {}
+def body(b, thread, args):
+    args.x[0] = args.x[0] + args.y + {}
 """
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    x: Integers[T]
+    y: Integer[T]
 
 
 @needs_openmp
@@ -145,9 +152,28 @@ def test_a_kernel_whose_source_changed_is_made_anew(folder, tmp_path):
         body = runpy.run_path(str(path))["body"]
         program._digest.cache_clear()  # a process has one version of each source
         x = torch.zeros(1, dtype=torch.int64)
-        Program("adds", [I64.as_pointer()], body)(1, x.data_ptr())
+        Program("adds", _Arguments[float], body)(1, _Arguments(x=x.data_ptr(), y=0))
         found.append((x.item(), len(list(folder.iterdir()))))
     assert found == [(1, 1), (2, 2), (2, 2)]
+
+
+@needs_openmp
+def test_arguments_have_names_and_the_types_that_are_declared(folder):
+    """By position, two swapped integers were a wrong answer without an error."""
+    path = folder / "kernel.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(ADDS.format(0))
+    program = Program("adds", _Arguments[float], runpy.run_path(str(path))["body"])
+    x = torch.zeros(1, dtype=torch.int64)
+    program(1, _Arguments(y=5, x=x.data_ptr()))
+    assert x.item() == 5
+    for wrong in ({"x": x.data_ptr()}, {"x": x.data_ptr(), "y": 1, "z": 2}):
+        with pytest.raises(TypeError, match="argument"):
+            _Arguments(**wrong)
+    with pytest.raises(TypeError, match="positional"):
+        _Arguments(x.data_ptr(), 5)
+    with pytest.raises(struct.error):
+        program(1, _Arguments(x=x.data_ptr(), y=1.5))
 
 
 @needs_openmp
@@ -155,7 +181,7 @@ def test_a_kernel_without_source_is_made_every_time(folder):
     named: dict[str, Any] = {}
     exec(compile(ADDS.format(3), "/nowhere/kernel.py", "exec"), named)
     x = torch.zeros(1, dtype=torch.int64)
-    Program("adds", [I64.as_pointer()], named["body"])(1, x.data_ptr())
+    Program("adds", _Arguments[float], named["body"])(1, _Arguments(x=x.data_ptr(), y=0))
     assert x.item() == 3 and not folder.exists()
 
 

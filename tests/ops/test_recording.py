@@ -1,27 +1,42 @@
 """What is recorded of kernels and done again is what they do one by one, to the last bit."""
 
+from dataclasses import dataclass
+from typing import Generic
+
 import pytest
 import torch
 from llvmlite import ir
+from torch import Tensor
 
 from parallel_llama.ops import CPUOps, NotRecorded
 from parallel_llama.ops.cpu import Pieces, Recording
-from parallel_llama.ops.cpu.builder import I64, Thread, Value, loop
+from parallel_llama.ops.cpu.arguments import Integer, Integers, T
+from parallel_llama.ops.cpu.builder import Thread, Value, loop
 from parallel_llama.ops.cpu.program import Program, openmp
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
 
-def _next(_b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    x: Integers[T]
+    y: Integers[T]
+    n: Integer[T]
+
+
+def _next(_b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
     """y[i] = x[i - 1] + 1 in this thread's part: all but one number of it from another's write."""
-    x, y, n = arguments
+    n = args.n
     with loop(thread.number.b, *thread.part_of(n)) as i:
-        y[i] = x[(i + n - 1) % n] + 1
+        args.y[i] = args.x[(i + n - 1) % n] + 1
 
 
-def next_of() -> Program:
-    pointer = I64.as_pointer()
-    return Program("next", [pointer, pointer, I64], _next)
+def next_of() -> Program[_Arguments[float]]:
+    return Program("next", _Arguments[float], _next)
+
+
+def arguments(x: Tensor, y: Tensor) -> _Arguments[int]:
+    return _Arguments(x=x.data_ptr(), y=y.data_ptr(), n=len(x))
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
@@ -34,7 +49,7 @@ def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone)
     for number in range(n_calls):
         is_alone = alone and number % alone == 0
         run_on = 1 if is_alone else n_threads
-        recording.run(program, run_on, x.data_ptr(), y.data_ptr(), n)
+        recording.run(program, run_on, arguments(x, y))
         x, y = y, x
     recording.complete()
     for turn in range(3):
@@ -51,9 +66,7 @@ def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
         if number % 2 == 0:
             recording.leave(lambda x=x: seen.append(x.clone()))
         if number < 8:
-            recording.run(
-                program, 1 if number in (3, 4) else n_threads, x.data_ptr(), y.data_ptr(), n
-            )
+            recording.run(program, 1 if number in (3, 4) else n_threads, arguments(x, y))
             x, y = y, x
     recording.complete()
     for turn in range(2):
@@ -71,9 +84,9 @@ def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
         if errors:
             raise errors.pop()
 
-    recording.run(program, 2, x.data_ptr(), y.data_ptr(), n)
+    recording.run(program, 2, arguments(x, y))
     recording.leave(fail_once)
-    recording.run(program, 2, y.data_ptr(), x.data_ptr(), n)
+    recording.run(program, 2, arguments(y, x))
     recording.complete()
     with pytest.raises(KeyboardInterrupt):
         recording.replay()

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from operator import add
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
 from parallel_llama.ops.cpu.builder import (
-    I64,
     LINE_BYTES,
     Lanes,
     Thread,
@@ -91,6 +92,28 @@ class _Shape:
         return max(n for n in range(1, fitting + 1) if n_vectors % n == 0)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    taken: Integers[T]
+    done: Integers[T]
+    n_parts: Integers[T]
+    n_kv_heads: Integer[T]
+    parts: Integers[T]
+    slot_ranges: Integers[T]
+    q: Numbers[T]
+    q_stride: Integer[T]
+    k: Rows[T]
+    k_stride: Integer[T]
+    v: Rows[T]
+    v_stride: Integer[T]
+    out: Numbers[T]
+    out_stride: Integer[T]
+    scores: Numbers[T]
+    scores_stride: Integer[T]
+    results: Numbers[T]
+    shares: Numbers[T]
+
+
 class AttentionKernel:
     """Softmax attention of decode rows over their own keys, for one run of equal groups.
 
@@ -113,12 +136,10 @@ class AttentionKernel:
         lanes = machine.lanes(dtype, head_dim)
         self._width, self._rows = lanes.width, KVRows(cache_dtype, lanes, head_dim)
         shape = _Shape(lanes, head_dim, n_group, scores, self._rows, machine.n_vectors)
-        integers = I64.as_pointer()
-        numbers, rows = [lanes.pointer, I64], [self._rows.pointer, I64]
-        arrays = [*numbers, *rows, *rows, *numbers, *numbers]
-        counts, results = [integers, integers, integers, I64], [lanes.pointer, lanes.pointer]
-        types = [*counts, integers, integers, *arrays, *results]
-        self._program = Program("attention", types, partial(_attention, shape))
+        body = partial(_attention, shape)
+        self._program = Program(
+            "attention", _Arguments[float], body, numbers=lanes.pointer, rows=self._rows.pointer
+        )
 
     def __call__(
         self,
@@ -144,14 +165,15 @@ class AttentionKernel:
         n_results = n_items * self.n_group
         results = torch.empty(n_results, self.head_dim, dtype=self.dtype)
         shares = torch.empty(n_results, _SHARE_FIELDS, dtype=self.dtype)
-        run(
-            self._program, n_threads,
-            batch.taken.data_ptr(), batch.done.data_ptr(), batch.n_parts.data_ptr(), n_kv_heads,
-            batch.parts.data_ptr(), batch.slot_ranges.data_ptr(),
-            q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            out.data_ptr(), out.stride(0), scores.data_ptr(), stride,
-            results.data_ptr(), shares.data_ptr(),
+        arguments = _Arguments(
+            taken=batch.taken.data_ptr(), done=batch.done.data_ptr(),
+            n_parts=batch.n_parts.data_ptr(), n_kv_heads=n_kv_heads, parts=batch.parts.data_ptr(),
+            slot_ranges=batch.slot_ranges.data_ptr(), q=q.data_ptr(), q_stride=q.stride(0),
+            k=k.data_ptr(), k_stride=k.stride(0), v=v.data_ptr(), v_stride=v.stride(0),
+            out=out.data_ptr(), out_stride=out.stride(0), scores=scores.data_ptr(),
+            scores_stride=stride, results=results.data_ptr(), shares=shares.data_ptr(),
         )  # fmt: skip
+        run(self._program, n_threads, arguments)
 
 
 @cache
@@ -162,7 +184,7 @@ def make_attention(
     return AttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, this_machine())
 
 
-def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
     """The kernel.
 
     for (part of a row, head) that no other thread has taken:
@@ -174,50 +196,48 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[V
         elif no other result of the row is left to be done:
             out[row] = their sum, as `query_columns` adds one to those before it
     """
-    (
-        taken, done, n_parts, n_kv_heads, parts, slot_ranges,
-        q, q_stride, k, k_stride, v, v_stride, out, out_stride, scores, stride, results, shares,
-    ) = arguments  # fmt: skip
+    n_kv_heads, stride = args.n_kv_heads, args.scores_stride
+    results, shares = args.results, args.shares
     lanes, n_group, group_size = shape.lanes, shape.n_group, shape.n_group * shape.head_dim
-    own = scores + thread.number * stride * n_group
+    own = args.scores + thread.number * stride * n_group
     spare = Value(b, b.alloca(lanes.vector.element, shape.n_spare * shape.head_dim))
     scaled = Value(b, b.alloca(lanes.vector.element, group_size))
     with loop(b, 0, shape.n_spare * shape.head_dim, lanes.width) as i:
         # Numbers that nobody wrote may be so small that products with them are slow.
         lanes.store(spare + i, lanes.constant(b, 0))
-    with thread.untaken(taken, n_parts[0] * n_kv_heads) as item:
+    with thread.untaken(args.taken, args.n_parts[0] * n_kv_heads) as item:
         part, head = item // n_kv_heads, item % n_kv_heads
         row, n_keys, first, end, number, count, n_before = (
-            parts[part * PART_FIELDS + i] for i in range(PART_FIELDS)
+            args.parts[part * PART_FIELDS + i] for i in range(PART_FIELDS)
         )
         # Each key has the lane that its position has, in this part or in a longer one.
         start = n_before % lanes.width
-        seen, group = (slot_ranges, first, end), head * group_size
+        seen, group = (args.slot_ranges, first, end), head * group_size
         with loop(b, 0, group_size, lanes.width) as i:
-            query = lanes.load(q + row * q_stride + group + i)
+            query = lanes.load(args.q + row * args.q_stride + group + i)
             lanes.store(scaled + i, query * shape.scores.factor_of(shape.head_dim))
         with loop(b, 0, n_group) as query:
             lanes.store(own + query * stride, lanes.constant(b, -math.inf))
         with _blocks(*seen, lanes.width, start) as block:
-            _score(shape, scaled, k + head * k_stride, own, stride, block, spare)
+            _score(shape, scaled, args.k + head * args.k_stride, own, stride, block, spare)
         with loop(b, 0, n_group) as query:
             share = shares + (item * n_group + query) * _SHARE_FIELDS
             _weigh(lanes, own + query * stride, start + n_keys, share)
-        own_out = out + row * out_stride
+        own_out = args.out + row * args.out_stride
         result = where(count > 1, results + item * group_size, own_out + group)
         with loop(b, 0, group_size, lanes.width) as i:
             lanes.store(result + i, lanes.constant(b, 0))
         with _blocks(*seen, shape.block, start) as block:
-            values = v + head * v_stride
+            values = args.v + head * args.v_stride
             _add_values(shape, result, values, own, stride, block, spare)
         with when(count < 2), loop(b, 0, n_group) as query:
             total = shares[(item * n_group + query) * _SHARE_FIELDS + 1]
             _divide(shape, result + query * shape.head_dim, total)
         with when(count > 1):
             first_part, n_queries = part - number, n_kv_heads * n_group
-            n_done = (done + first_part).add_atomically(1)
+            n_done = (args.done + first_part).add_atomically(1)
             with when(n_done > count * n_kv_heads - 2):
-                done[first_part] = count.like(0)
+                args.done[first_part] = count.like(0)
                 with loop(b, 0, n_queries) as query:
                     at = first_part * n_queries + query
                     own_results = results + at * shape.head_dim, shares + at * _SHARE_FIELDS

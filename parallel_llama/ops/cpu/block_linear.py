@@ -20,13 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.cpu.arguments import Integer, Numbers, T, Weights
 from parallel_llama.ops.cpu.builder import (
-    I64,
     LINE_BYTES,
     Lanes,
     Thread,
@@ -83,6 +84,27 @@ class _Shape:
         return (n_inputs + (width - 1)) // width * number + step
 
 
+@dataclass(slots=True, kw_only=True)
+class _LayOutArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    blocks: Numbers[T]
+    n: Integer[T]
+    k: Integer[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _BlockLinearArguments(Generic[T]):
+    blocks: Numbers[T]
+    weight: Weights[T]
+    panels: Numbers[T]
+    y: Numbers[T]
+    n: Integer[T]
+    k: Integer[T]
+    m: Integer[T]
+    chunk: Integer[T]
+
+
 class BlockLinearKernel:
     """Y = X A for many rows of X, with A given as torch keeps it, transposed.
 
@@ -93,10 +115,13 @@ class BlockLinearKernel:
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         self._shape = shape = _Shape.on(machine, dtype, stored)
-        numbers, of_weight = shape.lanes.pointer, shape.of_weight.pointer
-        self._rows = Program("rows", [numbers, I64, numbers, I64, I64], partial(_lay_out, shape))
-        types = [numbers, of_weight, numbers, numbers, *[I64] * 4]
-        self._program = Program("block_linear", types, partial(_block_linear, shape))
+        numbers, weights = shape.lanes.pointer, shape.of_weight.pointer
+        body = partial(_lay_out, shape)
+        self._rows = Program("rows", _LayOutArguments[float], body, numbers=numbers)
+        body = partial(_block_linear, shape)
+        self._program = Program(
+            "block_linear", _BlockLinearArguments[float], body, numbers=numbers, weights=weights
+        )
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
         (n, k), m = x.shape, len(weight)
@@ -108,13 +133,18 @@ class BlockLinearKernel:
             return y
         n_blocks = -(-n // shape.n_rows)
         blocks = x.new_empty(n_blocks * shape.n_rows, shape.padded(k))
-        run(self._rows, n_threads, x.data_ptr(), x.stride(0), blocks.data_ptr(), n, k)
+        rows = _LayOutArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), blocks=blocks.data_ptr(), n=n, k=k
+        )
+        run(self._rows, n_threads, rows)
         panels = x.new_empty(n_threads, SUMMED_INPUTS, shape.n_outputs)
         n_panels = -(-m // shape.n_outputs)
         n_chunks = max(-(-n // _MAX_CHUNK), _PANELS_PER_THREAD * n_threads // max(n_panels, 1))
-        chunk = -(-n_blocks // n_chunks) * shape.n_rows
-        addresses = (each.data_ptr() for each in (blocks, weight, panels, y))
-        run(self._program, n_threads, *addresses, n, k, m, chunk)
+        arguments = _BlockLinearArguments(
+            blocks=blocks.data_ptr(), weight=weight.data_ptr(), panels=panels.data_ptr(),
+            y=y.data_ptr(), n=n, k=k, m=m, chunk=-(-n_blocks // n_chunks) * shape.n_rows,
+        )  # fmt: skip
+        run(self._program, n_threads, arguments)
         return y
 
 
@@ -124,12 +154,12 @@ def make_block_linear(dtype: torch.dtype, stored: torch.dtype) -> BlockLinearKer
     return BlockLinearKernel(dtype, stored, this_machine())
 
 
-def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _LayOutArguments[Value]) -> None:
     """Rows in blocks, input by input; the last row fills up the last block.
 
     Shapes: x [n, k] -> blocks [n_blocks, k made up to whole vectors, n_rows].
     """
-    x, x_stride, blocks, n, k = arguments
+    n, k = args.n, args.k
     n_rows, width = shape.n_rows, shape.lanes.width
     side = min(n_rows, width)
     square = replace(shape.lanes, width=side)
@@ -138,20 +168,23 @@ def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Val
         loop(b, *thread.part_of((n + (n_rows - 1)) // n_rows)) as block,
         loop(b, 0, k, SUMMED_INPUTS) as start,
     ):
-        rows = [x + smaller(block * n_rows + i, n - 1) * x_stride + start for i in range(n_rows)]
-        own = blocks + (block * n_padded + start) * n_rows
+        numbers = (smaller(block * n_rows + i, n - 1) for i in range(n_rows))
+        rows = [args.x + number * args.x_stride + start for number in numbers]
+        own = args.blocks + (block * n_padded + start) * n_rows
         n_inputs = smaller(k - start, SUMMED_INPUTS)
         with loop(b, 0, n_inputs, width) as i:
             for first, first_row in product(range(0, width, side), range(0, n_rows, side)):
                 mask = square.first(n_inputs - i - first)
                 of_rows = rows[first_row : first_row + side]
-                numbers = [square.load(row + (i + first), mask) for row in of_rows]
-                for number, column in enumerate(transposed(numbers)):
+                columns = transposed([square.load(row + (i + first), mask) for row in of_rows])
+                for number, column in enumerate(columns):
                     place = shape.place(i // width, first + number, n_inputs)
                     square.store(own + place * n_rows + first_row, column)
 
 
-def _block_linear(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _block_linear(
+    shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _BlockLinearArguments[Value]
+) -> None:
     """The kernel.
 
     for inputs, SUMMED_INPUTS at a time:
@@ -160,9 +193,9 @@ def _block_linear(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: lis
             for block in rows of the chunk:
                 y[block, outputs] += x[block, inputs] @ weight[outputs, inputs].T
     """
-    blocks, weight, panels, y, n, k, m, chunk = arguments
+    n, k, m, chunk = args.n, args.k, args.m, args.chunk
     width, waiting = shape.lanes.width, _LaneSums(shape, b)
-    panel = panels + thread.number * (SUMMED_INPUTS * shape.n_outputs)
+    panel = args.panels + thread.number * (SUMMED_INPUTS * shape.n_outputs)
     n_chunks = (n + chunk - 1) // chunk
     n_panels = (m + (shape.n_outputs - 1)) // shape.n_outputs
     n_padded = (k + (width - 1)) // width * width
@@ -172,11 +205,11 @@ def _block_linear(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: lis
     ):
         first = item % n_panels * shape.n_outputs
         n_inputs = smaller(k - start, SUMMED_INPUTS)
-        _lay_out_panel(shape, weight + start, panel, first, n_inputs, k, m)
+        _lay_out_panel(shape, args.weight + start, panel, first, n_inputs, k, m)
         first_row = item // n_panels * chunk
         with loop(b, first_row, smaller(first_row + chunk, n), shape.n_rows) as row:
-            own = blocks + row * n_padded + start * shape.n_rows
-            place = _Place(y, row, first, n, m)
+            own = args.blocks + row * n_padded + start * shape.n_rows
+            place = _Place(args.y, row, first, n, m)
             _add_products(shape, own, panel, place, start, n_inputs, waiting)
 
 

@@ -10,23 +10,43 @@ summed for every i, and these sums are added as lanes are. Tiles are the parts o
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.cpu.arguments import Integer, Rows, T
 from parallel_llama.ops.cpu.builder import I64, Thread, Value, Variable, fma, in_this_order, loop
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
-from parallel_llama.ops.cpu.query_columns import Block, BlockShape, Call, Keys, attend, room
+from parallel_llama.ops.cpu.query_columns import (
+    Block,
+    BlockShape,
+    ChunkArguments,
+    attend,
+    chunk_arguments,
+    keys_of,
+    room,
+)
 from parallel_llama.ops.decode_batch import PART_KEYS
 from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.scores import Scores
 
 _VECTORS = 3  # of columns in a block
 _KEYS = 2  # that are scored together: registers have room for the sums that wait for each other
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    chunk: ChunkArguments[T]
+    k: Rows[T]
+    k_stride: Integer[T]
+    v: Rows[T]
+    v_stride: Integer[T]
 
 
 class ChunkAttentionKernel:
@@ -51,18 +71,28 @@ class ChunkAttentionKernel:
         n_at_once = 8 if machine.n_vectors > 16 else 4  # whose sums registers have room for
         sizes = _VECTORS, PART_KEYS, n_at_once, of_head.width
         self._shape = BlockShape(lanes, head_dim, scores, *sizes)
-        types = [*Call.types(lanes), *[self._rows.pointer, I64] * 2]
         body = partial(_attention, self._shape, self._rows)
-        self._program = Program("chunk_attention", types, body)
+        self._program = Program(
+            "chunk_attention",
+            _Arguments[float],
+            body,
+            numbers=lanes.pointer,
+            rows=self._rows.pointer,
+        )
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor, run: Run = at_once
     ) -> None:
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert k.dtype == v.dtype == self._rows.stored
-        call = Call.arguments(self._shape, q, len(k), chunk, out)
-        cache = (k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0))
-        run(self._program, torch.get_num_threads(), *call, *cache)
+        arguments = _Arguments(
+            chunk=chunk_arguments(self._shape, q, len(k), chunk, out),
+            k=k.data_ptr(),
+            k_stride=k.stride(0),
+            v=v.data_ptr(),
+            v_stride=v.stride(0),
+        )
+        run(self._program, torch.get_num_threads(), arguments)
 
 
 @cache
@@ -74,13 +104,12 @@ def make_chunk_attention(
 
 
 def _attention(
-    shape: BlockShape, rows: KVRows, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+    shape: BlockShape, rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
 ) -> None:
     """The kernel."""
-    *told, k, k_stride, v, v_stride = arguments
-    call, block = Call(*told), Block.of(shape, b)
-    products = _VectorProducts(shape, rows, block, call.keys, (k, k_stride), (v, v_stride))
-    attend(shape, block, products, thread, call)
+    block = Block.of(shape, b)
+    products = _VectorProducts(shape, rows, block, args)
+    attend(shape, block, products, thread, args.chunk)
 
 
 class _VectorProducts:
@@ -91,12 +120,11 @@ class _VectorProducts:
         shape: BlockShape,
         rows: KVRows,
         block: Block,
-        keys: Keys,
-        k: tuple[Value, Value],
-        v: tuple[Value, Value],
+        args: _Arguments[Value],
     ) -> None:
-        self._shape, self._rows, self._block, self._keys = shape, rows, block, keys
-        self._k, self._v, b = k, v, k[0].b
+        self._shape, self._rows, self._block = shape, rows, block
+        self._keys, b = keys_of(args.chunk), args.k.b
+        self._k, self._v = (args.k, args.k_stride), (args.v, args.v_stride)
         self._places = room(b, I64, shape.tile)
         n_wide = 0 if rows.is_plain else shape.tile * shape.head_dim
         element = shape.lanes.vector.element

@@ -14,18 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial, reduce
 from operator import add
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, T, Words
 from parallel_llama.ops.cpu.builder import (
-    F32,
     I8,
     I32,
-    I64,
     Lanes,
     Thread,
     Value,
@@ -39,7 +38,14 @@ from parallel_llama.ops.cpu.builder import (
     where,
 )
 from parallel_llama.ops.cpu.byte_dots import ByteDots, add_byte_dots
-from parallel_llama.ops.cpu.panels import Group, Panel, PanelReader
+from parallel_llama.ops.cpu.panels import (
+    Group,
+    Panel,
+    PanelArguments,
+    PanelReader,
+    panel_arguments,
+    panel_at,
+)
 from parallel_llama.ops.cpu.program import (
     Machine,
     Program,
@@ -63,6 +69,53 @@ _WORD = I32.as_pointer()
 _ROUNDING = 1.5 * 2.0**23  # added to a float32 and taken away again, it rounds to whole numbers
 
 
+@dataclass(slots=True, kw_only=True)
+class _Rounded(Generic[T]):
+    """Inputs as integers, their scales, and minus the sums of the integers: see `_round`."""
+
+    integers: Bytes[T]
+    scales: Floats[T]
+    sums: Words[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _RoundArguments(Generic[T]):
+    x: Floats[T]
+    x_stride: Integer[T]
+    rounded: _Rounded[T]
+    n: Integer[T]
+    n_groups: Integer[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outputs(Generic[T]):
+    """What is multiplied with the inputs, and where the results go."""
+
+    panels: Bytes[T]
+    y: Floats[T]
+    n: Integer[T]
+    m: Integer[T]
+    y_stride: Integer[T]
+    shape: PanelArguments[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _FloatArguments(Generic[T]):
+    x: Floats[T]
+    x_stride: Integer[T]
+    outputs: _Outputs[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _IntegerArguments(Generic[T]):
+    inputs: _Rounded[T]
+    n_groups: Integer[T]
+    outputs: _Outputs[T]
+
+
+_Arguments: TypeAlias = _FloatArguments[T] | _IntegerArguments[T]
+
+
 class GroupLinearKernel:
     """Y = X A, the inputs rounded in groups where A is in integers, and A in panels.
 
@@ -72,17 +125,15 @@ class GroupLinearKernel:
 
     def __init__(self, form: GroupFormat, machine: Machine) -> None:
         lanes = machine.lanes(torch.float32)
-        bytes_, numbers, integers = (type_.as_pointer() for type_ in (I8, F32, I32))
-        self.n_rows = lanes.width
-        self._round: Program | None = None
-        inputs: list[ir.Type] = [numbers, I64]
-        products: _Products[Any] = _FloatProducts(PanelReader(lanes, form))
-        if not form.is_float:
-            self._round = _make_round(machine, form.n_parts)
-            inputs = [bytes_, numbers, integers, I64]
-            products = _IntegerProducts(PanelReader(lanes, form), machine.byte_dots)
-        types = [*inputs, bytes_, numbers, *[I64] * 9]
-        self._program = Program("group_linear", types, partial(_group_linear, products))
+        self.n_rows, reader = lanes.width, PanelReader(lanes, form)
+        self._of_floats: Program[_FloatArguments[float]] | None = None
+        if form.is_float:
+            body = partial(_group_linear, _FloatProducts(reader))
+            self._of_floats = Program("group_linear", _FloatArguments[float], body)
+            return
+        self._round = _make_round(machine, form.n_parts)
+        body = partial(_group_linear, _IntegerProducts(reader, machine.byte_dots))
+        self._of_integers = Program("group_linear", _IntegerArguments[float], body)
 
     def __call__(
         self,
@@ -92,22 +143,34 @@ class GroupLinearKernel:
         out: Tensor,
         run: Run = at_once,
     ) -> None:
-        n, n_groups = len(x), shape.n_groups
+        n, n_groups, n_threads = len(x), shape.n_groups, torch.get_num_threads()
         assert x.shape[1] == shape.n_inputs and x.stride(1) == 1 and x.dtype == torch.float32
         assert panels.is_contiguous() and panels.shape[1] == shape.n_bytes
         assert len(out) == n and out.stride(1) == 1 and out.dtype == torch.float32
-        inputs: tuple[int, ...] = x.data_ptr(), x.stride(0)
-        if self._round is not None:
-            integers = torch.empty(n, shape.n_inputs, dtype=torch.int8)
-            scales = x.new_empty(n, n_groups)
-            sums = torch.empty(n, n_groups * shape.form.n_parts, dtype=torch.int32)
-            rounded = integers.data_ptr(), scales.data_ptr(), sums.data_ptr()
-            run(self._round, threads_for(x.numel()), *inputs, *rounded, n, n_groups)
-            inputs = *rounded, n_groups
-        sizes = n, out.shape[1], out.stride(0), n_groups, shape.n_before
-        places = shape.scale_bytes, shape.factors_at, shape.integers_at, shape.n_bytes
-        addresses = *inputs, panels.data_ptr(), out.data_ptr()
-        run(self._program, torch.get_num_threads(), *addresses, *sizes, *places)
+        outputs = _Outputs(
+            panels=panels.data_ptr(),
+            y=out.data_ptr(),
+            n=n,
+            m=out.shape[1],
+            y_stride=out.stride(0),
+            shape=panel_arguments(shape),
+        )
+        if self._of_floats is not None:
+            floats = _FloatArguments(x=x.data_ptr(), x_stride=x.stride(0), outputs=outputs)
+            run(self._of_floats, n_threads, floats)
+            return
+        integers = torch.empty(n, shape.n_inputs, dtype=torch.int8)
+        scales = x.new_empty(n, n_groups)
+        sums = torch.empty(n, n_groups * shape.form.n_parts, dtype=torch.int32)
+        rounded = _Rounded(
+            integers=integers.data_ptr(), scales=scales.data_ptr(), sums=sums.data_ptr()
+        )
+        rounding = _RoundArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), rounded=rounded, n=n, n_groups=n_groups
+        )
+        run(self._round, threads_for(x.numel()), rounding)
+        product = _IntegerArguments(inputs=rounded, n_groups=n_groups, outputs=outputs)
+        run(self._of_integers, n_threads, product)
 
 
 @cache
@@ -117,15 +180,14 @@ def make_group_linear(form: GroupFormat) -> GroupLinearKernel:
 
 
 @cache
-def _make_round(machine: Machine, n_parts: int) -> Program:
+def _make_round(machine: Machine, n_parts: int) -> Program[_RoundArguments[float]]:
     """What rounds inputs, for all formats with so many parts of a group."""
-    bytes_, numbers, integers = (type_.as_pointer() for type_ in (I8, F32, I32))
-    types = [numbers, I64, bytes_, numbers, integers, I64, I64]
-    return Program("round", types, partial(_round, machine.lanes(torch.float32), n_parts))
+    body = partial(_round, machine.lanes(torch.float32), n_parts)
+    return Program("round", _RoundArguments[float], body)
 
 
 def _round(
-    lanes: Lanes, n_parts: int, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+    lanes: Lanes, n_parts: int, b: ir.IRBuilder, thread: Thread, args: _RoundArguments[Value]
 ) -> None:
     """Inputs in bytes, their scales, and minus the sum of each part of a group.
 
@@ -133,16 +195,16 @@ def _round(
         scales[row, group] = max(abs(x[row, group])) / 127
         integers[row, group] = round(x[row, group] / scales[row, group])
     """
-    x, x_stride, integers, scales, sums, n, n_groups = arguments
-    with loop(b, *thread.part_of(n * n_groups)) as number:
-        own = x + number // n_groups * x_stride + number % n_groups * GROUP_SIZE
+    to, n_groups = args.rounded, args.n_groups
+    with loop(b, *thread.part_of(args.n * n_groups)) as number:
+        own = args.x + number // n_groups * args.x_stride + number % n_groups * GROUP_SIZE
         vectors = [lanes.load(own + i) for i in range(0, GROUP_SIZE, lanes.width)]
         largest = lanes.constant(b, 0)
         for vector in vectors:
             largest = larger(abs(vector), largest)
         spoilt = reduce(add, (vector * 0 for vector in vectors))
         top = lanes.reduce(larger, largest)
-        scales[number] = top / 127 + lanes.reduce(add, spoilt)
+        to.scales[number] = top / 127 + lanes.reduce(add, spoilt)
         inverse = lanes.splat(where(top < LEAST_INPUT, top.like(0), 127 / top))
         zeros = Value(b, ir.VectorType(I32, lanes.width)([0] * lanes.width))
         totals = [zeros] * n_parts
@@ -151,10 +213,10 @@ def _round(
             rounded = (rounded << 24).signed_shift(24)
             totals[place * n_parts // len(vectors)] -= rounded
             narrow = rounded.resized(ir.VectorType(I8, lanes.width))
-            target = integers + number * GROUP_SIZE + place * lanes.width
+            target = to.integers + number * GROUP_SIZE + place * lanes.width
             b.store(narrow.raw, target.bits_as(narrow.raw.type.as_pointer()).raw, align=1)
         for part, total in enumerate(totals):
-            sums[number * n_parts + part] = lanes.reduce(add, total)
+            to.sums[number * n_parts + part] = lanes.reduce(add, total)
 
 
 _RowT = TypeVar("_RowT")  # where a row of inputs has what belongs to it
@@ -167,8 +229,8 @@ class _Products(ABC, Generic[_RowT]):
     panels: PanelReader
 
     @abstractmethod
-    def row_at(self, inputs: Sequence[Value], number: Value) -> _RowT:
-        """One row of the inputs, which a kernel has as its first arguments."""
+    def row_at(self, args: Any, number: Value) -> _RowT:
+        """One row of the inputs."""
 
     @abstractmethod
     def add_group(
@@ -196,10 +258,9 @@ class _IntegerProducts(_Products[_Row]):
 
     byte_dots: ByteDots
 
-    def row_at(self, inputs: Sequence[Value], number: Value) -> _Row:
-        integers, scales, sums, n_groups = inputs
-        first, n_parts = number * n_groups, self.panels.form.n_parts
-        return _Row(integers + first * GROUP_SIZE, scales + first, sums + first * n_parts)
+    def row_at(self, args: _IntegerArguments[Value], number: Value) -> _Row:
+        x, first, n_parts = args.inputs, number * args.n_groups, self.panels.form.n_parts
+        return _Row(x.integers + first * GROUP_SIZE, x.scales + first, x.sums + first * n_parts)
 
     def add_group(
         self,
@@ -245,9 +306,8 @@ class _IntegerProducts(_Products[_Row]):
 class _FloatProducts(_Products[Value]):
     """Of inputs as they are, with floats of 8 bits; those of a group are added up in order."""
 
-    def row_at(self, inputs: Sequence[Value], number: Value) -> Value:
-        x, stride = inputs
-        return x + number * stride
+    def row_at(self, args: _FloatArguments[Value], number: Value) -> Value:
+        return args.x + number * args.x_stride
 
     def add_group(
         self,
@@ -271,7 +331,7 @@ class _FloatProducts(_Products[Value]):
 
 
 def _group_linear(
-    products: _Products[Any], b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+    products: _Products[Any], b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
 ) -> None:
     """The kernel.
 
@@ -280,25 +340,22 @@ def _group_linear(
             for rows of the block, _ROWS at a time, then what is left:
                 y[rows, panels] = sum over groups of x[rows, group] . panels[group]
     """
-    *inputs, panels, y, n, m, y_stride, n_groups, n_before = arguments[:-4]
-    *places, panel_bytes = arguments[-4:]
+    to, shape = args.outputs, args.outputs.shape
     reader, lanes = products.panels, products.panels.lanes
-
-    def panel_at(number: Value) -> Panel:
-        start = panels + number * panel_bytes
-        return Panel(start, *(start + place for place in places))
 
     def multiply(block: Value, first: Value, n_panels: int) -> None:
         """The rows of a block by consecutive panels."""
-        own = [panel_at(first + number) for number in range(n_panels)]
-        ahead = [panel_at(first + (n_panels + number)) for number in range(n_panels)]
+        own, ahead = (
+            [panel_at(to.panels, first + (start + number), shape) for number in range(n_panels)]
+            for start in (0, n_panels)
+        )
 
         def multiply_rows(first_row: Value, n_rows: int) -> None:
-            rows = [products.row_at(inputs, first_row + row) for row in range(n_rows)]
+            rows = [products.row_at(args, first_row + row) for row in range(n_rows)]
             totals = [[Variable(lanes.constant(b, 0)) for _ in own] for _ in rows]
             is_first = first_row < block + 1
-            with loop(b, 0, n_groups) as index:
-                group = reader.group_at(index, n_before)
+            with loop(b, 0, shape.n_groups) as index:
+                group = reader.group_at(index, shape.n_before)
                 with when(is_first):
                     for each in ahead:
                         reader.prefetch(each, group)
@@ -306,15 +363,15 @@ def _group_linear(
             for row, of_row in enumerate(totals):
                 for panel, total in enumerate(of_row):
                     column = (first + panel) * lanes.width
-                    place = y + (first_row + row) * y_stride + column
-                    lanes.store(place, total.value, lanes.first(m - column))
+                    place = to.y + (first_row + row) * to.y_stride + column
+                    lanes.store(place, total.value, lanes.first(to.m - column))
 
-        in_groups(block, smaller(block + _BLOCK, n), _ROWS, multiply_rows)
+        in_groups(block, smaller(block + _BLOCK, to.n), _ROWS, multiply_rows)
 
-    n_panels = (m + (lanes.width - 1)) // lanes.width
+    n_panels = (to.m + (lanes.width - 1)) // lanes.width
     start, stop = thread.part_of(n_panels)
     pairs = start + (stop - start) // _PANELS * _PANELS
-    with loop(b, 0, n, _BLOCK) as block:
+    with loop(b, 0, to.n, _BLOCK) as block:
         with loop(b, start, pairs, _PANELS) as panel:
             multiply(block, panel, _PANELS)
         with loop(b, pairs, stop) as panel:

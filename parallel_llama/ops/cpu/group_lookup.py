@@ -1,15 +1,25 @@
 """Rows of an embedding of small integers in one call, which a decode step can record."""
 
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
-from parallel_llama.ops.cpu.builder import F32, I8, I32, I64, Lanes, Thread, Value, loop, when
+from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, Integers, T
+from parallel_llama.ops.cpu.builder import I8, I32, Lanes, Thread, Value, loop, when
 from parallel_llama.ops.cpu.narrow_floats import from_e4m3
-from parallel_llama.ops.cpu.panels import Group, Panel, PanelReader
+from parallel_llama.ops.cpu.panels import (
+    Group,
+    Panel,
+    PanelArguments,
+    PanelReader,
+    panel_arguments,
+    panel_at,
+)
 from parallel_llama.ops.cpu.program import (
     Machine,
     Program,
@@ -23,6 +33,17 @@ from parallel_llama.ops.groups import PanelShape
 _FOUR = Lanes(torch.float32, torch.float32, 4)  # inputs whose integers are in one word
 
 
+@dataclass(slots=True, kw_only=True)
+class _GroupLookupArguments(Generic[T]):
+    tokens: Integers[T]
+    panels: Bytes[T]
+    y: Floats[T]
+    n: Integer[T]
+    m: Integer[T]
+    first: Integer[T]
+    shape: PanelArguments[T]
+
+
 class GroupLookupKernel:
     """y[t] = A[tokens[t] - first], and zeros where the matrix has no such row; A in panels.
 
@@ -32,8 +53,8 @@ class GroupLookupKernel:
 
     def __init__(self, form: GroupFormat, machine: Machine) -> None:
         reader = PanelReader(machine.lanes(torch.float32), form)
-        types = [I64.as_pointer(), I8.as_pointer(), F32.as_pointer(), *[I64] * 9]
-        self._program = Program("group_lookup", types, partial(_group_lookup, reader))
+        body = partial(_group_lookup, reader)
+        self._program = Program("group_lookup", _GroupLookupArguments[float], body)
 
     def __call__(
         self,
@@ -48,10 +69,11 @@ class GroupLookupKernel:
         assert tokens.is_contiguous() and tokens.dtype == torch.int64
         assert panels.is_contiguous() and panels.shape[1] == shape.n_bytes
         y = torch.empty((n, shape.n_inputs), dtype=torch.float32)
-        addresses = tokens.data_ptr(), panels.data_ptr(), y.data_ptr()
-        sizes = n, n_outputs, first, shape.n_groups, shape.n_before
-        places = shape.scale_bytes, shape.factors_at, shape.integers_at, shape.n_bytes
-        run(self._program, threads_for(y.numel()), *addresses, *sizes, *places)
+        arguments = _GroupLookupArguments(
+            tokens=tokens.data_ptr(), panels=panels.data_ptr(), y=y.data_ptr(), n=n, m=n_outputs,
+            first=first, shape=panel_arguments(shape),
+        )  # fmt: skip
+        run(self._program, threads_for(y.numel()), arguments)
         return y
 
 
@@ -62,27 +84,25 @@ def make_group_lookup(form: GroupFormat) -> GroupLookupKernel:
 
 
 def _group_lookup(
-    reader: PanelReader, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+    reader: PanelReader, b: ir.IRBuilder, thread: Thread, args: _GroupLookupArguments[Value]
 ) -> None:
     """The kernel.
 
     for t in this thread's tokens:
         y[t] = integers * scale + minimum, part by part, of A[tokens[t] - first] if it is there
     """
-    tokens, panels, y, n, m, first, n_groups, n_before, *places, panel_bytes = arguments
-    width = reader.lanes.width
+    width, n_groups = reader.lanes.width, args.shape.n_groups
     whole = Lanes(torch.float32, torch.float32, GROUP_SIZE)
-    with loop(b, *thread.part_of(n)) as t:
-        row, own_y = tokens[t] - first, y + t * n_groups * GROUP_SIZE
-        is_there = (row > -1) & (row < m)
-        start = panels + row // width * panel_bytes
-        panel = Panel(start, *(start + place for place in places))
+    with loop(b, *thread.part_of(args.n)) as t:
+        row, y = args.tokens[t] - args.first, args.y + t * n_groups * GROUP_SIZE
+        is_there = (row > -1) & (row < args.m)
+        panel = panel_at(args.panels, row // width, args.shape)
         lane = (row % width).resized(I32)
         with loop(b, 0, n_groups) as index:
-            target = own_y + index * GROUP_SIZE
+            target = y + index * GROUP_SIZE
             whole.store(target, whole.constant(b, 0))
             with when(is_there):
-                group = reader.group_at(index, n_before)
+                group = reader.group_at(index, args.shape.n_before)
                 for part in range(reader.form.n_parts):
                     _store_part(reader, panel, group, part, lane, target)
 

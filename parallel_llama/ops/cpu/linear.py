@@ -14,17 +14,18 @@ Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from operator import add
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T, Weights
 from parallel_llama.ops.cpu.builder import (
-    I64,
     Lanes,
     Thread,
     Value,
@@ -52,6 +53,32 @@ SUMMED_INPUTS = 1024
 Row = Callable[[Value], tuple[Value, Value]]  # where a row of x is, and that of the result
 
 
+@dataclass(slots=True, kw_only=True)
+class _LinearArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    weight: Weights[T]
+    y: Numbers[T]
+    n: Integer[T]
+    k: Integer[T]
+    m: Integer[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _RoutedLinearArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    sources: Integers[T]
+    targets: Integers[T]
+    starts: Integers[T]
+    n_weights: Integer[T]
+    n_rows: Integer[T]
+    weights: Weights[T]  # their addresses
+    y: Numbers[T]
+    k: Integer[T]
+    m: Integer[T]
+
+
 class LinearKernel:
     """Y = X A for few rows of X, with A given as torch keeps it, transposed.
 
@@ -63,8 +90,14 @@ class LinearKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes, self._stored = machine.lanes(dtype), stored
         of_weight = replace(lanes, stored=stored)
-        types = [lanes.pointer, I64, of_weight.pointer, lanes.pointer, I64, I64, I64]
-        self._program = Program("linear", types, partial(_linear, lanes, of_weight, _tile(machine)))
+        body = partial(_linear, lanes, of_weight, _tile(machine))
+        self._program = Program(
+            "linear",
+            _LinearArguments[float],
+            body,
+            numbers=lanes.pointer,
+            weights=of_weight.pointer,
+        )
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
         (n, k), m = x.shape, len(weight)
@@ -72,8 +105,11 @@ class LinearKernel:
         assert weight.is_contiguous() and weight.shape[1] == k
         y = x.new_empty(n, m)
         if n:
-            addresses = (x.data_ptr(), x.stride(0), weight.data_ptr(), y.data_ptr())
-            run(self._program, torch.get_num_threads(), *addresses, n, k, m)
+            arguments = _LinearArguments(
+                x=x.data_ptr(), x_stride=x.stride(0), weight=weight.data_ptr(), y=y.data_ptr(), n=n,
+                k=k, m=m,
+            )  # fmt: skip
+            run(self._program, torch.get_num_threads(), arguments)
         return y
 
 
@@ -85,13 +121,16 @@ class RoutedLinearKernel:
     """
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
-        lanes, integers = machine.lanes(dtype), I64.as_pointer()
+        lanes = machine.lanes(dtype)
         of_weight = replace(lanes, stored=stored)
-        routes = [integers, integers, integers, I64, I64]
-        weights = of_weight.pointer.as_pointer()
-        types = [lanes.pointer, I64, *routes, weights, lanes.pointer, I64, I64]
         body = partial(_routed_linear, lanes, of_weight, _tile(machine))
-        self._program = Program("routed_linear", types, body)
+        self._program = Program(
+            "routed_linear",
+            _RoutedLinearArguments[float],
+            body,
+            numbers=lanes.pointer,
+            weights=of_weight.pointer.as_pointer(),
+        )
 
     def __call__(
         self, x: Tensor, weights: "array[int]", m: int, routes: Routes, run: Run = at_once
@@ -99,12 +138,13 @@ class RoutedLinearKernel:
         assert x.stride(1) == 1 and len(weights) == len(routes.starts) - 1
         n_rows, k = len(routes.targets), x.shape[1]
         y = x.new_empty(n_rows, m)
-        run(
-            self._program, torch.get_num_threads(),
-            x.data_ptr(), x.stride(0),
-            routes.sources.data_ptr(), routes.targets.data_ptr(), routes.starts.data_ptr(),
-            len(weights), n_rows, weights.buffer_info()[0], y.data_ptr(), k, m,
+        arguments = _RoutedLinearArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), sources=routes.sources.data_ptr(),
+            targets=routes.targets.data_ptr(), starts=routes.starts.data_ptr(),
+            n_weights=len(weights), n_rows=n_rows, weights=weights.buffer_info()[0], y=y.data_ptr(),
+            k=k, m=m,
         )  # fmt: skip
+        run(self._program, torch.get_num_threads(), arguments)
         return y
 
 
@@ -131,15 +171,14 @@ def _linear(
     n_tile: int,
     _: ir.IRBuilder,
     thread: Thread,
-    arguments: list[Value],
+    args: _LinearArguments[Value],
 ) -> None:
     """The kernel."""
-    x, x_stride, weight, y, n, k, m = arguments
 
     def row(i: Value) -> tuple[Value, Value]:
-        return x + i * x_stride, y + i * m
+        return args.x + i * args.x_stride, args.y + i * args.m
 
-    _multiply(lanes, of_weight, n_tile, thread, row, weight, n, k, m)
+    _multiply(lanes, of_weight, n_tile, thread, row, args.weight, args.n, args.k, args.m)
 
 
 def _routed_linear(
@@ -148,23 +187,23 @@ def _routed_linear(
     n_tile: int,
     b: ir.IRBuilder,
     thread: Thread,
-    arguments: list[Value],
+    args: _RoutedLinearArguments[Value],
 ) -> None:
     """The kernel: one product after the other; no thread waits for another between them."""
-    x, x_stride, sources, targets, starts, n_weights, n_rows, weights, y, k, m = arguments
-    with loop(b, 0, n_weights) as number:
-        start = starts[number]
-        n = starts[number + 1] - start
+    sources, targets, k, m = args.sources, args.targets, args.k, args.m
+    with loop(b, 0, args.n_weights) as number:
+        start = args.starts[number]
+        n = args.starts[number + 1] - start
 
         def row(i: Value) -> tuple[Value, Value]:
-            return x + sources[start + i] * x_stride, y + targets[start + i] * m
+            return args.x + sources[start + i] * args.x_stride, args.y + targets[start + i] * m
 
         with when(n > 0):
-            _multiply(lanes, of_weight, n_tile, thread, row, weights[number], n, k, m)
-    n_given = starts[n_weights]
-    first, last = thread.part_of(n_rows - n_given)
+            _multiply(lanes, of_weight, n_tile, thread, row, args.weights[number], n, k, m)
+    n_given = args.starts[args.n_weights]
+    first, last = thread.part_of(args.n_rows - n_given)
     with loop(b, n_given + first, n_given + last) as i:
-        zeros = y + targets[i] * m
+        zeros = args.y + targets[i] * m
         with loop(b, 0, m, lanes.width) as column:
             lanes.store(zeros + column, lanes.constant(b, 0), lanes.first(m - column))
 

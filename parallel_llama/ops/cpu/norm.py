@@ -1,13 +1,16 @@
 """RMSNorm in one pass; torch needs several, and for few rows each takes longer than the work."""
 
+from dataclasses import dataclass
 from functools import cache, partial
 from operator import add
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.builder import F64, I64, Lanes, Thread, Value, Variable, fma, loop
+from parallel_llama.ops.cpu.arguments import Float64, Integer, Numbers, T
+from parallel_llama.ops.cpu.builder import F64, Lanes, Thread, Value, Variable, fma, loop
 from parallel_llama.ops.cpu.program import (
     Machine,
     Program,
@@ -16,6 +19,20 @@ from parallel_llama.ops.cpu.program import (
     this_machine,
     threads_for,
 )
+
+
+@dataclass(slots=True, kw_only=True)
+class _NormArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    y: Numbers[T]
+    y_stride: Integer[T]
+    weight: Numbers[T]
+    n: Integer[T]
+    m: Integer[T]
+    dim: Integer[T]
+    eps: Float64[T]
+    offset: Float64[T]
 
 
 class NormKernel:
@@ -28,8 +45,8 @@ class NormKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        types = [*[lanes.pointer, I64] * 2, lanes.pointer, I64, I64, I64, F64, F64]
-        self._program = Program("norm", types, partial(_norm, lanes))
+        body = partial(_norm, lanes)
+        self._program = Program("norm", _NormArguments[float], body, numbers=lanes.pointer)
 
     def __call__(
         self,
@@ -47,8 +64,11 @@ class NormKernel:
             assert each.stride(-1) == 1 and (each.dim() == 2 or each.stride(1) == dim)
         assert x.shape == y.shape and x.dtype == y.dtype == weight.dtype
         assert weight.is_contiguous() and weight.shape == (dim,)
-        addresses = (x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), weight.data_ptr())
-        run(self._program, threads_for(n * m * dim), *addresses, n * m, m, dim, eps, offset)
+        arguments = _NormArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), y=y.data_ptr(), y_stride=y.stride(0),
+            weight=weight.data_ptr(), n=n * m, m=m, dim=dim, eps=eps, offset=offset,
+        )  # fmt: skip
+        run(self._program, threads_for(n * m * dim), arguments)
         return y
 
 
@@ -58,26 +78,25 @@ def make_norm(dtype: torch.dtype) -> NormKernel:
     return NormKernel(dtype, this_machine())
 
 
-def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _NormArguments[Value]) -> None:
     """The kernel.
 
     for row in this thread's rows, m of them behind one another:
         y[row] = x[row] * (1 / sqrt(mean(x[row] ** 2) + eps)) * (weight + offset)
     """
-    x, x_stride, y, y_stride, weight, n, m, dim, eps, offset = arguments
-    shift = lanes.splat(offset.to(lanes.vector.element))
-    with loop(b, *thread.part_of(n)) as row:
-        group, within = row // m, row % m * dim
-        own_x, own_y = x + group * x_stride + within, y + group * y_stride + within
+    dim, shift = args.dim, lanes.splat(args.offset.to(lanes.vector.element))
+    with loop(b, *thread.part_of(args.n)) as row:
+        outer, within = row // args.m, row % args.m * dim
+        x, y = args.x + outer * args.x_stride + within, args.y + outer * args.y_stride + within
         squares = Variable(lanes.constant(b, 0))
         with loop(b, 0, dim, lanes.width) as i:
-            value = lanes.load(own_x + i, lanes.first(dim - i))
+            value = lanes.load(x + i, lanes.first(dim - i))
             squares.value = fma(value, value, squares.value)
-        mean = lanes.reduce(add, squares.value).to(F64) / dim.to(F64) + eps
+        mean = lanes.reduce(add, squares.value).to(F64) / dim.to(F64) + args.eps
         # Nothing is added, but for an infinite mean: divided by that, the row would become zeros.
         inverse = 1 / mean.sqrt() + mean * 0
         scale = lanes.splat(inverse.to(lanes.vector.element))
         with loop(b, 0, dim, lanes.width) as i:
             mask = lanes.first(dim - i)
-            value, factor = lanes.load(own_x + i, mask), lanes.load(weight + i, mask)
-            lanes.store(own_y + i, value * scale * (factor + shift), mask)
+            value, factor = lanes.load(x + i, mask), lanes.load(args.weight + i, mask)
+            lanes.store(y + i, value * scale * (factor + shift), mask)

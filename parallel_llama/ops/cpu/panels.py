@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import Generic
 
 from llvmlite import ir
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.ops.cpu.arguments import Integer, T
 from parallel_llama.ops.cpu.builder import F16, I8, I32, LINE_BYTES, Lanes, Value, shuffle
 from parallel_llama.ops.cpu.narrow_floats import from_e4m3
-from parallel_llama.ops.groups import Plane, planes_of
+from parallel_llama.ops.groups import PanelShape, Plane, planes_of
 
 _ALL_FOUR = 0x01010101  # times a byte, that byte in all places of a word
 
@@ -26,6 +28,36 @@ class Panel:
     mins: Value
     factors: Value
     integers: Value
+
+
+@dataclass(slots=True, kw_only=True)
+class PanelArguments(Generic[T]):
+    """What a kernel must know of a matrix beside the address of its panels."""
+
+    n_groups: Integer[T]
+    n_before: Integer[T]
+    mins_at: Integer[T]
+    factors_at: Integer[T]
+    integers_at: Integer[T]
+    panel_bytes: Integer[T]
+
+
+def panel_arguments(shape: PanelShape) -> PanelArguments[int]:
+    return PanelArguments(
+        n_groups=shape.n_groups,
+        n_before=shape.n_before,
+        mins_at=shape.scale_bytes,
+        factors_at=shape.factors_at,
+        integers_at=shape.integers_at,
+        panel_bytes=shape.n_bytes,
+    )
+
+
+def panel_at(panels: Value, number: Value, args: PanelArguments[Value]) -> Panel:
+    """One panel of a matrix."""
+    start = panels + number * args.panel_bytes
+    parts = (args.mins_at, args.factors_at, args.integers_at)
+    return Panel(start, *(start + place for place in parts))
 
 
 @dataclass(frozen=True)

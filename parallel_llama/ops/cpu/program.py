@@ -9,23 +9,24 @@ Source: libgomp's ABI, section "Implementing PARALLEL construct" of its manual.
 import ctypes
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType
-from typing import Protocol
+from typing import Any, Generic, Protocol
 
 import llvmlite
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 
-from parallel_llama.ops.cpu.builder import F64, I32, I64, VOID, Lanes, Thread, Value
+from parallel_llama.ops.cpu.arguments import ArgumentsT, Signature
+from parallel_llama.ops.cpu.builder import I32, I64, VOID, Lanes, Thread, Value
 from parallel_llama.ops.cpu.byte_dots import ByteDots
 from parallel_llama.ops.cpu.code_cache import machine_code
 
-Body = Callable[[ir.IRBuilder, Thread, list[Value]], None]  # what builds a kernel
+Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its arguments last
 
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
 _FROM_SYSTEM = ("sched_yield",)
@@ -97,39 +98,47 @@ def threads_for(n_numbers: int) -> int:
     return torch.get_num_threads() if n_numbers > 1 << 16 else 1
 
 
-class Program:
+class Program(Generic[ArgumentsT]):
     """A kernel, compiled; calling it runs it on some of torch's threads and waits for them.
 
-    Arguments are integers, addresses and float64 numbers, as their types say. `part` is the address
-    of what one thread does: a function of the address of `packed` arguments, the thread's number,
-    and how many threads there are.
+    Args:
+        name: for debuggers.
+        arguments: the dataclass that declares the arguments.
+        body: builds the kernel.
+        types: see `Signature`.
+
+    `part` is the address of what one thread does: a function of the address of `packed` arguments,
+    the thread's number, and how many threads there are.
     """
 
-    def __init__(self, name: str, types: Sequence[ir.Type], body: Body) -> None:
+    def __init__(
+        self, name: str, arguments: type[ArgumentsT], body: Body, **types: ir.Type
+    ) -> None:
         library = openmp()
         assert library is not None, "kernels need torch's own OpenMP"
-        self._code = _linked(name, _compiled(name, types, body), library)
+        signature = Signature(arguments, types)
+        self._code = _linked(name, _compiled(name, signature, body), library)
         self._entry = ctypes.c_void_p(self._code["entry"])
         self.part: int = self._code["part"]
-        in_c = {I64: ctypes.c_int64, F64: ctypes.c_double}
-        fields = [(f"_{i}", in_c.get(type_, ctypes.c_void_p)) for i, type_ in enumerate(types)]
-        self.packed = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        self.packed = signature.pack
         self._start = library.GOMP_parallel
 
-    def __call__(self, n_threads: int, *arguments: float) -> None:
-        self._start(self._entry, ctypes.byref(self.packed(*arguments)), n_threads, 0)
+    def __call__(self, n_threads: int, arguments: ArgumentsT) -> None:
+        self._start(self._entry, self.packed(arguments), n_threads, 0)
 
 
 class Run(Protocol):
     """What becomes of a program that is to run: it does at once, or it is kept for later."""
 
-    def __call__(self, program: Program, n_threads: int, /, *arguments: float) -> None: ...
+    def __call__(
+        self, program: Program[ArgumentsT], n_threads: int, arguments: ArgumentsT, /
+    ) -> None: ...
 
 
 at_once: Run = Program.__call__
 
 
-def _compiled(name: str, types: Sequence[ir.Type], body: Body) -> bytes:
+def _compiled(name: str, signature: Signature[Any], body: Body) -> bytes:
     """The machine code, from the cache where there is some.
 
     A kernel is known by what builds it, without being built: that takes longer than all else here.
@@ -139,7 +148,7 @@ def _compiled(name: str, types: Sequence[ir.Type], body: Body) -> bytes:
     cpu = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
     def make() -> bytes:
-        return _optimised(_module(name, types, body), machine)
+        return _optimised(_module(name, signature, body), machine)
 
     try:
         own = _recipe(body)
@@ -147,7 +156,7 @@ def _compiled(name: str, types: Sequence[ir.Type], body: Body) -> bytes:
         return make()
     if _SOURCES is None:
         return make()
-    recipe = (made_by, cpu, _SOURCES, name, *map(str, types), own)
+    recipe = (made_by, cpu, _SOURCES, name, *map(str, signature.types), own)
     return machine_code("\n".join(recipe), make)
 
 
@@ -191,22 +200,22 @@ except OSError:
     _SOURCES = None
 
 
-def _module(name: str, types: Sequence[ir.Type], body: Body) -> ir.Module:
+def _module(name: str, signature: Signature[Any], body: Body) -> ir.Module:
     """A kernel in LLVM's intermediate representation."""
     module = ir.Module(name)
-    _entry(module, _part(module, types, body))
+    _entry(module, _part(module, signature, body))
     return module
 
 
-def _part(module: ir.Module, types: Sequence[ir.Type], body: Body) -> ir.Function:
+def _part(module: ir.Module, signature: Signature[Any], body: Body) -> ir.Function:
     """What one thread does with the packed arguments."""
-    packed = ir.LiteralStructType(types).as_pointer()
+    packed = ir.LiteralStructType(signature.types).as_pointer()
     function = ir.Function(module, ir.FunctionType(VOID, [packed, I64, I64]), "part")
     function.attributes.add("noinline")  # a second copy of it would take as long to compile
     b = ir.IRBuilder(function.append_basic_block())
     address, number, count = function.args
-    fields = (b.gep(address, [I32(0), I32(i)]) for i in range(len(types)))
-    arguments = [Value(b, b.load(field)) for field in fields]
+    fields = (b.gep(address, [I32(0), I32(i)]) for i in range(len(signature.types)))
+    arguments = signature.loaded(Value(b, b.load(field)) for field in fields)
     body(b, Thread(Value(b, number), Value(b, count)), arguments)
     b.ret_void()
     return function

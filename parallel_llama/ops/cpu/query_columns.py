@@ -20,14 +20,14 @@ Source: FlashAttention-2, arXiv 2307.08691; online softmax, arXiv 1805.02867.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.builder import (
-    I64,
     LINE_BYTES,
     Lanes,
     Operand,
@@ -124,51 +124,47 @@ class Keys:
         return self.slots[larger(smaller(position, self.stop - 1), self.first) - self.first]
 
 
-@dataclass(frozen=True)
-class Call:
+@dataclass(slots=True, kw_only=True)
+class ChunkArguments(Generic[T]):
     """What a kernel is told of a chunk of n queries, beside where their keys and values are."""
 
-    taken: Value
-    n_blocks: Value
-    n_kv_heads: Value
-    n_group: Value
-    n: Value
-    start: Value
-    slots: Value
-    n_keys: Value
-    window: Value
-    q: Value
-    q_stride: Value
-    out: Value
-    out_stride: Value
+    taken: Integers[T]
+    n_blocks: Integer[T]
+    n_kv_heads: Integer[T]
+    n_group: Integer[T]
+    n: Integer[T]
+    start: Integer[T]
+    slots: Integers[T]
+    n_keys: Integer[T]
+    window: Integer[T]
+    q: Numbers[T]
+    q_stride: Integer[T]
+    out: Numbers[T]
+    out_stride: Integer[T]
 
-    @staticmethod
-    def types(lanes: Lanes) -> list[ir.Type]:
-        integers, numbers = I64.as_pointer(), lanes.pointer
-        return [integers, *[I64] * 5, integers, *[I64] * 2, *[numbers, I64] * 2]
 
-    @staticmethod
-    def arguments(
-        shape: BlockShape, q: Tensor, n_kv_heads: int, chunk: QueryChunk, out: Tensor
-    ) -> tuple[int, ...]:
-        """Shapes: q, out [T, K * G, D], heads contiguous, rows anywhere."""
-        q, out = q[chunk.rows], out[chunk.rows]
-        n, n_heads, head_dim = q.shape
-        assert q.shape == out.shape and head_dim == shape.head_dim and n_heads % n_kv_heads == 0
-        assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
-        assert q.dtype == out.dtype == shape.lanes.computed
-        n_group = n_heads // n_kv_heads
-        return (
-            chunk.taken.data_ptr(), -(-n * n_group // shape.n_columns), n_kv_heads, n_group, n,
-            chunk.positions.start, chunk.slots.data_ptr(), len(chunk.slots),
-            NO_WINDOW if chunk.window is None else chunk.window,
-            q.data_ptr(), q.stride(0), out.data_ptr(), out.stride(0),
-        )  # fmt: skip
+def chunk_arguments(
+    shape: BlockShape, q: Tensor, n_kv_heads: int, chunk: QueryChunk, out: Tensor
+) -> ChunkArguments[int]:
+    """Shapes: q, out [T, K * G, D], heads contiguous, rows anywhere."""
+    q, out = q[chunk.rows], out[chunk.rows]
+    n, n_heads, head_dim = q.shape
+    assert q.shape == out.shape and head_dim == shape.head_dim and n_heads % n_kv_heads == 0
+    assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+    assert q.dtype == out.dtype == shape.lanes.computed
+    n_group = n_heads // n_kv_heads
+    return ChunkArguments(
+        taken=chunk.taken.data_ptr(), n_blocks=-(-n * n_group // shape.n_columns),
+        n_kv_heads=n_kv_heads, n_group=n_group, n=n, start=chunk.positions.start,
+        slots=chunk.slots.data_ptr(), n_keys=len(chunk.slots),
+        window=NO_WINDOW if chunk.window is None else chunk.window, q=q.data_ptr(),
+        q_stride=q.stride(0), out=out.data_ptr(), out_stride=out.stride(0),
+    )  # fmt: skip
 
-    @property
-    def keys(self) -> Keys:
-        stop = self.start + self.n
-        return Keys(self.slots, stop - self.n_keys, stop)
+
+def keys_of(chunk: ChunkArguments[Value]) -> Keys:
+    stop = chunk.start + chunk.n
+    return Keys(chunk.slots, stop - chunk.n_keys, stop)
 
 
 class Products(Protocol):
@@ -187,7 +183,13 @@ class Products(Protocol):
         """
 
 
-def attend(shape: BlockShape, block: Block, products: Products, thread: Thread, call: Call) -> None:
+def attend(
+    shape: BlockShape,
+    block: Block,
+    products: Products,
+    thread: Thread,
+    chunk: ChunkArguments[Value],
+) -> None:
     """Emit attention of a chunk's queries.
 
     for (head, columns) in the pairs of KV head and block that no other thread has taken:
@@ -198,15 +200,15 @@ def attend(shape: BlockShape, block: Block, products: Products, thread: Thread, 
             sums = sums * before + (v[head, keys].T @ weights) * factors
         out[columns] = sums / sum of weights, which is summed likewise
     """
-    b, window, nothing = thread.number.b, call.window, call.window.like(0)
-    with thread.untaken(call.taken, call.n_blocks * call.n_kv_heads) as item:
+    b, window, nothing = thread.number.b, chunk.window, chunk.window.like(0)
+    with thread.untaken(chunk.taken, chunk.n_blocks * chunk.n_kv_heads) as item:
         # The last ones come first, which see most: no thread is left with one while others wait.
-        number = call.n_blocks - 1 - item // call.n_kv_heads
-        columns = _Columns(number * shape.n_columns, call)
-        head = item % call.n_kv_heads
+        number = chunk.n_blocks - 1 - item // chunk.n_kv_heads
+        columns = _Columns(number * shape.n_columns, chunk)
+        head = item % chunk.n_kv_heads
         first, last = columns.position(0), columns.position(shape.n_columns - 1)
-        own = head * call.n_group * shape.head_dim
-        _load(shape, call.q + own, columns, block)
+        own = head * chunk.n_group * shape.head_dim
+        _load(shape, chunk.q + own, columns, block)
         products.prepare()
         softmax = _Softmax(shape, b)
         start = larger(first - window + 1, nothing) & -shape.tile
@@ -221,7 +223,7 @@ def attend(shape: BlockShape, block: Block, products: Products, thread: Thread, 
                 _hide(shape, tile, n_scored, window, block)
             before, factors = softmax.weigh(n_scored, block)
             products.add_values(n_seen, before, factors)
-        _store(shape, call.out + own, columns, softmax, block)
+        _store(shape, chunk.out + own, columns, softmax, block)
 
 
 @dataclass(frozen=True)
@@ -233,24 +235,24 @@ class _Columns:
     """
 
     first: Value
-    call: Call
+    chunk: ChunkArguments[Value]
 
     def _column(self, number: Operand) -> Value:
-        return smaller(self.first + number, self.call.n * self.call.n_group - 1)
+        return smaller(self.first + number, self.chunk.n * self.chunk.n_group - 1)
 
     def position(self, number: Operand) -> Value:
         """Of the column's query in its sequence."""
-        return self._column(number) // self.call.n_group + self.call.start
+        return self._column(number) // self.chunk.n_group + self.chunk.start
 
     def row(self, array: Value, stride: Value, number: Operand, head_dim: int) -> Value:
         """Where the numbers of a column lie, in the array of a KV head's queries or results."""
-        column, n_group = self._column(number), self.call.n_group
+        column, n_group = self._column(number), self.chunk.n_group
         return array + column // n_group * stride + column % n_group * head_dim
 
 
 def _load(shape: BlockShape, q: Value, columns: _Columns, block: Block) -> None:
     """A block's queries, times the scale, and their positions; their sums begin at 0."""
-    lanes, b, stride = shape.lanes, q.b, columns.call.q_stride
+    lanes, b, stride = shape.lanes, q.b, columns.chunk.q_stride
     scale = shape.scores.factor_of(shape.head_dim)
     with loop(b, 0, shape.n_columns, lanes.width) as first:
         rows = []
@@ -352,7 +354,7 @@ def _store(
     shape: BlockShape, out: Value, columns: _Columns, softmax: _Softmax, block: Block
 ) -> None:
     """out = sums / totals."""
-    lanes, b, stride = shape.lanes, out.b, columns.call.out_stride
+    lanes, b, stride = shape.lanes, out.b, columns.chunk.out_stride
     for number, total in enumerate(softmax.totals):
         lanes.store(block.scores + number * lanes.width, 1 / total.value)
     with loop(b, 0, shape.n_columns, lanes.width) as first:

@@ -20,8 +20,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from parallel_llama.ops.cpu.arguments import ArgumentsT
 from parallel_llama.ops.cpu.program import Program
-from parallel_llama.ops.cpu.walk import AT, STATE_CELLS, make_leave, make_walk
+from parallel_llama.ops.cpu.walk import (
+    AT,
+    STATE_CELLS,
+    Exit,
+    WalkArguments,
+    make_leave,
+    make_walk,
+)
 
 # What torch does without reading or writing a number, if its result lies where its argument does.
 _VIEWS = {"__getitem__", "view", "flatten", "contiguous", "chunk", "unbind"}
@@ -65,28 +73,26 @@ class Recording:
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces  # kept: the calls know addresses in them
-        self._calls: list[tuple[Program, int, ctypes.Structure]] = []
+        self._calls: list[tuple[Program[Any], int, bytes]] = []  # with threads and arguments
+        self._arguments = ctypes.create_string_buffer(0)
         self._rests: dict[int, Callable[[], None]] = {}
         self._state = (ctypes.c_int64 * STATE_CELLS)()
         self._table = (ctypes.c_int64 * 0)()
         self._n_threads = 1
 
-    def run(self, program: Program, n_threads: int, /, *arguments: float) -> None:
+    def run(self, program: Program[ArgumentsT], n_threads: int, arguments: ArgumentsT, /) -> None:
         """Record a call, as `Run` says."""
-        self._calls.append((program, n_threads, program.packed(*arguments)))
+        self._calls.append((program, n_threads, program.packed(arguments)))
 
-    def run_or_leave(self, program: Program, rest: Callable[[], None], *arguments: float) -> None:
-        """Record a call of one thread that may leave something to Python: its `rest`.
-
-        Behind these arguments it gets an address and a number, which it writes there if it does.
-        """
+    def exit(self, rest: Callable[[], None]) -> Exit[int]:
+        """An exit for the call that is recorded next, by one thread: if taken, `rest` follows."""
         number = len(self._calls)
         self._rests[number] = rest
-        self.run(program, 1, *arguments, ctypes.addressof(self._state) + 8 * AT, number)
+        return Exit(at=ctypes.addressof(self._state) + 8 * AT, number=number)
 
     def leave(self, rest: Callable[[], None]) -> None:
         """Record something that Python does."""
-        self.run_or_leave(make_leave(), rest)
+        self.run(make_leave(), 1, self.exit(rest))
 
     def later(self, x: Tensor, function: Callable[[Tensor], object]) -> Callable[[], None]:
         """A call of a function with the tensor that lies where x lies now.
@@ -104,13 +110,13 @@ class Recording:
         start, stop = 0, len(self._calls)
         while start < stop:
             self._state[AT] = stop
-            make_walk()(
-                self._n_threads,
-                ctypes.addressof(self._table),
-                start,
-                stop,
-                ctypes.addressof(self._state),
+            walked = WalkArguments(
+                calls=ctypes.addressof(self._table),
+                start=start,
+                stop=stop,
+                state=ctypes.addressof(self._state),
             )
+            make_walk()(self._n_threads, walked)
             start = self._state[AT]
             if start < stop:
                 self._rests[start]()
@@ -120,10 +126,13 @@ class Recording:
         """Nothing more is recorded."""
         cells: list[int] = []
         n_before = 0
+        self._arguments = ctypes.create_string_buffer(b"".join(each for *_, each in self._calls))
+        address = ctypes.addressof(self._arguments)
         for program, n_threads, arguments in self._calls:
             meets = max(n_before, n_threads) > 1
-            cells += (program.part, ctypes.addressof(arguments), n_threads, meets)
+            cells += (program.part, address, n_threads, meets)
             n_before = n_threads
+            address += len(arguments)
         self._table = (ctypes.c_int64 * len(cells))(*cells)
         self._n_threads = max((n_threads for _, n_threads, _ in self._calls), default=1)
 

@@ -11,13 +11,16 @@ queries of a chunk:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
+from typing import Annotated, Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.cpu.arguments import Bytes, Integer, Integers, T
 from parallel_llama.ops.cpu.builder import (
     F32,
     I8,
@@ -34,7 +37,15 @@ from parallel_llama.ops.cpu.builder import (
 )
 from parallel_llama.ops.cpu.narrow_floats import to_bfloat16
 from parallel_llama.ops.cpu.program import Program, Run, at_once
-from parallel_llama.ops.cpu.query_columns import Block, BlockShape, Call, Keys, attend, room
+from parallel_llama.ops.cpu.query_columns import (
+    Block,
+    BlockShape,
+    ChunkArguments,
+    Keys,
+    attend,
+    chunk_arguments,
+    room,
+)
 from parallel_llama.ops.cpu.tile_linear import (
     make_tile_linear,
     release_tiles,
@@ -54,6 +65,35 @@ _LANES = Lanes(torch.float32, torch.float32, _SIDE)
 _WORDS = ir.VectorType(I32, _SIDE)
 
 
+_Halves = Annotated[T, I16.as_pointer()]
+
+
+@dataclass(slots=True, kw_only=True)
+class _LayOutArguments(Generic[T]):
+    slots: Integers[T]
+    first: Integer[T]
+    stop: Integer[T]
+    start: Integer[T]
+    n_rows: Integer[T]
+    n_kv_heads: Integer[T]
+    k: _Halves[T]
+    k_stride: Integer[T]
+    v: _Halves[T]
+    v_stride: Integer[T]
+    keys: Bytes[T]
+    values: Bytes[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    chunk: ChunkArguments[T]
+    tiles: Bytes[T]
+    keys: Bytes[T]
+    values: Bytes[T]
+    first: Integer[T]
+    n_rows: Integer[T]
+
+
 class TileAttentionKernel:
     """What `ChunkAttentionKernel` computes, for numbers of float32 and a cache in bfloat16.
 
@@ -64,31 +104,36 @@ class TileAttentionKernel:
         assert tiles_are_allowed() and self.takes(head_dim)
         self._head_dim, self._tiles = head_dim, tile_shape()
         self._shape = BlockShape(_LANES, head_dim, scores, _VECTORS, _TILE, _DEPTH, 1)
-        integers, bytes_ = I64.as_pointer(), I8.as_pointer()
-        halves = [I16.as_pointer(), I64]
-        types = [integers, *[I64] * 5, *halves, *halves, bytes_, bytes_]
-        self._lay_out = Program("lay_out", types, partial(_lay_out, head_dim))
-        types = [*Call.types(_LANES), bytes_, bytes_, bytes_, I64, I64]
-        self._program = Program("tile_attention", types, partial(_attention, self._shape))
+        body = partial(_lay_out, head_dim)
+        self._lay_out = Program("lay_out", _LayOutArguments[float], body)
+        body = partial(_attention, self._shape)
+        self._program = Program("tile_attention", _Arguments[float], body, numbers=_LANES.pointer)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor, run: Run = at_once
     ) -> None:
         assert k.stride()[1:] == v.stride()[1:] == (self._head_dim, 1)
         assert k.dtype == v.dtype == torch.bfloat16
-        call = Call.arguments(self._shape, q, len(k), chunk, out)
         n_threads = torch.get_num_threads()
         first = chunk.first_key // _TILE * _TILE
         n_rows = -(-(chunk.positions.stop - first) // _DEPTH) * _DEPTH
         held = torch.empty(2, len(k), n_rows, self._head_dim, dtype=torch.bfloat16)
-        run(
-            self._lay_out, n_threads,
-            chunk.slots.data_ptr(), chunk.first_key, chunk.positions.stop, first, n_rows, len(k),
-            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            held[0].data_ptr(), held[1].data_ptr(),
+        keys, values = held[0].data_ptr(), held[1].data_ptr()
+        laid_out = _LayOutArguments(
+            slots=chunk.slots.data_ptr(), first=chunk.first_key, stop=chunk.positions.stop,
+            start=first, n_rows=n_rows, n_kv_heads=len(k), k=k.data_ptr(), k_stride=k.stride(0),
+            v=v.data_ptr(), v_stride=v.stride(0), keys=keys, values=values,
         )  # fmt: skip
-        addresses = (each.data_ptr() for each in (self._tiles, held[0], held[1]))
-        run(self._program, n_threads, *call, *addresses, first, n_rows)
+        run(self._lay_out, n_threads, laid_out)
+        arguments = _Arguments(
+            chunk=chunk_arguments(self._shape, q, len(k), chunk, out),
+            tiles=self._tiles.data_ptr(),
+            keys=keys,
+            values=values,
+            first=first,
+            n_rows=n_rows,
+        )
+        run(self._program, n_threads, arguments)
 
     @staticmethod
     def takes(head_dim: int) -> bool:
@@ -104,67 +149,58 @@ def make_tile_attention(head_dim: int, scores: Scores) -> TileAttentionKernel | 
     return TileAttentionKernel(head_dim, scores)
 
 
-def _lay_out(head_dim: int, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _lay_out(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _LayOutArguments[Value]) -> None:
     """Keys and values from position `start` on, in blocks of 32; those that nobody sees are others.
 
     Shapes: k, v [K, n_slots, D] -> keys [K, n_rows, D], values [K, n_rows / 32, D, 32].
     """
-    slots, first, stop, start, n_rows, n_kv_heads, k, k_stride, v, v_stride, keys, values = (
-        arguments
-    )
-    seen, n_blocks = Keys(slots, first, stop), n_rows // _DEPTH
-    with loop(b, *thread.part_of(n_kv_heads * n_blocks)) as block:
+    seen, n_blocks = Keys(args.slots, args.first, args.stop), args.n_rows // _DEPTH
+    with loop(b, *thread.part_of(args.n_kv_heads * n_blocks)) as block:
         head, at = block // n_blocks, block % n_blocks * _DEPTH
         to = block * (_DEPTH * head_dim * 2)
-        rows = [seen.slot(start + at + t) * head_dim for t in range(_DEPTH)]
+        rows = [seen.slot(args.start + at + t) * head_dim for t in range(_DEPTH)]
         with loop(b, 0, head_dim, _SIDE) as i:
             for t, row in enumerate(rows):
-                _put(keys + to + i * 2 + t * head_dim * 2, _halves(k + head * k_stride + row + i))
-            numbers = [_halves(v + head * v_stride + row + i).resized(_WORDS) for row in rows]
+                target = args.keys + to + i * 2 + t * head_dim * 2
+                _put(target, _halves(args.k + head * args.k_stride + row + i))
+            numbers = [
+                _halves(args.v + head * args.v_stride + row + i).resized(_WORDS) for row in rows
+            ]
             pairs = [
                 (one & 0xFFFF) | (other << 16)
                 for one, other in zip(numbers[::2], numbers[1::2], strict=True)
             ]
             for number, of_number in enumerate(transposed(pairs)):
-                _put(values + to + (i + number) * (_DEPTH * 2), of_number)
+                _put(args.values + to + (i + number) * (_DEPTH * 2), of_number)
 
 
-def _attention(shape: BlockShape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _attention(shape: BlockShape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
     """The kernel."""
-    *told, tiles, keys, values, first, n_rows = arguments
-    call, block = Call(*told), Block.of(shape, b)
-    intrinsic("x86.ldtilecfg", ir.VoidType(), tiles)
-    attend(shape, block, _TileProducts(shape, block, keys, values, first, n_rows), thread, call)
+    block = Block.of(shape, b)
+    intrinsic("x86.ldtilecfg", ir.VoidType(), args.tiles)
+    attend(shape, block, _TileProducts(shape, block, args), thread, args.chunk)
     release_tiles(b)
 
 
 class _TileProducts:
     """Products of two vectors of columns and as many tiles of keys or of numbers at a time."""
 
-    def __init__(
-        self,
-        shape: BlockShape,
-        block: Block,
-        keys: Value,
-        values: Value,
-        first: Value,
-        n_rows: Value,
-    ) -> None:
-        self._shape, self._block, b = shape, block, keys.b
-        self._keys, self._values, self._first, self._n_rows = keys, values, first, n_rows
+    def __init__(self, shape: BlockShape, block: Block, args: _Arguments[Value]) -> None:
+        self._shape, self._block, self._args, b = shape, block, args, args.keys.b
         self._q = _Pairs(shape, room(b, I8, 4 * shape.head_dim * shape.n_columns), shape.head_dim)
         self._weights = _Pairs(shape, room(b, I8, 4 * _TILE * shape.n_columns), _TILE)
         self._sums = room(b, F32, shape.head_dim * shape.n_columns)
-        self._row = first  # among the keys as they are laid out, of the first scored last
+        self._row = args.first  # among the keys as they are laid out, of the first scored last
 
     def prepare(self) -> None:
-        self._q.split(self._block.q, self._first.like(self._shape.head_dim), to_bfloat16)
+        n = self._args.first.like(self._shape.head_dim)
+        self._q.split(self._block.q, n, to_bfloat16)
 
     def score(self, head: Value, tile: Value, n: Value) -> None:
         head_bytes = self._shape.head_dim * 2
-        self._row = head * self._n_rows + tile - self._first
+        self._row = head * self._args.n_rows + tile - self._args.first
         with loop(n.b, 0, n, _DEPTH) as t:
-            keys = self._keys + (self._row + t) * head_bytes
+            keys = self._args.keys + (self._row + t) * head_bytes
             out = self._block.scores + t * self._shape.n_columns
             steps = self._shape.head_dim // _DEPTH
             self._multiply(keys, head_bytes, 64, self._q, n.like(steps), out)
@@ -175,7 +211,7 @@ class _TileProducts:
         self._weights.split(self._block.scores, n_steps * _DEPTH, _near_bfloat16)
         step_bytes = _DEPTH * shape.head_dim * 2
         with loop(n.b, 0, shape.head_dim, _DEPTH) as i:
-            values = self._values + self._row * (shape.head_dim * 2) + i * (_DEPTH * 2)
+            values = self._args.values + self._row * (shape.head_dim * 2) + i * (_DEPTH * 2)
             self._multiply(
                 values, 64, step_bytes, self._weights, n_steps, self._sums + i * shape.n_columns
             )

@@ -19,14 +19,17 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Generic
 
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, T
 from parallel_llama.ops.cpu.block_linear import make_block_linear
 from parallel_llama.ops.cpu.builder import (
     F32,
@@ -64,6 +67,29 @@ _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 _PAYS = 1.5
 
 
+@dataclass(slots=True, kw_only=True)
+class _SplitArguments(Generic[T]):
+    x: Floats[T]
+    x_stride: Integer[T]
+    pairs: Bytes[T]
+    n: Integer[T]
+    n_rows: Integer[T]
+    k: Integer[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _TileLinearArguments(Generic[T]):
+    shape: Bytes[T]
+    weight: Bytes[T]
+    pairs: Bytes[T]
+    held: Bytes[T]
+    y: Floats[T]
+    n: Integer[T]
+    n_rows: Integer[T]
+    m: Integer[T]
+    k: Integer[T]
+
+
 class TileLinearKernel:
     """Y = X A for many rows of X, with A in bfloat16 as torch keeps it, transposed.
 
@@ -73,10 +99,8 @@ class TileLinearKernel:
 
     def __init__(self) -> None:
         assert tiles_are_allowed()  # else its first instruction ends the process
-        bytes_, numbers = I8.as_pointer(), F32.as_pointer()
-        self._split = Program("split", [numbers, I64, bytes_, I64, I64, I64], _split)
-        types = [bytes_, bytes_, bytes_, bytes_, numbers, I64, I64, I64, I64]
-        self._program = Program("tile_linear", types, _tile_linear)
+        self._split = Program("split", _SplitArguments[float], _split)
+        self._program = Program("tile_linear", _TileLinearArguments[float], _tile_linear)
         self._shape = tile_shape()
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
@@ -87,10 +111,16 @@ class TileLinearKernel:
         n_threads = torch.get_num_threads()
         pairs = torch.empty(2, n_rows, k, dtype=torch.bfloat16)
         held = torch.empty(n_threads, _BLOCK, k, dtype=torch.bfloat16)
-        run(self._split, n_threads, x.data_ptr(), x.stride(0), pairs.data_ptr(), n, n_rows, k)
+        split = _SplitArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), pairs=pairs.data_ptr(), n=n, n_rows=n_rows, k=k
+        )
+        run(self._split, n_threads, split)
         y = x.new_empty(n, m)
-        addresses = (each.data_ptr() for each in (self._shape, weight, pairs, held, y))
-        run(self._program, n_threads, *addresses, n, n_rows, m, k)
+        arguments = _TileLinearArguments(
+            shape=self._shape.data_ptr(), weight=weight.data_ptr(), pairs=pairs.data_ptr(),
+            held=held.data_ptr(), y=y.data_ptr(), n=n, n_rows=n_rows, m=m, k=k,
+        )  # fmt: skip
+        run(self._program, n_threads, arguments)
         return y
 
     @staticmethod
@@ -143,19 +173,19 @@ def tile_shape() -> Tensor:
     return shape
 
 
-def _split(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _split(b: ir.IRBuilder, thread: Thread, args: _SplitArguments[Value]) -> None:
     """Rows in two parts, pairs of inputs side by side, made up to whole blocks with zeros.
 
     Shapes: x [n, k] -> pairs [2, n_rows / 16, k / 2, 16, 2].
     """
-    x, x_stride, pairs, n, n_rows, k = arguments
+    n_rows, k = args.n_rows, args.k
     with (
         loop(b, *thread.part_of(n_rows // _SIDE)) as tile,
         loop(b, 0, k, _INPUTS) as column,
     ):
-        rows = [_parts(x, x_stride, n, tile * _SIDE + row, column) for row in _LANES]
+        rows = [_parts(args.x, args.x_stride, args.n, tile * _SIDE + row, column) for row in _LANES]
         for part in (0, 1):
-            first = pairs + ((n_rows * part + tile * _SIDE) * k + column * _SIDE) * 2
+            first = args.pairs + ((n_rows * part + tile * _SIDE) * k + column * _SIDE) * 2
             for number, of_pair in enumerate(transposed([row[part] for row in rows])):
                 place = (first + number * _ROW_BYTES).bits_as(_WORDS.as_pointer())
                 b.store(of_pair.raw, place.raw, align=4)
@@ -177,34 +207,34 @@ def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> li
     return [first | (second << 16) for first, second in (highs, lows)]
 
 
-def _tile_linear(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _tile_linear(b: ir.IRBuilder, thread: Thread, args: _TileLinearArguments[Value]) -> None:
     """The kernel.
 
     for outputs in this thread's blocks:
         for rows in blocks:
             y[rows, outputs] = sum over tiles of inputs of weight[outputs] @ (high + low)[rows]
     """
-    shape, weight, pairs, held, y, n, n_rows, m, k = arguments
+    n_rows, m, k = args.n_rows, args.m, args.k
     with b.goto_entry_block():
         room = b.alloca(ir.ArrayType(F32, _BLOCK * _BLOCK))
     results = Value(b, room).bits_as(F32.as_pointer())  # [outputs, rows] of a block
-    held += thread.number * _BLOCK * k * 2
-    intrinsic("x86.ldtilecfg", VOID, shape)
+    held = args.held + thread.number * _BLOCK * k * 2
+    intrinsic("x86.ldtilecfg", VOID, args.shape)
     with (
         loop(b, 0, n_rows, _CHUNK) as start,
         loop(b, *thread.part_of((m + (_BLOCK - 1)) // _BLOCK)) as block,
     ):
         # The last block begins so early that it is whole: some outputs are computed twice.
         first = smaller(block * _BLOCK, m - _BLOCK)
-        _hold(weight + first * k * 2, held, k)
+        _hold(args.weight + first * k * 2, held, k)
         with loop(b, start, smaller(start + _CHUNK, n_rows), _BLOCK) as row:
-            _multiply(held, pairs + row * k * 2, results, n_rows, k)
+            _multiply(held, args.pairs + row * k * 2, results, n_rows, k)
             for i, j in product(range(2), range(2)):
                 outputs = [_row_of(results, i * _SIDE + each, j * _SIDE) for each in _LANES]
                 for number, values in enumerate(transposed(outputs)):
                     own = row + (j * _SIDE + number)
-                    place = y + own * m + first + i * _SIDE
-                    with when(own < n):
+                    place = args.y + own * m + first + i * _SIDE
+                    with when(own < args.n):
                         b.store(values.raw, place.bits_as(_NUMBERS.as_pointer()).raw, align=4)
     release_tiles(b)
 

@@ -6,14 +6,16 @@ or come with something else, the rest of the turn is Python's, which knows how t
 say of a rank that is lost.
 """
 
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.builder import (
-    I64,
     Lanes,
     Thread,
     Value,
@@ -27,7 +29,21 @@ from parallel_llama.ops.cpu.builder import (
 )
 from parallel_llama.ops.cpu.program import Machine, Program, this_machine
 from parallel_llama.ops.cpu.recording import Recording
+from parallel_llama.ops.cpu.walk import Exit
 from parallel_llama.parallel.shared_memory import LINE, SIGNATURE, SLOT_BYTES, TURN, Turn
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    x: Numbers[T]
+    n: Integer[T]
+    header: Integers[T]
+    slots: Numbers[T]
+    rank: Integer[T]
+    size: Integer[T]
+    signature: Integer[T]
+    n_looks: Integer[T]
+    exit: Exit[T]
 
 
 class TurnKernel:
@@ -38,17 +54,17 @@ class TurnKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        integers = I64.as_pointer()
-        types = [lanes.pointer, I64, integers, lanes.pointer, *[I64] * 4, integers, I64]
-        self._program = Program("turn", types, partial(_turn, lanes))
+        body = partial(_turn, lanes)
+        self._program = Program("turn", _Arguments[float], body, numbers=lanes.pointer)
 
     def __call__(self, x: Tensor, turn: Turn, recording: Recording) -> None:
         assert x.is_contiguous() and x.nbytes <= SLOT_BYTES
-        arguments = (x.numel(), turn.header, turn.slots, turn.rank, turn.size)
-        rest = recording.later(x, turn.finish)
-        recording.run_or_leave(
-            self._program, rest, x.data_ptr(), *arguments, turn.signature, turn.n_looks
-        )
+        arguments = _Arguments(
+            x=x.data_ptr(), n=x.numel(), header=turn.header, slots=turn.slots, rank=turn.rank,
+            size=turn.size, signature=turn.signature, n_looks=turn.n_looks,
+            exit=recording.exit(recording.later(x, turn.finish)),
+        )  # fmt: skip
+        recording.run(self._program, 1, arguments)
 
 
 @cache
@@ -57,7 +73,7 @@ def make_turn(dtype: torch.dtype) -> TurnKernel:
     return TurnKernel(dtype, this_machine())
 
 
-def _turn(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, arguments: list[Value]) -> None:
+def _turn(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _Arguments[Value]) -> None:
     """The kernel.
 
     copy x into this rank's slot, and publish it
@@ -67,16 +83,16 @@ def _turn(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, arguments: list[Value]
     else:
         leave the rest to Python
     """
-    x, n, header, slots, rank, size, signature, n_looks, at, number = arguments
+    x, n, header, rank, size = args.x, args.n, args.header, args.rank, args.size
     own, n_bytes = header + rank * LINE, lanes.stored.itemsize
     parity = own[TURN] & 1
     stride = SLOT_BYTES // n_bytes
-    first = slots + parity * stride  # rank 0's, and the others' two slots further each
+    first = args.slots + parity * stride  # rank 0's, and the others' two slots further each
     copy(first + rank * (2 * stride), x, n * n_bytes)
     phase = own[0] + 1
-    own[parity + SIGNATURE] = signature
+    own[parity + SIGNATURE] = args.signature
     own.release(phase)
-    n_agreeing = _await_others(header, size, phase, parity + SIGNATURE, signature, n_looks)
+    n_agreeing = _await_others(phase, parity + SIGNATURE, args)
     with when(n_agreeing > size - 1):
         with loop(b, 0, n, lanes.width) as i:
             mask = lanes.first(n - i)
@@ -86,20 +102,18 @@ def _turn(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, arguments: list[Value]
             lanes.store(x + i, total.value, mask)
         own[TURN] += 1
     with when(n_agreeing < size):
-        at[0] = number
+        args.exit.take()
 
 
-def _await_others(
-    header: Value, size: Value, phase: Value, signed: Value, signature: Value, n_looks: Value
-) -> Value:
+def _await_others(phase: Value, signed: Value, args: _Arguments[Value]) -> Value:
     """How many ranks have published this phase with this signature, after so many looks."""
-    b = header.b
+    b, size, signature = phase.b, args.size, args.signature
     n_agreeing, n_there, n_left = (
-        Variable(number) for number in (size.like(0), size.like(0), n_looks)
+        Variable(number) for number in (size.like(0), size.like(0), args.n_looks)
     )
     with repeat(b) as leave_if:
         leave_if((n_there.value > size - 1) | (n_left.value < 0))
-        other = header + n_there.value * LINE
+        other = args.header + n_there.value * LINE
         has_come = other.acquired() > phase - 1
         with when(has_come):
             differs = (other[signed] < signature) | (other[signed] > signature)

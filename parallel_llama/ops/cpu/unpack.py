@@ -1,12 +1,15 @@
 """Keys and values of a narrow cache as numbers to compute with; torch needs several passes."""
 
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.builder import I64, Thread, Value, loop
+from parallel_llama.ops.cpu.arguments import Integer, Numbers, Rows, T
+from parallel_llama.ops.cpu.builder import Thread, Value, loop
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.program import (
     Machine,
@@ -16,6 +19,15 @@ from parallel_llama.ops.cpu.program import (
     this_machine,
     threads_for,
 )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    cache: Rows[T]
+    head_stride: Integer[T]
+    y: Numbers[T]
+    n_slots: Integer[T]
+    n: Integer[T]
 
 
 class UnpackKernel:
@@ -29,16 +41,24 @@ class UnpackKernel:
     ) -> None:
         lanes = machine.lanes(dtype, head_dim)
         self.dtype, self._rows = dtype, KVRows(cache_dtype, lanes, head_dim)
-        types = [self._rows.pointer, I64, lanes.pointer, I64, I64]
-        self._program = Program("unpack", types, partial(_unpack, self._rows))
+        body = partial(_unpack, self._rows)
+        self._program = Program(
+            "unpack", _Arguments[float], body, numbers=lanes.pointer, rows=self._rows.pointer
+        )
 
     def __call__(self, rows: Tensor, run: Run = at_once) -> Tensor:
         _, n_heads, n_slots, width = rows.shape
         assert rows.stride()[2:] == (width, 1) and width == self._rows.width
         assert rows.dtype == self._rows.stored
         y = torch.empty(1, n_heads, n_slots, self._rows.head_dim, dtype=self.dtype)
-        addresses = (rows.data_ptr(), rows.stride(1), y.data_ptr())
-        run(self._program, threads_for(y.numel()), *addresses, n_slots, n_heads * n_slots)
+        arguments = _Arguments(
+            cache=rows.data_ptr(),
+            head_stride=rows.stride(1),
+            y=y.data_ptr(),
+            n_slots=n_slots,
+            n=n_heads * n_slots,
+        )
+        run(self._program, threads_for(y.numel()), arguments)
         return y
 
 
@@ -48,13 +68,13 @@ def make_unpack(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> 
     return UnpackKernel(dtype, cache_dtype, head_dim, this_machine())
 
 
-def _unpack(rows: KVRows, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _unpack(rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
     """The kernel.
 
     for (head, slot) in this thread's pairs:
         y[head, slot] = numbers of rows[head, slot]
     """
-    cache, head_stride, y, n_slots, n = arguments
-    with loop(b, *thread.part_of(n)) as pair:
-        row = cache + pair // n_slots * head_stride + pair % n_slots * rows.width
-        rows.read(row, y + pair * rows.head_dim)
+    n_slots = args.n_slots
+    with loop(b, *thread.part_of(args.n)) as pair:
+        head = args.cache + pair // n_slots * args.head_stride
+        rows.read(head + pair % n_slots * rows.width, args.y + pair * rows.head_dim)

@@ -15,10 +15,13 @@ meets behind the call that ended the walk.
 Source: sense-reversing barriers, Mellor-Crummey and Scott 1991, section 3.1.
 """
 
+from dataclasses import dataclass
 from functools import cache
+from typing import Generic
 
 from llvmlite import ir
 
+from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.builder import (
     I8,
     I32,
@@ -44,20 +47,40 @@ _ARRIVED, _N_MET, AT = 0, 8, 16
 _LOOKS = 1000
 
 
-@cache
-def make_walk() -> Program:
-    """The program: of the calls' address, the first, the one after the last, and the state's."""
-    integers = I64.as_pointer()
-    return Program("walk", [integers, I64, I64, integers], _walk)
+@dataclass(slots=True, kw_only=True)
+class WalkArguments(Generic[T]):
+    """The calls from `start` to before `stop`."""
+
+    calls: Integers[T]
+    start: Integer[T]
+    stop: Integer[T]
+    state: Integers[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class Exit(Generic[T]):
+    """Where a call writes its number to end the walk."""
+
+    at: Integers[T]
+    number: Integer[T]
+
+    def take(self: "Exit[Value]") -> None:
+        """Emit that the call ends the walk."""
+        self.at[0] = self.number
 
 
 @cache
-def make_leave() -> Program:
-    """A call that does nothing but end the walk: of the address of `AT`, and its own number."""
-    return Program("leave", [I64.as_pointer(), I64], _leave)
+def make_walk() -> Program[WalkArguments[float]]:
+    return Program("walk", WalkArguments[float], _walk)
 
 
-def _walk(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+@cache
+def make_leave() -> Program[Exit[float]]:
+    """A call that does nothing but end the walk."""
+    return Program("leave", Exit[float], _leave)
+
+
+def _walk(b: ir.IRBuilder, thread: Thread, args: WalkArguments[Value]) -> None:
     """The kernel.
 
     for number in start to stop:
@@ -67,16 +90,15 @@ def _walk(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
         if the call is for this thread, and none has ended the walk:
             make it
     """
-    calls, start, stop, state = arguments
-    following = Variable(start)
+    following = Variable(args.start)
     with repeat(b) as leave_if:
         number = following.value
-        leave_if(number > stop - 1)
-        call = calls + number * CALL_CELLS
+        leave_if(number > args.stop - 1)
+        call = args.calls + number * CALL_CELLS
         meets = call[_MEETS] > 0
         with when(meets):
-            _meet(state, thread)
-        at = (state + AT).acquired()
+            _meet(args.state, thread)
+        at = (args.state + AT).acquired()
         leave_if(meets & (at < number))
         count = smaller(call[_N_THREADS], thread.count)
         with when((thread.number < count) & (at > number - 1)):
@@ -112,6 +134,5 @@ def _offer_core(b: ir.IRBuilder) -> None:
     b.call(known or ir.Function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
 
 
-def _leave(b: ir.IRBuilder, _thread: Thread, arguments: list[Value]) -> None:  # noqa: ARG001
-    at, number = arguments
-    at[0] = number
+def _leave(_b: ir.IRBuilder, _thread: Thread, args: Exit[Value]) -> None:
+    args.take()

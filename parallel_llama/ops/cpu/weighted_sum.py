@@ -1,13 +1,26 @@
 """What each token gets from its experts, in one pass over memory."""
 
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.builder import I64, Lanes, Thread, Value, Variable, fma, loop
+from parallel_llama.ops.cpu.arguments import Integer, Numbers, T
+from parallel_llama.ops.cpu.builder import Lanes, Thread, Value, Variable, fma, loop
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
+
+
+@dataclass(slots=True, kw_only=True)
+class _WeightedSumArguments(Generic[T]):
+    parts: Numbers[T]
+    shares: Numbers[T]
+    y: Numbers[T]
+    n_tokens: Integer[T]
+    n: Integer[T]
+    dim: Integer[T]
 
 
 class WeightedSumKernel:
@@ -18,8 +31,10 @@ class WeightedSumKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        types = [lanes.pointer, lanes.pointer, lanes.pointer, I64, I64, I64]
-        self._program = Program("weighted_sum", types, partial(_weighted_sum, lanes))
+        body = partial(_weighted_sum, lanes)
+        self._program = Program(
+            "weighted_sum", _WeightedSumArguments[float], body, numbers=lanes.pointer
+        )
 
     def __call__(self, parts: Tensor, shares: Tensor, run: Run = at_once) -> Tensor:
         n_tokens, n = shares.shape
@@ -27,8 +42,15 @@ class WeightedSumKernel:
         assert len(parts) == n_tokens * n
         dim = parts.shape[1]
         y = parts.new_empty(n_tokens, dim)
-        addresses = (parts.data_ptr(), shares.data_ptr(), y.data_ptr())
-        run(self._program, threads_for(parts.numel()), *addresses, n_tokens, n, dim)
+        arguments = _WeightedSumArguments(
+            parts=parts.data_ptr(),
+            shares=shares.data_ptr(),
+            y=y.data_ptr(),
+            n_tokens=n_tokens,
+            n=n,
+            dim=dim,
+        )
+        run(self._program, threads_for(parts.numel()), arguments)
         return y
 
 
@@ -38,19 +60,21 @@ def make_weighted_sum(dtype: torch.dtype) -> WeightedSumKernel:
     return WeightedSumKernel(dtype, this_machine())
 
 
-def _weighted_sum(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
+def _weighted_sum(
+    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _WeightedSumArguments[Value]
+) -> None:
     """The kernel.
 
     for token in this thread's tokens:
         y[token] = sum of parts[token * n + i] * shares[token, i]
     """
-    parts, shares, y, n_tokens, n, dim = arguments
-    with loop(b, *thread.part_of(n_tokens)) as token:
-        own, own_shares = parts + token * n * dim, shares + token * n
+    n, dim = args.n, args.dim
+    with loop(b, *thread.part_of(args.n_tokens)) as token:
+        own, own_shares = args.parts + token * n * dim, args.shares + token * n
         with loop(b, 0, dim, lanes.width) as i:
             mask = lanes.first(dim - i)
             total = Variable(lanes.constant(b, 0))
             with loop(b, 0, n) as part:
                 value = lanes.load(own + part * dim + i, mask)
                 total.value = fma(value, lanes.splat(own_shares[part]), total.value)
-            lanes.store(y + token * dim + i, total.value, mask)
+            lanes.store(args.y + token * dim + i, total.value, mask)
