@@ -17,8 +17,8 @@ from parallel_llama.ops.cpu import program
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.code_cache import machine_code
+from parallel_llama.ops.cpu.elementwise import SiluAndMulKernel
 from parallel_llama.ops.cpu.program import Machine, Program, openmp
-from parallel_llama.ops.cpu.silu_and_mul import SiluAndMulKernel
 from parallel_llama.ops.scores import Scores
 
 

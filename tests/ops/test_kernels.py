@@ -8,11 +8,10 @@ import torch
 
 from parallel_llama.ops.cpu import MAX_ROWS
 from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
+from parallel_llama.ops.cpu.elementwise import NormKernel, SiluAndMulKernel
 from parallel_llama.ops.cpu.linear import LinearKernel, RoutedLinearKernel
-from parallel_llama.ops.cpu.norm import NormKernel
 from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
-from parallel_llama.ops.cpu.silu_and_mul import SiluAndMulKernel
 from parallel_llama.ops.routes import Routes
 
 MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 32), Machine(16, 16)]

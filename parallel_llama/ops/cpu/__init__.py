@@ -13,27 +13,29 @@ sum in another order.
 Kernels take a `run`: a call is made at once, or recorded, for `walk` to make those of a whole step.
 """
 
-from parallel_llama.ops.cpu.add import make_add
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
 from parallel_llama.ops.cpu.block_linear import make_block_linear
 from parallel_llama.ops.cpu.chunk_attention import ChunkAttentionKernel, make_chunk_attention
+from parallel_llama.ops.cpu.elementwise import (
+    make_add,
+    make_largest,
+    make_norm,
+    make_silu_and_mul,
+    make_weighted_sum,
+)
 from parallel_llama.ops.cpu.group_linear import make_group_linear
 from parallel_llama.ops.cpu.group_lookup import make_group_lookup
-from parallel_llama.ops.cpu.largest import make_largest
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
 from parallel_llama.ops.cpu.lookup import make_lookup
-from parallel_llama.ops.cpu.norm import make_norm
 from parallel_llama.ops.cpu.program import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.recording import KernelsOnly, NotRecorded, Pieces, Recording
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
-from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
 from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
 from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, make_tile_linear
 from parallel_llama.ops.cpu.turn import make_turn
 from parallel_llama.ops.cpu.unpack import make_unpack
 from parallel_llama.ops.cpu.walk import make_walk
-from parallel_llama.ops.cpu.weighted_sum import make_weighted_sum
 
 __all__ = [
     "MAX_ROWS",

@@ -1,0 +1,378 @@
+"""Kernels that pass over rows once, where torch needs several operations or takes longer to begin
+than to do.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache, partial
+from operator import add
+from typing import Generic
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.arguments import Doubles, Float64, Integer, Numbers, T
+from parallel_llama.ops.cpu.builder import (
+    F64,
+    I32,
+    Lanes,
+    Thread,
+    Value,
+    Variable,
+    fma,
+    loop,
+    smaller,
+    where,
+)
+from parallel_llama.ops.cpu.exponential import exp
+from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
+
+
+@dataclass(slots=True, kw_only=True)
+class _AddArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    y: Numbers[T]
+    y_stride: Integer[T]
+    n: Integer[T]
+    m: Integer[T]
+
+
+class AddKernel:
+    """x += y, in place, with a row for each of x, or one for all.
+
+    Shapes: x [n, m], y [n, m] or [m], each row in one piece.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        body = partial(_add, lanes)
+        self._program = Program("add", _AddArguments[float], body, numbers=lanes.pointer)
+
+    def __call__(self, x: Tensor, y: Tensor, run: Run = at_once) -> None:
+        n, m = x.shape
+        assert y.shape in ((n, m), (m,)) and x.dtype == y.dtype
+        assert x.stride(1) == y.stride(-1) == 1
+        arguments = _AddArguments(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            y=y.data_ptr(),
+            y_stride=y.stride(0) if y.dim() == 2 else 0,
+            n=n,
+            m=m,
+        )
+        run(self._program, threads_for(n * m), arguments)
+
+
+@cache
+def make_add(dtype: torch.dtype) -> AddKernel:
+    """The kernel for this machine; `computes` says for which types."""
+    return AddKernel(dtype, this_machine())
+
+
+def _add(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _AddArguments[Value]) -> None:
+    """The kernel.
+
+    for row in this thread's rows:
+        x[row] += y[row]
+    """
+    with loop(b, *thread.part_of(args.n)) as row:
+        x, y = args.x + row * args.x_stride, args.y + row * args.y_stride
+        with loop(b, 0, args.m, lanes.width) as i:
+            mask = lanes.first(args.m - i)
+            total = lanes.load(x + i, mask) + lanes.load(y + i, mask)
+            lanes.store(x + i, total, mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class _NormArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    y: Numbers[T]
+    y_stride: Integer[T]
+    weight: Numbers[T]
+    n: Integer[T]
+    m: Integer[T]
+    dim: Integer[T]
+    eps: Float64[T]
+    offset: Float64[T]
+
+
+class NormKernel:
+    """x / rms(x) * (weight + offset), and nan for a row whose squares are too large to be summed.
+
+    Shapes: x [n, dim], or [n, m, dim] with the m rows in one piece; weight [dim]; y as x, where the
+    result goes, and if it is not given a new tensor.
+    Source: arXiv 1910.07467.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        body = partial(_norm, lanes)
+        self._program = Program("norm", _NormArguments[float], body, numbers=lanes.pointer)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        y: Tensor | None = None,
+        run: Run = at_once,
+    ) -> Tensor:
+        y = x.new_empty(x.shape) if y is None else y
+        n, dim = len(x), x.shape[-1]
+        m = x.shape[1] if x.dim() == 3 else 1
+        for each in (x, y):
+            assert each.stride(-1) == 1 and (each.dim() == 2 or each.stride(1) == dim)
+        assert x.shape == y.shape and x.dtype == y.dtype == weight.dtype
+        assert weight.is_contiguous() and weight.shape == (dim,)
+        arguments = _NormArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), y=y.data_ptr(), y_stride=y.stride(0),
+            weight=weight.data_ptr(), n=n * m, m=m, dim=dim, eps=eps, offset=offset,
+        )  # fmt: skip
+        run(self._program, threads_for(n * m * dim), arguments)
+        return y
+
+
+@cache
+def make_norm(dtype: torch.dtype) -> NormKernel:
+    """The kernel for this machine; `computes` says for which types."""
+    return NormKernel(dtype, this_machine())
+
+
+def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _NormArguments[Value]) -> None:
+    """The kernel.
+
+    for row in this thread's rows, m of them behind one another:
+        y[row] = x[row] * (1 / sqrt(mean(x[row] ** 2) + eps)) * (weight + offset)
+    """
+    dim, shift = args.dim, lanes.splat(args.offset.to(lanes.vector.element))
+    with loop(b, *thread.part_of(args.n)) as row:
+        outer, within = row // args.m, row % args.m * dim
+        x, y = args.x + outer * args.x_stride + within, args.y + outer * args.y_stride + within
+        squares = Variable(lanes.constant(b, 0))
+        with loop(b, 0, dim, lanes.width) as i:
+            value = lanes.load(x + i, lanes.first(dim - i))
+            squares.value = fma(value, value, squares.value)
+        mean = lanes.reduce(add, squares.value).to(F64) / dim.to(F64) + args.eps
+        # Nothing is added, but for an infinite mean: divided by that, the row would become zeros.
+        inverse = 1 / mean.sqrt() + mean * 0
+        scale = lanes.splat(inverse.to(lanes.vector.element))
+        with loop(b, 0, dim, lanes.width) as i:
+            mask = lanes.first(dim - i)
+            value, factor = lanes.load(x + i, mask), lanes.load(args.weight + i, mask)
+            lanes.store(y + i, value * scale * (factor + shift), mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class _SiluAndMulArguments(Generic[T]):
+    both: Numbers[T]
+    y: Numbers[T]
+    n: Integer[T]
+    channels: Integer[T]
+
+
+class SiluAndMulKernel:
+    """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
+
+    Shapes: both [n, 2 * channels], the gate in the first half of a row and up in the second, rows
+    in one piece; the result [n, channels].
+    Source: arXiv 2002.05202.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        body = partial(_silu_and_mul, lanes)
+        self._program = Program(
+            "silu_and_mul", _SiluAndMulArguments[float], body, numbers=lanes.pointer
+        )
+
+    def __call__(self, both: Tensor, run: Run = at_once) -> Tensor:
+        n, channels = len(both), both.shape[1] // 2
+        assert both.is_contiguous() and both.shape[1] % 2 == 0
+        y = both.new_empty(n, channels)
+        arguments = _SiluAndMulArguments(
+            both=both.data_ptr(), y=y.data_ptr(), n=n, channels=channels
+        )
+        run(self._program, threads_for(n * channels), arguments)
+        return y
+
+
+@cache
+def make_silu_and_mul(dtype: torch.dtype) -> SiluAndMulKernel:
+    """The kernel for this machine; `computes` says for which types."""
+    return SiluAndMulKernel(dtype, this_machine())
+
+
+def _silu_and_mul(
+    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _SiluAndMulArguments[Value]
+) -> None:
+    """The kernel.
+
+    for row in this thread's rows:
+        y[row] = silu(both[row, :channels]) * both[row, channels:]
+    """
+    channels = args.channels
+    with loop(b, *thread.part_of(args.n)) as row:
+        gates = args.both + row * channels * 2
+        ups, y = gates + channels, args.y + row * channels
+        with loop(b, 0, channels, lanes.width) as i:
+            mask = lanes.first(channels - i)
+            gate, up = lanes.load(gates + i, mask), lanes.load(ups + i, mask)
+            lanes.store(y + i, _silu(lanes, gate) * up, mask)
+
+
+def _silu(lanes: Lanes, x: Value) -> Value:
+    """x / (1 + exp(-x)), written with exp(-|x|), which cannot overflow."""
+    e = exp(lanes, -abs(x))
+    return x * (where(x < 0, e, 1) / (e + 1))
+
+
+@dataclass(slots=True, kw_only=True)
+class _WeightedSumArguments(Generic[T]):
+    parts: Numbers[T]
+    shares: Numbers[T]
+    y: Numbers[T]
+    n_tokens: Integer[T]
+    n: Integer[T]
+    dim: Integer[T]
+
+
+class WeightedSumKernel:
+    """y[t] = sum of parts[t * n + i] * shares[t, i].
+
+    Shapes: parts [T * n, dim] and shares [T, n], each in one piece; the result [T, dim].
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        body = partial(_weighted_sum, lanes)
+        self._program = Program(
+            "weighted_sum", _WeightedSumArguments[float], body, numbers=lanes.pointer
+        )
+
+    def __call__(self, parts: Tensor, shares: Tensor, run: Run = at_once) -> Tensor:
+        n_tokens, n = shares.shape
+        assert parts.is_contiguous() and shares.is_contiguous() and parts.dtype == shares.dtype
+        assert len(parts) == n_tokens * n
+        dim = parts.shape[1]
+        y = parts.new_empty(n_tokens, dim)
+        arguments = _WeightedSumArguments(
+            parts=parts.data_ptr(),
+            shares=shares.data_ptr(),
+            y=y.data_ptr(),
+            n_tokens=n_tokens,
+            n=n,
+            dim=dim,
+        )
+        run(self._program, threads_for(parts.numel()), arguments)
+        return y
+
+
+@cache
+def make_weighted_sum(dtype: torch.dtype) -> WeightedSumKernel:
+    """The kernel for this machine; `computes` says for which types."""
+    return WeightedSumKernel(dtype, this_machine())
+
+
+def _weighted_sum(
+    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _WeightedSumArguments[Value]
+) -> None:
+    """The kernel.
+
+    for token in this thread's tokens:
+        y[token] = sum of parts[token * n + i] * shares[token, i]
+    """
+    n, dim = args.n, args.dim
+    with loop(b, *thread.part_of(args.n_tokens)) as token:
+        own, own_shares = args.parts + token * n * dim, args.shares + token * n
+        with loop(b, 0, dim, lanes.width) as i:
+            mask = lanes.first(dim - i)
+            total = Variable(lanes.constant(b, 0))
+            with loop(b, 0, n) as part:
+                value = lanes.load(own + part * dim + i, mask)
+                total.value = fma(value, lanes.splat(own_shares[part]), total.value)
+            lanes.store(args.y + token * dim + i, total.value, mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class _LargestArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    y: Doubles[T]
+    n: Integer[T]
+    m: Integer[T]
+    first: Integer[T]
+
+
+class LargestKernel:
+    """The largest number of each row, and the first place where it is, counted from `first`.
+
+    It is NaN where a row has one, and -inf where it has nothing else.
+
+    Shapes: x [n, m], each row in one piece; the result [n, 2] float64.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        body = partial(_largest, lanes)
+        self._program = Program("largest", _LargestArguments[float], body, numbers=lanes.pointer)
+
+    def __call__(self, x: Tensor, first: int, run: Run = at_once) -> Tensor:
+        n, m = x.shape
+        assert x.stride(1) == 1
+        y = x.new_empty((n, 2), dtype=torch.float64)
+        arguments = _LargestArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), y=y.data_ptr(), n=n, m=m, first=first
+        )
+        run(self._program, threads_for(n * m), arguments)
+        return y
+
+
+@cache
+def make_largest(dtype: torch.dtype) -> LargestKernel:
+    """The kernel for this machine; `computes` says for which types."""
+    return LargestKernel(dtype, this_machine())
+
+
+def _largest(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _LargestArguments[Value]) -> None:
+    """The kernel.
+
+    for row in this thread's rows:
+        in each lane, the largest number, the first vector that has it, and what is no number
+        y[row] = the largest of all lanes, the first of its places
+    """
+    m = args.m
+    least, most, zeros = (lanes.constant(b, number) for number in (-math.inf, math.inf, 0))
+    with loop(b, *thread.part_of(args.n)) as row:
+        x, y = args.x + row * args.x_stride, args.y + row * 2
+        largest, at = Variable(least), Variable(lanes.splat(m.like(0)))
+        rest = Variable(zeros)  # a NaN is never larger than anything
+        with loop(b, 0, m, lanes.width) as i:
+            mask = lanes.first(m - i)
+            value = where(mask, lanes.load(x + i, mask), least)
+            grows = largest.value < value
+            largest.value = where(grows, value, largest.value)
+            at.value = where(grows, lanes.splat(i), at.value)
+            rest.value += where(value < most, zeros, value)
+        value, place = _first_largest(lanes, largest.value, at.value)
+        y[0] = (value + lanes.reduce(add, rest.value)).to(F64)
+        y[1] = (place + args.first).to(F64)
+
+
+def _first_largest(lanes: Lanes, values: Value, starts: Value) -> tuple[Value, Value]:
+    """The largest of all lanes and its place, the first of equal ones."""
+    b = values.b
+
+    def lane(vector: Value, number: int) -> Value:
+        return Value(b, b.extract_element(vector.raw, I32(number)))
+
+    value, place = lane(values, 0), lane(starts, 0)
+    for number in range(1, lanes.width):
+        other, its_place = lane(values, number), lane(starts, number) + number
+        first = smaller(place, its_place)
+        place = where(value < other, its_place, where(other < value, place, first))
+        value = where(value < other, other, value)
+    return value, place
