@@ -9,8 +9,8 @@ from parallel_llama.ops.cpu import group_linear, program
 from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
 from parallel_llama.ops.cpu.elementwise import NormKernel
+from parallel_llama.ops.cpu.embedding import GroupLookupKernel
 from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
-from parallel_llama.ops.cpu.group_lookup import GroupLookupKernel
 from parallel_llama.ops.cpu.linear import LinearKernel
 from parallel_llama.ops.cpu.program import Machine
 from parallel_llama.ops.scores import PLAIN

@@ -23,10 +23,9 @@ from parallel_llama.ops.cpu.elementwise import (
     make_silu_and_mul,
     make_weighted_sum,
 )
+from parallel_llama.ops.cpu.embedding import make_group_lookup, make_lookup
 from parallel_llama.ops.cpu.group_linear import make_group_linear
-from parallel_llama.ops.cpu.group_lookup import make_group_lookup
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
-from parallel_llama.ops.cpu.lookup import make_lookup
 from parallel_llama.ops.cpu.program import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.recording import KernelsOnly, NotRecorded, Pieces, Recording
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
