@@ -25,8 +25,8 @@ from parallel_llama.ops.cpu.builder import (
     smaller,
     where,
 )
-from parallel_llama.ops.cpu.exponential import exp
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.vector_math import exp
 
 
 @dataclass(slots=True, kw_only=True)

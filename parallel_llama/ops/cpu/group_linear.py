@@ -37,7 +37,6 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.byte_dots import ByteDots, add_byte_dots
 from parallel_llama.ops.cpu.panels import (
     Group,
     Panel,
@@ -54,6 +53,7 @@ from parallel_llama.ops.cpu.program import (
     this_machine,
     threads_for,
 )
+from parallel_llama.ops.cpu.vector_math import ByteDots, add_byte_dots
 from parallel_llama.ops.groups import LEAST_INPUT, PanelShape
 
 # Panels that are multiplied with the same inputs, and rows that are multiplied with the same panel:

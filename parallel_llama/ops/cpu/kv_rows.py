@@ -23,7 +23,7 @@ from parallel_llama.ops.cpu.builder import (
     loop,
     where,
 )
-from parallel_llama.ops.cpu.narrow_floats import from_e4m3, to_bfloat16, to_e4m3
+from parallel_llama.ops.cpu.vector_math import from_e4m3, to_bfloat16, to_e4m3
 from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
 
 

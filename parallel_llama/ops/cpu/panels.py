@@ -14,7 +14,7 @@ from llvmlite import ir
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
 from parallel_llama.ops.cpu.arguments import Integer, T
 from parallel_llama.ops.cpu.builder import F16, I8, I32, LINE_BYTES, Lanes, Value, shuffle
-from parallel_llama.ops.cpu.narrow_floats import from_e4m3
+from parallel_llama.ops.cpu.vector_math import from_e4m3
 from parallel_llama.ops.groups import PanelShape, Plane, planes_of
 
 _ALL_FOUR = 0x01010101  # times a byte, that byte in all places of a word

@@ -23,8 +23,8 @@ from llvmlite import ir
 
 from parallel_llama.ops.cpu.arguments import ArgumentsT, Signature
 from parallel_llama.ops.cpu.builder import I32, I64, VOID, Lanes, Thread, Value
-from parallel_llama.ops.cpu.byte_dots import ByteDots
 from parallel_llama.ops.cpu.code_cache import machine_code
+from parallel_llama.ops.cpu.vector_math import ByteDots
 
 Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its arguments last
 

@@ -42,7 +42,7 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.exponential import exp, tanh
+from parallel_llama.ops.cpu.vector_math import exp, tanh
 from parallel_llama.ops.paged_queries import NO_WINDOW
 from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.scores import Scores

@@ -35,7 +35,6 @@ from parallel_llama.ops.cpu.builder import (
     loop,
     transposed,
 )
-from parallel_llama.ops.cpu.narrow_floats import to_bfloat16
 from parallel_llama.ops.cpu.program import Program, Run, at_once
 from parallel_llama.ops.cpu.query_columns import (
     Block,
@@ -53,6 +52,7 @@ from parallel_llama.ops.cpu.tile_linear import (
     tile_shape,
     tiles_are_allowed,
 )
+from parallel_llama.ops.cpu.vector_math import to_bfloat16
 from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.scores import Scores
 
