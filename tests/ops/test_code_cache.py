@@ -150,7 +150,7 @@ def test_a_kernel_whose_source_changed_is_made_anew(folder, tmp_path):
         path = tmp_path / "kernel.py"
         path.write_text(ADDS.format(number))
         body = runpy.run_path(str(path))["body"]
-        program._digest.cache_clear()  # a process has one version of each source
+        program._source_digest.cache_clear()  # a process has one version of each source
         x = torch.zeros(1, dtype=torch.int64)
         Program("adds", _Arguments[float], body)(1, _Arguments(x=x.data_ptr(), y=0))
         found.append((x.item(), len(list(folder.iterdir()))))

@@ -28,13 +28,12 @@ from parallel_llama.ops.cpu.group_linear import make_group_linear
 from parallel_llama.ops.cpu.kv_rows import make_unpack
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
 from parallel_llama.ops.cpu.program import Run, at_once, computes, this_machine
-from parallel_llama.ops.cpu.recording import KernelsOnly, NotRecorded, Pieces, Recording
+from parallel_llama.ops.cpu.replay import KernelsOnly, NotRecorded, Pieces, Recording, make_walk
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
 from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
 from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, make_tile_linear
 from parallel_llama.ops.cpu.turn import make_turn
-from parallel_llama.ops.cpu.walk import make_walk
 
 __all__ = [
     "MAX_ROWS",

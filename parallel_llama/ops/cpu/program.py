@@ -167,7 +167,7 @@ def _recipe(body: Body) -> str:
         function, parameters = body.func, body.args
         assert not body.keywords, "parameters of kernels have their places"
     assert isinstance(function, FunctionType) and function.__closure__ is None
-    source = _digest((Path(function.__code__.co_filename),))
+    source = _source_digest((Path(function.__code__.co_filename),))
     return " ".join((function.__qualname__, source, *map(_said, parameters)))
 
 
@@ -188,14 +188,14 @@ def _sources() -> tuple[Path, ...]:
 
 
 @cache
-def _digest(files: tuple[Path, ...]) -> str:
+def _source_digest(files: tuple[Path, ...]) -> str:
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
 # Read as they are imported: once kernels are built, the files may no longer be what builds them.
 # There are none in an archive, where code is made every time.
 try:
-    _SOURCES: str | None = _digest(_sources())
+    _SOURCES: str | None = _source_digest(_sources())
 except OSError:
     _SOURCES = None
 

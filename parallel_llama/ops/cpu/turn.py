@@ -28,8 +28,7 @@ from parallel_llama.ops.cpu.builder import (
     where,
 )
 from parallel_llama.ops.cpu.program import Machine, Program, this_machine
-from parallel_llama.ops.cpu.recording import Recording
-from parallel_llama.ops.cpu.walk import Exit
+from parallel_llama.ops.cpu.replay import Exit, Recording
 from parallel_llama.parallel.shared_memory import LINE, SIGNATURE, SLOT_BYTES, TURN, Turn
 
 
