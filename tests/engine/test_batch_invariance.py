@@ -20,7 +20,7 @@ from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.ops import cpu_ops
-from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion, Request, SamplingParams

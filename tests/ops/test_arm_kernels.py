@@ -5,14 +5,14 @@ import pytest
 import torch
 from group_samples import BLOCKS, INT4_MIN, INT8
 
-from parallel_llama.ops.cpu import group_linear, program
+from parallel_llama.ops.cpu import group_linear, jit
 from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
 from parallel_llama.ops.cpu.elementwise import NormKernel
 from parallel_llama.ops.cpu.embedding import GroupLookupKernel
 from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
+from parallel_llama.ops.cpu.jit import Machine
 from parallel_llama.ops.cpu.linear import LinearKernel
-from parallel_llama.ops.cpu.program import Machine
 from parallel_llama.ops.scores import PLAIN
 
 FORMS = pytest.mark.parametrize(
@@ -31,18 +31,18 @@ def assembly(monkeypatch):
     texts = []
 
     def compiled(*kernel):
-        parsed = llvm.parse_assembly(str(program._module(*kernel)))
+        parsed = llvm.parse_assembly(str(jit._module(*kernel)))
         passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
         passes.getModulePassManager().run(parsed, passes)
         texts.append(machine.emit_assembly(parsed))
 
     def make(kernel):
         with monkeypatch.context() as patch:
-            patch.setattr(program, "_compiled", compiled)
-            patch.setattr(program, "_linked", lambda *_: {"entry": 0, "part": 0})
+            patch.setattr(jit, "_compiled", compiled)
+            patch.setattr(jit, "_linked", lambda *_: {"entry": 0, "part": 0})
             # What is kept for all kernels is kept to be run.
             patch.setattr(group_linear, "_make_round", group_linear._make_round.__wrapped__)
-            patch.setattr(program, "openmp", lambda: type("", (), {"GOMP_parallel": None}))
+            patch.setattr(jit, "openmp", lambda: type("", (), {"GOMP_parallel": None}))
             kernel()
         return texts
 

@@ -13,12 +13,11 @@ from typing import Any, Generic
 import pytest
 import torch
 
-from parallel_llama.ops.cpu import program
+from parallel_llama.ops.cpu import jit
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.attention import AttentionKernel
-from parallel_llama.ops.cpu.code_cache import machine_code
 from parallel_llama.ops.cpu.elementwise import SiluAndMulKernel
-from parallel_llama.ops.cpu.program import Machine, Program, openmp
+from parallel_llama.ops.cpu.jit import Machine, Program, machine_code, openmp
 from parallel_llama.ops.scores import Scores
 
 
@@ -99,7 +98,7 @@ def test_without_a_folder_code_is_made_every_time(monkeypatch, tmp_path, home):
 
 
 def test_old_code_makes_room_for_new(folder, monkeypatch):
-    monkeypatch.setattr("parallel_llama.ops.cpu.code_cache._MAX_FILES", 3)
+    monkeypatch.setattr("parallel_llama.ops.cpu.jit._MAX_FILES", 3)
     for number in range(5):
         assert made(str(number))
         os.utime(max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns), (number, number))
@@ -115,7 +114,7 @@ def test_a_kernel_from_the_cache_is_the_kernel(folder, monkeypatch):
     x = torch.randn(3, 20)
     results = [SiluAndMulKernel(torch.float32, Machine(16, 16))(x)]
     assert len(list(folder.iterdir())) == 1
-    monkeypatch.setattr(program, "_module", None)  # nothing is built
+    monkeypatch.setattr(jit, "_module", None)  # nothing is built
     results.append(SiluAndMulKernel(torch.float32, Machine(16, 16))(x))
     assert torch.equal(*results)
 
@@ -150,7 +149,7 @@ def test_a_kernel_whose_source_changed_is_made_anew(folder, tmp_path):
         path = tmp_path / "kernel.py"
         path.write_text(ADDS.format(number))
         body = runpy.run_path(str(path))["body"]
-        program._source_digest.cache_clear()  # a process has one version of each source
+        jit._source_digest.cache_clear()  # a process has one version of each source
         x = torch.zeros(1, dtype=torch.int64)
         Program("adds", _Arguments[float], body)(1, _Arguments(x=x.data_ptr(), y=0))
         found.append((x.item(), len(list(folder.iterdir()))))
@@ -195,7 +194,7 @@ def test_what_does_not_say_all_of_itself_is_no_parameter_of_a_kernel():
 
     for body in (closure, partial(_body, object()), partial(_body, lanes=3), partial(_body, [3])):
         with pytest.raises(AssertionError):
-            program._recipe(body)
+            jit._recipe(body)
 
 
 def _body(*_): ...
@@ -204,15 +203,15 @@ def _body(*_): ...
 @needs_openmp
 def test_a_kernel_whose_surroundings_changed_is_made_anew(folder, monkeypatch):
     for digest in ("now", "then", "now"):
-        monkeypatch.setattr(program, "_SOURCES", digest)
+        monkeypatch.setattr(jit, "_SOURCES", digest)
         SiluAndMulKernel(torch.float32, Machine(16, 16))
     assert len(list(folder.iterdir())) == 2
 
 
 def test_all_that_kernels_are_built_with_is_in_their_key():
     """Modules outside `ops` that those of its kernels import, whose numbers come into the code."""
-    package = Path(program.__file__).parents[2]
-    kernels = set(Path(program.__file__).parent.glob("*.py"))
+    package = Path(jit.__file__).parents[2]
+    kernels = set(Path(jit.__file__).parent.glob("*.py"))
     imported = {
         package.parent.joinpath(*node.module.split(".")).with_suffix(".py")
         for kernel in kernels
@@ -221,4 +220,6 @@ def test_all_that_kernels_are_built_with_is_in_their_key():
     }
     assert package / "dtypes.py" in imported and package / "ops" / "scores.py" in imported
     assert all(path.is_file() for path in imported)
-    assert kernels | imported <= set(program._sources())
+    assert kernels | imported <= set(jit._sources())
+    # A change of a GPU kernel must not recompile the kernels of the CPU.
+    assert not any("cuda" in path.parts for path in jit._sources())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_llama.ops import DecodeBatch, Scores
 from parallel_llama.ops.cpu.attention import AttentionKernel
-from parallel_llama.ops.cpu.program import Machine, openmp
+from parallel_llama.ops.cpu.jit import Machine, openmp
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 

@@ -23,8 +23,8 @@ from parallel_llama.dtypes import GROUP_SIZE
 from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
 from parallel_llama.ops.cpu.embedding import GroupLookupKernel
 from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
+from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.linear import LinearKernel
-from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
 from parallel_llama.ops.formats import DenseWeight, GroupWeight, end_to_end
 from parallel_llama.ops.groups import (
     Groups,

@@ -9,8 +9,8 @@ import torch
 from parallel_llama.ops.cpu import MAX_ROWS
 from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
 from parallel_llama.ops.cpu.elementwise import NormKernel, SiluAndMulKernel
+from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.linear import LinearKernel, RoutedLinearKernel
-from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
 from parallel_llama.ops.routes import Routes
 

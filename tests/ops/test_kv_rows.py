@@ -9,8 +9,8 @@ from torch import Tensor
 from parallel_llama.dtypes import KV_DTYPES
 from parallel_llama.ops import DecodeBatch, Scores, kv_rows
 from parallel_llama.ops.cpu.attention import AttentionKernel
+from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.kv_rows import UnpackKernel
-from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
 from parallel_llama.ops.formats import kv_dtype
 from parallel_llama.plan import kv_format

@@ -8,7 +8,7 @@ import torch
 
 from parallel_llama.ops import cpu_ops
 from parallel_llama.ops.cpu import tile_linear
-from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, tiles_are_allowed
 from parallel_llama.ops.cpu_ops import CPUOps
 

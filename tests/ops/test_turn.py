@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_llama.ops import CPUOps
 from parallel_llama.ops.cpu import Recording
-from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SharedMemory

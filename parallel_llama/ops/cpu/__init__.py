@@ -25,9 +25,9 @@ from parallel_llama.ops.cpu.elementwise import (
 )
 from parallel_llama.ops.cpu.embedding import make_group_lookup, make_lookup
 from parallel_llama.ops.cpu.group_linear import make_group_linear
+from parallel_llama.ops.cpu.jit import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
-from parallel_llama.ops.cpu.program import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.replay import KernelsOnly, NotRecorded, Pieces, Recording, make_walk
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes

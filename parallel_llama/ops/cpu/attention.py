@@ -41,8 +41,8 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 from parallel_llama.ops.decode_batch import PART_FIELDS, PART_KEYS, DecodeBatch
 from parallel_llama.ops.scores import Scores

@@ -39,8 +39,8 @@ from parallel_llama.ops.cpu.builder import (
     transposed,
     when,
 )
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.cpu.linear import SUMMED_INPUTS
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
 
 # Rows that pass over all panels before the next ones do, so that a cache holds them; fewer where
 # there would not be so many panels for each thread.

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Rows, T
 from parallel_llama.ops.cpu.builder import I64, Thread, Value, Variable, fma, in_this_order, loop
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.cpu.query_columns import (
     Block,
     BlockShape,

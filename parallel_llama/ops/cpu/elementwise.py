@@ -25,7 +25,7 @@ from parallel_llama.ops.cpu.builder import (
     smaller,
     where,
 )
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
 from parallel_llama.ops.cpu.vector_math import exp
 
 

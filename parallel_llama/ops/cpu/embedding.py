@@ -11,6 +11,7 @@ from torch import Tensor
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
 from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, Integers, Numbers, T, Weights
 from parallel_llama.ops.cpu.builder import I8, I32, Lanes, Thread, Value, loop, when
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
 from parallel_llama.ops.cpu.panels import (
     Group,
     Panel,
@@ -19,7 +20,6 @@ from parallel_llama.ops.cpu.panels import (
     panel_arguments,
     panel_at,
 )
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
 from parallel_llama.ops.cpu.vector_math import from_e4m3
 from parallel_llama.ops.groups import PanelShape
 

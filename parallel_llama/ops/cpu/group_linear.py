@@ -37,6 +37,14 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
+from parallel_llama.ops.cpu.jit import (
+    Machine,
+    Program,
+    Run,
+    at_once,
+    this_machine,
+    threads_for,
+)
 from parallel_llama.ops.cpu.panels import (
     Group,
     Panel,
@@ -44,14 +52,6 @@ from parallel_llama.ops.cpu.panels import (
     PanelReader,
     panel_arguments,
     panel_at,
-)
-from parallel_llama.ops.cpu.program import (
-    Machine,
-    Program,
-    Run,
-    at_once,
-    this_machine,
-    threads_for,
 )
 from parallel_llama.ops.cpu.vector_math import ByteDots, add_byte_dots
 from parallel_llama.ops.groups import LEAST_INPUT, PanelShape

@@ -29,7 +29,7 @@ from parallel_llama.ops.cpu.builder import (
     loop,
     where,
 )
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
 from parallel_llama.ops.cpu.vector_math import from_e4m3, to_bfloat16, to_e4m3
 from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
 

@@ -37,7 +37,7 @@ from parallel_llama.ops.cpu.builder import (
     smaller,
     when,
 )
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.routes import Routes
 
 # Beyond so many rows arithmetic and not memory sets the pace: `block_linear` is for them.

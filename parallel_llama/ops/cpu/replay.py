@@ -46,7 +46,7 @@ from parallel_llama.ops.cpu.builder import (
     smaller,
     when,
 )
-from parallel_llama.ops.cpu.program import Program
+from parallel_llama.ops.cpu.jit import Program
 
 CALL_CELLS = 4
 _PART, _ARGUMENTS, _N_THREADS, _MEETS = range(CALL_CELLS)

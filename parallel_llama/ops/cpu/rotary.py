@@ -13,8 +13,7 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
 from parallel_llama.ops.cpu.builder import Lanes, Thread, Value, fma, loop, shuffle
-from parallel_llama.ops.cpu.kv_rows import KVRows
-from parallel_llama.ops.cpu.program import (
+from parallel_llama.ops.cpu.jit import (
     Machine,
     Program,
     Run,
@@ -22,6 +21,7 @@ from parallel_llama.ops.cpu.program import (
     this_machine,
     threads_for,
 )
+from parallel_llama.ops.cpu.kv_rows import KVRows
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.builder import Lanes, Thread, Value, Variable, larger, loop, where
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
 from parallel_llama.ops.cpu.vector_math import exp
 from parallel_llama.ops.routes import Routes
 

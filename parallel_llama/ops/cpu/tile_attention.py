@@ -35,7 +35,7 @@ from parallel_llama.ops.cpu.builder import (
     loop,
     transposed,
 )
-from parallel_llama.ops.cpu.program import Program, Run, at_once
+from parallel_llama.ops.cpu.jit import Program, Run, at_once
 from parallel_llama.ops.cpu.query_columns import (
     Block,
     BlockShape,

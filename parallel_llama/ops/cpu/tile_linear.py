@@ -47,7 +47,7 @@ from parallel_llama.ops.cpu.builder import (
     transposed,
     when,
 )
-from parallel_llama.ops.cpu.program import Program, Run, at_once
+from parallel_llama.ops.cpu.jit import Program, Run, at_once
 from parallel_llama.ops.cpu.vector_math import to_bfloat16
 
 _SIDE = 16  # outputs, rows, and pairs of inputs of a tile

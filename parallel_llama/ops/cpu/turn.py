@@ -27,7 +27,7 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.program import Machine, Program, this_machine
+from parallel_llama.ops.cpu.jit import Machine, Program, this_machine
 from parallel_llama.ops.cpu.replay import Exit, Recording
 from parallel_llama.parallel.shared_memory import LINE, SIGNATURE, SLOT_BYTES, TURN, Turn
 
