@@ -11,8 +11,8 @@ from torch import Tensor
 from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, kv_rows
 from parallel_llama.ops.cpu import tile_attention
 from parallel_llama.ops.cpu.attention import AttentionKernel
-from parallel_llama.ops.cpu.chunk_attention import ChunkAttentionKernel
 from parallel_llama.ops.cpu.jit import Machine, openmp
+from parallel_llama.ops.cpu.prefill_attention import ChunkAttentionKernel
 from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
 from parallel_llama.ops.cpu.tile_linear import tiles_are_allowed
 

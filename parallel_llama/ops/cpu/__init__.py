@@ -15,7 +15,6 @@ Kernels take a `run`: a call is made at once, or recorded, for `walk` to make th
 
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
 from parallel_llama.ops.cpu.block_linear import make_block_linear
-from parallel_llama.ops.cpu.chunk_attention import ChunkAttentionKernel, make_chunk_attention
 from parallel_llama.ops.cpu.elementwise import (
     make_add,
     make_largest,
@@ -28,6 +27,7 @@ from parallel_llama.ops.cpu.group_linear import make_group_linear
 from parallel_llama.ops.cpu.jit import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
+from parallel_llama.ops.cpu.prefill_attention import ChunkAttentionKernel, make_chunk_attention
 from parallel_llama.ops.cpu.replay import KernelsOnly, NotRecorded, Pieces, Recording, make_walk
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes

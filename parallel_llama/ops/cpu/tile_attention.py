@@ -36,7 +36,7 @@ from parallel_llama.ops.cpu.builder import (
     transposed,
 )
 from parallel_llama.ops.cpu.jit import Program, Run, at_once
-from parallel_llama.ops.cpu.query_columns import (
+from parallel_llama.ops.cpu.prefill_attention import (
     Block,
     BlockShape,
     ChunkArguments,

@@ -1,33 +1,42 @@
-"""Softmax attention of consecutive queries of one sequence, but for the products in it.
+"""Softmax attention of consecutive queries of one sequence, over keys and values in the KV cache.
 
-The queries that share a KV head, those of one token side by side, are columns; some vectors of
-columns are a block. All that is computed of a block has columns in its lanes. So no dot product and
-no softmax adds lanes up:
+The queries that share a KV head, with those of one token side by side, are columns; a few vectors
+of columns form a block. Everything that is computed for a block has columns in its lanes, so no dot
+product and no softmax adds lanes up:
 
     scores[keys, columns]  = k[keys] @ q[:, columns]
     weights[keys, columns] = exp(scores[keys, columns] - the largest of a column)
     own[:, columns]        = v[keys].T @ weights[keys, columns]
     sums[:, columns]       = sums[:, columns] * before + own[:, columns] * factor
 
-Keys are taken tile by tile, each with its own largest score; what the tiles before have summed, and
-what a tile has, are brought to the largest so far. Tiles are counted from the sequence's start, and
-one that a query does not see leaves its column as it was. So a result depends on the query, its
-keys and its values alone: not on the chunk's other queries, nor on where the chunk begins, nor on
+Keys are processed tile by tile. Each tile has its own largest score; the sums of earlier tiles and
+of this one are rescaled to the largest score so far. Tiles are counted from the start of the
+sequence, and a tile that a query does not see leaves its column unchanged. So a result depends only
+on the query, its keys and its values: not on the chunk's other queries, where the chunk begins, or
 the thread.
+
+`PrefillAttentionKernel` reads keys and values in place; a narrow cache is converted a tile
+at a time. It gives a query the same bits as `decode_attention`, which multiplies vectors of W
+numbers of a query and a key and adds their lanes up: here the numbers i, i + W, i + 2 W, ... of a
+head are summed for every i, and these sums are added as lanes are. Its tiles are the parts of
+`decode_attention`.
 
 Source: FlashAttention-2, arXiv 2307.08691; online softmax, arXiv 1805.02867.
 """
 
 import math
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 from typing import Generic, Protocol
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
 from parallel_llama.ops.cpu.builder import (
+    I64,
     LINE_BYTES,
     Lanes,
     Operand,
@@ -35,6 +44,7 @@ from parallel_llama.ops.cpu.builder import (
     Value,
     Variable,
     fma,
+    in_this_order,
     larger,
     loop,
     smaller,
@@ -42,7 +52,10 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
+from parallel_llama.ops.decode_batch import PART_KEYS
 from parallel_llama.ops.paged_queries import NO_WINDOW
 from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.scores import Scores
@@ -366,3 +379,163 @@ def _store(
             numbers = [lanes.load(own + n * shape.n_columns) * share for n in each]
             for row, of_row in zip(rows, transposed(numbers), strict=True):
                 lanes.store(row + i, of_row, shape.mask(i))
+
+
+_VECTORS = 3  # of columns in a block
+_KEYS = 2  # that are scored together: registers have room for the sums that wait for each other
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    chunk: ChunkArguments[T]
+    k: Rows[T]
+    k_stride: Integer[T]
+    v: Rows[T]
+    v_stride: Integer[T]
+
+
+class ChunkAttentionKernel:
+    """Softmax attention of a chunk's queries over their keys, for one run of equal groups.
+
+    Other rows of `out` are left as they are.
+
+    Shapes: q, out [T, K * G, D], heads contiguous, rows anywhere; k, v [K, n_slots, W] in the
+    cache's dtype, slots contiguous, heads anywhere.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        head_dim: int,
+        scores: Scores,
+        machine: Machine,
+    ) -> None:
+        of_head, lanes = machine.lanes(dtype, head_dim), machine.lanes(dtype)
+        self._rows = KVRows(cache_dtype, of_head, head_dim)
+        n_at_once = 8 if machine.n_vectors > 16 else 4  # whose sums registers have room for
+        sizes = _VECTORS, PART_KEYS, n_at_once, of_head.width
+        self._shape = BlockShape(lanes, head_dim, scores, *sizes)
+        body = partial(_attention, self._shape, self._rows)
+        self._program = Program(
+            "chunk_attention",
+            _Arguments[float],
+            body,
+            numbers=lanes.pointer,
+            rows=self._rows.pointer,
+        )
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor, run: Run = at_once
+    ) -> None:
+        assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
+        assert k.dtype == v.dtype == self._rows.stored
+        arguments = _Arguments(
+            chunk=chunk_arguments(self._shape, q, len(k), chunk, out),
+            k=k.data_ptr(),
+            k_stride=k.stride(0),
+            v=v.data_ptr(),
+            v_stride=v.stride(0),
+        )
+        run(self._program, torch.get_num_threads(), arguments)
+
+
+@cache
+def make_chunk_attention(
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, scores: Scores
+) -> ChunkAttentionKernel:
+    """The kernel for this machine, compiled when first asked for; `computes` says for what."""
+    return ChunkAttentionKernel(dtype, cache_dtype, head_dim, scores, this_machine())
+
+
+def _attention(
+    shape: BlockShape, rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
+) -> None:
+    """The kernel."""
+    block = Block.of(shape, b)
+    products = _VectorProducts(shape, rows, block, args)
+    attend(shape, block, products, thread, args.chunk)
+
+
+class _VectorProducts:
+    """Products number by number; the `places` of a tile are where its keys and values begin."""
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        rows: KVRows,
+        block: Block,
+        args: _Arguments[Value],
+    ) -> None:
+        self._shape, self._rows, self._block = shape, rows, block
+        self._keys, b = keys_of(args.chunk), args.k.b
+        self._k, self._v = (args.k, args.k_stride), (args.v, args.v_stride)
+        self._places = room(b, I64, shape.tile)
+        n_wide = 0 if rows.is_plain else shape.tile * shape.head_dim
+        element = shape.lanes.vector.element
+        self._wide = room(b, element, n_wide)
+
+    def prepare(self) -> None:
+        pass
+
+    def score(self, head: Value, tile: Value, n: Value) -> None:
+        """A few keys at a time."""
+        shape, block, b, lanes = self._shape, self._block, n.b, self._shape.lanes
+        self._head = head
+        with loop(b, 0, n) as t:
+            self._places[t] = self._keys.slot(tile + t) * self._rows.width
+        k = self._numbers(self._k, n)
+        with loop(b, 0, n, _KEYS) as t:
+            keys = [k + self._place(t + i) for i in range(_KEYS)]
+            for at, total in enumerate(self._dots(keys, 0, 1)):
+                lanes.store(block.scores + t * shape.n_columns + at * lanes.width, total)
+
+    def _dots(self, keys: list[Value], lane: int, apart: int) -> list[Value]:
+        """Of a head's numbers from this one on, so many apart: keys by all columns.
+
+        They are summed in the order that `attention` has, whose lanes are added up by halves.
+        """
+        shape, lanes, b = self._shape, self._shape.lanes, keys[0].b
+        if apart < shape.n_strided:
+            one, other = (self._dots(keys, lane + i * apart, 2 * apart) for i in (0, 1))
+            return [x + y for x, y in zip(one, other, strict=True)]
+        sums = [lanes.constant(b, 0)] * (len(keys) * shape.n_vectors)
+        for i in range(lane, shape.head_dim, apart):
+            own = shape.vectors(self._block.q + i * shape.n_columns)
+            factors = product([lanes.splat(key[i]) for key in keys], own)
+            sums = [fma(*each, total) for each, total in zip(factors, sums, strict=True)]
+        in_this_order(b)
+        return sums
+
+    def add_values(self, n: Value, before: list[Value], factors: list[Value]) -> None:
+        """Some numbers of a value at a time; the places are those of the keys."""
+        shape, block, b = self._shape, self._block, n.b
+        lanes = shape.lanes
+        v = self._numbers(self._v, n)
+        size = math.gcd(shape.head_dim, shape.n_at_once)
+        with loop(b, 0, shape.head_dim, size) as first:
+            out = block.sums + first * shape.n_columns
+            sums = [Variable(lanes.constant(b, 0)) for _ in range(size * shape.n_vectors)]
+            with loop(b, 0, n) as t:
+                own = v + self._place(t) + first
+                weights = shape.vectors(block.scores + t * shape.n_columns)
+                numbers = [lanes.splat(own[i]) for i in range(size)]
+                for total, (number, weight) in zip(sums, product(numbers, weights), strict=True):
+                    total.value = fma(number, weight, total.value)
+            for at, total in enumerate(sums):
+                place, column = out + at * lanes.width, at % shape.n_vectors
+                earlier = lanes.load(place) * before[column]
+                lanes.store(place, fma(total.value, factors[column], earlier))
+
+    def _numbers(self, cache: tuple[Value, Value], n: Value) -> Value:
+        """Where n rows of a tile are as numbers to compute with, each at its `_place`."""
+        rows, head_stride = cache
+        own = rows + self._head * head_stride
+        if self._rows.is_plain:
+            return own
+        with loop(n.b, 0, n) as t:
+            self._rows.read(own + self._places[t], self._wide + t * self._shape.head_dim)
+        return self._wide
+
+    def _place(self, t: Value) -> Value:
+        return self._places[t] if self._rows.is_plain else t * self._shape.head_dim
