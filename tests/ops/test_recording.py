@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_llama.ops import CPUOps, NotRecorded
 from parallel_llama.ops.cpu import Pieces, Recording
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
-from parallel_llama.ops.cpu.builder import Thread, Value, loop
+from parallel_llama.ops.cpu.ir import Thread, Value, loop
 from parallel_llama.ops.cpu.jit import Program, openmp
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")

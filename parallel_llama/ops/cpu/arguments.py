@@ -13,7 +13,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_origin, get_type_hints
 
 from llvmlite import ir
 
-from parallel_llama.ops.cpu.builder import F32, F64, I8, I32, I64, Value
+from parallel_llama.ops.cpu.ir import F32, F64, I8, I32, I64, Value
 
 T = TypeVar("T", covariant=True)  # int or float in a call, Value in a kernel
 ArgumentsT = TypeVar("ArgumentsT")  # a dataclass of the fields below, and of other such dataclasses

@@ -25,7 +25,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.ir import (
     LINE_BYTES,
     Lanes,
     Thread,

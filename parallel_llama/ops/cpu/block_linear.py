@@ -27,7 +27,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Numbers, T, Weights
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.ir import (
     LINE_BYTES,
     Lanes,
     Thread,

@@ -13,7 +13,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Doubles, Float64, Integer, Numbers, T
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.ir import (
     F64,
     I32,
     Lanes,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
 from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, Integers, Numbers, T, Weights
-from parallel_llama.ops.cpu.builder import I8, I32, Lanes, Thread, Value, loop, when
+from parallel_llama.ops.cpu.ir import I8, I32, Lanes, Thread, Value, loop, when
 from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
 from parallel_llama.ops.cpu.panels import (
     Group,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
 from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, T, Words
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.ir import (
     I8,
     I32,
     Lanes,

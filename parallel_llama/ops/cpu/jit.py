@@ -32,7 +32,7 @@ import torch
 from llvmlite import ir
 
 from parallel_llama.ops.cpu.arguments import ArgumentsT, Signature
-from parallel_llama.ops.cpu.builder import I32, I64, VOID, Lanes, Thread, Value
+from parallel_llama.ops.cpu.ir import I32, I64, VOID, Lanes, Thread, Value
 from parallel_llama.ops.cpu.vector_math import ByteDots
 
 Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its arguments last

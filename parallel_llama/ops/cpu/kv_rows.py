@@ -13,7 +13,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Numbers, Rows, T
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.ir import (
     F16,
     F32,
     I8,

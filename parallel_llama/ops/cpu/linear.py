@@ -25,7 +25,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T, Weights
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.ir import (
     Lanes,
     Thread,
     Value,

@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
 from parallel_llama.ops.cpu.arguments import Integer, T
-from parallel_llama.ops.cpu.builder import F16, I8, I32, LINE_BYTES, Lanes, Value, shuffle
+from parallel_llama.ops.cpu.ir import F16, I8, I32, LINE_BYTES, Lanes, Value, shuffle
 from parallel_llama.ops.cpu.vector_math import from_e4m3
 from parallel_llama.ops.groups import PanelShape, Plane, planes_of
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from parallel_llama.ops.cpu.arguments import ArgumentsT, Integer, Integers, T
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.ir import (
     I8,
     I32,
     I64,

@@ -12,7 +12,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
-from parallel_llama.ops.cpu.builder import Lanes, Thread, Value, fma, loop, shuffle
+from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, fma, loop, shuffle
 from parallel_llama.ops.cpu.jit import (
     Machine,
     Program,

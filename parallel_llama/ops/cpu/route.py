@@ -11,7 +11,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
-from parallel_llama.ops.cpu.builder import Lanes, Thread, Value, Variable, larger, loop, where
+from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, Variable, larger, loop, where
 from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
 from parallel_llama.ops.cpu.vector_math import exp
 from parallel_llama.ops.routes import Routes

@@ -21,7 +21,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Bytes, Integer, Integers, T
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.ir import (
     F32,
     I8,
     I16,

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, T
 from parallel_llama.ops.cpu.block_linear import make_block_linear
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.ir import (
     F32,
     I8,
     I32,

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from llvmlite import ir
 
-from parallel_llama.ops.cpu.builder import F16, I8, I16, I32, Lanes, Value, fma, intrinsic, where
+from parallel_llama.ops.cpu.ir import F16, I8, I16, I32, Lanes, Value, fma, intrinsic, where
 
 _LN2, _LN2_REST = math.log(2), 2.3190468138462996e-17  # what float64 leaves over of ln 2
 _DEGREE = {torch.float32: 7, torch.float64: 13}
