@@ -24,6 +24,7 @@ from parallel_llama.ops.cpu import (
     make_attention,
     make_block_linear,
     make_chunk_attention,
+    make_executor,
     make_group_linear,
     make_group_lookup,
     make_largest,
@@ -39,7 +40,6 @@ from parallel_llama.ops.cpu import (
     make_tile_linear,
     make_turn,
     make_unpack,
-    make_walk,
     make_weighted_sum,
     this_machine,
 )
@@ -91,7 +91,7 @@ class CPUOps(TorchOps):
             make_tile_linear()
         for kernel in (make_norm, make_silu_and_mul, make_add, make_largest):
             kernel(self._dtype)
-        make_walk()
+        make_executor()
         if has_experts:
             make_route(self._dtype)
             make_routes()

@@ -49,7 +49,7 @@ from parallel_llama.ops.cpu.ir import (
 from parallel_llama.ops.cpu.jit import Program
 
 CALL_CELLS = 4
-_PART, _ARGUMENTS, _N_THREADS, _MEETS = range(CALL_CELLS)
+_PART, _ARGUMENTS, _N_THREADS, _HAS_BARRIER = range(CALL_CELLS)
 STATE_CELLS = 24
 _ARRIVED, _N_MET, AT = 0, 8, 16
 
@@ -59,7 +59,7 @@ _LOOKS = 1000
 
 
 @dataclass(slots=True, kw_only=True)
-class WalkArguments(Generic[T]):
+class ExecutorArguments(Generic[T]):
     """The calls from `start` to before `stop`."""
 
     calls: Integers[T]
@@ -81,17 +81,17 @@ class Exit(Generic[T]):
 
 
 @cache
-def make_walk() -> Program[WalkArguments[float]]:
-    return Program("walk", WalkArguments[float], _walk)
+def make_executor() -> Program[ExecutorArguments[float]]:
+    return Program("executor", ExecutorArguments[float], _execute)
 
 
 @cache
-def make_leave() -> Program[Exit[float]]:
+def make_host_call() -> Program[Exit[float]]:
     """A call that does nothing but end the walk."""
     return Program("leave", Exit[float], _leave)
 
 
-def _walk(b: ir.IRBuilder, thread: Thread, args: WalkArguments[Value]) -> None:
+def _execute(b: ir.IRBuilder, thread: Thread, args: ExecutorArguments[Value]) -> None:
     """The kernel.
 
     for number in start to stop:
@@ -106,18 +106,18 @@ def _walk(b: ir.IRBuilder, thread: Thread, args: WalkArguments[Value]) -> None:
         number = following.value
         leave_if(number > args.stop - 1)
         call = args.calls + number * CALL_CELLS
-        meets = call[_MEETS] > 0
-        with when(meets):
-            _meet(args.state, thread)
+        has_barrier = call[_HAS_BARRIER] > 0
+        with when(has_barrier):
+            _barrier(args.state, thread)
         at = (args.state + AT).acquired()
-        leave_if(meets & (at < number))
+        leave_if(has_barrier & (at < number))
         count = smaller(call[_N_THREADS], thread.count)
         with when((thread.number < count) & (at > number - 1)):
             _make(call, thread.number, count)
         following.value = number + 1
 
 
-def _meet(state: Value, thread: Thread) -> None:
+def _barrier(state: Value, thread: Thread) -> None:
     """Wait until all threads are here."""
     n_met = (state + _N_MET).acquired()
     with when((state + _ARRIVED).add_atomically(1) > thread.count - 2):
@@ -129,7 +129,7 @@ def _meet(state: Value, thread: Thread) -> None:
         n_looks.value += 1
         pause(state.b)
         with when(n_looks.value > _LOOKS):
-            _offer_core(state.b)
+            _yield_core(state.b)
 
 
 def _make(call: Value, number: Value, count: Value) -> None:
@@ -140,7 +140,7 @@ def _make(call: Value, number: Value, count: Value) -> None:
     b.call(b.inttoptr(call[_PART].raw, part), [address, number.raw, count.raw])
 
 
-def _offer_core(b: ir.IRBuilder) -> None:
+def _yield_core(b: ir.IRBuilder) -> None:
     known = b.module.globals.get("sched_yield")
     b.call(known or ir.Function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
 
@@ -210,7 +210,7 @@ class Recording:
 
     def leave(self, rest: Callable[[], None]) -> None:
         """Record something that Python does."""
-        self.run(make_leave(), 1, self.exit(rest))
+        self.run(make_host_call(), 1, self.exit(rest))
 
     def later(self, x: Tensor, function: Callable[[Tensor], object]) -> Callable[[], None]:
         """A call of a function with the tensor that lies where x lies now.
@@ -228,13 +228,13 @@ class Recording:
         start, stop = 0, len(self._calls)
         while start < stop:
             self._state[AT] = stop
-            walked = WalkArguments(
+            span = ExecutorArguments(
                 calls=ctypes.addressof(self._table),
                 start=start,
                 stop=stop,
                 state=ctypes.addressof(self._state),
             )
-            make_walk()(self._n_threads, walked)
+            make_executor()(self._n_threads, span)
             start = self._state[AT]
             if start < stop:
                 self._rests[start]()
@@ -247,8 +247,8 @@ class Recording:
         self._arguments = ctypes.create_string_buffer(b"".join(each for *_, each in self._calls))
         address = ctypes.addressof(self._arguments)
         for program, n_threads, arguments in self._calls:
-            meets = max(n_before, n_threads) > 1
-            cells += (program.part, address, n_threads, meets)
+            has_barrier = max(n_before, n_threads) > 1
+            cells += (program.part, address, n_threads, has_barrier)
             n_before = n_threads
             address += len(arguments)
         self._table = (ctypes.c_int64 * len(cells))(*cells)
