@@ -10,10 +10,10 @@ from torch import Tensor
 from parallel_llama.dtypes import GroupFormat
 from parallel_llama.ops.cpu import (
     MAX_ROWS,
+    Arena,
     AttentionKernel,
     ChunkAttentionKernel,
     KernelsOnly,
-    Pieces,
     Recording,
     RotaryKernel,
     Run,
@@ -73,7 +73,7 @@ class CPUOps(TorchOps):
         self.panel_rows = this_machine().lanes(torch.float32).width
         self._run: Run = at_once
         self._recording: Recording | None = None
-        self._pieces = Pieces()
+        self._arena = Arena()
 
     def compile(self, *, has_experts: bool = False) -> None:
         """Make the kernels, which are kept for all models; a second time it costs nothing."""
@@ -109,10 +109,10 @@ class CPUOps(TorchOps):
 
         Raises: NotRecorded where an operator, or what is between them, is torch's.
         """
-        recording = Recording(self._pieces)
+        recording = Recording(self._arena)
         self._recording, self._run = recording, recording.run
         try:
-            with KernelsOnly(self._pieces):
+            with KernelsOnly(self._arena):
                 yield recording
         finally:
             self._recording, self._run = None, at_once

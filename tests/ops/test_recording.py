@@ -9,7 +9,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops import CPUOps, NotRecorded
-from parallel_llama.ops.cpu import Pieces, Recording
+from parallel_llama.ops.cpu import Arena, Recording
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.ir import Thread, Value, loop
 from parallel_llama.ops.cpu.jit import Program, openmp
@@ -43,7 +43,7 @@ def arguments(x: Tensor, y: Tensor) -> _Arguments[int]:
 @pytest.mark.parametrize("alone", [0, 1, 2, 3])
 def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone):
     """Every `alone`-th call is for one thread; more threads than cores must not hang."""
-    program, recording, n = next_of(), Recording(Pieces()), 24
+    program, recording, n = next_of(), Recording(Arena()), 24
     x, y = torch.zeros(2, n, dtype=torch.int64)
     n_calls = 200
     for number in range(n_calls):
@@ -59,7 +59,7 @@ def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone)
 
 def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
     """Wherever it stands, at the end too; and what Python does comes between."""
-    program, recording, n = next_of(), Recording(Pieces()), 24
+    program, recording, n = next_of(), Recording(Arena()), 24
     x, y = torch.zeros(2, n, dtype=torch.int64)
     seen = []
     for number in range(9):
@@ -76,7 +76,7 @@ def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
 
 
 def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
-    program, recording, n = next_of(), Recording(Pieces()), 6
+    program, recording, n = next_of(), Recording(Arena()), 6
     x, y = torch.zeros(2, n, dtype=torch.int64)
     errors = [KeyboardInterrupt()]
 
@@ -95,17 +95,17 @@ def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
     assert x.tolist() == [2] * n
 
 
-def test_pieces_are_taken_again_when_the_last_view_of_them_is_gone():
-    pieces = Pieces()
+def test_memory_of_an_arena_is_taken_again_when_the_last_view_of_it_is_gone():
+    arena = Arena()
     like = torch.empty(3, 40)
-    first = pieces.tensor(like)
+    first = arena.tensor(like)
     place, view = first.data_ptr(), first[1:].flatten()
     assert first.shape == like.shape and first.dtype == like.dtype and place % 64 == 0
     del first
-    assert pieces.tensor(like).data_ptr() != place
+    assert arena.tensor(like).data_ptr() != place
     del view
-    assert pieces.tensor(torch.empty(2, 50)).data_ptr() == place
-    assert pieces.tensor(torch.empty(0, 5)).shape == (0, 5)
+    assert arena.tensor(torch.empty(2, 50)).data_ptr() == place
+    assert arena.tensor(torch.empty(0, 5)).shape == (0, 5)
 
 
 @pytest.fixture

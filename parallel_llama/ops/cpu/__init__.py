@@ -10,7 +10,7 @@ for few rows and for many sum in the same order. So a row's result is the same t
 any batch and at any cut of its prompt. Kernels on matrix tiles (AMX) are for many rows alone, and
 sum in another order.
 
-Kernels take a `run`: a call is made at once, or recorded, for `replay` to make those of a whole step.
+Kernels take a `run`: a call is made at once, or recorded and replayed with those of a whole step.
 """
 
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
@@ -28,7 +28,7 @@ from parallel_llama.ops.cpu.jit import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
 from parallel_llama.ops.cpu.prefill_attention import ChunkAttentionKernel, make_chunk_attention
-from parallel_llama.ops.cpu.replay import KernelsOnly, NotRecorded, Pieces, Recording, make_executor
+from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, NotRecorded, Recording, make_executor
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
 from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
@@ -37,11 +37,11 @@ from parallel_llama.ops.cpu.turn import make_turn
 
 __all__ = [
     "MAX_ROWS",
+    "Arena",
     "AttentionKernel",
     "ChunkAttentionKernel",
     "KernelsOnly",
     "NotRecorded",
-    "Pieces",
     "Recording",
     "RotaryKernel",
     "Run",

@@ -159,11 +159,11 @@ class NotRecorded(Exception):
     """Something in a step computes that is no kernel."""
 
 
-class Pieces:
+class Arena:
     """Memory for what kernels of a recording hand on to each other.
 
     A piece is taken again once nobody has the tensor in it, while it is recorded. Recordings may
-    share pieces if they are not replayed at the same time.
+    share an arena if they are not replayed at the same time.
     """
 
     def __init__(self) -> None:
@@ -189,8 +189,8 @@ class Recording:
     while it was recorded do.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces  # kept: the calls know addresses in them
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena  # kept: the calls know addresses in them
         self._calls: list[tuple[Program[Any], int, bytes]] = []  # with threads and arguments
         self._arguments = ctypes.create_string_buffer(0)
         self._rests: dict[int, Callable[[], None]] = {}
@@ -256,14 +256,14 @@ class Recording:
 
 
 class KernelsOnly(TorchFunctionMode):
-    """Inside, new tensors take their memory from the pieces, and torch computes nothing.
+    """Inside, new tensors take their memory from the arena, and torch computes nothing.
 
     Raises: NotRecorded where it is asked to.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, arena: Arena) -> None:
         super().__init__()
-        self._pieces = pieces
+        self._arena = arena
 
     def __torch_function__(
         self,
@@ -277,7 +277,7 @@ class KernelsOnly(TorchFunctionMode):
             raise NotRecorded(name)
         result = func(*args, **(kwargs or {}))
         if name in _EMPTY:
-            return self._pieces.tensor(result)
+            return self._arena.tensor(result)
         if name in _VIEWS and not _lies_in(result, args[0]):
             raise NotRecorded(f"{name} with a copy")
         return result
