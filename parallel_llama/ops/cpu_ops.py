@@ -182,7 +182,7 @@ class CPUOps(TorchOps):
             return super().all_reduce(x, comm)
         turn = comm.turn_of(x) if isinstance(comm, SharedMemory) else None
         if turn is None:
-            self._recording.leave(self._recording.later(x, comm.all_reduce))
+            self._recording.host_call(self._recording.deferred(x, comm.all_reduce))
         else:
             make_turn(self._dtype)(x, turn, self._recording)
         return x

@@ -64,7 +64,7 @@ def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
     seen = []
     for number in range(9):
         if number % 2 == 0:
-            recording.leave(lambda x=x: seen.append(x.clone()))
+            recording.host_call(lambda x=x: seen.append(x.clone()))
         if number < 8:
             recording.run(program, 1 if number in (3, 4) else n_threads, arguments(x, y))
             x, y = y, x
@@ -85,7 +85,7 @@ def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
             raise errors.pop()
 
     recording.run(program, 2, arguments(x, y))
-    recording.leave(fail_once)
+    recording.host_call(fail_once)
     recording.run(program, 2, arguments(y, x))
     recording.complete()
     with pytest.raises(KeyboardInterrupt):

@@ -89,7 +89,7 @@ def record_around(comm: Communicator, x: Tensor, middle: Callable[[], None]) -> 
     with ops.recording() as recording:
         for number in range(8):
             if number == 4:
-                recording.leave(middle)
+                recording.host_call(middle)
             ops.all_reduce(x, comm)
     return recording
 

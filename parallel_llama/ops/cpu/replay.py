@@ -88,7 +88,7 @@ def make_executor() -> Program[ExecutorArguments[float]]:
 @cache
 def make_host_call() -> Program[Exit[float]]:
     """A call that does nothing but end the walk."""
-    return Program("leave", Exit[float], _leave)
+    return Program("host_call", Exit[float], _host_call)
 
 
 def _execute(b: ir.IRBuilder, thread: Thread, args: ExecutorArguments[Value]) -> None:
@@ -145,7 +145,7 @@ def _yield_core(b: ir.IRBuilder) -> None:
     b.call(known or ir.Function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])
 
 
-def _leave(_b: ir.IRBuilder, _thread: Thread, args: Exit[Value]) -> None:
+def _host_call(_b: ir.IRBuilder, _thread: Thread, args: Exit[Value]) -> None:
     args.take()
 
 
@@ -193,7 +193,7 @@ class Recording:
         self._arena = arena  # kept: the calls know addresses in them
         self._calls: list[tuple[Program[Any], int, bytes]] = []  # with threads and arguments
         self._arguments = ctypes.create_string_buffer(0)
-        self._rests: dict[int, Callable[[], None]] = {}
+        self._fallbacks: dict[int, Callable[[], None]] = {}
         self._state = (ctypes.c_int64 * STATE_CELLS)()
         self._table = (ctypes.c_int64 * 0)()
         self._n_threads = 1
@@ -202,17 +202,17 @@ class Recording:
         """Record a call, as `Run` says."""
         self._calls.append((program, n_threads, program.packed(arguments)))
 
-    def exit(self, rest: Callable[[], None]) -> Exit[int]:
-        """An exit for the call that is recorded next, by one thread: if taken, `rest` follows."""
+    def exit(self, fallback: Callable[[], None]) -> Exit[int]:
+        """An exit for the next recorded call, which runs `fallback` if the call takes it."""
         number = len(self._calls)
-        self._rests[number] = rest
+        self._fallbacks[number] = fallback
         return Exit(at=ctypes.addressof(self._state) + 8 * AT, number=number)
 
-    def leave(self, rest: Callable[[], None]) -> None:
+    def host_call(self, fallback: Callable[[], None]) -> None:
         """Record something that Python does."""
-        self.run(make_host_call(), 1, self.exit(rest))
+        self.run(make_host_call(), 1, self.exit(fallback))
 
-    def later(self, x: Tensor, function: Callable[[Tensor], object]) -> Callable[[], None]:
+    def deferred(self, x: Tensor, function: Callable[[Tensor], object]) -> Callable[[], None]:
         """A call of a function with the tensor that lies where x lies now.
 
         It does not keep x, whose memory may be another tensor's when the call is over.
@@ -237,7 +237,7 @@ class Recording:
             make_executor()(self._n_threads, span)
             start = self._state[AT]
             if start < stop:
-                self._rests[start]()
+                self._fallbacks[start]()
                 start += 1
 
     def complete(self) -> None:

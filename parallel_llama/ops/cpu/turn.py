@@ -61,7 +61,7 @@ class TurnKernel:
         arguments = _Arguments(
             x=x.data_ptr(), n=x.numel(), header=turn.header, slots=turn.slots, rank=turn.rank,
             size=turn.size, signature=turn.signature, n_looks=turn.n_looks,
-            exit=recording.exit(recording.later(x, turn.finish)),
+            exit=recording.exit(recording.deferred(x, turn.finish)),
         )  # fmt: skip
         recording.run(self._program, 1, arguments)
 
