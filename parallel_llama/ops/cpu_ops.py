@@ -21,6 +21,7 @@ from parallel_llama.ops.cpu import (
     TileLinearKernel,
     at_once,
     make_add,
+    make_all_reduce,
     make_attention,
     make_block_linear,
     make_chunk_attention,
@@ -38,7 +39,6 @@ from parallel_llama.ops.cpu import (
     make_silu_and_mul,
     make_tile_attention,
     make_tile_linear,
-    make_turn,
     make_unpack,
     make_weighted_sum,
     this_machine,
@@ -184,7 +184,7 @@ class CPUOps(TorchOps):
         if turn is None:
             self._recording.host_call(self._recording.deferred(x, comm.all_reduce))
         else:
-            make_turn(self._dtype)(x, turn, self._recording)
+            make_all_reduce(self._dtype)(x, turn, self._recording)
         return x
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

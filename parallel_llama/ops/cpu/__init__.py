@@ -13,6 +13,7 @@ sum in another order.
 Kernels take a `run`: a call is made at once, or recorded and replayed with those of a whole step.
 """
 
+from parallel_llama.ops.cpu.all_reduce import make_all_reduce
 from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
 from parallel_llama.ops.cpu.block_linear import make_block_linear
 from parallel_llama.ops.cpu.elementwise import (
@@ -33,7 +34,6 @@ from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
 from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
 from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, make_tile_linear
-from parallel_llama.ops.cpu.turn import make_turn
 
 __all__ = [
     "MAX_ROWS",
@@ -50,6 +50,7 @@ __all__ = [
     "at_once",
     "computes",
     "make_add",
+    "make_all_reduce",
     "make_attention",
     "make_block_linear",
     "make_chunk_attention",
@@ -67,7 +68,6 @@ __all__ = [
     "make_silu_and_mul",
     "make_tile_attention",
     "make_tile_linear",
-    "make_turn",
     "make_unpack",
     "make_weighted_sum",
     "this_machine",

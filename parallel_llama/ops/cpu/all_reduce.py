@@ -45,7 +45,7 @@ class _Arguments(Generic[T]):
     exit: Exit[T]
 
 
-class TurnKernel:
+class AllReduceKernel:
     """The sum over all ranks, in place, by one thread; in rank order, as Python has it.
 
     It is for recordings alone. Shapes: x as the turn's, in one piece.
@@ -53,8 +53,8 @@ class TurnKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        body = partial(_turn, lanes)
-        self._program = Program("turn", _Arguments[float], body, numbers=lanes.pointer)
+        body = partial(_all_reduce, lanes)
+        self._program = Program("all_reduce", _Arguments[float], body, numbers=lanes.pointer)
 
     def __call__(self, x: Tensor, turn: Turn, recording: Recording) -> None:
         assert x.is_contiguous() and x.nbytes <= SLOT_BYTES
@@ -67,12 +67,12 @@ class TurnKernel:
 
 
 @cache
-def make_turn(dtype: torch.dtype) -> TurnKernel:
+def make_all_reduce(dtype: torch.dtype) -> AllReduceKernel:
     """The kernel for this machine; `computes` says for which types."""
-    return TurnKernel(dtype, this_machine())
+    return AllReduceKernel(dtype, this_machine())
 
 
-def _turn(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _Arguments[Value]) -> None:
+def _all_reduce(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _Arguments[Value]) -> None:
     """The kernel.
 
     copy x into this rank's slot, and publish it
