@@ -11,20 +11,19 @@ from parallel_llama.dtypes import GroupFormat
 from parallel_llama.ops.cpu import (
     MAX_ROWS,
     Arena,
-    AttentionKernel,
-    ChunkAttentionKernel,
+    DecodeAttentionKernel,
     KernelsOnly,
+    PrefillAttentionAMXKernel,
+    PrefillAttentionKernel,
     Recording,
     RotaryKernel,
     Run,
-    TileAttentionKernel,
     TileLinearKernel,
     at_once,
     make_add,
     make_all_reduce,
-    make_attention,
     make_block_linear,
-    make_chunk_attention,
+    make_decode_attention,
     make_executor,
     make_group_linear,
     make_group_lookup,
@@ -32,12 +31,13 @@ from parallel_llama.ops.cpu import (
     make_linear,
     make_lookup,
     make_norm,
+    make_prefill_attention,
+    make_prefill_attention_amx,
     make_rotary,
     make_route,
     make_routed_linear,
     make_routes,
     make_silu_and_mul,
-    make_tile_attention,
     make_tile_linear,
     make_unpack,
     make_weighted_sum,
@@ -220,17 +220,19 @@ class CPUOps(TorchOps):
     def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
         return make_rotary(self._dtype, cache_dtype, self._head_dim)
 
-    def _attention(self, cache_dtype: torch.dtype, n_group: int) -> AttentionKernel:
-        return make_attention(self._dtype, cache_dtype, self._head_dim, n_group, self._scores)
+    def _attention(self, cache_dtype: torch.dtype, n_group: int) -> DecodeAttentionKernel:
+        return make_decode_attention(
+            self._dtype, cache_dtype, self._head_dim, n_group, self._scores
+        )
 
     def _chunk_attention(
         self, cache_dtype: torch.dtype
-    ) -> ChunkAttentionKernel | TileAttentionKernel:
+    ) -> PrefillAttentionKernel | PrefillAttentionAMXKernel:
         if self._dtype == torch.float32 and cache_dtype == torch.bfloat16:
-            tiles = make_tile_attention(self._head_dim, self._scores)
+            tiles = make_prefill_attention_amx(self._head_dim, self._scores)
             if tiles is not None:
                 return tiles
-        return make_chunk_attention(self._dtype, cache_dtype, self._head_dim, self._scores)
+        return make_prefill_attention(self._dtype, cache_dtype, self._head_dim, self._scores)
 
 
 def _has_few_rows(routes: Routes) -> bool:

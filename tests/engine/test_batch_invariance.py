@@ -62,7 +62,7 @@ FORMATS = [
 def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix tiles (AMX), which only chunks of many rows use, sum in another order."""
     monkeypatch.setattr(cpu_ops, "make_tile_linear", lambda: None)
-    monkeypatch.setattr(cpu_ops, "make_tile_attention", lambda *_: None)
+    monkeypatch.setattr(cpu_ops, "make_prefill_attention_amx", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ import torch
 from group_samples import BLOCKS, INT4_MIN, INT8
 
 from parallel_llama.ops.cpu import group_linear, jit
-from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.elementwise import NormKernel
 from parallel_llama.ops.cpu.embedding import GroupLookupKernel
 from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
@@ -66,11 +66,18 @@ def test_groups_are_multiplied_without_it_too(assembly, form):
         lambda: LinearKernel(torch.float32, torch.float32, PLAIN_ARM),
         lambda: LinearKernel(torch.float32, torch.bfloat16, PLAIN_ARM),
         lambda: BlockLinearKernel(torch.float32, torch.float32, PLAIN_ARM),
-        lambda: AttentionKernel(torch.float32, torch.float32, 64, 3, PLAIN, PLAIN_ARM),
+        lambda: DecodeAttentionKernel(torch.float32, torch.float32, 64, 3, PLAIN, PLAIN_ARM),
         lambda: NormKernel(torch.float32, PLAIN_ARM),
         lambda: GroupLookupKernel(INT8, PLAIN_ARM),
     ],
-    ids=["linear", "linear of bfloat16", "linear of many rows", "attention", "norm", "lookup"],
+    ids=[
+        "linear",
+        "linear of bfloat16",
+        "linear of many rows",
+        "decode_attention",
+        "norm",
+        "lookup",
+    ],
 )
 def test_numbers_are_in_vectors(assembly, kernel):
     assert ".4s" in assembly(kernel)[-1]

@@ -15,7 +15,7 @@ import torch
 
 from parallel_llama.ops.cpu import jit
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
-from parallel_llama.ops.cpu.attention import AttentionKernel
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.elementwise import SiluAndMulKernel
 from parallel_llama.ops.cpu.jit import Machine, Program, machine_code, openmp
 from parallel_llama.ops.scores import Scores
@@ -126,7 +126,7 @@ def test_kernels_that_differ_in_a_parameter_have_code_of_their_own(folder):
             SiluAndMulKernel(dtype, machine)
     soft = Scores(soft_cap=30.0), Scores(soft_cap=50.0), Scores(scale=0.5)
     for scores in soft:
-        AttentionKernel(torch.float32, torch.float32, 16, 1, scores, Machine(16, 16))
+        DecodeAttentionKernel(torch.float32, torch.float32, 16, 1, scores, Machine(16, 16))
     assert len(list(folder.iterdir())) == 4 + 3
 
 

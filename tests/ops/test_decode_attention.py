@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops import DecodeBatch, Scores
-from parallel_llama.ops.cpu.attention import AttentionKernel
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.jit import Machine, openmp
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
@@ -33,8 +33,8 @@ SEQUENCES = (
 @cache
 def kernel(
     dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int, scores: Scores = PLAIN
-) -> AttentionKernel:
-    return AttentionKernel(dtype, dtype, head_dim, n_group, scores, MACHINES[vector_bytes])
+) -> DecodeAttentionKernel:
+    return DecodeAttentionKernel(dtype, dtype, head_dim, n_group, scores, MACHINES[vector_bytes])
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def make_queries(dtype: torch.dtype, n_group: int, head_dim: int) -> Tensor:
 
 
 def run(
-    attention: AttentionKernel,
+    attention: DecodeAttentionKernel,
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel_llama.dtypes import KV_DTYPES
 from parallel_llama.ops import DecodeBatch, Scores, kv_rows
-from parallel_llama.ops.cpu.attention import AttentionKernel
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.kv_rows import UnpackKernel
 from parallel_llama.ops.cpu.rotary import RotaryKernel
@@ -132,7 +132,7 @@ def test_kernels_read_every_number_as_torch_does(
     """A query that sees one key gets the value of that key, to the last bit."""
     rows = rows_of_all_numbers(stored)
     n = rows.shape[1]
-    attention = AttentionKernel(dtype, stored, 64, 1, Scores(), machine)
+    attention = DecodeAttentionKernel(dtype, stored, 64, 1, Scores(), machine)
     out = torch.empty(n, 1, 64, dtype=dtype)
     keys = kv_rows.pack(torch.randn(1, n, 64), stored)
     own = DecodeBatch.of({slot: (0, [slice(slot, slot + 1)]) for slot in range(n)})

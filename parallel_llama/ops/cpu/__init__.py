@@ -14,8 +14,8 @@ Kernels take a `run`: a call is made at once, or recorded and replayed with thos
 """
 
 from parallel_llama.ops.cpu.all_reduce import make_all_reduce
-from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
 from parallel_llama.ops.cpu.block_linear import make_block_linear
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
 from parallel_llama.ops.cpu.elementwise import (
     make_add,
     make_largest,
@@ -28,32 +28,34 @@ from parallel_llama.ops.cpu.group_linear import make_group_linear
 from parallel_llama.ops.cpu.jit import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
 from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
-from parallel_llama.ops.cpu.prefill_attention import ChunkAttentionKernel, make_chunk_attention
+from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel, make_prefill_attention
+from parallel_llama.ops.cpu.prefill_attention_amx import (
+    PrefillAttentionAMXKernel,
+    make_prefill_attention_amx,
+)
 from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, NotRecorded, Recording, make_executor
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
-from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
 from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, make_tile_linear
 
 __all__ = [
     "MAX_ROWS",
     "Arena",
-    "AttentionKernel",
-    "ChunkAttentionKernel",
+    "DecodeAttentionKernel",
     "KernelsOnly",
     "NotRecorded",
+    "PrefillAttentionAMXKernel",
+    "PrefillAttentionKernel",
     "Recording",
     "RotaryKernel",
     "Run",
-    "TileAttentionKernel",
     "TileLinearKernel",
     "at_once",
     "computes",
     "make_add",
     "make_all_reduce",
-    "make_attention",
     "make_block_linear",
-    "make_chunk_attention",
+    "make_decode_attention",
     "make_executor",
     "make_group_linear",
     "make_group_lookup",
@@ -61,12 +63,13 @@ __all__ = [
     "make_linear",
     "make_lookup",
     "make_norm",
+    "make_prefill_attention",
+    "make_prefill_attention_amx",
     "make_rotary",
     "make_route",
     "make_routed_linear",
     "make_routes",
     "make_silu_and_mul",
-    "make_tile_attention",
     "make_tile_linear",
     "make_unpack",
     "make_weighted_sum",

@@ -394,7 +394,7 @@ class _Arguments(Generic[T]):
     v_stride: Integer[T]
 
 
-class ChunkAttentionKernel:
+class PrefillAttentionKernel:
     """Softmax attention of a chunk's queries over their keys, for one run of equal groups.
 
     Other rows of `out` are left as they are.
@@ -418,7 +418,7 @@ class ChunkAttentionKernel:
         self._shape = BlockShape(lanes, head_dim, scores, *sizes)
         body = partial(_attention, self._shape, self._rows)
         self._program = Program(
-            "chunk_attention",
+            "prefill_attention",
             _Arguments[float],
             body,
             numbers=lanes.pointer,
@@ -441,11 +441,11 @@ class ChunkAttentionKernel:
 
 
 @cache
-def make_chunk_attention(
+def make_prefill_attention(
     dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, scores: Scores
-) -> ChunkAttentionKernel:
+) -> PrefillAttentionKernel:
     """The kernel for this machine, compiled when first asked for; `computes` says for what."""
-    return ChunkAttentionKernel(dtype, cache_dtype, head_dim, scores, this_machine())
+    return PrefillAttentionKernel(dtype, cache_dtype, head_dim, scores, this_machine())
 
 
 def _attention(
@@ -493,7 +493,7 @@ class _VectorProducts:
     def _dots(self, keys: list[Value], lane: int, apart: int) -> list[Value]:
         """Of a head's numbers from this one on, so many apart: keys by all columns.
 
-        They are summed in the order that `attention` has, whose lanes are added up by halves.
+        They are summed in the order that `decode_attention` has, whose lanes are added up by halves.
         """
         shape, lanes, b = self._shape, self._shape.lanes, keys[0].b
         if apart < shape.n_strided:

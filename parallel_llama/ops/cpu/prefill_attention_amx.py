@@ -94,8 +94,8 @@ class _Arguments(Generic[T]):
     n_rows: Integer[T]
 
 
-class TileAttentionKernel:
-    """What `ChunkAttentionKernel` computes, for numbers of float32 and a cache in bfloat16.
+class PrefillAttentionAMXKernel:
+    """What `PrefillAttentionKernel` computes, for numbers of float32 and a cache in bfloat16.
 
     Shapes: as there; D a multiple of 32.
     """
@@ -107,7 +107,9 @@ class TileAttentionKernel:
         body = partial(_lay_out, head_dim)
         self._lay_out = Program("lay_out", _LayOutArguments[float], body)
         body = partial(_attention, self._shape)
-        self._program = Program("tile_attention", _Arguments[float], body, numbers=_LANES.pointer)
+        self._program = Program(
+            "prefill_attention_amx", _Arguments[float], body, numbers=_LANES.pointer
+        )
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor, run: Run = at_once
@@ -142,11 +144,11 @@ class TileAttentionKernel:
 
 
 @cache
-def make_tile_attention(head_dim: int, scores: Scores) -> TileAttentionKernel | None:
+def make_prefill_attention_amx(head_dim: int, scores: Scores) -> PrefillAttentionAMXKernel | None:
     """The kernel, where heads fill tiles and this machine has such as pay."""
-    if not TileAttentionKernel.takes(head_dim) or make_tile_linear() is None:
+    if not PrefillAttentionAMXKernel.takes(head_dim) or make_tile_linear() is None:
         return None
-    return TileAttentionKernel(head_dim, scores)
+    return PrefillAttentionAMXKernel(head_dim, scores)
 
 
 def _lay_out(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _LayOutArguments[Value]) -> None:

@@ -114,7 +114,7 @@ class _Arguments(Generic[T]):
     shares: Numbers[T]
 
 
-class AttentionKernel:
+class DecodeAttentionKernel:
     """Softmax attention of decode rows over their own keys, for one run of equal groups.
 
     Other rows of `out` are left as they are.
@@ -138,7 +138,11 @@ class AttentionKernel:
         shape = _Shape(lanes, head_dim, n_group, scores, self._rows, machine.n_vectors)
         body = partial(_attention, shape)
         self._program = Program(
-            "attention", _Arguments[float], body, numbers=lanes.pointer, rows=self._rows.pointer
+            "decode_attention",
+            _Arguments[float],
+            body,
+            numbers=lanes.pointer,
+            rows=self._rows.pointer,
         )
 
     def __call__(
@@ -177,11 +181,11 @@ class AttentionKernel:
 
 
 @cache
-def make_attention(
+def make_decode_attention(
     dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, n_group: int, scores: Scores
-) -> AttentionKernel:
+) -> DecodeAttentionKernel:
     """The kernel for this machine, compiled when first asked for; `computes` says for what."""
-    return AttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, this_machine())
+    return DecodeAttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, this_machine())
 
 
 def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:

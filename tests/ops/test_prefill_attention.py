@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, kv_rows
-from parallel_llama.ops.cpu import tile_attention
-from parallel_llama.ops.cpu.attention import AttentionKernel
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.jit import Machine, openmp
-from parallel_llama.ops.cpu.prefill_attention import ChunkAttentionKernel
-from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
+from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel
+from parallel_llama.ops.cpu.prefill_attention_amx import (
+    PrefillAttentionAMXKernel,
+    make_prefill_attention_amx,
+)
 from parallel_llama.ops.cpu.tile_linear import tiles_are_allowed
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
@@ -40,9 +42,9 @@ def kernel(
     vector_bytes: int = 64,
     scores: Scores = PLAIN,
     cache_dtype: torch.dtype | None = None,
-) -> ChunkAttentionKernel:
+) -> PrefillAttentionKernel:
     machine = MACHINES[vector_bytes]
-    return ChunkAttentionKernel(dtype, cache_dtype or dtype, head_dim, scores, machine)
+    return PrefillAttentionKernel(dtype, cache_dtype or dtype, head_dim, scores, machine)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +80,7 @@ def make_queries(dtype: torch.dtype, n: int, n_group: int, head_dim: int) -> Ten
 
 
 def run(
-    attention: ChunkAttentionKernel | TileAttentionKernel,
+    attention: PrefillAttentionKernel | PrefillAttentionAMXKernel,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -176,7 +178,7 @@ def test_a_query_gets_the_same_to_the_last_bit_however_its_prompt_is_cut(
 
 
 def check_cuts(
-    attention: ChunkAttentionKernel | TileAttentionKernel,
+    attention: PrefillAttentionKernel | PrefillAttentionAMXKernel,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     head_dim: int,
@@ -224,7 +226,7 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_in_a_chunk(
 ) -> None:
     """At most nine tokens of a prompt were decoded, and had other sums than in a longer chunk."""
     rng, machine = random.Random(0), MACHINES[vector_bytes]
-    decode = AttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, machine)
+    decode = DecodeAttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, machine)
     attention = kernel(dtype, head_dim, vector_bytes, scores, cache_dtype)
     for _ in range(10):
         n, start = rng.randint(1, 60), rng.choice([0, 1, 100, 127, 128, 255, 400])
@@ -278,8 +280,8 @@ def test_a_key_that_is_not_a_number_spoils_nothing_outside_its_own_head() -> Non
 
 
 @cache
-def tiles(head_dim: int, scores: Scores = PLAIN) -> TileAttentionKernel:
-    return TileAttentionKernel(head_dim, scores)
+def tiles(head_dim: int, scores: Scores = PLAIN) -> PrefillAttentionAMXKernel:
+    return PrefillAttentionAMXKernel(head_dim, scores)
 
 
 @has_tiles
@@ -327,7 +329,7 @@ def test_a_value_that_is_not_a_number_spoils_its_own_head_alone_on_tiles() -> No
 
 
 def test_heads_that_do_not_fill_tiles_are_left_to_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_attention, "make_tile_linear", lambda: object())
-    assert make_tile_attention.__wrapped__(80, PLAIN) is None
-    monkeypatch.setattr(tile_attention, "make_tile_linear", lambda: None)
-    assert make_tile_attention.__wrapped__(64, PLAIN) is None
+    monkeypatch.setattr(prefill_attention_amx, "make_tile_linear", lambda: object())
+    assert make_prefill_attention_amx.__wrapped__(80, PLAIN) is None
+    monkeypatch.setattr(prefill_attention_amx, "make_tile_linear", lambda: None)
+    assert make_prefill_attention_amx.__wrapped__(64, PLAIN) is None
