@@ -12,33 +12,33 @@ from parallel_llama.ops.cpu import (
     MAX_ROWS,
     Arena,
     DecodeAttentionKernel,
+    GemmAMXKernel,
     KernelsOnly,
     PrefillAttentionAMXKernel,
     PrefillAttentionKernel,
     Recording,
     RotaryKernel,
     Run,
-    TileLinearKernel,
     at_once,
     make_add,
     make_all_reduce,
-    make_block_linear,
     make_decode_attention,
     make_executor,
-    make_group_linear,
+    make_gemm,
+    make_gemm_amx,
+    make_gemv,
     make_group_lookup,
     make_largest,
-    make_linear,
     make_lookup,
     make_norm,
     make_prefill_attention,
     make_prefill_attention_amx,
+    make_quant_gemm,
     make_rotary,
     make_route,
-    make_routed_linear,
+    make_routed_gemv,
     make_routes,
     make_silu_and_mul,
-    make_tile_linear,
     make_unpack,
     make_weighted_sum,
     this_machine,
@@ -79,16 +79,16 @@ class CPUOps(TorchOps):
         """Make the kernels, which are kept for all models; a second time it costs nothing."""
         for form in self._matrices:
             if isinstance(form, GroupFormat):
-                make_group_linear(form)
+                make_quant_gemm(form)
                 make_group_lookup(form)
                 continue
-            make_linear(self._dtype, form)
-            make_block_linear(self._dtype, form)
+            make_gemv(self._dtype, form)
+            make_gemm(self._dtype, form)
             make_lookup(self._dtype, form)
             if has_experts:
-                make_routed_linear(self._dtype, form)
+                make_routed_gemv(self._dtype, form)
         if torch.bfloat16 in self._matrices:
-            make_tile_linear()
+            make_gemm_amx()
         for kernel in (make_norm, make_silu_and_mul, make_add, make_largest):
             kernel(self._dtype)
         make_executor()
@@ -127,17 +127,17 @@ class CPUOps(TorchOps):
         if len(x) > MAX_ROWS:
             y = self._linear_of_many(x, weight)
         else:
-            y = make_linear(self._dtype, weight.dtype)(x, weight, self._run)
+            y = make_gemv(self._dtype, weight.dtype)(x, weight, self._run)
         return y if bias is None else self.add_(y, bias)
 
     def _linear_of_many(self, x: Tensor, weight: Tensor) -> Tensor:
-        tiles = make_tile_linear() if TileLinearKernel.takes(weight) else None
+        tiles = make_gemm_amx() if GemmAMXKernel.takes(weight) else None
         if tiles is not None and x.dtype == torch.float32:
             return tiles(x, weight, self._run)
-        return make_block_linear(self._dtype, weight.dtype)(x, weight, self._run)
+        return make_gemm(self._dtype, weight.dtype)(x, weight, self._run)
 
     def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-        make_group_linear(shape.form)(x, panels, shape, out, self._run)
+        make_quant_gemm(shape.form)(x, panels, shape, out, self._run)
 
     def group_lookup(
         self, tokens: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int, first: int = 0
@@ -149,7 +149,7 @@ class CPUOps(TorchOps):
     ) -> tuple[Tensor, Tensor]:
         # For any number of rows: a token's experts must not hang on how many others there are, nor
         # on the threads of the rank.
-        scores = make_linear(self._dtype, self._dtype)(x, gate, self._run)
+        scores = make_gemv(self._dtype, self._dtype)(x, gate, self._run)
         return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
 
     def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
@@ -160,7 +160,7 @@ class CPUOps(TorchOps):
         if not _has_few_rows(routes) or any(weight.dtype != stored for weight in weights):
             return super().routed_linear(x, weights, routes)
         table = self._table([weight.data_ptr() for weight in weights])
-        kernel = make_routed_linear(self._dtype, stored)
+        kernel = make_routed_gemv(self._dtype, stored)
         return kernel(x, table, len(weights[0]), routes, self._run)
 
     def weighted_sum(self, parts: Tensor, shares: Tensor) -> Tensor:

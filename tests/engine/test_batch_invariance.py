@@ -61,7 +61,7 @@ FORMATS = [
 @pytest.fixture(autouse=True)
 def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix tiles (AMX), which only chunks of many rows use, sum in another order."""
-    monkeypatch.setattr(cpu_ops, "make_tile_linear", lambda: None)
+    monkeypatch.setattr(cpu_ops, "make_gemm_amx", lambda: None)
     monkeypatch.setattr(cpu_ops, "make_prefill_attention_amx", lambda *_: None)
 
 

@@ -20,11 +20,11 @@ from group_samples import (
 )
 
 from parallel_llama.dtypes import GROUP_SIZE
-from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
 from parallel_llama.ops.cpu.embedding import GroupLookupKernel
-from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
+from parallel_llama.ops.cpu.gemm import GemmKernel
+from parallel_llama.ops.cpu.gemv import GemvKernel
 from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
-from parallel_llama.ops.cpu.linear import LinearKernel
+from parallel_llama.ops.cpu.quant_gemm import QuantGemmKernel
 from parallel_llama.ops.formats import DenseWeight, GroupWeight, end_to_end
 from parallel_llama.ops.groups import (
     Groups,
@@ -55,7 +55,7 @@ needs_kernels = pytest.mark.skipif(openmp() is None, reason="kernels need torch'
 
 @cache
 def kernel_for(form, machine):
-    return GroupLinearKernel(form, machine)
+    return QuantGemmKernel(form, machine)
 
 
 # Kernels take a second to compile, and what machines do differently is the same in most formats.
@@ -309,7 +309,7 @@ def test_matrices_of_several_formats_give_their_outputs_side_by_side():
 @needs_kernels
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-@pytest.mark.parametrize("kernel", [LinearKernel, BlockLinearKernel], ids=["few", "many"])
+@pytest.mark.parametrize("kernel", [GemvKernel, GemmKernel], ids=["few", "many"])
 def test_a_matrix_in_16_bits_is_multiplied_as_if_it_had_32(kernel, stored, machine):
     narrow = kernel(torch.float32, stored, machine)
     wide = kernel(torch.float32, torch.float32, machine)

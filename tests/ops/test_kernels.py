@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from parallel_llama.ops.cpu import MAX_ROWS
-from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
 from parallel_llama.ops.cpu.elementwise import NormKernel, SiluAndMulKernel
+from parallel_llama.ops.cpu.gemm import GemmKernel
+from parallel_llama.ops.cpu.gemv import GemvKernel, RoutedGemvKernel
 from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
-from parallel_llama.ops.cpu.linear import LinearKernel, RoutedLinearKernel
 from parallel_llama.ops.cpu.rotary import RotaryKernel
 from parallel_llama.ops.routes import Routes
 
@@ -31,7 +31,7 @@ def linear_for(kernel, dtype, machine):
 
 @cache
 def routed_linear_for(dtype, machine):
-    return RoutedLinearKernel(dtype, dtype, machine)
+    return RoutedGemvKernel(dtype, dtype, machine)
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} threads")
@@ -47,7 +47,7 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(params=[LinearKernel, BlockLinearKernel], ids=["few rows", "many rows"])
+@pytest.fixture(params=[GemvKernel, GemmKernel], ids=["few rows", "many rows"])
 def kernel(request):
     return request.param
 
@@ -95,7 +95,7 @@ def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(kernel, dtype
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_few_rows_and_many_have_the_same_products_to_the_last_bit(machine, dtype):
     """A row's sums came in another order from 33 rows on, so its tokens depended on neighbours."""
-    few, many = (linear_for(each, dtype, machine) for each in (LinearKernel, BlockLinearKernel))
+    few, many = (linear_for(each, dtype, machine) for each in (GemvKernel, GemmKernel))
     for n, k, m in [(1, 1, 1), (33, 7, 5), (40, 576, 97), (9, 1024, 50), (13, 2500, 31)]:
         x, weight = torch.randn(n, k, dtype=dtype), torch.randn(m, k, dtype=dtype)
         assert torch.equal(few(x, weight), many(x, weight))
@@ -116,7 +116,7 @@ def test_the_number_of_threads_does_not_change_a_bit(kernel, dtype):
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_a_large_product_is_the_same_by_parts(machine):
     """More inputs than a panel holds, and more rows than pass over it at once."""
-    linear = linear_for(BlockLinearKernel, torch.float64, machine)
+    linear = linear_for(GemmKernel, torch.float64, machine)
     x = torch.randn(1031, 1301, dtype=torch.float64)
     weight = torch.randn(67, 1301, dtype=torch.float64)
     whole = linear(x, weight)
@@ -138,7 +138,7 @@ def test_routed_rows_get_to_the_last_bit_what_one_product_gives(machine, dtype):
     routes = Routes(sources, targets, starts, 32)
     addresses = array("q", (weight.data_ptr() for weight in weights))
     actual = routed_linear_for(dtype, machine)(x, addresses, 29, routes)[targets]
-    linear = linear_for(LinearKernel, dtype, machine)
+    linear = linear_for(GemvKernel, dtype, machine)
     for weight, start, stop in zip(weights, *routes.bounds(), strict=True):
         assert torch.equal(actual[start:stop], linear(x[sources[start:stop]], weight))
     assert not actual[starts[-1] :].any()

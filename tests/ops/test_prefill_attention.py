@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, kv_rows
+from parallel_llama.ops.cpu import prefill_attention_amx
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
+from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
 from parallel_llama.ops.cpu.jit import Machine, openmp
 from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel
 from parallel_llama.ops.cpu.prefill_attention_amx import (
     PrefillAttentionAMXKernel,
     make_prefill_attention_amx,
 )
-from parallel_llama.ops.cpu.tile_linear import tiles_are_allowed
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
@@ -329,7 +330,7 @@ def test_a_value_that_is_not_a_number_spoils_its_own_head_alone_on_tiles() -> No
 
 
 def test_heads_that_do_not_fill_tiles_are_left_to_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_attention_amx, "make_tile_linear", lambda: object())
+    monkeypatch.setattr(prefill_attention_amx, "make_gemm_amx", lambda: object())
     assert make_prefill_attention_amx.__wrapped__(80, PLAIN) is None
-    monkeypatch.setattr(prefill_attention_amx, "make_tile_linear", lambda: None)
+    monkeypatch.setattr(prefill_attention_amx, "make_gemm_amx", lambda: None)
     assert make_prefill_attention_amx.__wrapped__(64, PLAIN) is None

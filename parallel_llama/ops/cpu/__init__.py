@@ -14,7 +14,6 @@ Kernels take a `run`: a call is made at once, or recorded and replayed with thos
 """
 
 from parallel_llama.ops.cpu.all_reduce import make_all_reduce
-from parallel_llama.ops.cpu.block_linear import make_block_linear
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
 from parallel_llama.ops.cpu.elementwise import (
     make_add,
@@ -24,24 +23,26 @@ from parallel_llama.ops.cpu.elementwise import (
     make_weighted_sum,
 )
 from parallel_llama.ops.cpu.embedding import make_group_lookup, make_lookup
-from parallel_llama.ops.cpu.group_linear import make_group_linear
+from parallel_llama.ops.cpu.gemm import make_gemm
+from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, make_gemm_amx
+from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
 from parallel_llama.ops.cpu.jit import Run, at_once, computes, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
-from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
 from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel, make_prefill_attention
 from parallel_llama.ops.cpu.prefill_attention_amx import (
     PrefillAttentionAMXKernel,
     make_prefill_attention_amx,
 )
+from parallel_llama.ops.cpu.quant_gemm import make_quant_gemm
 from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, NotRecorded, Recording, make_executor
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
-from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, make_tile_linear
 
 __all__ = [
     "MAX_ROWS",
     "Arena",
     "DecodeAttentionKernel",
+    "GemmAMXKernel",
     "KernelsOnly",
     "NotRecorded",
     "PrefillAttentionAMXKernel",
@@ -49,28 +50,27 @@ __all__ = [
     "Recording",
     "RotaryKernel",
     "Run",
-    "TileLinearKernel",
     "at_once",
     "computes",
     "make_add",
     "make_all_reduce",
-    "make_block_linear",
     "make_decode_attention",
     "make_executor",
-    "make_group_linear",
+    "make_gemm",
+    "make_gemm_amx",
+    "make_gemv",
     "make_group_lookup",
     "make_largest",
-    "make_linear",
     "make_lookup",
     "make_norm",
     "make_prefill_attention",
     "make_prefill_attention_amx",
+    "make_quant_gemm",
     "make_rotary",
     "make_route",
-    "make_routed_linear",
+    "make_routed_gemv",
     "make_routes",
     "make_silu_and_mul",
-    "make_tile_linear",
     "make_unpack",
     "make_weighted_sum",
     "this_machine",

@@ -493,7 +493,7 @@ class _VectorProducts:
     def _dots(self, keys: list[Value], lane: int, apart: int) -> list[Value]:
         """Of a head's numbers from this one on, so many apart: keys by all columns.
 
-        They are summed in the order that `decode_attention` has, whose lanes are added up by halves.
+        They are summed in the order of `decode_attention`, whose lanes are added up by halves.
         """
         shape, lanes, b = self._shape, self._shape.lanes, keys[0].b
         if apart < shape.n_strided:

@@ -1,6 +1,6 @@
 """Attention of consecutive queries over a cache in bfloat16, on the CPU's matrix tiles (AMX).
 
-Queries and weights, in float32, are split into two of bfloat16 as in `tile_linear`; keys and values
+Queries and weights, in float32, are split into two of bfloat16 as in `gemm_amx`; keys and values
 are exact, and so are the products. Before, keys and values are laid out as tiles, once for all
 queries of a chunk:
 
@@ -21,6 +21,13 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Bytes, Integer, Integers, T
+from parallel_llama.ops.cpu.gemm_amx import (
+    make_gemm_amx,
+    release_tiles,
+    tile_instruction,
+    tile_shape,
+    tiles_are_allowed,
+)
 from parallel_llama.ops.cpu.ir import (
     F32,
     I8,
@@ -44,13 +51,6 @@ from parallel_llama.ops.cpu.prefill_attention import (
     attend,
     chunk_arguments,
     room,
-)
-from parallel_llama.ops.cpu.tile_linear import (
-    make_tile_linear,
-    release_tiles,
-    tile_instruction,
-    tile_shape,
-    tiles_are_allowed,
 )
 from parallel_llama.ops.cpu.vector_math import to_bfloat16
 from parallel_llama.ops.query_chunk import QueryChunk
@@ -146,7 +146,7 @@ class PrefillAttentionAMXKernel:
 @cache
 def make_prefill_attention_amx(head_dim: int, scores: Scores) -> PrefillAttentionAMXKernel | None:
     """The kernel, where heads fill tiles and this machine has such as pay."""
-    if not PrefillAttentionAMXKernel.takes(head_dim) or make_tile_linear() is None:
+    if not PrefillAttentionAMXKernel.takes(head_dim) or make_gemm_amx() is None:
         return None
     return PrefillAttentionAMXKernel(head_dim, scores)
 

@@ -30,7 +30,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, T
-from parallel_llama.ops.cpu.block_linear import make_block_linear
+from parallel_llama.ops.cpu.gemm import make_gemm
 from parallel_llama.ops.cpu.ir import (
     F32,
     I8,
@@ -78,7 +78,7 @@ class _SplitArguments(Generic[T]):
 
 
 @dataclass(slots=True, kw_only=True)
-class _TileLinearArguments(Generic[T]):
+class _GemmAMXArguments(Generic[T]):
     shape: Bytes[T]
     weight: Bytes[T]
     pairs: Bytes[T]
@@ -90,7 +90,7 @@ class _TileLinearArguments(Generic[T]):
     k: Integer[T]
 
 
-class TileLinearKernel:
+class GemmAMXKernel:
     """Y = X A for many rows of X, with A in bfloat16 as torch keeps it, transposed.
 
     Shapes: x [n, k] float32, each row in one piece; weight [m, k] bfloat16 in one piece, k whole
@@ -100,7 +100,7 @@ class TileLinearKernel:
     def __init__(self) -> None:
         assert tiles_are_allowed()  # else its first instruction ends the process
         self._split = Program("split", _SplitArguments[float], _split)
-        self._program = Program("tile_linear", _TileLinearArguments[float], _tile_linear)
+        self._program = Program("gemm_amx", _GemmAMXArguments[float], _gemm_amx)
         self._shape = tile_shape()
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
@@ -116,7 +116,7 @@ class TileLinearKernel:
         )
         run(self._split, n_threads, split)
         y = x.new_empty(n, m)
-        arguments = _TileLinearArguments(
+        arguments = _GemmAMXArguments(
             shape=self._shape.data_ptr(), weight=weight.data_ptr(), pairs=pairs.data_ptr(),
             held=held.data_ptr(), y=y.data_ptr(), n=n, n_rows=n_rows, m=m, k=k,
         )  # fmt: skip
@@ -131,13 +131,13 @@ class TileLinearKernel:
 
 
 @cache
-def make_tile_linear() -> TileLinearKernel | None:
+def make_gemm_amx() -> GemmAMXKernel | None:
     """The kernel, where this machine has tiles, allows them, and is faster with them."""
     if not tiles_are_allowed():
         return None
-    kernel = TileLinearKernel()
+    kernel = GemmAMXKernel()
     x, weight = torch.ones(8 * _BLOCK, 512), torch.ones(512, 512, dtype=torch.bfloat16)
-    plain = make_block_linear(x.dtype, weight.dtype)
+    plain = make_gemm(x.dtype, weight.dtype)
     pays = _seconds(lambda: kernel(x, weight)) * _PAYS < _seconds(lambda: plain(x, weight))
     return kernel if pays else None
 
@@ -207,7 +207,7 @@ def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> li
     return [first | (second << 16) for first, second in (highs, lows)]
 
 
-def _tile_linear(b: ir.IRBuilder, thread: Thread, args: _TileLinearArguments[Value]) -> None:
+def _gemm_amx(b: ir.IRBuilder, thread: Thread, args: _GemmAMXArguments[Value]) -> None:
     """The kernel.
 
     for outputs in this thread's blocks:

@@ -4,7 +4,7 @@ Rows of x are kept a few together, and outputs some vectors together, input by i
 takes what it needs from two places, in order. A thread lays out a panel of outputs and lets the
 rows pass over it before it comes to the next.
 
-The sums are those of `linear`, to the last bit. There a vector of W lanes runs along the inputs,
+The sums are those of `gemv`, to the last bit. There a vector of W lanes runs along the inputs,
 lane i adds up the inputs i, i + W, i + 2 W, ..., and half of the lanes is added to the other half
 until one is left. Here outputs are in the lanes, so the inputs of one such lane are summed after
 those of another, and pairs of sums are added as in that tree. Inputs are laid out in this order.
@@ -27,6 +27,7 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Numbers, T, Weights
+from parallel_llama.ops.cpu.gemv import SUMMED_INPUTS
 from parallel_llama.ops.cpu.ir import (
     LINE_BYTES,
     Lanes,
@@ -40,7 +41,6 @@ from parallel_llama.ops.cpu.ir import (
     when,
 )
 from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
-from parallel_llama.ops.cpu.linear import SUMMED_INPUTS
 
 # Rows that pass over all panels before the next ones do, so that a cache holds them; fewer where
 # there would not be so many panels for each thread.
@@ -94,7 +94,7 @@ class _LayOutArguments(Generic[T]):
 
 
 @dataclass(slots=True, kw_only=True)
-class _BlockLinearArguments(Generic[T]):
+class _GemmArguments(Generic[T]):
     blocks: Numbers[T]
     weight: Weights[T]
     panels: Numbers[T]
@@ -105,7 +105,7 @@ class _BlockLinearArguments(Generic[T]):
     chunk: Integer[T]
 
 
-class BlockLinearKernel:
+class GemmKernel:
     """Y = X A for many rows of X, with A given as torch keeps it, transposed.
 
     Weights may be kept in 16 bits where x has float32.
@@ -118,9 +118,9 @@ class BlockLinearKernel:
         numbers, weights = shape.lanes.pointer, shape.of_weight.pointer
         body = partial(_lay_out, shape)
         self._rows = Program("rows", _LayOutArguments[float], body, numbers=numbers)
-        body = partial(_block_linear, shape)
+        body = partial(_gemm, shape)
         self._program = Program(
-            "block_linear", _BlockLinearArguments[float], body, numbers=numbers, weights=weights
+            "gemm", _GemmArguments[float], body, numbers=numbers, weights=weights
         )
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
@@ -140,7 +140,7 @@ class BlockLinearKernel:
         panels = x.new_empty(n_threads, SUMMED_INPUTS, shape.n_outputs)
         n_panels = -(-m // shape.n_outputs)
         n_chunks = max(-(-n // _MAX_CHUNK), _PANELS_PER_THREAD * n_threads // max(n_panels, 1))
-        arguments = _BlockLinearArguments(
+        arguments = _GemmArguments(
             blocks=blocks.data_ptr(), weight=weight.data_ptr(), panels=panels.data_ptr(),
             y=y.data_ptr(), n=n, k=k, m=m, chunk=-(-n_blocks // n_chunks) * shape.n_rows,
         )  # fmt: skip
@@ -149,9 +149,9 @@ class BlockLinearKernel:
 
 
 @cache
-def make_block_linear(dtype: torch.dtype, stored: torch.dtype) -> BlockLinearKernel:
+def make_gemm(dtype: torch.dtype, stored: torch.dtype) -> GemmKernel:
     """The kernel for this machine; `computes` says for which types to compute in."""
-    return BlockLinearKernel(dtype, stored, this_machine())
+    return GemmKernel(dtype, stored, this_machine())
 
 
 def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _LayOutArguments[Value]) -> None:
@@ -182,9 +182,7 @@ def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _LayOutArgume
                     square.store(own + place * n_rows + first_row, column)
 
 
-def _block_linear(
-    shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _BlockLinearArguments[Value]
-) -> None:
+def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[Value]) -> None:
     """The kernel.
 
     for inputs, SUMMED_INPUTS at a time:

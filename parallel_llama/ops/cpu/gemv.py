@@ -40,21 +40,21 @@ from parallel_llama.ops.cpu.ir import (
 from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.routes import Routes
 
-# Beyond so many rows arithmetic and not memory sets the pace: `block_linear` is for them.
+# Beyond so many rows arithmetic and not memory sets the pace: `gemm` is for them.
 MAX_ROWS = 32
 
 # Rows of x in a group.
 _ROWS = 6
 
 # Inputs that are summed in the lanes of a vector before these are added up: as many as a panel of
-# `block_linear` has, which sums in the same order. The second cache holds such a panel.
+# `gemm` has, which sums in the same order. The second cache holds such a panel.
 SUMMED_INPUTS = 1024
 
 Row = Callable[[Value], tuple[Value, Value]]  # where a row of x is, and that of the result
 
 
 @dataclass(slots=True, kw_only=True)
-class _LinearArguments(Generic[T]):
+class _GemvArguments(Generic[T]):
     x: Numbers[T]
     x_stride: Integer[T]
     weight: Weights[T]
@@ -65,7 +65,7 @@ class _LinearArguments(Generic[T]):
 
 
 @dataclass(slots=True, kw_only=True)
-class _RoutedLinearArguments(Generic[T]):
+class _RoutedGemvArguments(Generic[T]):
     x: Numbers[T]
     x_stride: Integer[T]
     sources: Integers[T]
@@ -79,7 +79,7 @@ class _RoutedLinearArguments(Generic[T]):
     m: Integer[T]
 
 
-class LinearKernel:
+class GemvKernel:
     """Y = X A for few rows of X, with A given as torch keeps it, transposed.
 
     Weights may be kept in 16 bits where x has float32.
@@ -90,10 +90,10 @@ class LinearKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes, self._stored = machine.lanes(dtype), stored
         of_weight = replace(lanes, stored=stored)
-        body = partial(_linear, lanes, of_weight, _tile(machine))
+        body = partial(_gemv, lanes, of_weight, _tile(machine))
         self._program = Program(
-            "linear",
-            _LinearArguments[float],
+            "gemv",
+            _GemvArguments[float],
             body,
             numbers=lanes.pointer,
             weights=of_weight.pointer,
@@ -105,7 +105,7 @@ class LinearKernel:
         assert weight.is_contiguous() and weight.shape[1] == k
         y = x.new_empty(n, m)
         if n:
-            arguments = _LinearArguments(
+            arguments = _GemvArguments(
                 x=x.data_ptr(), x_stride=x.stride(0), weight=weight.data_ptr(), y=y.data_ptr(), n=n,
                 k=k, m=m,
             )  # fmt: skip
@@ -113,8 +113,8 @@ class LinearKernel:
         return y
 
 
-class RoutedLinearKernel:
-    """Y = X A for some rows each by one of several A, to the last bit what `LinearKernel` gives.
+class RoutedGemvKernel:
+    """Y = X A for some rows each by one of several A, to the last bit what `GemvKernel` gives.
 
     Shapes: x [n, k], each row in one piece; weights [m, k], each in one piece, at these addresses;
     the result [len(routes.targets), m], zeros where no weight gives a row.
@@ -123,10 +123,10 @@ class RoutedLinearKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
         of_weight = replace(lanes, stored=stored)
-        body = partial(_routed_linear, lanes, of_weight, _tile(machine))
+        body = partial(_routed_gemv, lanes, of_weight, _tile(machine))
         self._program = Program(
-            "routed_linear",
-            _RoutedLinearArguments[float],
+            "routed_gemv",
+            _RoutedGemvArguments[float],
             body,
             numbers=lanes.pointer,
             weights=of_weight.pointer.as_pointer(),
@@ -138,7 +138,7 @@ class RoutedLinearKernel:
         assert x.stride(1) == 1 and len(weights) == len(routes.starts) - 1
         n_rows, k = len(routes.targets), x.shape[1]
         y = x.new_empty(n_rows, m)
-        arguments = _RoutedLinearArguments(
+        arguments = _RoutedGemvArguments(
             x=x.data_ptr(), x_stride=x.stride(0), sources=routes.sources.data_ptr(),
             targets=routes.targets.data_ptr(), starts=routes.starts.data_ptr(),
             n_weights=len(weights), n_rows=n_rows, weights=weights.buffer_info()[0], y=y.data_ptr(),
@@ -149,15 +149,15 @@ class RoutedLinearKernel:
 
 
 @cache
-def make_linear(dtype: torch.dtype, stored: torch.dtype) -> LinearKernel:
+def make_gemv(dtype: torch.dtype, stored: torch.dtype) -> GemvKernel:
     """The kernel for this machine; `computes` says for which types to compute in."""
-    return LinearKernel(dtype, stored, this_machine())
+    return GemvKernel(dtype, stored, this_machine())
 
 
 @cache
-def make_routed_linear(dtype: torch.dtype, stored: torch.dtype) -> RoutedLinearKernel:
+def make_routed_gemv(dtype: torch.dtype, stored: torch.dtype) -> RoutedGemvKernel:
     """The kernel for this machine; `computes` says for which types to compute in."""
-    return RoutedLinearKernel(dtype, stored, this_machine())
+    return RoutedGemvKernel(dtype, stored, this_machine())
 
 
 def _tile(machine: Machine) -> int:
@@ -165,13 +165,13 @@ def _tile(machine: Machine) -> int:
     return (machine.n_vectors - 1) // (_ROWS + 1)
 
 
-def _linear(
+def _gemv(
     lanes: Lanes,
     of_weight: Lanes,
     n_tile: int,
     _: ir.IRBuilder,
     thread: Thread,
-    args: _LinearArguments[Value],
+    args: _GemvArguments[Value],
 ) -> None:
     """The kernel."""
 
@@ -181,13 +181,13 @@ def _linear(
     _multiply(lanes, of_weight, n_tile, thread, row, args.weight, args.n, args.k, args.m)
 
 
-def _routed_linear(
+def _routed_gemv(
     lanes: Lanes,
     of_weight: Lanes,
     n_tile: int,
     b: ir.IRBuilder,
     thread: Thread,
-    args: _RoutedLinearArguments[Value],
+    args: _RoutedGemvArguments[Value],
 ) -> None:
     """The kernel: one product after the other; no thread waits for another between them."""
     sources, targets, k, m = args.sources, args.targets, args.k, args.m

@@ -116,7 +116,7 @@ class _IntegerArguments(Generic[T]):
 _Arguments: TypeAlias = _FloatArguments[T] | _IntegerArguments[T]
 
 
-class GroupLinearKernel:
+class QuantGemmKernel:
     """Y = X A, the inputs rounded in groups where A is in integers, and A in panels.
 
     Shapes: x [n, in] and out [n, n_outputs] float32, each row in one piece; panels [n_panels,
@@ -128,12 +128,12 @@ class GroupLinearKernel:
         self.n_rows, reader = lanes.width, PanelReader(lanes, form)
         self._of_floats: Program[_FloatArguments[float]] | None = None
         if form.is_float:
-            body = partial(_group_linear, _FloatProducts(reader))
-            self._of_floats = Program("group_linear", _FloatArguments[float], body)
+            body = partial(_quant_gemm, _FloatProducts(reader))
+            self._of_floats = Program("quant_gemm", _FloatArguments[float], body)
             return
         self._round = _make_round(machine, form.n_parts)
-        body = partial(_group_linear, _IntegerProducts(reader, machine.byte_dots))
-        self._of_integers = Program("group_linear", _IntegerArguments[float], body)
+        body = partial(_quant_gemm, _IntegerProducts(reader, machine.byte_dots))
+        self._of_integers = Program("quant_gemm", _IntegerArguments[float], body)
 
     def __call__(
         self,
@@ -174,9 +174,9 @@ class GroupLinearKernel:
 
 
 @cache
-def make_group_linear(form: GroupFormat) -> GroupLinearKernel:
+def make_quant_gemm(form: GroupFormat) -> QuantGemmKernel:
     """The kernel for this machine; `computes` says whether there can be one."""
-    return GroupLinearKernel(form, this_machine())
+    return QuantGemmKernel(form, this_machine())
 
 
 @cache
@@ -330,7 +330,7 @@ class _FloatProducts(_Products[Value]):
                 total.value = fma(of_row[number], scale, total.value)
 
 
-def _group_linear(
+def _quant_gemm(
     products: _Products[Any], b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
 ) -> None:
     """The kernel.
