@@ -8,41 +8,30 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import GroupFormat
-from parallel_llama.ops.cpu import (
-    MAX_ROWS,
-    Arena,
-    DecodeAttentionKernel,
-    GemmAMXKernel,
-    KernelsOnly,
-    PrefillAttentionAMXKernel,
-    PrefillAttentionKernel,
-    Recording,
-    RotaryKernel,
-    Run,
-    at_once,
+from parallel_llama.ops.cpu.all_reduce import make_all_reduce
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
+from parallel_llama.ops.cpu.elementwise import (
     make_add,
-    make_all_reduce,
-    make_decode_attention,
-    make_executor,
-    make_gemm,
-    make_gemm_amx,
-    make_gemv,
-    make_group_lookup,
     make_largest,
-    make_lookup,
     make_norm,
-    make_prefill_attention,
-    make_prefill_attention_amx,
-    make_quant_gemm,
-    make_rotary,
-    make_route,
-    make_routed_gemv,
-    make_routes,
     make_silu_and_mul,
-    make_unpack,
     make_weighted_sum,
-    this_machine,
 )
+from parallel_llama.ops.cpu.embedding import make_group_lookup, make_lookup
+from parallel_llama.ops.cpu.gemm import make_gemm
+from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, make_gemm_amx
+from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
+from parallel_llama.ops.cpu.jit import Run, at_once, this_machine
+from parallel_llama.ops.cpu.kv_rows import make_unpack
+from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel, make_prefill_attention
+from parallel_llama.ops.cpu.prefill_attention_amx import (
+    PrefillAttentionAMXKernel,
+    make_prefill_attention_amx,
+)
+from parallel_llama.ops.cpu.quant_gemm import make_quant_gemm
+from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, Recording, make_executor
+from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
+from parallel_llama.ops.cpu.route import make_route, make_routes
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.query_chunk import QueryChunk

@@ -13,8 +13,8 @@ from ranks import SOON_S, Ranks, call_late_after
 from torch import Tensor
 
 from parallel_llama.ops import CPUOps
-from parallel_llama.ops.cpu import Recording
 from parallel_llama.ops.cpu.jit import openmp
+from parallel_llama.ops.cpu.replay import Recording
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SharedMemory

@@ -70,14 +70,7 @@ def test_groups_are_multiplied_without_it_too(assembly, form):
         lambda: NormKernel(torch.float32, PLAIN_ARM),
         lambda: GroupLookupKernel(INT8, PLAIN_ARM),
     ],
-    ids=[
-        "gemv",
-        "linear of bfloat16",
-        "linear of many rows",
-        "decode_attention",
-        "norm",
-        "lookup",
-    ],
+    ids=["gemv", "gemv of bfloat16", "gemm", "attention", "norm", "lookup"],
 )
 def test_numbers_are_in_vectors(assembly, kernel):
     assert ".4s" in assembly(kernel)[-1]

@@ -6,10 +6,9 @@ from functools import cache
 import pytest
 import torch
 
-from parallel_llama.ops.cpu import MAX_ROWS
 from parallel_llama.ops.cpu.elementwise import NormKernel, SiluAndMulKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
-from parallel_llama.ops.cpu.gemv import GemvKernel, RoutedGemvKernel
+from parallel_llama.ops.cpu.gemv import MAX_ROWS, GemvKernel, RoutedGemvKernel
 from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
 from parallel_llama.ops.routes import Routes

@@ -9,10 +9,10 @@ from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.ops import CPUOps, NotRecorded
-from parallel_llama.ops.cpu import Arena, Recording
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.ir import Thread, Value, loop
 from parallel_llama.ops.cpu.jit import Program, openmp
+from parallel_llama.ops.cpu.replay import Arena, Recording
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
