@@ -1,9 +1,8 @@
-"""A turn of all_reduce by a kernel, in the memory that the ranks of a host share.
+"""All-reduce by a kernel, in the memory that the ranks of a host share.
 
-`parallel.shared_memory` describes the memory and the order of things; a rank may take a turn with
-this kernel while another takes it in Python. Where the others do not come while it looks for them,
-or come with something else, the rest of the turn is Python's, which knows how to wait and what to
-say of a rank that is lost.
+`parallel.shared_memory` describes the memory and the protocol; in one exchange some ranks may run
+this kernel and others Python. If other ranks do not arrive while the kernel spins, or arrive with
+another collective, Python finishes the exchange: it waits, and reports lost ranks.
 """
 
 from dataclasses import dataclass
@@ -46,9 +45,9 @@ class _Arguments(Generic[T]):
 
 
 class AllReduceKernel:
-    """The sum over all ranks, in place, by one thread; in rank order, as Python has it.
+    """x = the sum of x over all ranks, in rank order as in Python; only for recordings.
 
-    It is for recordings alone. Shapes: x as the turn's, in one piece.
+    Shapes: x of any shape, contiguous.
     """
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
@@ -68,30 +67,28 @@ class AllReduceKernel:
 
 @cache
 def make_all_reduce(dtype: torch.dtype) -> AllReduceKernel:
-    """The kernel for this machine; `computes` says for which types."""
     return AllReduceKernel(dtype, this_machine())
 
 
 def _all_reduce(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _Arguments[Value]) -> None:
-    """The kernel.
-
+    """
     copy x into this rank's slot, and publish it
-    if all ranks publish theirs in time, with the same signature:
+    if all ranks publish their slots in time, with the same signature:
         x = sum of all slots
-        begin the next turn
+        count the exchange as finished
     else:
-        leave the rest to Python
+        interrupt the replay, so that Python finishes the exchange
     """
     x, n, header, rank, size = args.x, args.n, args.header, args.rank, args.size
     own, n_bytes = header + rank * LINE, lanes.stored.itemsize
     parity = own[TURN] & 1
     stride = SLOT_BYTES // n_bytes
-    first = args.slots + parity * stride  # rank 0's, and the others' two slots further each
+    first = args.slots + parity * stride  # of rank 0; each rank has two slots
     copy(first + rank * (2 * stride), x, n * n_bytes)
     phase = own[0] + 1
     own[parity + SIGNATURE] = args.signature
     own.release(phase)
-    n_agreeing = _await_others(phase, parity + SIGNATURE, args)
+    n_agreeing = _wait_for_ranks(phase, parity + SIGNATURE, args)
     with when(n_agreeing > size - 1):
         with loop(b, 0, n, lanes.width) as i:
             mask = lanes.first(n - i)
@@ -104,21 +101,21 @@ def _all_reduce(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _Arguments
         args.exit.take()
 
 
-def _await_others(phase: Value, signed: Value, args: _Arguments[Value]) -> Value:
-    """How many ranks have published this phase with this signature, after so many looks."""
+def _wait_for_ranks(phase: Value, signed: Value, args: _Arguments[Value]) -> Value:
+    """Waits for other ranks. Returns: how many published this phase with this signature in time."""
     b, size, signature = phase.b, args.size, args.signature
-    n_agreeing, n_there, n_left = (
+    n_agreeing, n_arrived, n_left = (
         Variable(number) for number in (size.like(0), size.like(0), args.n_looks)
     )
     with repeat(b) as leave_if:
-        leave_if((n_there.value > size - 1) | (n_left.value < 0))
-        other = args.header + n_there.value * LINE
-        has_come = other.acquired() > phase - 1
-        with when(has_come):
+        leave_if((n_arrived.value > size - 1) | (n_left.value < 0))
+        other = args.header + n_arrived.value * LINE
+        has_arrived = other.acquired() > phase - 1
+        with when(has_arrived):
             differs = (other[signed] < signature) | (other[signed] > signature)
             n_agreeing.value += where(differs, size.like(0), 1)
-            n_there.value += 1
-        with when(has_come ^ 1):
+            n_arrived.value += 1
+        with when(has_arrived ^ 1):
             pause(b)
             n_left.value -= 1
     return n_agreeing.value

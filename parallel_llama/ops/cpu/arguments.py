@@ -1,8 +1,8 @@
-"""The arguments of kernels: each kernel declares them once, as a dataclass of typed fields.
+"""Typed arguments: each kernel declares its arguments once, as a dataclass.
 
-The same dataclass holds numbers and addresses where Python calls a kernel, and `Value`s where the
-kernel is built. From its fields follow the LLVM types, the memory that is passed, and the values
-that the kernel loads from there.
+An instance holds numbers and addresses where Python calls the kernel, and `Value`s where the kernel
+is built. The LLVM types, the memory layout and the values that the kernel loads follow from the
+fields.
 """
 
 import struct
@@ -16,29 +16,29 @@ from llvmlite import ir
 from parallel_llama.ops.cpu.ir import F32, F64, I8, I32, I64, Value
 
 T = TypeVar("T", covariant=True)  # int or float in a call, Value in a kernel
-ArgumentsT = TypeVar("ArgumentsT")  # a dataclass of the fields below, and of other such dataclasses
+ArgumentsT = TypeVar("ArgumentsT")  # a dataclass of the fields below, or of other such dataclasses
 
 Integer = Annotated[T, I64]
 Float64 = Annotated[T, F64]
-# Addresses of these types.
+# Addresses of values of these types.
 Bytes = Annotated[T, I8.as_pointer()]
 Words = Annotated[T, I32.as_pointer()]
 Integers = Annotated[T, I64.as_pointer()]
 Floats = Annotated[T, F32.as_pointer()]
 Doubles = Annotated[T, F64.as_pointer()]
-# Addresses whose type depends on the kernel's parameters: the dtype to compute in, that of a
-# weight, and that of a KV cache.
+# Addresses whose type depends on the kernel's parameters: the dtype to compute in, the dtype of a
+# weight, and the dtype of a KV cache.
 Numbers = Annotated[T, "numbers"]
 Weights = Annotated[T, "weights"]
 Rows = Annotated[T, "rows"]
 
 
 class Signature(Generic[ArgumentsT]):
-    """What follows from the fields of a dataclass of arguments.
+    """The LLVM types and the memory layout of a dataclass of arguments.
 
     Args:
         arguments: the dataclass, which may contain others.
-        types: the LLVM types of `Numbers`, `Weights` and `Rows`, under the names in lower case.
+        types: the LLVM types of `Numbers`, `Weights` and `Rows`, by their names in lower case.
     """
 
     def __init__(self, arguments: type[ArgumentsT], types: Mapping[str, ir.Type]) -> None:
@@ -50,18 +50,18 @@ class Signature(Generic[ArgumentsT]):
         self._pack = struct.Struct("".join(codes)).pack
 
     def pack(self, arguments: ArgumentsT) -> bytes:
-        """The arguments in memory, 8 bytes each."""
+        """The arguments as the kernel reads them, 8 bytes each."""
         return self._pack(*self._get(arguments))
 
     def loaded(self, values: Iterator[Value]) -> Any:
-        """The dataclass with these values, one for each of `types`."""
+        """An instance of the dataclass with these values, one for each of `types`."""
         return _with_values(self._arguments, values)
 
 
 def _fields(
     arguments: type[Any], types: Mapping[str, ir.Type], prefix: str = ""
 ) -> Iterator[tuple[str, ir.Type]]:
-    """Dotted names and LLVM types of all fields, in order."""
+    """Yields the dotted name and the LLVM type of each field, in order."""
     for name, hint in _hints(arguments).items():
         if is_dataclass(get_origin(hint)):
             yield from _fields(hint, types, f"{prefix}{name}.")

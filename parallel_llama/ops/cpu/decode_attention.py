@@ -184,13 +184,11 @@ class DecodeAttentionKernel:
 def make_decode_attention(
     dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, n_group: int, scores: Scores
 ) -> DecodeAttentionKernel:
-    """The kernel for this machine, compiled when first asked for; `computes` says for what."""
     return DecodeAttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, this_machine())
 
 
 def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
-    """The kernel.
-
+    """
     for (part of a row, head) that no other thread has taken:
         scores = (q[row, group of head] * scale) @ k[head, slots of part].T, with a soft cap
         weights = exp(scores - largest)

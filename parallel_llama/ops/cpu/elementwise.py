@@ -1,5 +1,7 @@
-"""Kernels that pass over rows once, where torch needs several operations or takes longer to begin
-than to do.
+"""Kernels that process rows in one pass: add, norm, silu_and_mul, weighted_sum and largest.
+
+For few rows, the overhead of torch's operations is larger than the work, and some of these kernels
+replace several of torch's operations.
 """
 
 import math
@@ -40,9 +42,9 @@ class _AddArguments(Generic[T]):
 
 
 class AddKernel:
-    """x += y, in place, with a row for each of x, or one for all.
+    """x += y, in place.
 
-    Shapes: x [n, m], y [n, m] or [m], each row in one piece.
+    Shapes: x [n, m], y [n, m] or [m], rows contiguous.
     """
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
@@ -67,13 +69,11 @@ class AddKernel:
 
 @cache
 def make_add(dtype: torch.dtype) -> AddKernel:
-    """The kernel for this machine; `computes` says for which types."""
     return AddKernel(dtype, this_machine())
 
 
 def _add(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _AddArguments[Value]) -> None:
-    """The kernel.
-
+    """
     for row in this thread's rows:
         x[row] += y[row]
     """
@@ -100,10 +100,10 @@ class _NormArguments(Generic[T]):
 
 
 class NormKernel:
-    """x / rms(x) * (weight + offset), and nan for a row whose squares are too large to be summed.
+    """y = x / rms(x) * (weight + offset), or NaN for a row whose sum of squares overflows.
 
-    Shapes: x [n, dim], or [n, m, dim] with the m rows in one piece; weight [dim]; y as x, where the
-    result goes, and if it is not given a new tensor.
+    Shapes: x [n, dim], or [n, m, dim] with the m rows contiguous; weight [dim]; y as x, a new
+    tensor if it is None.
     Source: arXiv 1910.07467.
     """
 
@@ -138,14 +138,12 @@ class NormKernel:
 
 @cache
 def make_norm(dtype: torch.dtype) -> NormKernel:
-    """The kernel for this machine; `computes` says for which types."""
     return NormKernel(dtype, this_machine())
 
 
 def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _NormArguments[Value]) -> None:
-    """The kernel.
-
-    for row in this thread's rows, m of them behind one another:
+    """
+    for row in this thread's rows:
         y[row] = x[row] * (1 / sqrt(mean(x[row] ** 2) + eps)) * (weight + offset)
     """
     dim, shift = args.dim, lanes.splat(args.offset.to(lanes.vector.element))
@@ -157,7 +155,7 @@ def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _NormArguments[Va
             value = lanes.load(x + i, lanes.first(dim - i))
             squares.value = fma(value, value, squares.value)
         mean = lanes.reduce(add, squares.value).to(F64) / dim.to(F64) + args.eps
-        # Nothing is added, but for an infinite mean: divided by that, the row would become zeros.
+        # Adds 0, or NaN if the mean is infinite: a division by infinity would make the row zeros.
         inverse = 1 / mean.sqrt() + mean * 0
         scale = lanes.splat(inverse.to(lanes.vector.element))
         with loop(b, 0, dim, lanes.width) as i:
@@ -177,8 +175,7 @@ class _SiluAndMulArguments(Generic[T]):
 class SiluAndMulKernel:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
-    Shapes: both [n, 2 * channels], the gate in the first half of a row and up in the second, rows
-    in one piece; the result [n, channels].
+    Shapes: both [n, 2 * channels], contiguous, a row being gate and up; the result [n, channels].
     Source: arXiv 2002.05202.
     """
 
@@ -202,15 +199,13 @@ class SiluAndMulKernel:
 
 @cache
 def make_silu_and_mul(dtype: torch.dtype) -> SiluAndMulKernel:
-    """The kernel for this machine; `computes` says for which types."""
     return SiluAndMulKernel(dtype, this_machine())
 
 
 def _silu_and_mul(
     lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _SiluAndMulArguments[Value]
 ) -> None:
-    """The kernel.
-
+    """
     for row in this thread's rows:
         y[row] = silu(both[row, :channels]) * both[row, channels:]
     """
@@ -225,7 +220,7 @@ def _silu_and_mul(
 
 
 def _silu(lanes: Lanes, x: Value) -> Value:
-    """x / (1 + exp(-x)), written with exp(-|x|), which cannot overflow."""
+    """x / (1 + exp(-x)), computed with exp(-|x|), which cannot overflow."""
     e = exp(lanes, -abs(x))
     return x * (where(x < 0, e, 1) / (e + 1))
 
@@ -241,9 +236,9 @@ class _WeightedSumArguments(Generic[T]):
 
 
 class WeightedSumKernel:
-    """y[t] = sum of parts[t * n + i] * shares[t, i].
+    """y[t] = sum of parts[t * n + i] * shares[t, i] over i: the outputs of a token's experts.
 
-    Shapes: parts [T * n, dim] and shares [T, n], each in one piece; the result [T, dim].
+    Shapes: parts [T * n, dim] and shares [T, n], contiguous; the result [T, dim].
     """
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
@@ -273,15 +268,13 @@ class WeightedSumKernel:
 
 @cache
 def make_weighted_sum(dtype: torch.dtype) -> WeightedSumKernel:
-    """The kernel for this machine; `computes` says for which types."""
     return WeightedSumKernel(dtype, this_machine())
 
 
 def _weighted_sum(
     lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _WeightedSumArguments[Value]
 ) -> None:
-    """The kernel.
-
+    """
     for token in this thread's tokens:
         y[token] = sum of parts[token * n + i] * shares[token, i]
     """
@@ -308,11 +301,11 @@ class _LargestArguments(Generic[T]):
 
 
 class LargestKernel:
-    """The largest number of each row, and the first place where it is, counted from `first`.
+    """The largest number of each row and its first index, counted from `first`.
 
-    It is NaN where a row has one, and -inf where it has nothing else.
+    The largest number is NaN if a row contains NaN.
 
-    Shapes: x [n, m], each row in one piece; the result [n, 2] float64.
+    Shapes: x [n, m], rows contiguous; the result [n, 2] float64.
     """
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
@@ -333,46 +326,44 @@ class LargestKernel:
 
 @cache
 def make_largest(dtype: torch.dtype) -> LargestKernel:
-    """The kernel for this machine; `computes` says for which types."""
     return LargestKernel(dtype, this_machine())
 
 
 def _largest(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _LargestArguments[Value]) -> None:
-    """The kernel.
-
+    """
     for row in this thread's rows:
-        in each lane, the largest number, the first vector that has it, and what is no number
-        y[row] = the largest of all lanes, the first of its places
+        for each lane: the largest number, the first vector that contains it, and any NaN
+        y[row] = the largest number of all lanes, its first index
     """
     m = args.m
     least, most, zeros = (lanes.constant(b, number) for number in (-math.inf, math.inf, 0))
     with loop(b, *thread.part_of(args.n)) as row:
         x, y = args.x + row * args.x_stride, args.y + row * 2
         largest, at = Variable(least), Variable(lanes.splat(m.like(0)))
-        rest = Variable(zeros)  # a NaN is never larger than anything
+        non_finite = Variable(zeros)  # NaN and infinity; comparisons with NaN are false
         with loop(b, 0, m, lanes.width) as i:
             mask = lanes.first(m - i)
             value = where(mask, lanes.load(x + i, mask), least)
             grows = largest.value < value
             largest.value = where(grows, value, largest.value)
             at.value = where(grows, lanes.splat(i), at.value)
-            rest.value += where(value < most, zeros, value)
-        value, place = _first_largest(lanes, largest.value, at.value)
-        y[0] = (value + lanes.reduce(add, rest.value)).to(F64)
-        y[1] = (place + args.first).to(F64)
+            non_finite.value += where(value < most, zeros, value)
+        value, index = _first_largest(lanes, largest.value, at.value)
+        y[0] = (value + lanes.reduce(add, non_finite.value)).to(F64)
+        y[1] = (index + args.first).to(F64)
 
 
 def _first_largest(lanes: Lanes, values: Value, starts: Value) -> tuple[Value, Value]:
-    """The largest of all lanes and its place, the first of equal ones."""
+    """The largest number of all lanes and its first index."""
     b = values.b
 
     def lane(vector: Value, number: int) -> Value:
         return Value(b, b.extract_element(vector.raw, I32(number)))
 
-    value, place = lane(values, 0), lane(starts, 0)
+    value, index = lane(values, 0), lane(starts, 0)
     for number in range(1, lanes.width):
-        other, its_place = lane(values, number), lane(starts, number) + number
-        first = smaller(place, its_place)
-        place = where(value < other, its_place, where(other < value, place, first))
+        other, its_index = lane(values, number), lane(starts, number) + number
+        first = smaller(index, its_index)
+        index = where(value < other, its_index, where(other < value, index, first))
         value = where(value < other, other, value)
-    return value, place
+    return value, index

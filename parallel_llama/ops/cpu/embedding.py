@@ -1,4 +1,4 @@
-"""Rows of an embedding in one call, which a decode step can record."""
+"""Embedding lookups as kernels, which a decode step can record."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -36,11 +36,11 @@ class _LookupArguments(Generic[T]):
 
 
 class LookupKernel:
-    """y[t] = weight[tokens[t] - first], and zeros where the weight has no such row.
+    """y[t] = weight[tokens[t] - first], or zeros if the weight has no such row.
 
-    Weights may be kept in 16 bits where the result has float32.
+    The weight may have 16 bits where the result is float32.
 
-    Shapes: tokens [n] int64; weight [m, dim] in one piece; the result [n, dim].
+    Shapes: tokens [n] int64; weight [m, dim] contiguous; the result [n, dim].
     """
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
@@ -70,7 +70,6 @@ class LookupKernel:
 
 @cache
 def make_lookup(dtype: torch.dtype, stored: torch.dtype) -> LookupKernel:
-    """The kernel for this machine; `computes` says for which types to compute in."""
     return LookupKernel(dtype, stored, this_machine())
 
 
@@ -81,10 +80,9 @@ def _lookup(
     thread: Thread,
     args: _LookupArguments[Value],
 ) -> None:
-    """The kernel.
-
+    """
     for t in this thread's tokens:
-        y[t] = weight[tokens[t] - first] if it is there else 0
+        y[t] = weight[tokens[t] - first] if that row exists else 0
     """
     dim = args.dim
     with loop(b, *thread.part_of(args.n)) as t:
@@ -97,7 +95,7 @@ def _lookup(
                 lanes.store(y + i, of_weight.load(args.weight + row * dim + i, mask), mask)
 
 
-_FOUR = Lanes(torch.float32, torch.float32, 4)  # inputs whose integers are in one word
+_FOUR = Lanes(torch.float32, torch.float32, 4)  # inputs whose integers share a word
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,10 +110,10 @@ class _GroupLookupArguments(Generic[T]):
 
 
 class GroupLookupKernel:
-    """y[t] = A[tokens[t] - first], and zeros where the matrix has no such row; A in panels.
+    """y[t] = A[tokens[t] - first], or zeros if A has no such row, with A quantised and in panels.
 
-    Shapes: tokens [n] int64; panels [n_panels, n_bytes] uint8, which have `n_outputs` rows; the
-    result [n, in] float32.
+    Shapes: tokens [n] int64; panels [n_panels, n_bytes] uint8 with `n_outputs` rows; the result
+    [n, in] float32.
     """
 
     def __init__(self, form: GroupFormat, machine: Machine) -> None:
@@ -146,17 +144,15 @@ class GroupLookupKernel:
 
 @cache
 def make_group_lookup(form: GroupFormat) -> GroupLookupKernel:
-    """The kernel for this machine; `computes` says whether there can be one."""
     return GroupLookupKernel(form, this_machine())
 
 
 def _group_lookup(
     reader: PanelReader, b: ir.IRBuilder, thread: Thread, args: _GroupLookupArguments[Value]
 ) -> None:
-    """The kernel.
-
+    """
     for t in this thread's tokens:
-        y[t] = integers * scale + minimum, part by part, of A[tokens[t] - first] if it is there
+        y[t] = integers * scale + minimum of A[tokens[t] - first], part by part, if that row exists
     """
     width, n_groups = reader.lanes.width, args.shape.n_groups
     whole = Lanes(torch.float32, torch.float32, GROUP_SIZE)
@@ -177,7 +173,7 @@ def _group_lookup(
 def _store_part(
     reader: PanelReader, panel: Panel, group: Group, part: int, lane: Value, target: Value
 ) -> None:
-    """Write what a row has in a part of a group, whose first input is at `target`."""
+    """Writes a row's values of one part of a group; `target` is the address of the group."""
 
     def of_row(vector: Value) -> Value:
         return Value(lane.b, lane.b.extract_element(vector.raw, lane.raw))

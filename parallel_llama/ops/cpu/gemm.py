@@ -150,7 +150,6 @@ class GemmKernel:
 
 @cache
 def make_gemm(dtype: torch.dtype, stored: torch.dtype) -> GemmKernel:
-    """The kernel for this machine; `computes` says for which types to compute in."""
     return GemmKernel(dtype, stored, this_machine())
 
 
@@ -183,8 +182,7 @@ def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _LayOutArgume
 
 
 def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[Value]) -> None:
-    """The kernel.
-
+    """
     for inputs, SUMMED_INPUTS at a time:
         for (chunk of rows, panel of outputs) in this thread's:
             lay out weight[outputs, inputs]

@@ -208,8 +208,7 @@ def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> li
 
 
 def _gemm_amx(b: ir.IRBuilder, thread: Thread, args: _GemmAMXArguments[Value]) -> None:
-    """The kernel.
-
+    """
     for outputs in this thread's blocks:
         for rows in blocks:
             y[rows, outputs] = sum over tiles of inputs of weight[outputs] @ (high + low)[rows]

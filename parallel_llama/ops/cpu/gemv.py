@@ -150,13 +150,11 @@ class RoutedGemvKernel:
 
 @cache
 def make_gemv(dtype: torch.dtype, stored: torch.dtype) -> GemvKernel:
-    """The kernel for this machine; `computes` says for which types to compute in."""
     return GemvKernel(dtype, stored, this_machine())
 
 
 @cache
 def make_routed_gemv(dtype: torch.dtype, stored: torch.dtype) -> RoutedGemvKernel:
-    """The kernel for this machine; `computes` says for which types to compute in."""
     return RoutedGemvKernel(dtype, stored, this_machine())
 
 
@@ -173,7 +171,6 @@ def _gemv(
     thread: Thread,
     args: _GemvArguments[Value],
 ) -> None:
-    """The kernel."""
 
     def row(i: Value) -> tuple[Value, Value]:
         return args.x + i * args.x_stride, args.y + i * args.m

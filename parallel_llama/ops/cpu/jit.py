@@ -1,12 +1,12 @@
-"""Compiles kernels, given in LLVM's intermediate representation, to functions that Python can call.
+"""Compiles kernels from LLVM's intermediate representation to functions that Python can call.
 
-A kernel runs on the threads of torch's own operations: torch's copy of GNU OpenMP starts it. A
-second set of threads would compete with that one for the cores.
+Kernels run on torch's copy of GNU OpenMP: a second pool of threads would compete with torch's own
+operations for the cores.
 
-Machine code is kept in the user's cache folder. What is found there runs, so only files that this
-user alone can have written are taken: the folder and the file belong to the user, and nobody else
-may write to them. A file also contains the digest of its key and of its content; one that is
-damaged, cut short or renamed is made anew. Without such a folder, code is made every time.
+Machine code is cached in the user's cache folder. The process runs what it finds there, so it only
+accepts files that this user alone can have written: the folder and the file belong to the user, and
+nobody else may write to them. A file starts with the digest of its key and content; a file that is
+damaged, cut short or renamed is compiled again. Without such a folder, every kernel is compiled.
 
 Sources: libgomp's ABI, section "Implementing PARALLEL construct" of its manual; XDG base directory
 specification.
@@ -40,12 +40,20 @@ Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its
 _FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
 _FROM_SYSTEM = ("sched_yield",)
 
+# Of the code cache; a kernel has some 10 KB.
+_DIGEST_BYTES = 32
+_MAX_BYTES = 1 << 20
+_MAX_FILES = 256
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What kernels are shaped by: bytes of a vector register, and how many of them there are.
+    """The properties of a CPU that kernels depend on.
 
-    `byte_dots` says how it multiplies bytes.
+    Args:
+        vector_bytes: the size of a vector register.
+        n_vectors: the number of vector registers.
+        byte_dots: how the CPU computes dot products of bytes.
     """
 
     vector_bytes: int
@@ -53,13 +61,13 @@ class Machine:
     byte_dots: ByteDots = "plain"
 
     def lanes(self, dtype: torch.dtype, size: int = 0) -> Lanes:
-        """A register of numbers, or of so many of them that a row of this size has no rest."""
+        """A vector register, or as many lanes of it as divide rows of this size evenly."""
         return Lanes(dtype, dtype, math.gcd(self.vector_bytes // dtype.itemsize, size))
 
 
 @cache
 def this_machine() -> Machine:
-    """The vectors of the CPU at hand."""
+    """The CPU that this process runs on."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f") and features.get("avx512bw"):
         return Machine(64, 32, "vnni" if features.get("avx512vnni") else "madd")
@@ -72,7 +80,7 @@ def this_machine() -> Machine:
 
 @cache
 def openmp() -> ctypes.CDLL | None:
-    """The OpenMP library that torch runs on; None where it is not GNU's or like it."""
+    """The OpenMP library that torch uses, or None if it does not have GNU's interface."""
     preloaded = ctypes.CDLL(None)
     if hasattr(preloaded, "GOMP_parallel"):
         return preloaded
@@ -81,12 +89,12 @@ def openmp() -> ctypes.CDLL | None:
 
 
 def compute_alone() -> None:
-    """Let torch's operations run on this thread alone; what other threads have stays as it is.
+    """Makes torch's operations single-threaded in the calling thread; other threads are unchanged.
 
-    Each thread that calls torch gets a team of OpenMP's threads of its own. Two teams are more
-    than there are cores, and then GNU's sends its threads to sleep after every operation.
+    Each thread that calls torch has its own team of OpenMP threads. Two teams have more threads
+    than there are cores, and then GNU OpenMP lets its threads sleep after every operation.
     """
-    torch.get_num_threads()  # the first call sets it
+    torch.get_num_threads()  # the first call sets the number, which must not happen later
     library = openmp()
     if library is not None:
         library.omp_set_num_threads(1)
@@ -94,30 +102,32 @@ def compute_alone() -> None:
 
 @cache
 def computes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether kernels can be made for tensors of this type and place."""
+    """Whether kernels support tensors of this dtype and device."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or openmp() is None:
         return False
     features = llvm.get_host_cpu_features()
-    # Without it, each product and sum would be a call of a function.
+    # Without such an instruction, every fused multiply-add would be a function call.
     return bool(features.get("fma") or features.get("neon"))
 
 
 def threads_for(n_numbers: int) -> int:
-    """On how many threads to pass over so many numbers; few are done before another starts."""
+    """The number of threads for a pass over n numbers: a few are done before a thread starts."""
     return torch.get_num_threads() if n_numbers > 1 << 16 else 1
 
 
 class Program(Generic[ArgumentsT]):
-    """A kernel, compiled; calling it runs it on some of torch's threads and waits for them.
+    """A compiled kernel. Calling it runs it on torch's threads and waits for them.
 
     Args:
-        name: for debuggers.
+        name: part of the key in the code cache.
         arguments: the dataclass that declares the arguments.
         body: builds the kernel.
         types: see `Signature`.
 
-    `part` is the address of what one thread does: a function of the address of `packed` arguments,
-    the thread's number, and how many threads there are.
+    Attributes:
+        part: the address of what one thread runs: a function of the address of packed arguments,
+            the thread's number, and the number of threads.
+        packed: the arguments in memory, as the kernel reads them.
     """
 
     def __init__(
@@ -137,7 +147,7 @@ class Program(Generic[ArgumentsT]):
 
 
 class Run(Protocol):
-    """What becomes of a program that is to run: it does at once, or it is kept for later."""
+    """How a program is called: `at_once`, or as `Recording.run` does, which records the call."""
 
     def __call__(
         self, program: Program[ArgumentsT], n_threads: int, arguments: ArgumentsT, /
@@ -148,9 +158,10 @@ at_once: Run = Program.__call__
 
 
 def _compiled(name: str, signature: Signature[Any], body: Body) -> bytes:
-    """The machine code, from the cache where there is some.
+    """The machine code of a kernel, from the cache if possible.
 
-    A kernel is known by what builds it, without being built: that takes longer than all else here.
+    The key is a digest of the source that builds the kernel, since building it for the key would
+    take longer than everything else here.
     """
     machine = _this_target()
     made_by = f"llvmlite {llvmlite.__version__} LLVM {llvm.llvm_version_info} {machine.triple}"
@@ -170,18 +181,18 @@ def _compiled(name: str, signature: Signature[Any], body: Body) -> bytes:
 
 
 def _recipe(body: Body) -> str:
-    """A kernel's function, its module's source, and its parameters."""
+    """The part of a kernel's key that names its function, that module's source and parameters."""
     function, parameters = body, ()
     if isinstance(body, partial):
         function, parameters = body.func, body.args
-        assert not body.keywords, "parameters of kernels have their places"
+        assert not body.keywords, "parameters of kernels are positional"
     assert isinstance(function, FunctionType) and function.__closure__ is None
     source = _source_digest((Path(function.__code__.co_filename),))
     return " ".join((function.__qualname__, source, *map(_said, parameters)))
 
 
 def _said(parameter: object) -> str:
-    """All there is to say of a parameter, which is plain data."""
+    """A complete description of a parameter, which is plain data."""
     if is_dataclass(parameter):
         own = (f"{each.name}={_said(getattr(parameter, each.name))}" for each in fields(parameter))
         return f"{type(parameter).__qualname__}({', '.join(own)})"
@@ -202,8 +213,8 @@ def _source_digest(files: tuple[Path, ...]) -> str:
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
-# Read as they are imported: once kernels are built, the files may no longer be what builds them.
-# There are none in an archive, where code is made every time.
+# Read on import, since the files may change before the first kernel is built. A package in an
+# archive has no files; its kernels are not cached.
 try:
     _SOURCES: str | None = _source_digest(_sources())
 except OSError:
@@ -218,7 +229,7 @@ def _module(name: str, signature: Signature[Any], body: Body) -> ir.Module:
 
 
 def _part(module: ir.Module, signature: Signature[Any], body: Body) -> ir.Function:
-    """What one thread does with the packed arguments."""
+    """The function that each thread runs, with the packed arguments."""
     packed = ir.LiteralStructType(signature.types).as_pointer()
     function = ir.Function(module, ir.FunctionType(VOID, [packed, I64, I64]), "part")
     function.attributes.add("noinline")  # a second copy of it would take as long to compile
@@ -232,17 +243,17 @@ def _part(module: ir.Module, signature: Signature[Any], body: Body) -> ir.Functi
 
 
 def _entry(module: ir.Module, part: ir.Function) -> None:
-    """What OpenMP starts each thread with: it looks its number up."""
+    """The function that OpenMP starts in each thread, which asks for the thread's number."""
     packed = part.args[0].type
     function = ir.Function(module, ir.FunctionType(VOID, [packed]), "entry")
     b = ir.IRBuilder(function.append_basic_block())
-    asked = (ir.Function(module, ir.FunctionType(I32, []), name) for name in _FROM_OPENMP)
-    b.call(part, [function.args[0], *(b.sext(b.call(each, []), I64) for each in asked)])
+    queries = (ir.Function(module, ir.FunctionType(I32, []), name) for name in _FROM_OPENMP)
+    b.call(part, [function.args[0], *(b.sext(b.call(each, []), I64) for each in queries)])
     b.ret_void()
 
 
 def _linked(name: str, code: bytes, library: ctypes.CDLL) -> llvm.ResourceTracker:
-    """The machine code, which lives as long as this object; it has the address of each function."""
+    """Loads machine code for as long as the result lives, which maps functions to addresses."""
     linker = llvm.JITLibraryBuilder().add_object_img(code)
     for names, source in ((_FROM_OPENMP, library), (_FROM_SYSTEM, ctypes.CDLL(None))):
         for each in names:
@@ -253,7 +264,7 @@ def _linked(name: str, code: bytes, library: ctypes.CDLL) -> llvm.ResourceTracke
 
 @cache
 def _this_target() -> llvm.TargetMachine:
-    """The CPU at hand, as LLVM knows it."""
+    """LLVM's description of the CPU that this process runs on."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
@@ -272,13 +283,8 @@ def _optimised(built: ir.Module, machine: llvm.TargetMachine) -> bytes:
     return code
 
 
-_DIGEST_BYTES = 32
-_MAX_BYTES = 1 << 20  # of one kernel, which has some 10 KB
-_MAX_FILES = 256
-
-
 def machine_code(key: str, make: Callable[[], bytes]) -> bytes:
-    """The code for a key, from the cache or made; the key says all that the code depends on."""
+    """The code for a key, which contains everything that the code depends on."""
     folder, name = _folder(), hashlib.sha256(key.encode()).hexdigest()
     if folder is None:
         return make()
@@ -292,10 +298,10 @@ def machine_code(key: str, make: Callable[[], bytes]) -> bytes:
 
 
 def _folder() -> Path | None:
-    """The cache folder, made where it is not there; None where it is not this user's alone."""
-    with suppress(OSError, RuntimeError):  # who has no home folder has no cache
+    """The cache folder, created if missing; None if others than this user may write to it."""
+    with suppress(OSError, RuntimeError):  # a user without a home folder has no cache
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        if not base.is_absolute():  # as the specification has it
+        if not base.is_absolute():  # the specification says to ignore relative paths
             return None
         folder = base / "parallel_llama" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -311,7 +317,7 @@ def _is_ours(status: os.stat_result, kind: int) -> bool:
 
 
 def _read(path: Path, name: str) -> bytes | None:
-    """The code in a file; None where there is none that can be trusted."""
+    """The code in a file, or None if there is no file that can be trusted."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
@@ -329,11 +335,11 @@ def _digest(name: str, code: bytes) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Put a whole file in its place; the oldest ones make room."""
+    """Writes a file atomically, and deletes the oldest files beyond the limit."""
     held = sorted(path.parent.glob("*.o"), key=lambda each: each.lstat().st_mtime)
     for old in held[: max(0, len(held) + 1 - _MAX_FILES)]:
         old.unlink(missing_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # nobody else may read or write it
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

@@ -36,7 +36,7 @@ from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
 
 @dataclass(frozen=True)
 class KVRows:
-    """Rows of D numbers, kept in one type and computed with in the lanes'.
+    """Rows of D numbers, stored in one dtype and computed with in that of the lanes.
 
     Raises: KeyError for a dtype that no cache has.
     """
@@ -47,12 +47,12 @@ class KVRows:
 
     @property
     def is_plain(self) -> bool:
-        """Whether numbers are kept as they are computed with."""
+        """Whether numbers are stored in the dtype to compute in."""
         return self.stored == self.lanes.computed
 
     @property
     def width(self) -> int:
-        """Stored numbers of a row."""
+        """The stored numbers of a row, with its scale."""
         return row_width(self.head_dim, self.stored)
 
     @property
@@ -61,14 +61,14 @@ class KVRows:
 
     @property
     def pointer(self) -> ir.PointerType:
-        """To one stored number."""
+        """The type of the address of one stored number."""
         if self.is_plain:
             return self.lanes.pointer
         types = {torch.float16: F16, torch.bfloat16: I16, torch.int8: I8, torch.float8_e4m3fn: I8}
         return types[self.stored].as_pointer()
 
     def read(self, row: Value, target: Value) -> None:
-        """Turn a row into D numbers."""
+        """Converts a row to D numbers."""
         lanes = self.lanes
         scale = self._scale(row)
         with loop(row.b, 0, self.head_dim, lanes.width) as i:
@@ -76,7 +76,7 @@ class KVRows:
             lanes.store(target + i, numbers if scale is None else numbers * scale)
 
     def write(self, source: Value, row: Value) -> None:
-        """Turn D numbers into a row."""
+        """Converts D numbers to a row."""
         lanes, b = self.lanes, row.b
         if self.is_plain:
             with loop(b, 0, self.head_dim, lanes.width) as i:
@@ -98,14 +98,14 @@ class KVRows:
         return (row + self.head_dim).bits_as(F32.as_pointer())
 
     def _scale(self, row: Value) -> Value | None:
-        """What the numbers of a row are multiplied by, in all lanes."""
+        """The scale of a row in all lanes, or None if its dtype has no scale."""
         if self.stored not in LARGEST:
             return None
         scale = Value(row.b, row.b.load(self._place_of_scale(row).raw, align=1))
         return self.lanes.splat(scale.to(self.lanes.vector.element))
 
     def _scale_for(self, source: Value) -> Value:
-        """The scale of a row that these D numbers become; nan where one of them is not finite."""
+        """The scale for a row of these D numbers; NaN if one of them is not finite."""
         lanes, b = self.lanes, source.b
         largest, nan_or_0 = Variable(lanes.constant(b, 0)), Variable(lanes.constant(b, 0))
         with loop(b, 0, self.head_dim, lanes.width) as i:
@@ -118,7 +118,7 @@ class KVRows:
         return where(scale < LEAST_SCALE, scale.like(LEAST_SCALE), scale)
 
     def _wide(self, stored: Value) -> Value:
-        """Stored numbers in the type of the lanes, without their scale."""
+        """Converts stored numbers to the type of the lanes, without the scale."""
         vector, n = self.lanes.vector, self.lanes.width
         if self.stored == torch.int8:
             return stored.resized(ir.VectorType(I32, n)).to(vector)
@@ -130,11 +130,11 @@ class KVRows:
         return from_e4m3(stored, vector)
 
     def _narrow(self, numbers: Value) -> Value:
-        """Numbers, divided by their scale, as they are stored: the nearest, else the even one."""
+        """Rounds numbers, already divided by the scale, to the stored dtype, ties to even."""
         n = self.lanes.width
         if self.stored == torch.int8:
             integers = {torch.float32: I32, torch.float64: I64}[self.lanes.computed]
-            # Added to a number so large that its last bit counts ones, they are rounded.
+            # The last bit of the summand counts ones, so the sum is rounded to integers.
             n_mantissa = {torch.float32: 23, torch.float64: 52}[self.lanes.computed]
             rounded = numbers + 1.5 * 2.0**n_mantissa
             return rounded.bits_as(ir.VectorType(integers, n)).resized(ir.VectorType(I8, n))
@@ -147,7 +147,7 @@ class KVRows:
 
 
 def _load(address: Value, n: int, align: int) -> Value:
-    """Stored numbers that begin at any address."""
+    """Loads n stored numbers."""
     element = address.raw.type.pointee
     place = address.bits_as(ir.VectorType(element, n).as_pointer())
     return Value(address.b, address.b.load(place.raw, align=align))
@@ -163,9 +163,9 @@ class _Arguments(Generic[T]):
 
 
 class UnpackKernel:
-    """What `kv_rows.unpack` computes, to the last bit.
+    """The same bits as `kv_rows.unpack` in torch, which needs several passes.
 
-    Shapes: rows [1, K, S, W], slots in one piece, heads anywhere; the result [1, K, S, D].
+    Shapes: rows [1, K, S, W], contiguous for each head; the result [1, K, S, D].
     """
 
     def __init__(
@@ -196,15 +196,13 @@ class UnpackKernel:
 
 @cache
 def make_unpack(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> UnpackKernel:
-    """The kernel for this machine; `computes` says for which types."""
     return UnpackKernel(dtype, cache_dtype, head_dim, this_machine())
 
 
 def _unpack(rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
-    """The kernel.
-
+    """
     for (head, slot) in this thread's pairs:
-        y[head, slot] = numbers of rows[head, slot]
+        y[head, slot] = rows[head, slot], converted
     """
     n_slots = args.n_slots
     with loop(b, *thread.part_of(args.n)) as pair:

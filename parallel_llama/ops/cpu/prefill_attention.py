@@ -444,14 +444,12 @@ class PrefillAttentionKernel:
 def make_prefill_attention(
     dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, scores: Scores
 ) -> PrefillAttentionKernel:
-    """The kernel for this machine, compiled when first asked for; `computes` says for what."""
     return PrefillAttentionKernel(dtype, cache_dtype, head_dim, scores, this_machine())
 
 
 def _attention(
     shape: BlockShape, rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
 ) -> None:
-    """The kernel."""
     block = Block.of(shape, b)
     products = _VectorProducts(shape, rows, block, args)
     attend(shape, block, products, thread, args.chunk)

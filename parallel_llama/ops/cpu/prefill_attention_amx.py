@@ -177,7 +177,6 @@ def _lay_out(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _LayOutArgume
 
 
 def _attention(shape: BlockShape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
-    """The kernel."""
     block = Block.of(shape, b)
     intrinsic("x86.ldtilecfg", ir.VoidType(), args.tiles)
     attend(shape, block, _TileProducts(shape, block, args), thread, args.chunk)

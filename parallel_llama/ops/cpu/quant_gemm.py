@@ -175,7 +175,6 @@ class QuantGemmKernel:
 
 @cache
 def make_quant_gemm(form: GroupFormat) -> QuantGemmKernel:
-    """The kernel for this machine; `computes` says whether there can be one."""
     return QuantGemmKernel(form, this_machine())
 
 
@@ -333,8 +332,7 @@ class _FloatProducts(_Products[Value]):
 def _quant_gemm(
     products: _Products[Any], b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
 ) -> None:
-    """The kernel.
-
+    """
     for block in rows of x, _BLOCK at a time:
         for panels in this thread's, _PANELS at a time:
             for rows of the block, _ROWS at a time, then what is left:

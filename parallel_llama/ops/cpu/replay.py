@@ -4,16 +4,15 @@ While a step is recorded, nothing is computed: each kernel call is kept with its
 makes the same calls in the same order, so results are the same to the last bit. Inputs that change
 from step to step are written to the same tensors before each replay.
 
-One team of threads goes through all calls. Where a call runs on several threads, or the previous
-one did, the threads meet at a barrier first, which takes a small part of the time that it takes to
-start a team. A call of one thread may end the walk, so that Python can do what comes next: it
-writes its number to `AT`. All threads must exit at the same barrier, though some may still be
-leaving the previous one; so a thread exits only at the barrier behind the call that ended the walk.
+One team of threads executes all calls. If a call or the previous one uses several threads, there is
+a barrier before the call, which is much cheaper than starting a team. A call of one thread may
+interrupt the replay so that Python can continue: it writes its number to `AT`. All threads must
+exit at the same barrier, though some may still be leaving the previous one; so a thread exits only
+at the first barrier after the call that interrupted.
 
     calls    cells of 8 bytes: the address of the program's part, the address of its arguments, the
-             largest number of threads, and 1 if the threads meet before the call
-    state    cells of 8 bytes on separate cache lines: threads that have arrived, barriers passed,
-             and AT
+             largest number of threads, and 1 if there is a barrier before the call
+    state    cells of 8 bytes on separate cache lines: threads at the barrier, barriers passed, AT
 
 Sources: stream capture, as in CUDA graphs; sense-reversing barriers, Mellor-Crummey and Scott 1991,
 section 3.1.
@@ -51,16 +50,21 @@ from parallel_llama.ops.cpu.jit import Program
 CALL_CELLS = 4
 _PART, _ARGUMENTS, _N_THREADS, _HAS_BARRIER = range(CALL_CELLS)
 STATE_CELLS = 24
-_ARRIVED, _N_MET, AT = 0, 8, 16
+_ARRIVED, _N_PASSED, AT = 0, 8, 16
 
-# Looks before the core is offered to others: some tens of microseconds, which is what threads wait
-# for each other that have a core each.
-_LOOKS = 1000
+# Spins before a thread yields its core: some tens of microseconds, which is how long threads wait
+# for each other if each has a core.
+_SPINS = 1000
+
+# Calls of torch that neither read nor write numbers, if the result shares memory with the argument.
+_VIEWS = {"__getitem__", "view", "flatten", "contiguous", "chunk", "unbind"}
+_QUERIES = {"__get__", "__len__", "size", "stride", "dim", "numel", "data_ptr", "is_contiguous"}
+_EMPTY = {"empty", "empty_like", "new_empty"}
 
 
 @dataclass(slots=True, kw_only=True)
 class ExecutorArguments(Generic[T]):
-    """The calls from `start` to before `stop`."""
+    """Calls `start` to before `stop`."""
 
     calls: Integers[T]
     start: Integer[T]
@@ -70,13 +74,13 @@ class ExecutorArguments(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class Exit(Generic[T]):
-    """Where a call writes its number to end the walk."""
+    """Where a call writes its number to interrupt the replay."""
 
     at: Integers[T]
     number: Integer[T]
 
     def take(self: "Exit[Value]") -> None:
-        """Emit that the call ends the walk."""
+        """Emits the interruption of the replay."""
         self.at[0] = self.number
 
 
@@ -87,19 +91,19 @@ def make_executor() -> Program[ExecutorArguments[float]]:
 
 @cache
 def make_host_call() -> Program[Exit[float]]:
-    """A call that does nothing but end the walk."""
+    """A call that only interrupts the replay."""
     return Program("host_call", Exit[float], _host_call)
 
 
 def _execute(b: ir.IRBuilder, thread: Thread, args: ExecutorArguments[Value]) -> None:
-    """The kernel.
+    """Executes calls.
 
     for number in start to stop:
-        if the threads meet before this call:
-            wait for all of them
-            leave if a call before this one has ended the walk
-        if the call is for this thread, and none has ended the walk:
-            make it
+        if the call has a barrier:
+            wait for all threads
+            exit if an earlier call has interrupted
+        if this thread takes part in the call, and no earlier call has interrupted:
+            make the call
     """
     following = Variable(args.start)
     with repeat(b) as leave_if:
@@ -118,22 +122,22 @@ def _execute(b: ir.IRBuilder, thread: Thread, args: ExecutorArguments[Value]) ->
 
 
 def _barrier(state: Value, thread: Thread) -> None:
-    """Wait until all threads are here."""
-    n_met = (state + _N_MET).acquired()
+    """Waits until all threads have arrived."""
+    n_passed = (state + _N_PASSED).acquired()
     with when((state + _ARRIVED).add_atomically(1) > thread.count - 2):
         state[_ARRIVED] = thread.count.like(0)
-        (state + _N_MET).release(n_met + 1)
-    n_looks = Variable(thread.count.like(0))
+        (state + _N_PASSED).release(n_passed + 1)
+    n_spins = Variable(thread.count.like(0))
     with repeat(state.b) as leave_if:
-        leave_if((state + _N_MET).acquired() > n_met)
-        n_looks.value += 1
+        leave_if((state + _N_PASSED).acquired() > n_passed)
+        n_spins.value += 1
         pause(state.b)
-        with when(n_looks.value > _LOOKS):
+        with when(n_spins.value > _SPINS):
             _yield_core(state.b)
 
 
 def _make(call: Value, number: Value, count: Value) -> None:
-    """Call a program's part."""
+    """Calls a program's part."""
     b, argument = call.b, I8.as_pointer()
     part = ir.FunctionType(VOID, [argument, I64, I64]).as_pointer()
     address = b.inttoptr(call[_ARGUMENTS].raw, argument)
@@ -149,20 +153,14 @@ def _host_call(_b: ir.IRBuilder, _thread: Thread, args: Exit[Value]) -> None:
     args.take()
 
 
-# What torch does without reading or writing a number, if its result lies where its argument does.
-_VIEWS = {"__getitem__", "view", "flatten", "contiguous", "chunk", "unbind"}
-_QUESTIONS = {"__get__", "__len__", "size", "stride", "dim", "numel", "data_ptr", "is_contiguous"}
-_EMPTY = {"empty", "empty_like", "new_empty"}
-
-
 class NotRecorded(Exception):
-    """Something in a step computes that is no kernel."""
+    """A step contains a computation that is not a kernel."""
 
 
 class Arena:
-    """Memory for what kernels of a recording hand on to each other.
+    """Memory for the intermediate tensors of recordings.
 
-    A piece is taken again once nobody has the tensor in it, while it is recorded. Recordings may
+    A block of memory is reused once its tensor has been freed during recording. Recordings may
     share an arena if they are not replayed at the same time.
     """
 
@@ -170,27 +168,27 @@ class Arena:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # by size
 
     def tensor(self, like: Tensor) -> Tensor:
-        """A tensor of the same shape and dtype, in one piece."""
-        # Powers of two: recordings of almost as many rows find each other's.
+        """A contiguous tensor of the same shape and dtype."""
+        # Powers of two, so that recordings of similar numbers of rows share blocks.
         size = 1 << max(6, (like.nbytes - 1).bit_length())
         free = self._free[size]
-        piece = free.pop() if free else torch.empty(size, dtype=torch.uint8)
-        memory = piece.numpy().data
-        # The tensor's storage has the only reference to it, and views share the storage.
-        weakref.finalize(memory, free.append, piece).atexit = False
+        block = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        memory = block.numpy().data
+        # Only the tensor's storage refers to `memory`, and views share the storage.
+        weakref.finalize(memory, free.append, block).atexit = False
         numbers = torch.frombuffer(memory, dtype=like.dtype, count=size // like.itemsize)
         return numbers[: like.numel()].view(like.shape)
 
 
 class Recording:
-    """Calls of kernels, to be made by `replay` as often as wanted, one replay at a time.
+    """Recorded kernel calls, which `replay` makes any number of times, one replay at a time.
 
-    Every tensor that they were given must live as long as the recording; those that were made
-    while it was recorded do.
+    Tensors that the calls use must live as long as the recording, except those that were allocated
+    while it was recorded.
     """
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena  # kept: the calls know addresses in them
+        self._arena = arena  # kept alive, since the calls use its memory
         self._calls: list[tuple[Program[Any], int, bytes]] = []  # with threads and arguments
         self._arguments = ctypes.create_string_buffer(0)
         self._fallbacks: dict[int, Callable[[], None]] = {}
@@ -199,32 +197,32 @@ class Recording:
         self._n_threads = 1
 
     def run(self, program: Program[ArgumentsT], n_threads: int, arguments: ArgumentsT, /) -> None:
-        """Record a call, as `Run` says."""
+        """Records a call; this is a `Run`."""
         self._calls.append((program, n_threads, program.packed(arguments)))
 
     def exit(self, fallback: Callable[[], None]) -> Exit[int]:
-        """An exit for the next recorded call, which runs `fallback` if the call takes it."""
+        """An exit for the next recorded call; if the call takes it, `fallback` runs afterwards."""
         number = len(self._calls)
         self._fallbacks[number] = fallback
         return Exit(at=ctypes.addressof(self._state) + 8 * AT, number=number)
 
     def host_call(self, fallback: Callable[[], None]) -> None:
-        """Record something that Python does."""
+        """Records a call of a Python function."""
         self.run(make_host_call(), 1, self.exit(fallback))
 
     def deferred(self, x: Tensor, function: Callable[[Tensor], object]) -> Callable[[], None]:
-        """A call of a function with the tensor that lies where x lies now.
+        """A call of the function with a tensor at x's address.
 
-        It does not keep x, whose memory may be another tensor's when the call is over.
+        It does not keep x alive, so other recorded tensors may reuse the memory after the call.
         """
-        return partial(_call_at, function, _Place(x.data_ptr(), x.shape, x.dtype))
+        return partial(_call_at, function, _View(x.data_ptr(), x.shape, x.dtype))
 
     def borrowed(self, x: Tensor) -> Tensor:
-        """A tensor that lies where x lies now, which may be another's when a replay is over."""
-        return _Place(x.data_ptr(), x.shape, x.dtype).tensor()
+        """A tensor at x's address that does not keep x alive: another replay may overwrite it."""
+        return _View(x.data_ptr(), x.shape, x.dtype).tensor()
 
     def replay(self) -> None:
-        """Make all calls."""
+        """Makes all calls."""
         start, stop = 0, len(self._calls)
         while start < stop:
             self._state[AT] = stop
@@ -241,7 +239,7 @@ class Recording:
                 start += 1
 
     def complete(self) -> None:
-        """Nothing more is recorded."""
+        """Ends the recording."""
         cells: list[int] = []
         n_before = 0
         self._arguments = ctypes.create_string_buffer(b"".join(each for *_, each in self._calls))
@@ -256,9 +254,9 @@ class Recording:
 
 
 class KernelsOnly(TorchFunctionMode):
-    """Inside, new tensors take their memory from the arena, and torch computes nothing.
+    """A mode in which new tensors are allocated in the arena.
 
-    Raises: NotRecorded where it is asked to.
+    Raises: NotRecorded if torch is called to compute something.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -273,26 +271,25 @@ class KernelsOnly(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = func.__name__
-        if name not in _QUESTIONS | _VIEWS | _EMPTY:
+        if name not in _QUERIES | _VIEWS | _EMPTY:
             raise NotRecorded(name)
         result = func(*args, **(kwargs or {}))
         if name in _EMPTY:
             return self._arena.tensor(result)
-        if name in _VIEWS and not _lies_in(result, args[0]):
+        if name in _VIEWS and not _shares_memory(result, args[0]):
             raise NotRecorded(f"{name} with a copy")
         return result
 
 
-def _lies_in(result: Tensor | Sequence[Tensor], x: Tensor) -> bool:
-    """Whether tensors share their memory with x."""
+def _shares_memory(result: Tensor | Sequence[Tensor], x: Tensor) -> bool:
     views = (result,) if isinstance(result, Tensor) else result
     own = x.untyped_storage().data_ptr()
     return all(view.untyped_storage().data_ptr() == own for view in views)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor lies, and how it looks."""
+class _View:
+    """The address, shape and dtype of a tensor."""
 
     address: int
     shape: torch.Size
@@ -305,5 +302,5 @@ class _Place:
         )
 
 
-def _call_at(function: Callable[[Tensor], object], place: _Place) -> None:
-    function(place.tensor())
+def _call_at(function: Callable[[Tensor], object], view: _View) -> None:
+    function(view.tensor())

@@ -1,4 +1,4 @@
-"""Rotary positions and the way into the KV cache, in one pass over queries, keys and values.
+"""Rotary embedding and the store into the KV cache, in one pass over queries, keys and values.
 
 Source: RoFormer, arXiv 2104.09864, section 3.4.2.
 """
@@ -38,13 +38,11 @@ class _Arguments(Generic[T]):
 
 
 class RotaryKernel:
-    """Rotate queries in place; store rotated keys, and values, in their slots.
+    """Rotates queries and keys in place, and stores keys and values in their slots of the cache.
 
-    The keys in `qkv` are rotated too.
-
-    Shapes: qkv [T, H + 2 K, D] in one piece, each token's H queries, K keys and K values;
-    rotations [T, 1, D / 2] complex, pair i turning numbers 2 i and 2 i + 1; slots [T] int64; k, v
-    [K, n_slots, W] in the cache's dtype, slots in one piece, heads anywhere.
+    Shapes: qkv [T, H + 2 K, D], contiguous, each token's H queries, K keys and K values; rotations
+    [T, 1, D / 2] complex, where pair i rotates numbers 2 i and 2 i + 1; slots [T] int64; k, v
+    [K, n_slots, W] in the cache's dtype, contiguous for each head.
     """
 
     def __init__(
@@ -83,19 +81,18 @@ class RotaryKernel:
 
 @cache
 def make_rotary(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> RotaryKernel:
-    """The kernel for this machine; `computes` says for what."""
     return RotaryKernel(dtype, cache_dtype, head_dim, this_machine())
 
 
 def _rotary(rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
-    """The kernel.
-
+    """
     for token in this thread's tokens:
         for head in the query heads:
             q[token, head] = rotate(q[token, head])
         for head in the KV heads:
-            k_cache[head, slots[token]] = row of rotate(k[token, head])
-            v_cache[head, slots[token]] = row of v[token, head]
+            k[token, head] = rotate(k[token, head])
+            k_cache[head, slots[token]] = k[token, head], converted
+            v_cache[head, slots[token]] = v[token, head], converted
     """
     lanes, head_dim = rows.lanes, rows.head_dim
     n_heads, n_kv_heads = args.n_heads, args.n_kv_heads
@@ -115,7 +112,7 @@ def _rotary(rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Valu
 
 
 def _rotate(lanes: Lanes, head_dim: int, numbers: Value, turns: Value) -> None:
-    """One head: (x + iy)(c + is) = (xc - ys) + i(yc + xs), the numbers of a pair side by side."""
+    """Rotates a head: (x + iy)(c + is) = (xc - ys) + i(yc + xs) for adjacent x and y."""
     element = lanes.vector.element
     signs = Value(numbers.b, lanes.vector([element(-1), element(1)] * (lanes.width // 2)))
     with loop(numbers.b, 0, head_dim, lanes.width) as i:

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and the rows of each expert: torch needs a dozen operations."""
+"""Routing of tokens to experts: torch needs a dozen operations for what each kernel does."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -43,11 +43,11 @@ class _RoutesArguments(Generic[T]):
 
 
 class RouteKernel:
-    """The best of each row's scores, in order, and their shares, as `TorchOps.route` says.
+    """The best experts of each row, in order, and their routing weights: see `TorchOps.route`.
 
-    It overwrites the scores. All shares of a row with a NaN are NaN.
+    It overwrites the scores. If a row contains NaN, all its weights are NaN.
 
-    Shapes: scores [T, n_experts], each row in one piece -> shares [T, n_active], and experts.
+    Shapes: scores [T, n_experts], contiguous -> weights and experts [T, n_active].
     """
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
@@ -71,7 +71,7 @@ class RouteKernel:
 
 
 class RoutesKernel:
-    """The rows of each expert, as `TorchOps.routes_of` says."""
+    """The rows of each expert: see `TorchOps.routes_of`."""
 
     def __init__(self) -> None:
         self._program = Program("routes", _RoutesArguments[float], _routes)
@@ -93,24 +93,21 @@ class RoutesKernel:
 
 @cache
 def make_route(dtype: torch.dtype) -> RouteKernel:
-    """The kernel for this machine; `computes` says for which types."""
     return RouteKernel(dtype, this_machine())
 
 
 @cache
 def make_routes() -> RoutesKernel:
-    """The kernel for this machine."""
     return RoutesKernel()
 
 
 def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _RouteArguments[Value]) -> None:
-    """The kernel.
-
+    """
     for row in this thread's rows:
         total = sum(exp(scores[row] - max(scores[row])))
-        for place in n_active:
-            experts[row, place] = argmax(scores[row]), which is taken out
-            shares[row, place] = exp(that score - max(scores[row])) / total
+        for i in n_active:
+            experts[row, i] = argmax(scores[row]), which is then excluded
+            shares[row, i] = exp(that score - max(scores[row])) / total
         shares[row] /= sum(shares[row]) if normed
     """
     n_experts, n_active = args.n_experts, args.n_active
@@ -121,7 +118,7 @@ def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _RouteArguments[
         with loop(b, 0, n_active) as place:
             number, score = _argmax(own, n_experts)
             (args.experts + row * n_active)[place] = number
-            own[number] = score.like(nan)  # which is no maximum
+            own[number] = score.like(nan)  # comparisons with NaN are false
             share = _first(exp(lanes, lanes.splat(score - best))) / total
             own_shares[place] = share
             kept.value += share
@@ -131,7 +128,7 @@ def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _RouteArguments[
 
 
 def _softmax(lanes: Lanes, scores: Value, n: Value) -> tuple[Value, Value]:
-    """The largest score, and the sum of exp(score - the largest)."""
+    """The largest score, and the sum of exp(score - largest)."""
     b = n.b
     lowest = lanes.constant(b, -inf)
     best, total = Variable(lowest), Variable(lanes.constant(b, 0))
@@ -147,7 +144,7 @@ def _softmax(lanes: Lanes, scores: Value, n: Value) -> tuple[Value, Value]:
 
 
 def _argmax(scores: Value, n: Value) -> tuple[Value, Value]:
-    """The first of the largest scores: its number, and itself; 0 and -inf where there is none."""
+    """The index of the largest score, the first of equal ones, and the score; 0, -inf if none."""
     number, score = Variable(n.like(0)), Variable(scores[0].like(-inf))
     with loop(n.b, 0, n) as i:
         is_better = score.value < scores[i]
@@ -157,14 +154,14 @@ def _argmax(scores: Value, n: Value) -> tuple[Value, Value]:
 
 
 def _first(x: Value) -> Value:
-    """A vector's first lane."""
+    """The first lane of a vector."""
     return Value(x.b, x.b.extract_element(x.raw, ir.IntType(32)(0)))
 
 
 def _routes(b: ir.IRBuilder, _: Thread, args: _RoutesArguments[Value]) -> None:
-    """The kernel: pairs sorted by counting, those of other ranks' experts last.
+    """Sorts the pairs of token and expert by expert, those of other ranks' experts last.
 
-    starts[e], following[e] = how many pairs have an expert before e, for all of this rank's
+    starts[e], following[e] = number of pairs with an expert before e, for this rank's experts
     for pair in experts:
         i = following[its expert]++
         tokens[i], order[i], pairs[i] = pair // n_active, i, pair
@@ -172,7 +169,7 @@ def _routes(b: ir.IRBuilder, _: Thread, args: _RoutesArguments[Value]) -> None:
     following, n_pairs, n = args.following, args.n_pairs, args.n
 
     def place(pair: Value) -> Value:
-        """Of a pair's expert among this rank's; the place after them for all others."""
+        """The index of a pair's expert among this rank's; their number for other experts."""
         number = args.experts[pair] - args.first
         return where(number < 0, n, where(number < n, number, n))
 
