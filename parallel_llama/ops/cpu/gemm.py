@@ -1,13 +1,14 @@
-"""The product of many rows with a matrix, in blocks whose sums stay in registers.
+"""Products of many rows with a weight, in blocks whose sums stay in registers.
 
-Rows of x are kept a few together, and outputs some vectors together, input by input: so one step
-takes what it needs from two places, in order. A thread lays out a panel of outputs and lets the
-rows pass over it before it comes to the next.
+Rows of x are packed in blocks and outputs in panels, both input by input, so each step reads
+sequentially from two places. A thread packs a panel of outputs and multiplies rows by it before it
+packs the next panel.
 
-The sums are those of `gemv`, to the last bit. There a vector of W lanes runs along the inputs,
-lane i adds up the inputs i, i + W, i + 2 W, ..., and half of the lanes is added to the other half
-until one is left. Here outputs are in the lanes, so the inputs of one such lane are summed after
-those of another, and pairs of sums are added as in that tree. Inputs are laid out in this order.
+The sums have the same bits as those of `gemv`. There a vector of W lanes runs along the inputs:
+lane i sums the inputs i, i + W, i + 2 W, ..., and then one half of the lanes is added to the other
+until one lane is left. Here the lanes are outputs, so the inputs of one lane of `gemv` are summed
+after those of another, and pairs of sums are added as in that tree. Inputs are packed in this
+order.
 
     block of rows      [inputs, n_rows]
     panel of outputs   [inputs, n_vectors, lanes]
@@ -42,17 +43,17 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 
-# Rows that pass over all panels before the next ones do, so that a cache holds them; fewer where
-# there would not be so many panels for each thread.
+# Rows that are multiplied by all panels before the next rows, so that they fit a cache; fewer if
+# each thread would get fewer panels than this.
 _MAX_CHUNK = 512
 _PANELS_PER_THREAD = 4
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a kernel is made for: rows of x of a block, and vectors of outputs of a panel.
+    """The sizes that a kernel is compiled for: the rows of a block, and the vectors of a panel.
 
-    Their sums, a vector of each of these outputs, and an input fill the registers.
+    The sums, the vectors of a panel for one input, and one number of x fill the registers.
     """
 
     lanes: Lanes
@@ -68,17 +69,15 @@ class _Shape:
 
     @property
     def n_outputs(self) -> int:
-        """Of a panel."""
+        """The outputs of a panel."""
         return self.n_vectors * self.lanes.width
 
     def padded(self, n_inputs: int) -> int:
-        """A number of inputs made up to whole vectors."""
+        """The number of inputs, rounded up to whole vectors."""
         return -(-n_inputs // self.lanes.width) * self.lanes.width
 
     def place(self, step: Value, lane: int, n_inputs: Value) -> Value:
-        """Where input step * W + lane of so many is laid out: lane by lane, in the order in which
-        `_LaneSums` takes them.
-        """
+        """The packed position of input step * W + lane, with lanes in the order of `_LaneSums`."""
         width = self.lanes.width
         number = int(f"{lane:0{width.bit_length() - 1}b}"[::-1], 2)  # the bits reversed
         return (n_inputs + (width - 1)) // width * number + step
@@ -106,11 +105,11 @@ class _GemmArguments(Generic[T]):
 
 
 class GemmKernel:
-    """Y = X A for many rows of X, with A given as torch keeps it, transposed.
+    """x @ weight.T for many rows of x.
 
-    Weights may be kept in 16 bits where x has float32.
+    The weight may have 16 bits where x is float32.
 
-    Shapes: x [n, k], each row in one piece; weight [m, k] in one piece; the result [n, m].
+    Shapes: x [n, k], rows contiguous; weight [m, k] contiguous; the result [n, m].
     """
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
@@ -154,9 +153,9 @@ def make_gemm(dtype: torch.dtype, stored: torch.dtype) -> GemmKernel:
 
 
 def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _LayOutArguments[Value]) -> None:
-    """Rows in blocks, input by input; the last row fills up the last block.
+    """Packs rows in blocks, input by input; the last block repeats the last row.
 
-    Shapes: x [n, k] -> blocks [n_blocks, k made up to whole vectors, n_rows].
+    Shapes: x [n, k] -> blocks [n_blocks, k rounded up to whole vectors, n_rows].
     """
     n, k = args.n, args.k
     n_rows, width = shape.n_rows, shape.lanes.width
@@ -185,7 +184,7 @@ def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[V
     """
     for inputs, SUMMED_INPUTS at a time:
         for (chunk of rows, panel of outputs) in this thread's:
-            lay out weight[outputs, inputs]
+            pack weight[outputs, inputs]
             for block in rows of the chunk:
                 y[block, outputs] += x[block, inputs] @ weight[outputs, inputs].T
     """
@@ -212,9 +211,9 @@ def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[V
 def _lay_out_panel(
     shape: _Shape, weight: Value, panel: Value, first: Value, n_inputs: Value, k: Value, m: Value
 ) -> None:
-    """Outputs from the first on, input by input; the last one stands for those beyond it.
+    """Packs the outputs of a panel, input by input, and repeats the last output beyond the end.
 
-    Inputs are made up to whole vectors with zeros.
+    Inputs are padded to whole vectors with zeros.
     """
     width, b = shape.lanes.width, k.b
     with loop(b, 0, shape.n_outputs, width) as vector:
@@ -228,9 +227,9 @@ def _lay_out_panel(
 
 
 class _LaneSums:
-    """Room for the sums of lanes that wait for those that they are added to: one of each size.
+    """A buffer for partial sums of lanes, one for each level of the reduction tree.
 
-    Lanes come in the order 0, W/2, W/4, 3W/4, and so on: their numbers with the bits reversed.
+    Lanes come in bit-reversed order: 0, W/2, W/4, 3W/4, ...
     """
 
     def __init__(self, shape: _Shape, b: ir.IRBuilder) -> None:
@@ -247,7 +246,7 @@ class _LaneSums:
         put: Callable[[list[Value]], None],
         level: int = 0,
     ) -> None:
-        """Take the sums of a lane, the number-th that comes; `put` those of all after the last."""
+        """Adds the sums of the number-th lane; after the last, calls `put` with the totals."""
         if level == self._depth:
             put(sums)
             return
@@ -265,7 +264,7 @@ class _LaneSums:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the results of a block of rows and a panel of outputs go: in y [n, m], from there."""
+    """The first row and output in y [n, m] of the results of a block and a panel."""
 
     y: Value
     row: Value
@@ -283,9 +282,7 @@ def _add_products(
     n_inputs: Value,
     waiting: _LaneSums,
 ) -> None:
-    """A block of rows by a panel, added to what is at its place; written there where no inputs
-    came before.
-    """
+    """Multiplies a block of rows by a panel, and adds to y unless these are the first inputs."""
     lanes, b = shape.lanes, n_inputs.b
     starts = range(0, shape.n_outputs, lanes.width)
     n_steps = (n_inputs + (lanes.width - 1)) // lanes.width

@@ -1,15 +1,15 @@
-"""The product of many rows with a matrix in bfloat16, on the CPU's matrix tiles (AMX).
+"""Products of many rows with a weight in bfloat16, on the CPU's matrix tiles (AMX).
 
-A row of float32 is split into two of bfloat16, x = high + low, which loses 2^-17 of it at the most.
-Both are multiplied with the matrix, exactly, and summed in float32 in an order that depends on the
-number of inputs alone. So a row's result is the same among any rows.
+A float32 row is split into two of bfloat16, x = high + low, with a relative error of at most 2^-17.
+The products of both with the weight are exact; they are summed in float32, in an order that depends
+only on the number of inputs. So a row's result does not depend on the other rows.
 
-    tile of the matrix [16 outputs, 32 inputs]
+    tile of the weight [16 outputs, 32 inputs]
     tile of rows       [16 pairs of inputs, 16 rows, 2]
     tile of the result [16 outputs, 16 rows]
 
-Tiles of either lie in one piece while they are used, for rows of a tile that are a power of two
-apart would drive each other out of the cache.
+Tiles are contiguous in memory while they are used: rows of a tile at a distance of a power of two
+would evict each other from the cache.
 
 Source: Intel 64 and IA-32 architectures, optimization reference manual, chapter on Intel AMX.
 """
@@ -57,13 +57,13 @@ _WORDS, _NUMBERS = ir.VectorType(I32, _SIDE), ir.VectorType(F32, _SIDE)
 _ROW_BYTES, _TILE_BYTES = 4 * _SIDE, 4 * _SIDE * _SIDE
 _BLOCK = 2 * _SIDE  # outputs, and rows, that are multiplied together: four tiles of results
 
-# Rows that pass over the whole matrix before the next ones do: so few that a cache holds them.
+# Rows that are multiplied by the whole weight before the next rows, so that they fit a cache.
 _CHUNK = 6 * _BLOCK
 
-# Linux's arch_prctl on x86-64, which allows a process the registers of tiles.
+# Linux's arch_prctl on x86-64, with which a process requests permission to use tiles.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
-# Tiles pay where they are so many times as fast: a choice that does not change from run to run.
+# Tiles are used if they are faster by this factor, so that the choice is the same in each run.
 _PAYS = 1.5
 
 
@@ -91,14 +91,14 @@ class _GemmAMXArguments(Generic[T]):
 
 
 class GemmAMXKernel:
-    """Y = X A for many rows of X, with A in bfloat16 as torch keeps it, transposed.
+    """x @ weight.T for many rows of x.
 
-    Shapes: x [n, k] float32, each row in one piece; weight [m, k] bfloat16 in one piece, k whole
-    tiles and m at least a block; the result [n, m].
+    Shapes: x [n, k] float32, rows contiguous; weight [m, k] bfloat16, contiguous, with k a multiple
+    of 32 and m at least 32; the result [n, m].
     """
 
     def __init__(self) -> None:
-        assert tiles_are_allowed()  # else its first instruction ends the process
+        assert tiles_are_allowed()  # otherwise the first instruction kills the process
         self._split = Program("split", _SplitArguments[float], _split)
         self._program = Program("gemm_amx", _GemmAMXArguments[float], _gemm_amx)
         self._shape = tile_shape()
@@ -125,14 +125,14 @@ class GemmAMXKernel:
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether a matrix fills tiles."""
+        """Whether the kernel supports this weight."""
         m, k = weight.shape
         return weight.dtype == torch.bfloat16 and m >= _BLOCK and k > 0 and k % _INPUTS == 0
 
 
 @cache
 def make_gemm_amx() -> GemmAMXKernel | None:
-    """The kernel, where this machine has tiles, allows them, and is faster with them."""
+    """The kernel, or None if tiles are missing, not allowed, or not faster on this CPU."""
     if not tiles_are_allowed():
         return None
     kernel = GemmAMXKernel()
@@ -144,7 +144,7 @@ def make_gemm_amx() -> GemmAMXKernel | None:
 
 @cache
 def tiles_are_allowed() -> bool:
-    """Whether this process may use tiles; asking for them is what allows them."""
+    """Requests permission to use tiles. Returns: whether it is granted."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     features = llvm.get_host_cpu_features()
@@ -155,7 +155,7 @@ def tiles_are_allowed() -> bool:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The least time of a few: others on the machine can only add to it."""
+    """The shortest of a few runs, since other processes can only make runs longer."""
     times = []
     for _ in range(4):
         started = time.perf_counter()
@@ -165,7 +165,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def tile_shape() -> Tensor:
-    """What the CPU is told of its eight tiles: all have 16 rows of 64 bytes."""
+    """The configuration of the CPU's eight tiles: all have 16 rows of 64 bytes."""
     shape = torch.zeros(64, dtype=torch.uint8)
     shape[0] = 1  # the palette
     shape[16:32].view(torch.int16)[:] = 64
@@ -174,7 +174,7 @@ def tile_shape() -> Tensor:
 
 
 def _split(b: ir.IRBuilder, thread: Thread, args: _SplitArguments[Value]) -> None:
-    """Rows in two parts, pairs of inputs side by side, made up to whole blocks with zeros.
+    """Splits rows into two parts with pairs of inputs adjacent, padded to whole blocks with zeros.
 
     Shapes: x [n, k] -> pairs [2, n_rows / 16, k / 2, 16, 2].
     """
@@ -192,7 +192,7 @@ def _split(b: ir.IRBuilder, thread: Thread, args: _SplitArguments[Value]) -> Non
 
 
 def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> list[Value]:
-    """Two parts of 32 inputs of a row, a pair in each lane; zeros for a row that is not there."""
+    """The two parts of 32 inputs of a row, with a pair in each lane; zeros beyond the last row."""
     lanes = Lanes(torch.float32, torch.float32, _SIDE)
     mask = lanes.splat(row < n)
     own = x + row * x_stride + column
@@ -223,7 +223,7 @@ def _gemm_amx(b: ir.IRBuilder, thread: Thread, args: _GemmAMXArguments[Value]) -
         loop(b, 0, n_rows, _CHUNK) as start,
         loop(b, *thread.part_of((m + (_BLOCK - 1)) // _BLOCK)) as block,
     ):
-        # The last block begins so early that it is whole: some outputs are computed twice.
+        # The last block starts early enough to be whole: some outputs are computed twice.
         first = smaller(block * _BLOCK, m - _BLOCK)
         _hold(args.weight + first * k * 2, held, k)
         with loop(b, start, smaller(start + _CHUNK, n_rows), _BLOCK) as row:
@@ -239,7 +239,7 @@ def _gemm_amx(b: ir.IRBuilder, thread: Thread, args: _GemmAMXArguments[Value]) -
 
 
 def _hold(weight: Value, held: Value, k: Value) -> None:
-    """Copy a block of outputs tile by tile."""
+    """Copies a block of outputs tile by tile."""
     with loop(k.b, 0, k * 2, _ROW_BYTES) as column:
         for output in range(_BLOCK):
             tile = held + k * (output // _SIDE * _SIDE * 2) + column * _SIDE
@@ -250,7 +250,7 @@ def _hold(weight: Value, held: Value, k: Value) -> None:
 
 
 def _multiply(held: Value, pairs: Value, results: Value, n_rows: Value, k: Value) -> None:
-    """A block of outputs by a block of rows, and by all inputs."""
+    """Multiplies a block of outputs by a block of rows, over all inputs."""
     b = k.b
     sums, of_weight, of_rows = [0, 1, 2, 3], [4, 5], [6, 7]
     in_a_row, in_results = (Value(b, I64(each)) for each in (_ROW_BYTES, _BLOCK * 4))
@@ -271,17 +271,17 @@ def _multiply(held: Value, pairs: Value, results: Value, n_rows: Value, k: Value
 
 
 def _row_of(results: Value, output: int, row: int) -> Value:
-    """The results of an output, for 16 rows."""
+    """The results of an output for 16 rows."""
     place = (results + output * _BLOCK + row).bits_as(_NUMBERS.as_pointer())
     return Value(results.b, results.b.load(place.raw, align=4))
 
 
 def tile_instruction(b: ir.IRBuilder, name: str, *operands: int | Value) -> None:
-    """An instruction on tiles, which are named by their numbers."""
+    """Emits an instruction on tiles, which are given by their numbers."""
     values = [Value(b, I8(each)) if isinstance(each, int) else each for each in operands]
     intrinsic(f"x86.{name}", VOID, *values)
 
 
 def release_tiles(b: ir.IRBuilder) -> None:
-    """For the end of a kernel: registers in use would be saved at every change of threads."""
+    """Releases the tiles at the end of a kernel; context switches would save them otherwise."""
     b.call(ir.Function(b.module, ir.FunctionType(VOID, []), "llvm.x86.tilerelease"), [])

@@ -1,13 +1,13 @@
-"""The product of few rows with a weight, as fast as the weight comes from memory.
+"""Products of few rows with a weight, at the speed at which memory delivers the weight.
 
-Some rows of the weight, a tile, stay in the first cache while groups of rows of x pass over them;
-the sums of a group stay in registers, and meanwhile memory is asked for the next tile. That one
-waits in the second cache: the first has no room for two tiles of long rows. What is summed, and in
-which order, is the same for any number of rows and threads.
+A tile, which is a few rows of the weight, stays in the L1 cache while groups of rows of x pass over
+it. The sums of a group stay in registers, and the next tile is prefetched into the L2 cache, since
+the L1 cache has no room for two tiles of long rows. The order of summation is the same for any
+number of rows and threads.
 
-A thread's rows of the weight are as many stretches as a tile has rows, and a tile takes one row of
-each. So memory is read in a few places, from start to end in each of them, which a CPU sees and
-runs ahead of. For a single row of x that is all that is needed.
+A thread's rows of the weight form as many stretches as a tile has rows, and a tile takes one row of
+each. So memory is read sequentially in a few places, which hardware prefetchers recognise. A single
+row of x needs no other prefetching.
 
 Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
 """
@@ -40,17 +40,17 @@ from parallel_llama.ops.cpu.ir import (
 from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.routes import Routes
 
-# Beyond so many rows arithmetic and not memory sets the pace: `gemm` is for them.
+# Beyond this number of rows arithmetic is slower than memory, and `gemm` is faster.
 MAX_ROWS = 32
 
 # Rows of x in a group.
 _ROWS = 6
 
-# Inputs that are summed in the lanes of a vector before these are added up: as many as a panel of
-# `gemm` has, which sums in the same order. The second cache holds such a panel.
+# Inputs that are summed in the lanes of a vector before the lanes are added up: as many as a panel
+# of `gemm` has, which sums in the same order and whose panels fit the L2 cache.
 SUMMED_INPUTS = 1024
 
-Row = Callable[[Value], tuple[Value, Value]]  # where a row of x is, and that of the result
+Row = Callable[[Value], tuple[Value, Value]]  # the addresses of a row of x and of the result
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,11 +80,11 @@ class _RoutedGemvArguments(Generic[T]):
 
 
 class GemvKernel:
-    """Y = X A for few rows of X, with A given as torch keeps it, transposed.
+    """x @ weight.T for few rows of x.
 
-    Weights may be kept in 16 bits where x has float32.
+    The weight may have 16 bits where x is float32.
 
-    Shapes: x [n, k], each row in one piece; weight [m, k] in one piece; the result [n, m].
+    Shapes: x [n, k], rows contiguous; weight [m, k] contiguous; the result [n, m].
     """
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
@@ -114,10 +114,10 @@ class GemvKernel:
 
 
 class RoutedGemvKernel:
-    """Y = X A for some rows each by one of several A, to the last bit what `GemvKernel` gives.
+    """Products of rows with one of several weights each, with the bits that `GemvKernel` gives.
 
-    Shapes: x [n, k], each row in one piece; weights [m, k], each in one piece, at these addresses;
-    the result [len(routes.targets), m], zeros where no weight gives a row.
+    Shapes: x [n, k], rows contiguous; weights, the addresses of contiguous [m, k]; the result
+    [len(routes.targets), m], zeros in rows that no weight computes.
     """
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
@@ -159,7 +159,7 @@ def make_routed_gemv(dtype: torch.dtype, stored: torch.dtype) -> RoutedGemvKerne
 
 
 def _tile(machine: Machine) -> int:
-    """Rows of the weight in a tile: with the sums, and one of x, they fill the registers."""
+    """Rows of the weight in a tile: with one row of x and the sums, they fill the registers."""
     return (machine.n_vectors - 1) // (_ROWS + 1)
 
 
@@ -186,7 +186,7 @@ def _routed_gemv(
     thread: Thread,
     args: _RoutedGemvArguments[Value],
 ) -> None:
-    """The kernel: one product after the other; no thread waits for another between them."""
+    """Computes one product after the other, without a barrier between them."""
     sources, targets, k, m = args.sources, args.targets, args.k, args.m
     with loop(b, 0, args.n_weights) as number:
         start = args.starts[number]
@@ -216,10 +216,10 @@ def _multiply(
     k: Value,
     m: Value,
 ) -> None:
-    """This thread's part of a product.
+    """Computes this thread's part of a product.
 
     for tile in this thread's tiles, n_tile rows of weight each:
-        for group in x, _ROWS rows each, then what is left:
+        for group in x, _ROWS rows each, then the remaining rows:
             y[group, tile] = x[group] @ weight[tile].T
     """
     b = n.b
@@ -227,18 +227,18 @@ def _multiply(
     stretch = (last - first) // n_tile
 
     def multiply(column: Value, n_columns: int, n_group: int) -> None:
-        """All rows of x by a row of the weight, and those in the same place of other stretches."""
+        """All rows of x by one row of each stretch of the weight."""
         numbers = [column + stretch * number for number in range(n_columns)]
         columns = [weight + number * k for number in numbers]
-        # Each group of several asks for its share of the next tile: so many numbers a vector.
+        # Each group of several rows prefetches a share of the next tile: these numbers per vector.
         n_asking = larger((n + (n_group - 2)) // n_group, n.like(1))
         share = (n_asking - 1 + lanes.width) // n_asking
 
         def multiply_group(first_row: Value, n_rows: int) -> None:
             rows, results = zip(*(row(first_row + i) for i in range(n_rows)), strict=True)
             start = k + k * share // lanes.width * (first_row // n_group)
-            asked = (start, share) if n_rows > 1 else None
-            products = iter(_products(lanes, of_weight, rows, columns, k, asked))
+            prefetched = (start, share) if n_rows > 1 else None
+            products = iter(_products(lanes, of_weight, rows, columns, k, prefetched))
             for result in results:
                 for number in numbers:
                     result[number] = next(products)
@@ -257,15 +257,17 @@ def _products(
     rows: Sequence[Value],
     columns: Sequence[Value],
     k: Value,
-    asked: tuple[Value, Value] | None,
+    prefetched: tuple[Value, Value] | None,
 ) -> list[Value]:
-    """row @ column for each row with each column, of k numbers each, all at the same time.
+    """row @ column for each row with each column, of k numbers each, computed together.
 
-    Meanwhile it asks, so far behind the start of each column, for so many numbers at every vector.
+    Args:
+        prefetched: where prefetching starts, counted from the start of each column, and by how many
+            numbers it advances with each vector; None for no prefetching.
     """
     b, element = k.b, lanes.vector.element
     totals = [Variable(Value(b, element(-0.0))) for _ in rows for _ in columns]
-    start, share = asked or (k, k)
+    start, share = prefetched or (k, k)
     ahead = Variable(start)
 
     def add_products(sums: list[Variable], i: Value, mask: Value | None = None) -> None:
@@ -280,7 +282,7 @@ def _products(
         sums = [Variable(lanes.constant(b, 0)) for _ in totals]
         stop = smaller(first + SUMMED_INPUTS, k)
         with loop(b, first, smaller(stop, whole), lanes.width) as i:
-            if asked is not None:
+            if prefetched is not None:
                 for column in columns:
                     (column + ahead.value).prefetch(cache=2)
                 ahead.value += share

@@ -15,10 +15,10 @@ sequence, and a tile that a query does not see leaves its column unchanged. So a
 on the query, its keys and its values: not on the chunk's other queries, where the chunk begins, or
 the thread.
 
-`PrefillAttentionKernel` reads keys and values in place; a narrow cache is converted a tile
-at a time. It gives a query the same bits as `decode_attention`, which multiplies vectors of W
-numbers of a query and a key and adds their lanes up: here the numbers i, i + W, i + 2 W, ... of a
-head are summed for every i, and these sums are added as lanes are. Its tiles are the parts of
+`PrefillAttentionKernel` reads keys and values in place; a narrow cache is converted a tile at a
+time. It gives a query the same bits as `decode_attention`, which multiplies vectors of W numbers of
+a query and a key and adds their lanes up: here the numbers i, i + W, i + 2 W, ... of a head are
+summed for every i, and these sums are added as lanes are. Its tiles are the parts of
 `decode_attention`.
 
 Source: FlashAttention-2, arXiv 2307.08691; online softmax, arXiv 1805.02867.
@@ -60,13 +60,19 @@ from parallel_llama.ops.paged_queries import NO_WINDOW
 from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.scores import Scores
 
+_VECTORS = 3  # of columns in a block
+_KEYS = 2  # keys that are scored together; their partial sums fit the registers
+
 
 @dataclass(frozen=True)
 class BlockShape:
-    """What a kernel is made for: heads, vectors of columns, keys of a tile.
+    """The sizes that a kernel is compiled for.
 
-    Keys are scored `n_at_once`, of which a tile is a multiple. `n_strided` sums are made of the
-    weights of a tile, each of so many keys apart, before these are added up.
+    Args:
+        n_vectors: vectors of columns in a block.
+        tile: keys of a tile.
+        n_at_once: keys that are scored together; divides `tile`.
+        n_strided: partial sums of the weights of a tile, each over keys that far apart.
     """
 
     lanes: Lanes
@@ -79,26 +85,26 @@ class BlockShape:
 
     @property
     def n_columns(self) -> int:
-        """Of a block."""
+        """The columns of a block."""
         return self.n_vectors * self.lanes.width
 
     @property
     def n_padded(self) -> int:
-        """The numbers of a head, made up to whole vectors."""
+        """The numbers of a head, rounded up to whole vectors."""
         return -(-self.head_dim // self.lanes.width) * self.lanes.width
 
     def mask(self, i: Value) -> Value | None:
-        """Which lanes have numbers of a head, where it goes on with number i; None for all."""
+        """The mask of lanes with numbers of a head, for a vector from number i; None for all."""
         n = self.head_dim
         return None if n % self.lanes.width == 0 else self.lanes.first(n - i)
 
     def vectors(self, address: Value) -> list[Value]:
-        """A number for each column."""
+        """Loads a number for each column."""
         return [self.lanes.load(address + i * self.lanes.width) for i in range(self.n_vectors)]
 
 
 def room(b: ir.IRBuilder, type_: ir.Type, n: int) -> Value:
-    """Memory of a thread, where a line of the cache begins; for the beginning of a kernel."""
+    """Allocates stack memory at a cache line; to be called at the beginning of a kernel."""
     place = b.alloca(type_, n)
     place.align = LINE_BYTES
     return Value(b, place)
@@ -106,7 +112,7 @@ def room(b: ir.IRBuilder, type_: ir.Type, n: int) -> Value:
 
 @dataclass(frozen=True)
 class Block:
-    """Room for a block of C columns.
+    """Memory for a block of C columns.
 
     Shapes: q, sums [n_padded, C]; scores [tile, C]; positions [C]; totals [n_strided, C].
     """
@@ -126,20 +132,20 @@ class Block:
 
 @dataclass(frozen=True)
 class Keys:
-    """Where the keys of a sequence lie: those from `first` to the one before `stop` have slots."""
+    """The slots of a sequence's keys from position `first` to before `stop`."""
 
     slots: Value
     first: Value
     stop: Value
 
     def slot(self, position: Value) -> Value:
-        """The slot of a key; for one that nobody sees, that of the nearest that somebody does."""
+        """The slot of the key at a position, or of the nearest position from `first` to `stop`."""
         return self.slots[larger(smaller(position, self.stop - 1), self.first) - self.first]
 
 
 @dataclass(slots=True, kw_only=True)
 class ChunkArguments(Generic[T]):
-    """What a kernel is told of a chunk of n queries, beside where their keys and values are."""
+    """A chunk of n queries, without the addresses of keys and values."""
 
     taken: Integers[T]
     n_blocks: Integer[T]
@@ -159,7 +165,7 @@ class ChunkArguments(Generic[T]):
 def chunk_arguments(
     shape: BlockShape, q: Tensor, n_kv_heads: int, chunk: QueryChunk, out: Tensor
 ) -> ChunkArguments[int]:
-    """Shapes: q, out [T, K * G, D], heads contiguous, rows anywhere."""
+    """Shapes: q, out [T, K * G, D], each row contiguous."""
     q, out = q[chunk.rows], out[chunk.rows]
     n, n_heads, head_dim = q.shape
     assert q.shape == out.shape and head_dim == shape.head_dim and n_heads % n_kv_heads == 0
@@ -181,18 +187,18 @@ def keys_of(chunk: ChunkArguments[Value]) -> Keys:
 
 
 class Products(Protocol):
-    """The two products of attention, of a KV head and a block."""
+    """The two products of attention, for a KV head and a block."""
 
     def prepare(self) -> None:
-        """Take up the block's queries."""
+        """Called when the block's queries have been loaded."""
 
     def score(self, head: Value, tile: Value, n: Value) -> None:
-        """scores = k @ q for n keys from position `tile` on, a multiple of those at once."""
+        """scores = k @ q for n keys from position `tile` on, with n a multiple of `n_at_once`."""
 
     def add_values(self, n: Value, before: list[Value], factors: list[Value]) -> None:
-        """sums = sums * before + (v.T @ scores) * factors, for the first n keys scored last.
+        """sums = sums * before + (v.T @ scores) * factors, for the first n of the scored keys.
 
-        Others that were scored with them have scores 0.
+        The other keys that were scored have weight 0.
         """
 
 
@@ -203,19 +209,21 @@ def attend(
     thread: Thread,
     chunk: ChunkArguments[Value],
 ) -> None:
-    """Emit attention of a chunk's queries.
+    """Emits attention of a chunk's queries.
 
     for (head, columns) in the pairs of KV head and block that no other thread has taken:
         for keys in the tiles that one of the columns sees:
             scores = k[head, keys] @ q[columns], -inf where a column does not see a key
             weights = exp(scores - largest of the tile)
-            before, factors = exp(largest before - largest so far), exp(largest of the tile - it)
+            before = exp(largest before this tile - largest so far)
+            factors = exp(largest of the tile - largest so far)
             sums = sums * before + (v[head, keys].T @ weights) * factors
-        out[columns] = sums / sum of weights, which is summed likewise
+            totals = totals * before + (sum of weights) * factors
+        out[columns] = sums / totals
     """
     b, window, nothing = thread.number.b, chunk.window, chunk.window.like(0)
     with thread.untaken(chunk.taken, chunk.n_blocks * chunk.n_kv_heads) as item:
-        # The last ones come first, which see most: no thread is left with one while others wait.
+        # The last blocks come first, since they see the most keys: this balances the threads.
         number = chunk.n_blocks - 1 - item // chunk.n_kv_heads
         columns = _Columns(number * shape.n_columns, chunk)
         head = item % chunk.n_kv_heads
@@ -241,10 +249,9 @@ def attend(
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns of a block, from the `first` on.
+    """The columns of a block, from number `first` on.
 
-    What would come after the last that there is is a copy of it, with the same result for the same
-    place.
+    Columns beyond the last one are copies of it, and store the same result at the same address.
     """
 
     first: Value
@@ -254,17 +261,17 @@ class _Columns:
         return smaller(self.first + number, self.chunk.n * self.chunk.n_group - 1)
 
     def position(self, number: Operand) -> Value:
-        """Of the column's query in its sequence."""
+        """The position of the column's query in its sequence."""
         return self._column(number) // self.chunk.n_group + self.chunk.start
 
     def row(self, array: Value, stride: Value, number: Operand, head_dim: int) -> Value:
-        """Where the numbers of a column lie, in the array of a KV head's queries or results."""
+        """The address of a column's numbers in the array of a KV head's queries or results."""
         column, n_group = self._column(number), self.chunk.n_group
         return array + column // n_group * stride + column % n_group * head_dim
 
 
 def _load(shape: BlockShape, q: Value, columns: _Columns, block: Block) -> None:
-    """A block's queries, times the scale, and their positions; their sums begin at 0."""
+    """Loads a block's queries, multiplied by the scale, and their positions; sets sums to 0."""
     lanes, b, stride = shape.lanes, q.b, columns.chunk.q_stride
     scale = shape.scores.factor_of(shape.head_dim)
     with loop(b, 0, shape.n_columns, lanes.width) as first:
@@ -282,14 +289,14 @@ def _load(shape: BlockShape, q: Value, columns: _Columns, block: Block) -> None:
 
 
 def _cap(shape: BlockShape, cap: float, n: Value, block: Block) -> None:
-    """scores = tanh(scores) * cap, for n keys of a tile."""
+    """scores = tanh(scores) * cap for n keys of a tile."""
     lanes = shape.lanes
     with loop(n.b, 0, n * shape.n_columns, lanes.width) as i:
         lanes.store(block.scores + i, tanh(lanes, lanes.load(block.scores + i)) * cap)
 
 
 def _hide(shape: BlockShape, tile: Value, n: Value, window: Value, block: Block) -> None:
-    """scores[t] = -inf where a column does not see key t of a tile."""
+    """scores[t] = -inf in columns that do not see key t of a tile."""
     lanes, b = shape.lanes, tile.b
     element = lanes.vector.element
     width = lanes.splat(window.to(element))
@@ -304,19 +311,19 @@ def _hide(shape: BlockShape, tile: Value, n: Value, window: Value, block: Block)
 
 
 class _Softmax:
-    """The largest score that each column has seen, and the sum of its weights."""
+    """The largest score of each column so far, and the sum of its weights."""
 
     def __init__(self, shape: BlockShape, b: ir.IRBuilder) -> None:
         self._shape, lanes = shape, shape.lanes
-        # Not -inf, from which -inf cannot be taken: a column may see nothing of its first tile.
+        # Not -inf, since -inf - -inf is NaN and a column may see no key of its first tile.
         self._least = lanes.constant(b, torch.finfo(lanes.computed).min)
         self._largest = [Variable(self._least) for _ in range(shape.n_vectors)]
         self.totals = [Variable(lanes.constant(b, 0)) for _ in range(shape.n_vectors)]
 
     def weigh(self, n: Value, block: Block) -> tuple[list[Value], list[Value]]:
-        """Turn n keys' scores into weights.
+        """Converts the scores of n keys to weights.
 
-        Returns: what the sums of earlier tiles are to be multiplied by, and those of this one.
+        Returns: the factors for the sums of earlier tiles, and those for the sums of this tile.
         """
         shape, scores, b = self._shape, block.scores, n.b
         own = [Variable(self._least) for _ in self._largest]
@@ -338,7 +345,7 @@ class _Softmax:
         return before, factors
 
     def _exponentiate(self, n: Value, block: Block, largest: list[Value]) -> None:
-        """Turn scores into weights, and add these to the totals that are so many keys apart."""
+        """Converts scores to weights, and sums the weights of keys that are `n_strided` apart."""
         shape, lanes, b = self._shape, self._shape.lanes, n.b
         with loop(b, 0, shape.n_strided * shape.n_columns, lanes.width) as i:
             lanes.store(block.totals + i, lanes.constant(b, 0))
@@ -351,9 +358,7 @@ class _Softmax:
                 lanes.store(totals + at, lanes.load(totals + at) + weight)
 
     def _total(self, block: Block) -> list[Value]:
-        """The sums of a tile's weights: half of the totals and the other half, until one is left,
-        as the lanes of a vector are added up.
-        """
+        """The sums of a tile's weights, in the order in which `Lanes.reduce` adds lanes."""
         shape = self._shape
         rows = [shape.vectors(block.totals + i * shape.n_columns) for i in range(shape.n_strided)]
         while len(rows) > 1:
@@ -381,10 +386,6 @@ def _store(
                 lanes.store(row + i, of_row, shape.mask(i))
 
 
-_VECTORS = 3  # of columns in a block
-_KEYS = 2  # that are scored together: registers have room for the sums that wait for each other
-
-
 @dataclass(slots=True, kw_only=True)
 class _Arguments(Generic[T]):
     chunk: ChunkArguments[T]
@@ -395,12 +396,12 @@ class _Arguments(Generic[T]):
 
 
 class PrefillAttentionKernel:
-    """Softmax attention of a chunk's queries over their keys, for one run of equal groups.
+    """Attention of a chunk's queries over their keys, for KV heads with equal numbers of queries.
 
-    Other rows of `out` are left as they are.
+    Other rows of `out` are unchanged.
 
-    Shapes: q, out [T, K * G, D], heads contiguous, rows anywhere; k, v [K, n_slots, W] in the
-    cache's dtype, slots contiguous, heads anywhere.
+    Shapes: q, out [T, K * G, D], each row contiguous; k, v [K, n_slots, W] in the cache's dtype,
+    contiguous for each head.
     """
 
     def __init__(
@@ -413,7 +414,7 @@ class PrefillAttentionKernel:
     ) -> None:
         of_head, lanes = machine.lanes(dtype, head_dim), machine.lanes(dtype)
         self._rows = KVRows(cache_dtype, of_head, head_dim)
-        n_at_once = 8 if machine.n_vectors > 16 else 4  # whose sums registers have room for
+        n_at_once = 8 if machine.n_vectors > 16 else 4  # their sums fit the registers
         sizes = _VECTORS, PART_KEYS, n_at_once, of_head.width
         self._shape = BlockShape(lanes, head_dim, scores, *sizes)
         body = partial(_attention, self._shape, self._rows)
@@ -456,7 +457,7 @@ def _attention(
 
 
 class _VectorProducts:
-    """Products number by number; the `places` of a tile are where its keys and values begin."""
+    """Products number by number; `_places` are the offsets of a tile's keys and values."""
 
     def __init__(
         self,
@@ -477,7 +478,6 @@ class _VectorProducts:
         pass
 
     def score(self, head: Value, tile: Value, n: Value) -> None:
-        """A few keys at a time."""
         shape, block, b, lanes = self._shape, self._block, n.b, self._shape.lanes
         self._head = head
         with loop(b, 0, n) as t:
@@ -489,9 +489,9 @@ class _VectorProducts:
                 lanes.store(block.scores + t * shape.n_columns + at * lanes.width, total)
 
     def _dots(self, keys: list[Value], lane: int, apart: int) -> list[Value]:
-        """Of a head's numbers from this one on, so many apart: keys by all columns.
+        """Products of keys with all columns, over every `apart`-th number of a head from `lane` on.
 
-        They are summed in the order of `decode_attention`, whose lanes are added up by halves.
+        The order of summation is that of `decode_attention`, whose lanes are added up by halves.
         """
         shape, lanes, b = self._shape, self._shape.lanes, keys[0].b
         if apart < shape.n_strided:
@@ -506,7 +506,6 @@ class _VectorProducts:
         return sums
 
     def add_values(self, n: Value, before: list[Value], factors: list[Value]) -> None:
-        """Some numbers of a value at a time; the places are those of the keys."""
         shape, block, b = self._shape, self._block, n.b
         lanes = shape.lanes
         v = self._numbers(self._v, n)
@@ -526,7 +525,7 @@ class _VectorProducts:
                 lanes.store(place, fma(total.value, factors[column], earlier))
 
     def _numbers(self, cache: tuple[Value, Value], n: Value) -> Value:
-        """Where n rows of a tile are as numbers to compute with, each at its `_place`."""
+        """The address of n rows of a tile as numbers to compute with, each at its `_place`."""
         rows, head_stride = cache
         own = rows + self._head * head_stride
         if self._rows.is_plain:

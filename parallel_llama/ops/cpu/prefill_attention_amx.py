@@ -1,8 +1,8 @@
-"""Attention of consecutive queries over a cache in bfloat16, on the CPU's matrix tiles (AMX).
+"""Prefill attention over a KV cache in bfloat16, on the CPU's matrix tiles (AMX).
 
-Queries and weights, in float32, are split into two of bfloat16 as in `gemm_amx`; keys and values
-are exact, and so are the products. Before, keys and values are laid out as tiles, once for all
-queries of a chunk:
+Queries and weights, in float32, are split into two numbers of bfloat16 as in `gemm_amx`; keys,
+values and products are exact. First, keys and values are packed as tiles, once for all queries of a
+chunk:
 
     tile of keys    [16 keys, 32 numbers]
     tile of values  [16 numbers, 32 keys]
@@ -56,10 +56,10 @@ from parallel_llama.ops.cpu.vector_math import to_bfloat16
 from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.scores import Scores
 
-_SIDE = 16  # rows of a tile, and columns, keys or numbers in one
-_DEPTH = 2 * _SIDE  # what two tiles are multiplied over
+_SIDE = 16  # rows of a tile, and its columns, keys or numbers
+_DEPTH = 2 * _SIDE  # numbers that a product of two tiles sums over
 _VECTORS = 2  # of columns in a block
-_TILE = 128  # keys
+_TILE = 128  # keys of a tile of the softmax
 _TILE_BYTES = 64 * _SIDE
 _LANES = Lanes(torch.float32, torch.float32, _SIDE)
 _WORDS = ir.VectorType(I32, _SIDE)
@@ -95,9 +95,9 @@ class _Arguments(Generic[T]):
 
 
 class PrefillAttentionAMXKernel:
-    """What `PrefillAttentionKernel` computes, for numbers of float32 and a cache in bfloat16.
+    """`PrefillAttentionKernel` for float32 and a cache in bfloat16.
 
-    Shapes: as there; D a multiple of 32.
+    Shapes: as in `PrefillAttentionKernel`, with D a multiple of 32.
     """
 
     def __init__(self, head_dim: int, scores: Scores) -> None:
@@ -139,20 +139,22 @@ class PrefillAttentionAMXKernel:
 
     @staticmethod
     def takes(head_dim: int) -> bool:
-        """Whether heads fill tiles."""
+        """Whether the kernel supports this size of heads."""
         return head_dim % _DEPTH == 0
 
 
 @cache
 def make_prefill_attention_amx(head_dim: int, scores: Scores) -> PrefillAttentionAMXKernel | None:
-    """The kernel, where heads fill tiles and this machine has such as pay."""
+    """The kernel, or None if heads do not fill tiles or `make_gemm_amx` returns None."""
     if not PrefillAttentionAMXKernel.takes(head_dim) or make_gemm_amx() is None:
         return None
     return PrefillAttentionAMXKernel(head_dim, scores)
 
 
 def _lay_out(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _LayOutArguments[Value]) -> None:
-    """Keys and values from position `start` on, in blocks of 32; those that nobody sees are others.
+    """Packs keys and values from position `start` on, in blocks of 32.
+
+    Positions that no query sees get the keys and values of others.
 
     Shapes: k, v [K, n_slots, D] -> keys [K, n_rows, D], values [K, n_rows / 32, D, 32].
     """
@@ -184,14 +186,14 @@ def _attention(shape: BlockShape, b: ir.IRBuilder, thread: Thread, args: _Argume
 
 
 class _TileProducts:
-    """Products of two vectors of columns and as many tiles of keys or of numbers at a time."""
+    """Products of two vectors of columns with two tiles of keys or values at a time."""
 
     def __init__(self, shape: BlockShape, block: Block, args: _Arguments[Value]) -> None:
         self._shape, self._block, self._args, b = shape, block, args, args.keys.b
         self._q = _Pairs(shape, room(b, I8, 4 * shape.head_dim * shape.n_columns), shape.head_dim)
         self._weights = _Pairs(shape, room(b, I8, 4 * _TILE * shape.n_columns), _TILE)
         self._sums = room(b, F32, shape.head_dim * shape.n_columns)
-        self._row = args.first  # among the keys as they are laid out, of the first scored last
+        self._row = args.first  # the packed row of the first key of the last `score`
 
     def prepare(self) -> None:
         n = self._args.first.like(self._shape.head_dim)
@@ -233,9 +235,9 @@ class _TileProducts:
         n_steps: Value,
         out: Value,
     ) -> None:
-        """32 rows by a block's columns into `out`, in steps of 32 to sum over.
+        """out = rows @ a block's columns, in steps that sum over 32 numbers.
 
-        Shapes: rows [32, n_steps * 32], each step's tiles in rows of so many bytes; out [32, C].
+        Shapes: rows [32, n_steps * 32], where a step's tiles have rows of `row_bytes`; out [32, C].
         """
         b, totals, of_rows, of_pairs = rows.b, [0, 1, 2, 3], [4, 5], [6, 7]
         in_out, in_rows, in_pairs = (
@@ -262,9 +264,9 @@ class _TileProducts:
 
 
 class _Pairs:
-    """Rows of a block's columns in two parts of bfloat16, two rows side by side.
+    """Rows of a block's columns as two parts in bfloat16, with two rows interleaved.
 
-    Shapes: [2 parts, vectors, n / 32, 16, 16, 2] in bytes, for n rows at the most.
+    Shapes: [2 parts, vectors, n / 32, 16, 16, 2] for at most n rows.
     """
 
     def __init__(self, shape: BlockShape, place: Value, n: int) -> None:
@@ -275,7 +277,7 @@ class _Pairs:
         return self._place + start + step * _TILE_BYTES
 
     def split(self, rows: Value, n: Value, rounded: Callable[[Value], Value]) -> None:
-        """Take up n rows, a multiple of 2. Shapes: rows [n, C]."""
+        """Splits and stores n rows, with n even. Shapes: rows [n, C]."""
         shape = self._shape
         with loop(n.b, 0, n, 2) as row:
             one, other = (shape.vectors(rows + (row + i) * shape.n_columns) for i in (0, 1))
@@ -292,15 +294,15 @@ class _Pairs:
 
 
 def _near_bfloat16(numbers: Value) -> Value:
-    """`to_bfloat16` but for ties, in fewer steps; of NaN it makes something or other.
+    """A faster `to_bfloat16` that rounds ties away from zero and does not keep NaN.
 
-    A weight that is NaN makes NaN of its column's total, and so of the result.
+    A weight that is NaN makes its column's total NaN, and with it the result.
     """
     return (numbers.bits_as(_WORDS) + 0x8000) >> 16
 
 
 def _halves(address: Value) -> Value:
-    """16 numbers of bfloat16, as they are stored."""
+    """Loads the bits of 16 bfloat16 numbers."""
     place = address.bits_as(ir.VectorType(I16, _SIDE).as_pointer())
     return Value(address.b, address.b.load(place.raw, align=2))
 

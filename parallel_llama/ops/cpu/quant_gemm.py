@@ -1,12 +1,9 @@
-"""The product of rows, rounded to bytes, with a matrix of small integers in panels.
+"""Products of rows with a quantised matrix in panels, whose layout `ops.groups` describes.
 
-Integers are summed exactly, a group at a time, for all rows of a panel at once; only the sum over
-groups, in their order, is of rounded numbers. So a row's result is the same to the last bit among
-any number of rows, on any number of threads, and there is no number of rows beyond which another
-product is taken. That holds for floats of 8 bits too: rows are not rounded then, and their products
-are summed in the order of the inputs.
-
-Source: `ops.groups` says how panels lie.
+For integer formats the rows are rounded to bytes. Within a group, integers are summed exactly; the
+sum over groups is in float32, in their order. For 8-bit floats the rows are not rounded, and
+products are summed in the order of the inputs. So a row's result has the same bits for any number
+of rows and threads, and one kernel serves any number of rows.
 """
 
 from abc import ABC, abstractmethod
@@ -57,16 +54,16 @@ from parallel_llama.ops.cpu.vector_math import ByteDots, add_byte_dots
 from parallel_llama.ops.groups import LEAST_INPUT, PanelShape
 
 # Panels that are multiplied with the same inputs, and rows that are multiplied with the same panel:
-# their sums, of integers and of numbers, fill the registers.
+# their integer and float32 sums fill the registers.
 _PANELS = 2
 _ROWS = 6
 
-# Rows that pass over all panels before the next ones do: so few that a cache holds their inputs.
+# Rows that are multiplied by all panels before the next rows, so that their inputs fit a cache.
 _BLOCK = 16 * _ROWS
 
 _WORD = I32.as_pointer()
 
-_ROUNDING = 1.5 * 2.0**23  # added to a float32 and taken away again, it rounds to whole numbers
+_ROUNDING = 1.5 * 2.0**23  # added to a float32, it rounds to an integer in the low bits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +86,7 @@ class _RoundArguments(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class _Outputs(Generic[T]):
-    """What is multiplied with the inputs, and where the results go."""
+    """The matrix and the result."""
 
     panels: Bytes[T]
     y: Floats[T]
@@ -117,10 +114,10 @@ _Arguments: TypeAlias = _FloatArguments[T] | _IntegerArguments[T]
 
 
 class QuantGemmKernel:
-    """Y = X A, the inputs rounded in groups where A is in integers, and A in panels.
+    """out = x @ A.T with A quantised and in panels; x is rounded in groups if A has integers.
 
-    Shapes: x [n, in] and out [n, n_outputs] float32, each row in one piece; panels [n_panels,
-    n_bytes] uint8.
+    Shapes: x [n, in] and out [n, n_outputs] float32, rows contiguous; panels [n_panels, n_bytes]
+    uint8.
     """
 
     def __init__(self, form: GroupFormat, machine: Machine) -> None:
@@ -180,7 +177,6 @@ def make_quant_gemm(form: GroupFormat) -> QuantGemmKernel:
 
 @cache
 def _make_round(machine: Machine, n_parts: int) -> Program[_RoundArguments[float]]:
-    """What rounds inputs, for all formats with so many parts of a group."""
     body = partial(_round, machine.lanes(torch.float32), n_parts)
     return Program("round", _RoundArguments[float], body)
 
@@ -188,11 +184,12 @@ def _make_round(machine: Machine, n_parts: int) -> Program[_RoundArguments[float
 def _round(
     lanes: Lanes, n_parts: int, b: ir.IRBuilder, thread: Thread, args: _RoundArguments[Value]
 ) -> None:
-    """Inputs in bytes, their scales, and minus the sum of each part of a group.
+    """Rounds inputs to bytes.
 
     for (row, group) in this thread's groups:
         scales[row, group] = max(abs(x[row, group])) / 127
         integers[row, group] = round(x[row, group] / scales[row, group])
+        sums[row, group, part] = -sum(integers[row, group, part])
     """
     to, n_groups = args.rounded, args.n_groups
     with loop(b, *thread.part_of(args.n * n_groups)) as number:
@@ -218,18 +215,18 @@ def _round(
             to.sums[number * n_parts + part] = lanes.reduce(add, total)
 
 
-_RowT = TypeVar("_RowT")  # where a row of inputs has what belongs to it
+_RowT = TypeVar("_RowT")  # the addresses of a row of inputs
 
 
 @dataclass(frozen=True)
 class _Products(ABC, Generic[_RowT]):
-    """How products with panels are added up."""
+    """How products of inputs and panels are summed."""
 
     panels: PanelReader
 
     @abstractmethod
     def row_at(self, args: Any, number: Value) -> _RowT:
-        """One row of the inputs."""
+        """A row of the inputs."""
 
     @abstractmethod
     def add_group(
@@ -239,12 +236,12 @@ class _Products(ABC, Generic[_RowT]):
         group: Group,
         totals: Sequence[Sequence[Variable]],
     ) -> None:
-        """Add one group's products of every row with every panel to its total."""
+        """Adds one group's products of every row with every panel to its total."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Where a row of inputs has its integers, its scales, and minus the sums of its parts."""
+    """The addresses of a row of rounded inputs."""
 
     integers: Value
     scales: Value
@@ -253,7 +250,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _IntegerProducts(_Products[_Row]):
-    """Of inputs that are rounded to integers; those of a group are added up exactly."""
+    """Products of rounded inputs; those of a group are summed exactly."""
 
     byte_dots: ByteDots
 
@@ -295,7 +292,7 @@ class _IntegerProducts(_Products[_Row]):
                 rows, sums, totals, inputs_sums, strict=True
             ):
                 x_scale, total = lanes.splat(row.scales[group.number]), of_totals[number]
-                if least is not None:  # the sums are there with a minus
+                if least is not None:  # the sums of integers are stored negated
                     of_least = lanes.splat(inputs_sum).to(lanes.vector) * x_scale
                     total.value = total.value - of_least * least
                 total.value = fma(of_row[number].to(lanes.vector), scale * x_scale, total.value)
@@ -303,7 +300,7 @@ class _IntegerProducts(_Products[_Row]):
 
 @dataclass(frozen=True)
 class _FloatProducts(_Products[Value]):
-    """Of inputs as they are, with floats of 8 bits; those of a group are added up in order."""
+    """Products of float32 inputs with 8-bit floats; those of a group are summed in order."""
 
     def row_at(self, args: _FloatArguments[Value], number: Value) -> Value:
         return args.x + number * args.x_stride
@@ -335,14 +332,14 @@ def _quant_gemm(
     """
     for block in rows of x, _BLOCK at a time:
         for panels in this thread's, _PANELS at a time:
-            for rows of the block, _ROWS at a time, then what is left:
+            for rows of the block, _ROWS at a time, then the remaining rows:
                 y[rows, panels] = sum over groups of x[rows, group] . panels[group]
     """
     to, shape = args.outputs, args.outputs.shape
     reader, lanes = products.panels, products.panels.lanes
 
     def multiply(block: Value, first: Value, n_panels: int) -> None:
-        """The rows of a block by consecutive panels."""
+        """Multiplies the rows of a block by consecutive panels."""
         own, ahead = (
             [panel_at(to.panels, first + (start + number), shape) for number in range(n_panels)]
             for start in (0, n_panels)
