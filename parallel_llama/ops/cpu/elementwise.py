@@ -57,13 +57,9 @@ class AddKernel:
         assert y.shape in ((n, m), (m,)) and x.dtype == y.dtype
         assert x.stride(1) == y.stride(-1) == 1
         arguments = _AddArguments(
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            y=y.data_ptr(),
-            y_stride=y.stride(0) if y.dim() == 2 else 0,
-            n=n,
-            m=m,
-        )
+            x=x.data_ptr(), x_stride=x.stride(0), y=y.data_ptr(),
+            y_stride=y.stride(0) if y.dim() == 2 else 0, n=n, m=m,
+        )  # fmt: skip
         run(self._program, threads_for(n * m), arguments)
 
 
@@ -255,13 +251,9 @@ class WeightedSumKernel:
         dim = parts.shape[1]
         y = parts.new_empty(n_tokens, dim)
         arguments = _WeightedSumArguments(
-            parts=parts.data_ptr(),
-            shares=shares.data_ptr(),
-            y=y.data_ptr(),
-            n_tokens=n_tokens,
-            n=n,
-            dim=dim,
-        )
+            parts=parts.data_ptr(), shares=shares.data_ptr(), y=y.data_ptr(), n_tokens=n_tokens,
+            n=n, dim=dim,
+        )  # fmt: skip
         run(self._program, threads_for(parts.numel()), arguments)
         return y
 

@@ -184,12 +184,9 @@ class UnpackKernel:
         assert rows.dtype == self._rows.stored
         y = torch.empty(1, n_heads, n_slots, self._rows.head_dim, dtype=self.dtype)
         arguments = _Arguments(
-            cache=rows.data_ptr(),
-            head_stride=rows.stride(1),
-            y=y.data_ptr(),
-            n_slots=n_slots,
+            cache=rows.data_ptr(), head_stride=rows.stride(1), y=y.data_ptr(), n_slots=n_slots,
             n=n_heads * n_slots,
-        )
+        )  # fmt: skip
         run(self._program, threads_for(y.numel()), arguments)
         return y
 

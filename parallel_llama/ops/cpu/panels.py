@@ -41,13 +41,9 @@ class PanelArguments(Generic[T]):
 
 def panel_arguments(shape: PanelShape) -> PanelArguments[int]:
     return PanelArguments(
-        n_groups=shape.n_groups,
-        n_before=shape.n_before,
-        mins_at=shape.scale_bytes,
-        factors_at=shape.factors_at,
-        integers_at=shape.integers_at,
-        panel_bytes=shape.n_bytes,
-    )
+        n_groups=shape.n_groups, n_before=shape.n_before, mins_at=shape.scale_bytes,
+        factors_at=shape.factors_at, integers_at=shape.integers_at, panel_bytes=shape.n_bytes,
+    )  # fmt: skip
 
 
 def panel_at(panels: Value, number: Value, args: PanelArguments[Value]) -> Panel:

@@ -432,12 +432,9 @@ class PrefillAttentionKernel:
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert k.dtype == v.dtype == self._rows.stored
         arguments = _Arguments(
-            chunk=chunk_arguments(self._shape, q, len(k), chunk, out),
-            k=k.data_ptr(),
-            k_stride=k.stride(0),
-            v=v.data_ptr(),
-            v_stride=v.stride(0),
-        )
+            chunk=chunk_arguments(self._shape, q, len(k), chunk, out), k=k.data_ptr(),
+            k_stride=k.stride(0), v=v.data_ptr(), v_stride=v.stride(0),
+        )  # fmt: skip
         run(self._program, torch.get_num_threads(), arguments)
 
 

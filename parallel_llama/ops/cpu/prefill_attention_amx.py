@@ -128,13 +128,9 @@ class PrefillAttentionAMXKernel:
         )  # fmt: skip
         run(self._lay_out, n_threads, laid_out)
         arguments = _Arguments(
-            chunk=chunk_arguments(self._shape, q, len(k), chunk, out),
-            tiles=self._tiles.data_ptr(),
-            keys=keys,
-            values=values,
-            first=first,
-            n_rows=n_rows,
-        )
+            chunk=chunk_arguments(self._shape, q, len(k), chunk, out), tiles=self._tiles.data_ptr(),
+            keys=keys, values=values, first=first, n_rows=n_rows,
+        )  # fmt: skip
         run(self._program, n_threads, arguments)
 
     @staticmethod

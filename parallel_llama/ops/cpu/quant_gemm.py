@@ -145,13 +145,9 @@ class QuantGemmKernel:
         assert panels.is_contiguous() and panels.shape[1] == shape.n_bytes
         assert len(out) == n and out.stride(1) == 1 and out.dtype == torch.float32
         outputs = _Outputs(
-            panels=panels.data_ptr(),
-            y=out.data_ptr(),
-            n=n,
-            m=out.shape[1],
-            y_stride=out.stride(0),
+            panels=panels.data_ptr(), y=out.data_ptr(), n=n, m=out.shape[1], y_stride=out.stride(0),
             shape=panel_arguments(shape),
-        )
+        )  # fmt: skip
         if self._of_floats is not None:
             floats = _FloatArguments(x=x.data_ptr(), x_stride=x.stride(0), outputs=outputs)
             run(self._of_floats, n_threads, floats)
