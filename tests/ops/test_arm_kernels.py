@@ -1,4 +1,4 @@
-"""Kernels compile for Arm's vectors from any machine; nothing is run here."""
+"""Kernels are compiled for Arm on any machine, and not run."""
 
 import llvmlite.binding as llvm
 import pytest
@@ -23,7 +23,7 @@ PLAIN_ARM, WITH_USDOT = Machine(16, 32), Machine(16, 32, "usdot")
 
 @pytest.fixture
 def assembly(monkeypatch):
-    """Compiles the kernels that a function makes. Returns: what machines run, for each of them."""
+    """Compiles the kernels that a function makes. Returns: their assembly texts."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = llvm.Target.from_triple("aarch64-unknown-linux-gnu")
@@ -40,7 +40,7 @@ def assembly(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(jit, "_compiled", compiled)
             patch.setattr(jit, "_linked", lambda *_: {"entry": 0, "part": 0})
-            # What is kept for all kernels is kept to be run.
+            # A cached program would be run later.
             patch.setattr(quant_gemm, "_make_round", quant_gemm._make_round.__wrapped__)
             patch.setattr(jit, "openmp", lambda: type("", (), {"GOMP_parallel": None}))
             kernel()

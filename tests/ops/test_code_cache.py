@@ -1,4 +1,4 @@
-"""Machine code from the cache runs in this process, so only what is surely ours is taken."""
+"""Machine code from the cache runs in this process, so only trusted files are accepted."""
 
 import ast
 import os
@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def made(key="key"):
-    """What a key gives, and whether it had to be made."""
+    """Gets the code of a key. Returns: whether it had to be made."""
     calls = []
     code = machine_code(key, lambda: calls.append(1) or b"code of " + key.encode())
     assert code == b"code of " + key.encode()
@@ -185,7 +185,7 @@ def test_a_kernel_without_source_is_made_every_time(folder):
 
 
 def test_what_does_not_say_all_of_itself_is_no_parameter_of_a_kernel():
-    """Its code would be taken for that of another kernel."""
+    """Two kernels whose keys do not contain all their parameters could share a key."""
 
     own = object()
 
@@ -209,7 +209,7 @@ def test_a_kernel_whose_surroundings_changed_is_made_anew(folder, monkeypatch):
 
 
 def test_all_that_kernels_are_built_with_is_in_their_key():
-    """Modules outside `ops` that those of its kernels import, whose numbers come into the code."""
+    """Kernels import modules outside `ops`, and constants of these modules are in the code."""
     package = Path(jit.__file__).parents[2]
     kernels = set(Path(jit.__file__).parent.glob("*.py"))
     imported = {

@@ -1,4 +1,4 @@
-"""Products on the CPU's matrix tiles, on machines that have them."""
+"""Products on the CPU's matrix tiles (AMX), skipped on machines without them."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def test_a_product_is_that_of_float32_but_for_the_split(kernel):
 
 @has_tiles
 def test_two_parts_of_a_row_are_both_multiplied(kernel):
-    """1 + 2^-10 has more digits than one bfloat16."""
+    """1 + 2^-10 has more bits than one bfloat16."""
     x, weight = torch.full((33, 32), 1 + 2.0**-10), torch.ones(32, 32, dtype=torch.bfloat16)
     assert torch.equal(kernel(x, weight), torch.full((33, 32), 32 + 2.0**-5))
 
@@ -101,7 +101,7 @@ def test_where_the_system_allows_no_tiles_none_are_used(monkeypatch, answer):
 
 @has_tiles
 def test_asking_for_tiles_is_what_allows_them():
-    """In a process that has not asked, the first instruction would be its end."""
+    """In a process that has not requested permission, the first instruction kills the process."""
     program = (
         "import torch\n"
         "from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel\n"

@@ -1,4 +1,4 @@
-"""Matrices of small integers and floats: what is kept, and that kernels give what torch gives."""
+"""Quantised matrices: what is stored, and that kernels give the results of torch."""
 
 from functools import cache
 
@@ -37,7 +37,7 @@ from parallel_llama.ops.groups import (
 from parallel_llama.ops.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
-# Vectors of every width with every way to multiply bytes that such a CPU may have.
+# Vectors of each width, with each kind of byte dot products that such a CPU may have.
 MACHINES = [
     machine
     for machine in (
@@ -58,7 +58,7 @@ def kernel_for(form, machine):
     return QuantGemmKernel(form, machine)
 
 
-# Kernels take a second to compile, and what machines do differently is the same in most formats.
+# A kernel takes a second to compile, and most formats differ between machines in the same way.
 PAIRS = [
     (machine, form)
     for machine in MACHINES
@@ -118,7 +118,7 @@ def test_fp8_is_what_torch_rounds_to_with_the_largest_of_a_group_at_the_end():
 
 
 def test_what_a_rounded_scale_is_too_small_for_becomes_the_largest_float():
-    """3.49 steps of the least float16 are rounded to 3, of which 448 are too few."""
+    """3.49 steps of the smallest float16 are rounded to 3, too small for 448."""
     least = torch.finfo(torch.float16).smallest_normal * 2.0**-10
     kept = quantise(torch.full((1, 32), 448 * 3.49 * least), FP8)
     assert torch.equal(kept.values(), torch.full((1, 32), 448 * 3 * least))
@@ -137,7 +137,7 @@ def test_every_float_of_8_bits_is_decoded_exactly(machine):
 @needs_kernels
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_inputs_of_fp8_are_not_rounded(machine):
-    """A sum may come out near 0, so what is summed is the measure."""
+    """A sum may be close to 0, so the tolerance is relative to its terms."""
     x, weight = torch.randn(9, 320), a_matrix(FP8, 33, 320)
     exact = x.double() @ weight.values().double().T
     atol = 1e-6 * x.norm(dim=1).max().item() * weight.values().norm(dim=1).max().item()
@@ -159,7 +159,7 @@ def test_a_group_of_zeros_stays_zero_and_others_do_not_know_it(form):
 @FORMS
 @pytest.mark.parametrize("n_rows", [4, 8, 16])
 def test_panels_hold_the_matrix_in_the_bytes_that_are_promised(form, n_rows):
-    weight = a_matrix(form, 48, 4096)  # so many that no line is made up
+    weight = a_matrix(form, 48, 4096)  # large enough that no cache line is padded
     shape = PanelShape(form, 4096, n_rows)
     panels = shape.pack(weight)
     for n_outputs in (48, 47, 33):
@@ -207,7 +207,7 @@ def test_a_product_is_that_of_torch_for_any_shape(form, machine):
         x, weight = torch.randn(n, k), a_matrix(form, m, k, n_before=n + k // 32)
         expected = group_linear(x, weight)
         result = multiplied(kernel_for(form, machine), x, weight)
-        # A sum may come out near 0, so what is summed is the measure.
+        # A sum may be close to 0, so the tolerance is relative to its terms.
         longest = weight.values().norm(dim=1).max().item() if m else 0
         atol = 1e-5 * x.norm(dim=1).max().item() * longest
         torch.testing.assert_close(result, expected, rtol=0, atol=atol)

@@ -1,4 +1,4 @@
-"""What is recorded of kernels and done again is what they do one by one, to the last bit."""
+"""A replay of recorded kernel calls gives the same bits as the calls one by one."""
 
 from dataclasses import dataclass
 from typing import Generic
@@ -25,7 +25,7 @@ class _Arguments(Generic[T]):
 
 
 def _next(_b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
-    """y[i] = x[i - 1] + 1 in this thread's part: all but one number of it from another's write."""
+    """y[i] = x[i - 1] + 1 in this thread's part, whose first number reads another thread's part."""
     n = args.n
     with loop(thread.number.b, *thread.part_of(n)) as i:
         args.y[i] = args.x[(i + n - 1) % n] + 1
@@ -42,7 +42,7 @@ def arguments(x: Tensor, y: Tensor) -> _Arguments[int]:
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("alone", [0, 1, 2, 3])
 def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone):
-    """Every `alone`-th call is for one thread; more threads than cores must not hang."""
+    """Every `alone`-th call uses one thread; more threads than cores must not hang."""
     program, recording, n = next_of(), Recording(Arena()), 24
     x, y = torch.zeros(2, n, dtype=torch.int64)
     n_calls = 200
@@ -58,7 +58,7 @@ def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone)
 
 
 def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
-    """Wherever it stands, at the end too; and what Python does comes between."""
+    """At any position, also at the end; the Python function runs between the calls."""
     program, recording, n = next_of(), Recording(Arena()), 24
     x, y = torch.zeros(2, n, dtype=torch.int64)
     seen = []
