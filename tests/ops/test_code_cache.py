@@ -151,7 +151,7 @@ def test_a_kernel_whose_source_changed_is_made_anew(folder, tmp_path):
         body = runpy.run_path(str(path))["body"]
         jit._source_digest.cache_clear()  # a process has one version of each source
         x = torch.zeros(1, dtype=torch.int64)
-        Program("adds", _Arguments[float], body)(1, _Arguments(x=x.data_ptr(), y=0))
+        Program(_Arguments[float], body)(1, _Arguments(x=x.data_ptr(), y=0))
         found.append((x.item(), len(list(folder.iterdir()))))
     assert found == [(1, 1), (2, 2), (2, 2)]
 
@@ -162,7 +162,7 @@ def test_arguments_have_names_and_the_types_that_are_declared(folder):
     path = folder / "kernel.py"
     path.parent.mkdir(parents=True)
     path.write_text(ADDS.format(0))
-    program = Program("adds", _Arguments[float], runpy.run_path(str(path))["body"])
+    program = Program(_Arguments[float], runpy.run_path(str(path))["body"])
     x = torch.zeros(1, dtype=torch.int64)
     program(1, _Arguments(y=5, x=x.data_ptr()))
     assert x.item() == 5
@@ -180,7 +180,7 @@ def test_a_kernel_without_source_is_made_every_time(folder):
     named: dict[str, Any] = {}
     exec(compile(ADDS.format(3), "/nowhere/kernel.py", "exec"), named)
     x = torch.zeros(1, dtype=torch.int64)
-    Program("adds", _Arguments[float], named["body"])(1, _Arguments(x=x.data_ptr(), y=0))
+    Program(_Arguments[float], named["body"])(1, _Arguments(x=x.data_ptr(), y=0))
     assert x.item() == 3 and not folder.exists()
 
 

@@ -32,7 +32,7 @@ def _next(_b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
 
 
 def next_of() -> Program[_Arguments[float]]:
-    return Program("next", _Arguments[float], _next)
+    return Program(_Arguments[float], _next)
 
 
 def arguments(x: Tensor, y: Tensor) -> _Arguments[int]:

@@ -52,8 +52,9 @@ class AllReduceKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        body = partial(_all_reduce, lanes)
-        self._program = Program("all_reduce", _Arguments[float], body, numbers=lanes.pointer)
+        self._program = Program(
+            _Arguments[float], partial(_all_reduce, lanes), numbers=lanes.pointer
+        )
 
     def __call__(self, x: Tensor, turn: Turn, recording: Recording) -> None:
         assert x.is_contiguous() and x.nbytes <= SLOT_BYTES

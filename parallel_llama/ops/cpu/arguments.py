@@ -43,9 +43,9 @@ class Signature(Generic[ArgumentsT]):
 
     def __init__(self, arguments: type[ArgumentsT], types: Mapping[str, ir.Type]) -> None:
         self._arguments = arguments
-        names, self.types = zip(*_fields(arguments, types), strict=True)
-        assert len(names) > 1  # attrgetter returns no tuple for one name
-        self._get: Callable[[ArgumentsT], tuple[float, ...]] = attrgetter(*names)
+        self.names, self.types = zip(*_fields(arguments, types), strict=True)
+        assert len(self.names) > 1  # attrgetter returns no tuple for one name
+        self._get: Callable[[ArgumentsT], tuple[float, ...]] = attrgetter(*self.names)
         codes = ("d" if type_ == F64 else "q" for type_ in self.types)
         self._pack = struct.Struct("".join(codes)).pack
 

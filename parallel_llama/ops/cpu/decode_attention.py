@@ -136,11 +136,9 @@ class DecodeAttentionKernel:
         lanes = machine.lanes(dtype, head_dim)
         self._width, self._rows = lanes.width, KVRows(cache_dtype, lanes, head_dim)
         shape = _Shape(lanes, head_dim, n_group, scores, self._rows, machine.n_vectors)
-        body = partial(_attention, shape)
         self._program = Program(
-            "decode_attention",
             _Arguments[float],
-            body,
+            partial(_attention, shape),
             numbers=lanes.pointer,
             rows=self._rows.pointer,
         )

@@ -49,8 +49,7 @@ class AddKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        body = partial(_add, lanes)
-        self._program = Program("add", _AddArguments[float], body, numbers=lanes.pointer)
+        self._program = Program(_AddArguments[float], partial(_add, lanes), numbers=lanes.pointer)
 
     def __call__(self, x: Tensor, y: Tensor, run: Run = at_once) -> None:
         n, m = x.shape
@@ -105,8 +104,7 @@ class NormKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        body = partial(_norm, lanes)
-        self._program = Program("norm", _NormArguments[float], body, numbers=lanes.pointer)
+        self._program = Program(_NormArguments[float], partial(_norm, lanes), numbers=lanes.pointer)
 
     def __call__(
         self,
@@ -177,9 +175,8 @@ class SiluAndMulKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        body = partial(_silu_and_mul, lanes)
         self._program = Program(
-            "silu_and_mul", _SiluAndMulArguments[float], body, numbers=lanes.pointer
+            _SiluAndMulArguments[float], partial(_silu_and_mul, lanes), numbers=lanes.pointer
         )
 
     def __call__(self, both: Tensor, run: Run = at_once) -> Tensor:
@@ -239,9 +236,8 @@ class WeightedSumKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        body = partial(_weighted_sum, lanes)
         self._program = Program(
-            "weighted_sum", _WeightedSumArguments[float], body, numbers=lanes.pointer
+            _WeightedSumArguments[float], partial(_weighted_sum, lanes), numbers=lanes.pointer
         )
 
     def __call__(self, parts: Tensor, shares: Tensor, run: Run = at_once) -> Tensor:
@@ -302,8 +298,9 @@ class LargestKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        body = partial(_largest, lanes)
-        self._program = Program("largest", _LargestArguments[float], body, numbers=lanes.pointer)
+        self._program = Program(
+            _LargestArguments[float], partial(_largest, lanes), numbers=lanes.pointer
+        )
 
     def __call__(self, x: Tensor, first: int, run: Run = at_once) -> Tensor:
         n, m = x.shape

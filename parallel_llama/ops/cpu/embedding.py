@@ -46,11 +46,9 @@ class LookupKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes, self._dtype, self._stored = machine.lanes(dtype), dtype, stored
         of_weight = replace(lanes, stored=stored)
-        body = partial(_lookup, lanes, of_weight)
         self._program = Program(
-            "lookup",
             _LookupArguments[float],
-            body,
+            partial(_lookup, lanes, of_weight),
             numbers=lanes.pointer,
             weights=of_weight.pointer,
         )
@@ -118,8 +116,7 @@ class GroupLookupKernel:
 
     def __init__(self, form: GroupFormat, machine: Machine) -> None:
         reader = PanelReader(machine.lanes(torch.float32), form)
-        body = partial(_group_lookup, reader)
-        self._program = Program("group_lookup", _GroupLookupArguments[float], body)
+        self._program = Program(_GroupLookupArguments[float], partial(_group_lookup, reader))
 
     def __call__(
         self,

@@ -115,11 +115,9 @@ class GemmKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         self._shape = shape = _Shape.on(machine, dtype, stored)
         numbers, weights = shape.lanes.pointer, shape.of_weight.pointer
-        body = partial(_lay_out, shape)
-        self._rows = Program("rows", _LayOutArguments[float], body, numbers=numbers)
-        body = partial(_gemm, shape)
+        self._rows = Program(_LayOutArguments[float], partial(_lay_out, shape), numbers=numbers)
         self._program = Program(
-            "gemm", _GemmArguments[float], body, numbers=numbers, weights=weights
+            _GemmArguments[float], partial(_gemm, shape), numbers=numbers, weights=weights
         )
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:

@@ -99,8 +99,8 @@ class GemmAMXKernel:
 
     def __init__(self) -> None:
         assert tiles_are_allowed()  # otherwise the first instruction kills the process
-        self._split = Program("split", _SplitArguments[float], _split)
-        self._program = Program("gemm_amx", _GemmAMXArguments[float], _gemm_amx)
+        self._split = Program(_SplitArguments[float], _split)
+        self._program = Program(_GemmAMXArguments[float], _gemm_amx)
         self._shape = tile_shape()
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:

@@ -90,11 +90,9 @@ class GemvKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes, self._stored = machine.lanes(dtype), stored
         of_weight = replace(lanes, stored=stored)
-        body = partial(_gemv, lanes, of_weight, _tile(machine))
         self._program = Program(
-            "gemv",
             _GemvArguments[float],
-            body,
+            partial(_gemv, lanes, of_weight, _tile(machine)),
             numbers=lanes.pointer,
             weights=of_weight.pointer,
         )
@@ -123,11 +121,9 @@ class RoutedGemvKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
         of_weight = replace(lanes, stored=stored)
-        body = partial(_routed_gemv, lanes, of_weight, _tile(machine))
         self._program = Program(
-            "routed_gemv",
             _RoutedGemvArguments[float],
-            body,
+            partial(_routed_gemv, lanes, of_weight, _tile(machine)),
             numbers=lanes.pointer,
             weights=of_weight.pointer.as_pointer(),
         )

@@ -119,7 +119,6 @@ class Program(Generic[ArgumentsT]):
     """A compiled kernel. Calling it runs it on torch's threads and waits for them.
 
     Args:
-        name: part of the key in the code cache.
         arguments: the dataclass that declares the arguments.
         body: builds the kernel.
         types: see `Signature`.
@@ -130,13 +129,11 @@ class Program(Generic[ArgumentsT]):
         packed: the arguments in memory, as the kernel reads them.
     """
 
-    def __init__(
-        self, name: str, arguments: type[ArgumentsT], body: Body, **types: ir.Type
-    ) -> None:
+    def __init__(self, arguments: type[ArgumentsT], body: Body, **types: ir.Type) -> None:
         library = openmp()
         assert library is not None, "kernels need torch's own OpenMP"
         signature = Signature(arguments, types)
-        self._code = _linked(name, _compiled(name, signature, body), library)
+        self._code = _linked(_compiled(signature, body), library)
         self._entry = ctypes.c_void_p(self._code["entry"])
         self.part: int = self._code["part"]
         self.packed = signature.pack
@@ -157,7 +154,7 @@ class Run(Protocol):
 at_once: Run = Program.__call__
 
 
-def _compiled(name: str, signature: Signature[Any], body: Body) -> bytes:
+def _compiled(signature: Signature[Any], body: Body) -> bytes:
     """The machine code of a kernel, from the cache if possible.
 
     The key is a digest of the source that builds the kernel, since building it for the key would
@@ -168,7 +165,7 @@ def _compiled(name: str, signature: Signature[Any], body: Body) -> bytes:
     cpu = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
     def make() -> bytes:
-        return _optimised(_module(name, signature, body), machine)
+        return _optimised(_module(signature, body), machine)
 
     try:
         own = _recipe(body)
@@ -176,7 +173,7 @@ def _compiled(name: str, signature: Signature[Any], body: Body) -> bytes:
         return make()
     if _SOURCES is None:
         return make()
-    recipe = (made_by, cpu, _SOURCES, name, *map(str, signature.types), own)
+    recipe = (made_by, cpu, _SOURCES, *signature.names, *map(str, signature.types), own)
     return machine_code("\n".join(recipe), make)
 
 
@@ -221,9 +218,9 @@ except OSError:
     _SOURCES = None
 
 
-def _module(name: str, signature: Signature[Any], body: Body) -> ir.Module:
+def _module(signature: Signature[Any], body: Body) -> ir.Module:
     """A kernel in LLVM's intermediate representation."""
-    module = ir.Module(name)
+    module = ir.Module()
     _entry(module, _part(module, signature, body))
     return module
 
@@ -252,14 +249,14 @@ def _entry(module: ir.Module, part: ir.Function) -> None:
     b.ret_void()
 
 
-def _linked(name: str, code: bytes, library: ctypes.CDLL) -> llvm.ResourceTracker:
+def _linked(code: bytes, library: ctypes.CDLL) -> llvm.ResourceTracker:
     """Loads machine code for as long as the result lives, which maps functions to addresses."""
     linker = llvm.JITLibraryBuilder().add_object_img(code)
     for names, source in ((_FROM_OPENMP, library), (_FROM_SYSTEM, ctypes.CDLL(None))):
         for each in names:
             linker.import_symbol(each, ctypes.cast(getattr(source, each), ctypes.c_void_p).value)
     linker.export_symbol("entry").export_symbol("part")
-    return linker.link(llvm.create_lljit_compiler(_this_target()), name)
+    return linker.link(llvm.create_lljit_compiler(_this_target()), "kernel")
 
 
 @cache

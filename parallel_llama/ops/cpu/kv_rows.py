@@ -173,9 +173,11 @@ class UnpackKernel:
     ) -> None:
         lanes = machine.lanes(dtype, head_dim)
         self.dtype, self._rows = dtype, KVRows(cache_dtype, lanes, head_dim)
-        body = partial(_unpack, self._rows)
         self._program = Program(
-            "unpack", _Arguments[float], body, numbers=lanes.pointer, rows=self._rows.pointer
+            _Arguments[float],
+            partial(_unpack, self._rows),
+            numbers=lanes.pointer,
+            rows=self._rows.pointer,
         )
 
     def __call__(self, rows: Tensor, run: Run = at_once) -> Tensor:

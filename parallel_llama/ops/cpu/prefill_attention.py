@@ -417,11 +417,9 @@ class PrefillAttentionKernel:
         n_at_once = 8 if machine.n_vectors > 16 else 4  # their sums fit the registers
         sizes = _VECTORS, PART_KEYS, n_at_once, of_head.width
         self._shape = BlockShape(lanes, head_dim, scores, *sizes)
-        body = partial(_attention, self._shape, self._rows)
         self._program = Program(
-            "prefill_attention",
             _Arguments[float],
-            body,
+            partial(_attention, self._shape, self._rows),
             numbers=lanes.pointer,
             rows=self._rows.pointer,
         )

@@ -104,11 +104,9 @@ class PrefillAttentionAMXKernel:
         assert tiles_are_allowed() and self.takes(head_dim)
         self._head_dim, self._tiles = head_dim, tile_shape()
         self._shape = BlockShape(_LANES, head_dim, scores, _VECTORS, _TILE, _DEPTH, 1)
-        body = partial(_lay_out, head_dim)
-        self._lay_out = Program("lay_out", _LayOutArguments[float], body)
-        body = partial(_attention, self._shape)
+        self._lay_out = Program(_LayOutArguments[float], partial(_lay_out, head_dim))
         self._program = Program(
-            "prefill_attention_amx", _Arguments[float], body, numbers=_LANES.pointer
+            _Arguments[float], partial(_attention, self._shape), numbers=_LANES.pointer
         )
 
     def __call__(

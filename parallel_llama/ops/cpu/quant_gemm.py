@@ -125,12 +125,15 @@ class QuantGemmKernel:
         self.n_rows, reader = lanes.width, PanelReader(lanes, form)
         self._of_floats: Program[_FloatArguments[float]] | None = None
         if form.is_float:
-            body = partial(_quant_gemm, _FloatProducts(reader))
-            self._of_floats = Program("quant_gemm", _FloatArguments[float], body)
+            self._of_floats = Program(
+                _FloatArguments[float], partial(_quant_gemm, _FloatProducts(reader))
+            )
             return
         self._round = _make_round(machine, form.n_parts)
-        body = partial(_quant_gemm, _IntegerProducts(reader, machine.byte_dots))
-        self._of_integers = Program("quant_gemm", _IntegerArguments[float], body)
+        self._of_integers = Program(
+            _IntegerArguments[float],
+            partial(_quant_gemm, _IntegerProducts(reader, machine.byte_dots)),
+        )
 
     def __call__(
         self,
@@ -173,8 +176,7 @@ def make_quant_gemm(form: GroupFormat) -> QuantGemmKernel:
 
 @cache
 def _make_round(machine: Machine, n_parts: int) -> Program[_RoundArguments[float]]:
-    body = partial(_round, machine.lanes(torch.float32), n_parts)
-    return Program("round", _RoundArguments[float], body)
+    return Program(_RoundArguments[float], partial(_round, machine.lanes(torch.float32), n_parts))
 
 
 def _round(

@@ -86,13 +86,13 @@ class Exit(Generic[T]):
 
 @cache
 def make_executor() -> Program[ExecutorArguments[float]]:
-    return Program("executor", ExecutorArguments[float], _execute)
+    return Program(ExecutorArguments[float], _execute)
 
 
 @cache
 def make_host_call() -> Program[Exit[float]]:
     """A call that only interrupts the replay."""
-    return Program("host_call", Exit[float], _host_call)
+    return Program(Exit[float], _host_call)
 
 
 def _execute(b: ir.IRBuilder, thread: Thread, args: ExecutorArguments[Value]) -> None:

@@ -51,9 +51,11 @@ class RotaryKernel:
         self.dtype, self.head_dim = dtype, head_dim
         lanes = machine.lanes(dtype, head_dim)
         self._rows = KVRows(cache_dtype, lanes, head_dim)
-        body = partial(_rotary, self._rows)
         self._program = Program(
-            "rotary", _Arguments[float], body, numbers=lanes.pointer, rows=self._rows.pointer
+            _Arguments[float],
+            partial(_rotary, self._rows),
+            numbers=lanes.pointer,
+            rows=self._rows.pointer,
         )
 
     def __call__(

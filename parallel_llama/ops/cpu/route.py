@@ -52,8 +52,9 @@ class RouteKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        body = partial(_route, lanes)
-        self._program = Program("route", _RouteArguments[float], body, numbers=lanes.pointer)
+        self._program = Program(
+            _RouteArguments[float], partial(_route, lanes), numbers=lanes.pointer
+        )
 
     def __call__(
         self, scores: Tensor, n_active: int, *, normed: bool, run: Run = at_once
@@ -74,7 +75,7 @@ class RoutesKernel:
     """The rows of each expert: see `TorchOps.routes_of`."""
 
     def __init__(self) -> None:
-        self._program = Program("routes", _RoutesArguments[float], _routes)
+        self._program = Program(_RoutesArguments[float], _routes)
 
     def __call__(self, experts: Tensor, own: range, run: Run = at_once) -> tuple[Routes, Routes]:
         n_active = experts.shape[1]
