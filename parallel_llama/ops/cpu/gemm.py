@@ -84,7 +84,7 @@ class _Shape:
 
 
 @dataclass(slots=True, kw_only=True)
-class _LayOutArguments(Generic[T]):
+class _PackArguments(Generic[T]):
     x: Numbers[T]
     x_stride: Integer[T]
     blocks: Numbers[T]
@@ -115,7 +115,7 @@ class GemmKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         self._shape = shape = _Shape.on(machine, dtype, stored)
         numbers, weights = shape.lanes.pointer, shape.of_weight.pointer
-        self._rows = Program(_LayOutArguments[float], partial(_lay_out, shape), numbers=numbers)
+        self._pack = Program(_PackArguments[float], partial(_pack, shape), numbers=numbers)
         self._program = Program(
             _GemmArguments[float], partial(_gemm, shape), numbers=numbers, weights=weights
         )
@@ -130,10 +130,10 @@ class GemmKernel:
             return y
         n_blocks = -(-n // shape.n_rows)
         blocks = x.new_empty(n_blocks * shape.n_rows, shape.padded(k))
-        rows = _LayOutArguments(
+        rows = _PackArguments(
             x=x.data_ptr(), x_stride=x.stride(0), blocks=blocks.data_ptr(), n=n, k=k
         )
-        run(self._rows, n_threads, rows)
+        run(self._pack, n_threads, rows)
         panels = x.new_empty(n_threads, SUMMED_INPUTS, shape.n_outputs)
         n_panels = -(-m // shape.n_outputs)
         n_chunks = max(-(-n // _MAX_CHUNK), _PANELS_PER_THREAD * n_threads // max(n_panels, 1))
@@ -150,7 +150,7 @@ def make_gemm(dtype: torch.dtype, stored: torch.dtype) -> GemmKernel:
     return GemmKernel(dtype, stored, this_machine())
 
 
-def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _LayOutArguments[Value]) -> None:
+def _pack(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _PackArguments[Value]) -> None:
     """Packs rows in blocks, input by input; the last block repeats the last row.
 
     Shapes: x [n, k] -> blocks [n_blocks, k rounded up to whole vectors, n_rows].
@@ -198,7 +198,7 @@ def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[V
     ):
         first = item % n_panels * shape.n_outputs
         n_inputs = smaller(k - start, SUMMED_INPUTS)
-        _lay_out_panel(shape, args.weight + start, panel, first, n_inputs, k, m)
+        _pack_panel(shape, args.weight + start, panel, first, n_inputs, k, m)
         first_row = item // n_panels * chunk
         with loop(b, first_row, smaller(first_row + chunk, n), shape.n_rows) as row:
             own = args.blocks + row * n_padded + start * shape.n_rows
@@ -206,7 +206,7 @@ def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[V
             _add_products(shape, own, panel, place, start, n_inputs, waiting)
 
 
-def _lay_out_panel(
+def _pack_panel(
     shape: _Shape, weight: Value, panel: Value, first: Value, n_inputs: Value, k: Value, m: Value
 ) -> None:
     """Packs the outputs of a panel, input by input, and repeats the last output beyond the end.

@@ -185,13 +185,13 @@ def _recipe(body: Body) -> str:
         assert not body.keywords, "parameters of kernels are positional"
     assert isinstance(function, FunctionType) and function.__closure__ is None
     source = _source_digest((Path(function.__code__.co_filename),))
-    return " ".join((function.__qualname__, source, *map(_said, parameters)))
+    return " ".join((function.__qualname__, source, *map(_text, parameters)))
 
 
-def _said(parameter: object) -> str:
+def _text(parameter: object) -> str:
     """A complete description of a parameter, which is plain data."""
     if is_dataclass(parameter):
-        own = (f"{each.name}={_said(getattr(parameter, each.name))}" for each in fields(parameter))
+        own = (f"{each.name}={_text(getattr(parameter, each.name))}" for each in fields(parameter))
         return f"{type(parameter).__qualname__}({', '.join(own)})"
     assert parameter is None or isinstance(parameter, (int, float, str, torch.dtype))
     return repr(parameter)

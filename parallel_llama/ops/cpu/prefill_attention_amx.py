@@ -69,7 +69,7 @@ _Halves = Annotated[T, I16.as_pointer()]
 
 
 @dataclass(slots=True, kw_only=True)
-class _LayOutArguments(Generic[T]):
+class _PackArguments(Generic[T]):
     slots: Integers[T]
     first: Integer[T]
     stop: Integer[T]
@@ -104,7 +104,7 @@ class PrefillAttentionAMXKernel:
         assert tiles_are_allowed() and self.takes(head_dim)
         self._head_dim, self._tiles = head_dim, tile_shape()
         self._shape = BlockShape(_LANES, head_dim, scores, _VECTORS, _TILE, _DEPTH, 1)
-        self._lay_out = Program(_LayOutArguments[float], partial(_lay_out, head_dim))
+        self._pack = Program(_PackArguments[float], partial(_pack, head_dim))
         self._program = Program(
             _Arguments[float], partial(_attention, self._shape), numbers=_LANES.pointer
         )
@@ -119,12 +119,12 @@ class PrefillAttentionAMXKernel:
         n_rows = -(-(chunk.positions.stop - first) // _DEPTH) * _DEPTH
         held = torch.empty(2, len(k), n_rows, self._head_dim, dtype=torch.bfloat16)
         keys, values = held[0].data_ptr(), held[1].data_ptr()
-        laid_out = _LayOutArguments(
+        packing = _PackArguments(
             slots=chunk.slots.data_ptr(), first=chunk.first_key, stop=chunk.positions.stop,
             start=first, n_rows=n_rows, n_kv_heads=len(k), k=k.data_ptr(), k_stride=k.stride(0),
             v=v.data_ptr(), v_stride=v.stride(0), keys=keys, values=values,
         )  # fmt: skip
-        run(self._lay_out, n_threads, laid_out)
+        run(self._pack, n_threads, packing)
         arguments = _Arguments(
             chunk=chunk_arguments(self._shape, q, len(k), chunk, out), tiles=self._tiles.data_ptr(),
             keys=keys, values=values, first=first, n_rows=n_rows,
@@ -145,7 +145,7 @@ def make_prefill_attention_amx(head_dim: int, scores: Scores) -> PrefillAttentio
     return PrefillAttentionAMXKernel(head_dim, scores)
 
 
-def _lay_out(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _LayOutArguments[Value]) -> None:
+def _pack(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _PackArguments[Value]) -> None:
     """Packs keys and values from position `start` on, in blocks of 32.
 
     Positions that no query sees get the keys and values of others.
