@@ -19,7 +19,7 @@ from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.memory import values_by_form, weight_bytes
-from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.ops.groups import quantise
 from parallel_llama.plan import make_plan

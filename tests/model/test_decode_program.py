@@ -27,7 +27,7 @@ from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.model.decode_program import DecodeStep, Logits, Program
 from parallel_llama.ops import TorchOps
-from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""What kernels are written with: arithmetic on values, loops, and vectors of numbers.
+"""Values, loops and vectors for kernels, on top of LLVM's intermediate representation.
 
 Source: the LLVM language reference.
 """
@@ -16,18 +16,18 @@ VOID = ir.VoidType()
 I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 _TYPES = {torch.float32: F32, torch.float64: F64}
-_STORED = {**_TYPES, torch.float16: F16, torch.bfloat16: I16}  # which has no type of its own here
+_STORED = {**_TYPES, torch.float16: F16, torch.bfloat16: I16}  # llvmlite has no bfloat16
 
-LINE_BYTES = 64  # of a cache
+LINE_BYTES = 64  # of a cache line
 _SIZES = {F16: 2, F32: 4, F64: 8}
 
-# A plain number is a constant of the other operand's type, in all lanes of a vector.
+# A Python number stands for a constant of the other operand's type, in all lanes of a vector.
 Operand = Union["Value", float]
 Emit = Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]
 
 
 def _operator(integers: Emit, numbers: Emit) -> Callable[["Value", Operand], "Value"]:
-    """A method that emits the instruction for integers, or the one for floating-point numbers."""
+    """A method that emits one instruction for integers and another for floating-point numbers."""
 
     def method(self: "Value", other: Operand) -> "Value":
         emit = integers if _is_integer(self.raw.type) else numbers
@@ -38,10 +38,10 @@ def _operator(integers: Emit, numbers: Emit) -> Callable[["Value", Operand], "Va
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What a kernel computes with: an integer, a number, an address, or a vector.
+    """An integer, a floating-point number, an address or a vector in a kernel.
 
-    `address + n` is n elements further, and `address[n]` is what lies there. `//` and `%` are of
-    integers that are not negative; `<` is false where a number is NaN.
+    `address + n` is the address n elements further, and `address[n]` is the value stored there.
+    `//` and `%` require integers that are not negative; `<` is false if an operand is NaN.
     """
 
     b: ir.IRBuilder
@@ -93,30 +93,28 @@ class Value:
         self.b.store(value.raw, (self + n).raw)
 
     def acquired(self) -> "Value":
-        """The integer at this address; whoever sees it sees what was written before it was."""
+        """Loads an integer from this address with acquire ordering."""
         return Value(self.b, self.b.load_atomic(self.raw, "acquire", 8))
 
     def release(self, value: Operand) -> None:
-        """Store an integer at this address, after all that this thread has read and written."""
+        """Stores an integer at this address with release ordering."""
         self.b.store_atomic(self[0].like(value).raw, self.raw, "release", 8)
 
     def add_atomically(self, n: int) -> "Value":
-        """Add to the integer at this address, in one step for all threads; what it was before."""
+        """Atomically adds to the integer at this address. Returns: the previous value."""
         return Value(self.b, self.b.atomic_rmw("add", self.raw, I64(n), "acq_rel"))
 
     def prefetch(self, cache: int = 1) -> None:
-        """Ask memory for what is at this address, which need not exist: for the first cache, or
-        for the second alone.
-        """
+        """Prefetches this address, which need not be valid, into the L1 or only the L2 cache."""
         read, soon, data = (Value(self.b, I32(number)) for number in (0, 4 - cache, 1))
         intrinsic("prefetch.p0", VOID, self, read, soon, data)
 
     def like(self, other: Operand) -> "Value":
-        """An operand as it is, and a plain number as one of this value's type."""
+        """The operand itself, or a Python number as a constant of this value's type."""
         return other if isinstance(other, Value) else _constant(self.b, self.raw.type, other)
 
     def to(self, type_: ir.Type) -> "Value":
-        """The same number in another type, rounded if need be."""
+        """Converts to a floating-point type, with rounding if it is narrower."""
         if self.raw.type == type_:
             return self
         if _is_integer(self.raw.type):
@@ -126,13 +124,13 @@ class Value:
         return Value(self.b, convert(self.raw, type_))
 
     def resized(self, type_: ir.Type) -> "Value":
-        """An integer with more bits, or its lowest ones in a type with fewer."""
+        """Sign-extends or truncates an integer."""
         is_wider = _element(type_).width > _element(self.raw.type).width
         resize = self.b.sext if is_wider else self.b.trunc
         return Value(self.b, resize(self.raw, type_))
 
     def signed_shift(self, n: int) -> "Value":
-        """An integer, which may be negative, without its last n bits."""
+        """Shifts an integer right by n bits and keeps its sign."""
         return Value(self.b, self.b.ashr(self.raw, self.like(n).raw))
 
     def bits_as(self, type_: ir.Type) -> "Value":
@@ -140,9 +138,9 @@ class Value:
 
 
 class Variable:
-    """A value that changes.
+    """A value that can be assigned to.
 
-    It begins in memory, for LLVM's own values never change; LLVM moves it to a register.
+    It is allocated on the stack, since LLVM's values are immutable; LLVM moves it to a register.
     """
 
     def __init__(self, start: Value) -> None:
@@ -161,9 +159,9 @@ class Variable:
 
 @dataclass(frozen=True)
 class Lanes:
-    """A vector of `width` numbers, stored in one type and computed with in one.
+    """A vector of `width` numbers, with one dtype in memory and one to compute in.
 
-    Those stored as bfloat16 can be loaded alone, to compute with in float32.
+    bfloat16 numbers can only be loaded, and only to compute in float32.
 
     Raises: KeyError for a dtype that kernels do not compute in.
     """
@@ -178,11 +176,11 @@ class Lanes:
 
     @property
     def pointer(self) -> ir.PointerType:
-        """To one stored number."""
+        """The type of the address of one stored number."""
         return _STORED[self.stored].as_pointer()
 
     def load(self, address: Value, mask: Value | None = None) -> Value:
-        """The numbers that begin at any address; 0 where a mask is false, and nothing is read."""
+        """Loads from any address; lanes where a mask is false are 0 and are not read."""
         stored, access = self._access(address, mask)
         name, zeros = f"masked.load.{_mangled(stored)}.p0", _constant(address.b, stored, 0)
         numbers = intrinsic(name, stored, *access, zeros)
@@ -191,34 +189,34 @@ class Lanes:
         return numbers.to(self.vector)
 
     def store(self, address: Value, value: Value, mask: Value | None = None) -> None:
-        """Write the numbers, or those where a mask is true."""
+        """Stores all lanes, or only those where a mask is true."""
         stored, access = self._access(address, mask)
         intrinsic(f"masked.store.{_mangled(stored)}.p0", VOID, value.to(stored), *access)
 
     def _access(self, address: Value, mask: Value | None) -> tuple[ir.Type, list[Value]]:
-        """The type in memory; what its address is, how it is aligned, and which lanes to touch."""
+        """The vector type in memory, and the address, alignment and mask of an access."""
         stored = ir.VectorType(_STORED[self.stored], self.width)
         place, align = address.bits_as(stored.as_pointer()), I32(self.stored.itemsize)
         all_lanes = _constant(address.b, ir.VectorType(ir.IntType(1), self.width), 1)
         return stored, [place, Value(address.b, align), mask or all_lanes]
 
     def first(self, n: Value) -> Value:
-        """A mask that is true in the first n lanes."""
+        """The mask of the first n lanes."""
         numbers = ir.VectorType(I64, self.width)([I64(lane) for lane in range(self.width)])
         return Value(n.b, numbers) < self.splat(n)
 
     def constant(self, b: ir.IRBuilder, number: float) -> Value:
-        """One number in all lanes."""
+        """The same number in all lanes."""
         return _constant(b, self.vector, number)
 
     def splat(self, value: Value) -> Value:
-        """One value, of any type, in all lanes."""
+        """The same value, of any type, in all lanes."""
         empty = ir.VectorType(value.raw.type, self.width)(ir.Undefined)
         first = value.b.insert_element(empty, value.raw, I32(0))
         return shuffle(Value(value.b, first), [0] * self.width)
 
     def reduce(self, combine: Callable[[Value, Value], Value], x: Value) -> Value:
-        """All lanes as one number: half of them with the other half until one is left."""
+        """Reduces the lanes to one number by combining one half with the other, repeatedly."""
         half = self.width // 2
         while half:
             x = combine(x, shuffle(x, [(lane + half) % self.width for lane in range(self.width)]))
@@ -228,20 +226,20 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Thread:
-    """One of the threads that run a kernel: its number, and how many they are."""
+    """The number of the current thread among those that run a kernel, and their count."""
 
     number: Value
     count: Value
 
     def part_of(self, n: Value) -> tuple[Value, Value]:
-        """Which of n things, from one to before another, are this thread's."""
+        """The start and stop of this thread's part of n items."""
         return n * self.number // self.count, n * (self.number + 1) // self.count
 
     @contextmanager
     def untaken(self, taken: Value, n: Value) -> Iterator[Value]:
-        """Emit what is built inside for every one of n things that no other thread has taken.
+        """Emits the code built inside for each of n items that no other thread has taken.
 
-        At `taken` they are counted; the last thread to find none leaves 0 there, as it was.
+        The threads count items at `taken`; the last thread that finds none left resets it to 0.
         """
         with repeat(taken.b) as leave_if:
             item = taken.add_atomically(1)
@@ -252,12 +250,12 @@ class Thread:
 
 
 def fma(x: Value, y: Operand, z: Operand) -> Value:
-    """x * y + z, rounded once."""
+    """x * y + z with one rounding."""
     return _elementwise("fma", x, y, z)
 
 
 def where(condition: Value, one: Value, other: Operand) -> Value:
-    """One value where the condition is true, lane by lane, and the other elsewhere."""
+    """Selects `one` where the condition is true and `other` elsewhere, lane by lane."""
     b = condition.b
     return Value(b, b.select(condition.raw, one.raw, one.like(other).raw))
 
@@ -267,19 +265,19 @@ def smaller(one: Value, other: Operand) -> Value:
 
 
 def larger(x: Value, y: Value) -> Value:
-    """`y` where one is NaN."""
+    """The larger of two numbers; `y` if one of them is NaN."""
     return where(y < x, x, y)
 
 
 def shuffle(x: Value, lanes: Sequence[int], y: Value | None = None) -> Value:
-    """A vector of these lanes of x; those of y are counted after them."""
+    """A vector of these lanes of x and y, where the lanes of y are numbered after those of x."""
     other = x.raw.type(ir.Undefined) if y is None else y.raw
     numbers = ir.VectorType(I32, len(lanes))([I32(lane) for lane in lanes])
     return Value(x.b, x.b.shuffle_vector(x.raw, other, numbers))
 
 
 def transposed(rows: Sequence[Value]) -> list[Value]:
-    """The columns of as many vectors as one has lanes: halves change places, then their halves.
+    """The columns of W vectors of W lanes: swaps halves, then halves of halves.
 
     Source: Eklundh, A fast computer method for matrix transposing, 1972.
     """
@@ -303,16 +301,15 @@ def copy(target: Value, source: Value, n_bytes: Value) -> None:
 
 
 def in_this_order(b: ir.IRBuilder) -> None:
-    """Let LLVM not read what comes after this before what came until here.
+    """Compiler barrier: keeps LLVM from reordering independent loads across this point.
 
-    It is no instruction. Memory is read fastest from its start to its end, and LLVM would mix what
-    does not hang on each other.
+    It emits no instruction. Memory is read fastest in the order of its addresses.
     """
     b.fence("acq_rel", "singlethread")
 
 
 def pause(b: ir.IRBuilder) -> None:
-    """Let a core that looks for something over and over rest for a moment, where it knows how."""
+    """Emits the CPU's hint for spin loops, on x86-64."""
     if platform.machine() == "x86_64":
         name = "llvm.x86.sse2.pause"
         known = b.module.globals.get(name)
@@ -320,14 +317,14 @@ def pause(b: ir.IRBuilder) -> None:
 
 
 def when(condition: Value, likely: bool | None = None) -> AbstractContextManager[None]:
-    """Emit what is built inside for when the condition is true."""
+    """Emits the code built inside under a condition."""
     inside: AbstractContextManager[None] = condition.b.if_then(condition.raw, likely)
     return inside
 
 
 @contextmanager
 def loop(b: ir.IRBuilder, start: Operand, stop: Operand, step: int = 1) -> Iterator[Value]:
-    """Emit what is built inside for start, start + step, ... below stop, perhaps for none."""
+    """Emits the code built inside for start, start + step, ... below stop."""
     first, last = (Value(b, I64(0)).like(n) for n in (start, stop))
     before, inside, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
     b.cbranch((first < last).raw, inside, after)
@@ -343,7 +340,7 @@ def loop(b: ir.IRBuilder, start: Operand, stop: Operand, step: int = 1) -> Itera
 
 @contextmanager
 def repeat(b: ir.IRBuilder) -> Iterator[Callable[[Value], None]]:
-    """Emit what is built inside over and over, until a condition is true that it leaves on."""
+    """Emits the code built inside as an endless loop. Yields: a function that emits an exit."""
     inside, after = b.append_basic_block("repeat"), b.append_basic_block("left")
 
     def leave_if(condition: Value) -> None:
@@ -359,9 +356,9 @@ def repeat(b: ir.IRBuilder) -> Iterator[Callable[[Value], None]]:
 
 
 def in_groups(start: Operand, stop: Value, size: int, build: Callable[[Value, int], None]) -> None:
-    """Emit what `build` does with the first of so many numbers, for all from start to before stop.
+    """Emits `build(first, n)` for all numbers from start to before stop, n of them at a time.
 
-    They are `size` at a time; what is left, at most 7, is a sum of 4, 2 and 1.
+    n is `size`; the remainder, at most 7, is split into 4, 2 and 1.
     """
     left = (stop - start) % size
     done = stop - left
@@ -379,7 +376,7 @@ def _constant(b: ir.IRBuilder, type_: ir.Type, number: float) -> Value:
 
 
 def intrinsic(name: str, result: ir.Type, *arguments: Value) -> Value:
-    """Call a function that LLVM has."""
+    """Calls one of LLVM's intrinsic functions."""
     b, raw = arguments[0].b, [argument.raw for argument in arguments]
     type_ = ir.FunctionType(result, [each.type for each in raw])
     known = b.module.globals.get(f"llvm.{name}")
@@ -387,7 +384,7 @@ def intrinsic(name: str, result: ir.Type, *arguments: Value) -> Value:
 
 
 def _elementwise(name: str, x: Value, *others: Operand) -> Value:
-    """A function that LLVM has for numbers, lane by lane."""
+    """Calls an intrinsic function that works lane by lane."""
     type_ = x.raw.type
     return intrinsic(f"{name}.{_mangled(type_)}", type_, x, *map(x.like, others))
 
@@ -401,6 +398,6 @@ def _element(type_: ir.Type) -> ir.Type:
 
 
 def _mangled(type_: ir.Type) -> str:
-    """How the names of LLVM's overloaded functions spell a type."""
+    """A type's spelling in the names of LLVM's overloaded intrinsics."""
     lanes = f"v{type_.count}" if isinstance(type_, ir.VectorType) else ""
     return f"{lanes}{_element(type_).intrinsic_name}"

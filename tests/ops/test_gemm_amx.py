@@ -1,4 +1,4 @@
-"""Products on the CPU's matrix tiles, on machines that have them."""
+"""Products on the CPU's matrix tiles (AMX), skipped on machines without them."""
 
 import subprocess
 import sys
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from parallel_llama.ops import cpu_ops
-from parallel_llama.ops.cpu import tile_linear
-from parallel_llama.ops.cpu.program import openmp
-from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, tiles_are_allowed
+from parallel_llama.ops.cpu import gemm_amx
+from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, tiles_are_allowed
+from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.ops.cpu_ops import CPUOps
 
 has_tiles = pytest.mark.skipif(
@@ -20,7 +20,7 @@ SHAPES = [(1, 32, 32), (31, 64, 33), (33, 96, 100), (200, 576, 64), (70, 160, 47
 
 @pytest.fixture(scope="module")
 def kernel():
-    return TileLinearKernel()
+    return GemmAMXKernel()
 
 
 @has_tiles
@@ -34,7 +34,7 @@ def test_a_product_is_that_of_float32_but_for_the_split(kernel):
 
 @has_tiles
 def test_two_parts_of_a_row_are_both_multiplied(kernel):
-    """1 + 2^-10 has more digits than one bfloat16."""
+    """1 + 2^-10 has more bits than one bfloat16."""
     x, weight = torch.full((33, 32), 1 + 2.0**-10), torch.ones(32, 32, dtype=torch.bfloat16)
     assert torch.equal(kernel(x, weight), torch.full((33, 32), 32 + 2.0**-5))
 
@@ -73,13 +73,13 @@ def test_a_number_that_is_none_spoils_its_own_row_alone(kernel, bits):
 
 def test_the_measurement_draws_no_random_numbers():
     before = torch.get_rng_state()
-    tile_linear.make_tile_linear.__wrapped__()
+    gemm_amx.make_gemm_amx.__wrapped__()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @has_tiles
 def test_what_does_not_fill_tiles_is_left_to_others(monkeypatch):
-    monkeypatch.setattr(cpu_ops, "make_tile_linear", TileLinearKernel)
+    monkeypatch.setattr(cpu_ops, "make_gemm_amx", GemmAMXKernel)
     ops = CPUOps(torch.float32, 32, {1})
     for k, m in [(33, 64), (64, 31), (64, 64)]:
         x, weight = torch.randn(40, k), torch.randn(m, k).to(torch.bfloat16)
@@ -95,17 +95,17 @@ def test_where_the_system_allows_no_tiles_none_are_used(monkeypatch, answer):
         def syscall(*_):
             return answer
 
-    monkeypatch.setattr(tile_linear.ctypes, "CDLL", lambda _: System)
+    monkeypatch.setattr(gemm_amx.ctypes, "CDLL", lambda _: System)
     assert not tiles_are_allowed.__wrapped__()
 
 
 @has_tiles
 def test_asking_for_tiles_is_what_allows_them():
-    """In a process that has not asked, the first instruction would be its end."""
+    """In a process that has not requested permission, the first instruction kills the process."""
     program = (
         "import torch\n"
-        "from parallel_llama.ops.cpu.tile_linear import TileLinearKernel\n"
-        "y = TileLinearKernel()(torch.ones(33, 32), torch.ones(32, 32, dtype=torch.bfloat16))\n"
+        "from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel\n"
+        "y = GemmAMXKernel()(torch.ones(33, 32), torch.ones(32, 32, dtype=torch.bfloat16))\n"
         "assert (y == 32).all()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=250)

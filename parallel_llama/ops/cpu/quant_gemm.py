@@ -1,12 +1,9 @@
-"""The product of rows, rounded to bytes, with a matrix of small integers in panels.
+"""Products of rows with a quantised matrix in panels, whose layout `ops.groups` describes.
 
-Integers are summed exactly, a group at a time, for all rows of a panel at once; only the sum over
-groups, in their order, is of rounded numbers. So a row's result is the same to the last bit among
-any number of rows, on any number of threads, and there is no number of rows beyond which another
-product is taken. That holds for floats of 8 bits too: rows are not rounded then, and their products
-are summed in the order of the inputs.
-
-Source: `ops.groups` says how panels lie.
+For integer formats the rows are rounded to bytes. Within a group, integers are summed exactly; the
+sum over groups is in float32, in their order. For 8-bit floats the rows are not rounded, and
+products are summed in the order of the inputs. So a row's result has the same bits for any number
+of rows and threads, and one kernel serves any number of rows.
 """
 
 from abc import ABC, abstractmethod
@@ -14,18 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial, reduce
 from operator import add
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
-from parallel_llama.ops.cpu.builder import (
-    F32,
+from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, T, Words
+from parallel_llama.ops.cpu.ir import (
     I8,
     I32,
-    I64,
     Lanes,
     Thread,
     Value,
@@ -38,9 +34,7 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.byte_dots import ByteDots, add_byte_dots
-from parallel_llama.ops.cpu.panels import Group, Panel, PanelReader
-from parallel_llama.ops.cpu.program import (
+from parallel_llama.ops.cpu.jit import (
     Machine,
     Program,
     Run,
@@ -48,41 +42,98 @@ from parallel_llama.ops.cpu.program import (
     this_machine,
     threads_for,
 )
+from parallel_llama.ops.cpu.panels import (
+    Group,
+    Panel,
+    PanelArguments,
+    PanelReader,
+    panel_arguments,
+    panel_at,
+)
+from parallel_llama.ops.cpu.vector_math import ByteDots, add_byte_dots
 from parallel_llama.ops.groups import LEAST_INPUT, PanelShape
 
 # Panels that are multiplied with the same inputs, and rows that are multiplied with the same panel:
-# their sums, of integers and of numbers, fill the registers.
+# their integer and float32 sums fill the registers.
 _PANELS = 2
 _ROWS = 6
 
-# Rows that pass over all panels before the next ones do: so few that a cache holds their inputs.
+# Rows that are multiplied by all panels before the next rows, so that their inputs fit a cache.
 _BLOCK = 16 * _ROWS
 
 _WORD = I32.as_pointer()
 
-_ROUNDING = 1.5 * 2.0**23  # added to a float32 and taken away again, it rounds to whole numbers
+_ROUNDING = 1.5 * 2.0**23  # added to a float32, it rounds to an integer in the low bits
 
 
-class GroupLinearKernel:
-    """Y = X A, the inputs rounded in groups where A is in integers, and A in panels.
+@dataclass(slots=True, kw_only=True)
+class _Rounded(Generic[T]):
+    """Inputs as integers, their scales, and minus the sums of the integers: see `_round`."""
 
-    Shapes: x [n, in] and out [n, n_outputs] float32, each row in one piece; panels [n_panels,
-    n_bytes] uint8.
+    integers: Bytes[T]
+    scales: Floats[T]
+    sums: Words[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _RoundArguments(Generic[T]):
+    x: Floats[T]
+    x_stride: Integer[T]
+    rounded: _Rounded[T]
+    n: Integer[T]
+    n_groups: Integer[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outputs(Generic[T]):
+    """The matrix and the result."""
+
+    panels: Bytes[T]
+    y: Floats[T]
+    n: Integer[T]
+    m: Integer[T]
+    y_stride: Integer[T]
+    shape: PanelArguments[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _FloatArguments(Generic[T]):
+    x: Floats[T]
+    x_stride: Integer[T]
+    outputs: _Outputs[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _IntegerArguments(Generic[T]):
+    inputs: _Rounded[T]
+    n_groups: Integer[T]
+    outputs: _Outputs[T]
+
+
+_Arguments: TypeAlias = _FloatArguments[T] | _IntegerArguments[T]
+
+
+class QuantGemmKernel:
+    """out = x @ A.T with A quantised and in panels; x is rounded in groups if A has integers.
+
+    Shapes: x [n, in] and out [n, n_outputs] float32, rows contiguous; panels [n_panels, n_bytes]
+    uint8.
     """
 
     def __init__(self, form: GroupFormat, machine: Machine) -> None:
         lanes = machine.lanes(torch.float32)
-        bytes_, numbers, integers = (type_.as_pointer() for type_ in (I8, F32, I32))
-        self.n_rows = lanes.width
-        self._round: Program | None = None
-        inputs: list[ir.Type] = [numbers, I64]
-        products: _Products[Any] = _FloatProducts(PanelReader(lanes, form))
-        if not form.is_float:
-            self._round = _make_round(machine, form.n_parts)
-            inputs = [bytes_, numbers, integers, I64]
-            products = _IntegerProducts(PanelReader(lanes, form), machine.byte_dots)
-        types = [*inputs, bytes_, numbers, *[I64] * 9]
-        self._program = Program("group_linear", types, partial(_group_linear, products))
+        self.n_rows, reader = lanes.width, PanelReader(lanes, form)
+        self._of_floats: Program[_FloatArguments[float]] | None = None
+        if form.is_float:
+            self._of_floats = Program(
+                _FloatArguments[float], partial(_quant_gemm, _FloatProducts(reader))
+            )
+            return
+        self._round = _make_round(machine, form.n_parts)
+        self._of_integers = Program(
+            _IntegerArguments[float],
+            partial(_quant_gemm, _IntegerProducts(reader, machine.byte_dots)),
+        )
 
     def __call__(
         self,
@@ -92,57 +143,62 @@ class GroupLinearKernel:
         out: Tensor,
         run: Run = at_once,
     ) -> None:
-        n, n_groups = len(x), shape.n_groups
+        n, n_groups, n_threads = len(x), shape.n_groups, torch.get_num_threads()
         assert x.shape[1] == shape.n_inputs and x.stride(1) == 1 and x.dtype == torch.float32
         assert panels.is_contiguous() and panels.shape[1] == shape.n_bytes
         assert len(out) == n and out.stride(1) == 1 and out.dtype == torch.float32
-        inputs: tuple[int, ...] = x.data_ptr(), x.stride(0)
-        if self._round is not None:
-            integers = torch.empty(n, shape.n_inputs, dtype=torch.int8)
-            scales = x.new_empty(n, n_groups)
-            sums = torch.empty(n, n_groups * shape.form.n_parts, dtype=torch.int32)
-            rounded = integers.data_ptr(), scales.data_ptr(), sums.data_ptr()
-            run(self._round, threads_for(x.numel()), *inputs, *rounded, n, n_groups)
-            inputs = *rounded, n_groups
-        sizes = n, out.shape[1], out.stride(0), n_groups, shape.n_before
-        places = shape.scale_bytes, shape.factors_at, shape.integers_at, shape.n_bytes
-        addresses = *inputs, panels.data_ptr(), out.data_ptr()
-        run(self._program, torch.get_num_threads(), *addresses, *sizes, *places)
+        outputs = _Outputs(
+            panels=panels.data_ptr(), y=out.data_ptr(), n=n, m=out.shape[1], y_stride=out.stride(0),
+            shape=panel_arguments(shape),
+        )  # fmt: skip
+        if self._of_floats is not None:
+            floats = _FloatArguments(x=x.data_ptr(), x_stride=x.stride(0), outputs=outputs)
+            run(self._of_floats, n_threads, floats)
+            return
+        integers = torch.empty(n, shape.n_inputs, dtype=torch.int8)
+        scales = x.new_empty(n, n_groups)
+        sums = torch.empty(n, n_groups * shape.form.n_parts, dtype=torch.int32)
+        rounded = _Rounded(
+            integers=integers.data_ptr(), scales=scales.data_ptr(), sums=sums.data_ptr()
+        )
+        rounding = _RoundArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), rounded=rounded, n=n, n_groups=n_groups
+        )
+        run(self._round, threads_for(x.numel()), rounding)
+        product = _IntegerArguments(inputs=rounded, n_groups=n_groups, outputs=outputs)
+        run(self._of_integers, n_threads, product)
 
 
 @cache
-def make_group_linear(form: GroupFormat) -> GroupLinearKernel:
-    """The kernel for this machine; `computes` says whether there can be one."""
-    return GroupLinearKernel(form, this_machine())
+def make_quant_gemm(form: GroupFormat) -> QuantGemmKernel:
+    return QuantGemmKernel(form, this_machine())
 
 
 @cache
-def _make_round(machine: Machine, n_parts: int) -> Program:
-    """What rounds inputs, for all formats with so many parts of a group."""
-    bytes_, numbers, integers = (type_.as_pointer() for type_ in (I8, F32, I32))
-    types = [numbers, I64, bytes_, numbers, integers, I64, I64]
-    return Program("round", types, partial(_round, machine.lanes(torch.float32), n_parts))
+def _make_round(machine: Machine, n_parts: int) -> Program[_RoundArguments[float]]:
+    return Program(_RoundArguments[float], partial(_round, machine.lanes(torch.float32), n_parts))
 
 
 def _round(
-    lanes: Lanes, n_parts: int, b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+    lanes: Lanes, n_parts: int, b: ir.IRBuilder, thread: Thread, args: _RoundArguments[Value]
 ) -> None:
-    """Inputs in bytes, their scales, and minus the sum of each part of a group.
+    """Rounds inputs to bytes.
 
     for (row, group) in this thread's groups:
         scales[row, group] = max(abs(x[row, group])) / 127
         integers[row, group] = round(x[row, group] / scales[row, group])
+        sums[row, group, part] = -sum(integers[row, group, part])
     """
-    x, x_stride, integers, scales, sums, n, n_groups = arguments
-    with loop(b, *thread.part_of(n * n_groups)) as number:
-        own = x + number // n_groups * x_stride + number % n_groups * GROUP_SIZE
+    to, n_groups = args.rounded, args.n_groups
+    with loop(b, *thread.part_of(args.n * n_groups)) as number:
+        own = args.x + number // n_groups * args.x_stride + number % n_groups * GROUP_SIZE
         vectors = [lanes.load(own + i) for i in range(0, GROUP_SIZE, lanes.width)]
         largest = lanes.constant(b, 0)
         for vector in vectors:
             largest = larger(abs(vector), largest)
         spoilt = reduce(add, (vector * 0 for vector in vectors))
         top = lanes.reduce(larger, largest)
-        scales[number] = top / 127 + lanes.reduce(add, spoilt)
+        to.scales[number] = top / 127 + lanes.reduce(add, spoilt)
         inverse = lanes.splat(where(top < LEAST_INPUT, top.like(0), 127 / top))
         zeros = Value(b, ir.VectorType(I32, lanes.width)([0] * lanes.width))
         totals = [zeros] * n_parts
@@ -151,24 +207,24 @@ def _round(
             rounded = (rounded << 24).signed_shift(24)
             totals[place * n_parts // len(vectors)] -= rounded
             narrow = rounded.resized(ir.VectorType(I8, lanes.width))
-            target = integers + number * GROUP_SIZE + place * lanes.width
+            target = to.integers + number * GROUP_SIZE + place * lanes.width
             b.store(narrow.raw, target.bits_as(narrow.raw.type.as_pointer()).raw, align=1)
         for part, total in enumerate(totals):
-            sums[number * n_parts + part] = lanes.reduce(add, total)
+            to.sums[number * n_parts + part] = lanes.reduce(add, total)
 
 
-_RowT = TypeVar("_RowT")  # where a row of inputs has what belongs to it
+_RowT = TypeVar("_RowT")  # the addresses of a row of inputs
 
 
 @dataclass(frozen=True)
 class _Products(ABC, Generic[_RowT]):
-    """How products with panels are added up."""
+    """How products of inputs and panels are summed."""
 
     panels: PanelReader
 
     @abstractmethod
-    def row_at(self, inputs: Sequence[Value], number: Value) -> _RowT:
-        """One row of the inputs, which a kernel has as its first arguments."""
+    def row_at(self, args: Any, number: Value) -> _RowT:
+        """A row of the inputs."""
 
     @abstractmethod
     def add_group(
@@ -178,12 +234,12 @@ class _Products(ABC, Generic[_RowT]):
         group: Group,
         totals: Sequence[Sequence[Variable]],
     ) -> None:
-        """Add one group's products of every row with every panel to its total."""
+        """Adds one group's products of every row with every panel to its total."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Where a row of inputs has its integers, its scales, and minus the sums of its parts."""
+    """The addresses of a row of rounded inputs."""
 
     integers: Value
     scales: Value
@@ -192,14 +248,13 @@ class _Row:
 
 @dataclass(frozen=True)
 class _IntegerProducts(_Products[_Row]):
-    """Of inputs that are rounded to integers; those of a group are added up exactly."""
+    """Products of rounded inputs; those of a group are summed exactly."""
 
     byte_dots: ByteDots
 
-    def row_at(self, inputs: Sequence[Value], number: Value) -> _Row:
-        integers, scales, sums, n_groups = inputs
-        first, n_parts = number * n_groups, self.panels.form.n_parts
-        return _Row(integers + first * GROUP_SIZE, scales + first, sums + first * n_parts)
+    def row_at(self, args: _IntegerArguments[Value], number: Value) -> _Row:
+        x, first, n_parts = args.inputs, number * args.n_groups, self.panels.form.n_parts
+        return _Row(x.integers + first * GROUP_SIZE, x.scales + first, x.sums + first * n_parts)
 
     def add_group(
         self,
@@ -235,7 +290,7 @@ class _IntegerProducts(_Products[_Row]):
                 rows, sums, totals, inputs_sums, strict=True
             ):
                 x_scale, total = lanes.splat(row.scales[group.number]), of_totals[number]
-                if least is not None:  # the sums are there with a minus
+                if least is not None:  # the sums of integers are stored negated
                     of_least = lanes.splat(inputs_sum).to(lanes.vector) * x_scale
                     total.value = total.value - of_least * least
                 total.value = fma(of_row[number].to(lanes.vector), scale * x_scale, total.value)
@@ -243,11 +298,10 @@ class _IntegerProducts(_Products[_Row]):
 
 @dataclass(frozen=True)
 class _FloatProducts(_Products[Value]):
-    """Of inputs as they are, with floats of 8 bits; those of a group are added up in order."""
+    """Products of float32 inputs with 8-bit floats; those of a group are summed in order."""
 
-    def row_at(self, inputs: Sequence[Value], number: Value) -> Value:
-        x, stride = inputs
-        return x + number * stride
+    def row_at(self, args: _FloatArguments[Value], number: Value) -> Value:
+        return args.x + number * args.x_stride
 
     def add_group(
         self,
@@ -270,35 +324,31 @@ class _FloatProducts(_Products[Value]):
                 total.value = fma(of_row[number], scale, total.value)
 
 
-def _group_linear(
-    products: _Products[Any], b: ir.IRBuilder, thread: Thread, arguments: list[Value]
+def _quant_gemm(
+    products: _Products[Any], b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
 ) -> None:
-    """The kernel.
-
+    """
     for block in rows of x, _BLOCK at a time:
         for panels in this thread's, _PANELS at a time:
-            for rows of the block, _ROWS at a time, then what is left:
+            for rows of the block, _ROWS at a time, then the remaining rows:
                 y[rows, panels] = sum over groups of x[rows, group] . panels[group]
     """
-    *inputs, panels, y, n, m, y_stride, n_groups, n_before = arguments[:-4]
-    *places, panel_bytes = arguments[-4:]
+    to, shape = args.outputs, args.outputs.shape
     reader, lanes = products.panels, products.panels.lanes
 
-    def panel_at(number: Value) -> Panel:
-        start = panels + number * panel_bytes
-        return Panel(start, *(start + place for place in places))
-
     def multiply(block: Value, first: Value, n_panels: int) -> None:
-        """The rows of a block by consecutive panels."""
-        own = [panel_at(first + number) for number in range(n_panels)]
-        ahead = [panel_at(first + (n_panels + number)) for number in range(n_panels)]
+        """Multiplies the rows of a block by consecutive panels."""
+        own, ahead = (
+            [panel_at(to.panels, first + (start + number), shape) for number in range(n_panels)]
+            for start in (0, n_panels)
+        )
 
         def multiply_rows(first_row: Value, n_rows: int) -> None:
-            rows = [products.row_at(inputs, first_row + row) for row in range(n_rows)]
+            rows = [products.row_at(args, first_row + row) for row in range(n_rows)]
             totals = [[Variable(lanes.constant(b, 0)) for _ in own] for _ in rows]
             is_first = first_row < block + 1
-            with loop(b, 0, n_groups) as index:
-                group = reader.group_at(index, n_before)
+            with loop(b, 0, shape.n_groups) as index:
+                group = reader.group_at(index, shape.n_before)
                 with when(is_first):
                     for each in ahead:
                         reader.prefetch(each, group)
@@ -306,15 +356,15 @@ def _group_linear(
             for row, of_row in enumerate(totals):
                 for panel, total in enumerate(of_row):
                     column = (first + panel) * lanes.width
-                    place = y + (first_row + row) * y_stride + column
-                    lanes.store(place, total.value, lanes.first(m - column))
+                    place = to.y + (first_row + row) * to.y_stride + column
+                    lanes.store(place, total.value, lanes.first(to.m - column))
 
-        in_groups(block, smaller(block + _BLOCK, n), _ROWS, multiply_rows)
+        in_groups(block, smaller(block + _BLOCK, to.n), _ROWS, multiply_rows)
 
-    n_panels = (m + (lanes.width - 1)) // lanes.width
+    n_panels = (to.m + (lanes.width - 1)) // lanes.width
     start, stop = thread.part_of(n_panels)
     pairs = start + (stop - start) // _PANELS * _PANELS
-    with loop(b, 0, n, _BLOCK) as block:
+    with loop(b, 0, to.n, _BLOCK) as block:
         with loop(b, start, pairs, _PANELS) as panel:
             multiply(block, panel, _PANELS)
         with loop(b, pairs, stop) as panel:

@@ -1,13 +1,14 @@
-"""The product of many rows with a matrix, in blocks whose sums stay in registers.
+"""Products of many rows with a weight, in blocks whose sums stay in registers.
 
-Rows of x are kept a few together, and outputs some vectors together, input by input: so one step
-takes what it needs from two places, in order. A thread lays out a panel of outputs and lets the
-rows pass over it before it comes to the next.
+Rows of x are packed in blocks and outputs in panels, both input by input, so each step reads
+sequentially from two places. A thread packs a panel of outputs and multiplies rows by it before it
+packs the next panel.
 
-The sums are those of `linear`, to the last bit. There a vector of W lanes runs along the inputs,
-lane i adds up the inputs i, i + W, i + 2 W, ..., and half of the lanes is added to the other half
-until one is left. Here outputs are in the lanes, so the inputs of one such lane are summed after
-those of another, and pairs of sums are added as in that tree. Inputs are laid out in this order.
+The sums have the same bits as those of `gemv`. There a vector of W lanes runs along the inputs:
+lane i sums the inputs i, i + W, i + 2 W, ..., and then one half of the lanes is added to the other
+until one lane is left. Here the lanes are outputs, so the inputs of one lane of `gemv` are summed
+after those of another, and pairs of sums are added as in that tree. Inputs are packed in this
+order.
 
     block of rows      [inputs, n_rows]
     panel of outputs   [inputs, n_vectors, lanes]
@@ -20,13 +21,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.builder import (
-    I64,
+from parallel_llama.ops.cpu.arguments import Integer, Numbers, T, Weights
+from parallel_llama.ops.cpu.gemv import SUMMED_INPUTS
+from parallel_llama.ops.cpu.ir import (
     LINE_BYTES,
     Lanes,
     Thread,
@@ -38,20 +41,19 @@ from parallel_llama.ops.cpu.builder import (
     transposed,
     when,
 )
-from parallel_llama.ops.cpu.linear import SUMMED_INPUTS
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 
-# Rows that pass over all panels before the next ones do, so that a cache holds them; fewer where
-# there would not be so many panels for each thread.
+# Rows that are multiplied by all panels before the next rows, so that they fit a cache; fewer if
+# each thread would get fewer panels than this.
 _MAX_CHUNK = 512
 _PANELS_PER_THREAD = 4
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a kernel is made for: rows of x of a block, and vectors of outputs of a panel.
+    """The sizes that a kernel is compiled for: the rows of a block, and the vectors of a panel.
 
-    Their sums, a vector of each of these outputs, and an input fill the registers.
+    The sums, the vectors of a panel for one input, and one number of x fill the registers.
     """
 
     lanes: Lanes
@@ -67,36 +69,56 @@ class _Shape:
 
     @property
     def n_outputs(self) -> int:
-        """Of a panel."""
+        """The outputs of a panel."""
         return self.n_vectors * self.lanes.width
 
     def padded(self, n_inputs: int) -> int:
-        """A number of inputs made up to whole vectors."""
+        """The number of inputs, rounded up to whole vectors."""
         return -(-n_inputs // self.lanes.width) * self.lanes.width
 
     def place(self, step: Value, lane: int, n_inputs: Value) -> Value:
-        """Where input step * W + lane of so many is laid out: lane by lane, in the order in which
-        `_LaneSums` takes them.
-        """
+        """The packed position of input step * W + lane, with lanes in the order of `_LaneSums`."""
         width = self.lanes.width
         number = int(f"{lane:0{width.bit_length() - 1}b}"[::-1], 2)  # the bits reversed
         return (n_inputs + (width - 1)) // width * number + step
 
 
-class BlockLinearKernel:
-    """Y = X A for many rows of X, with A given as torch keeps it, transposed.
+@dataclass(slots=True, kw_only=True)
+class _PackArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    blocks: Numbers[T]
+    n: Integer[T]
+    k: Integer[T]
 
-    Weights may be kept in 16 bits where x has float32.
 
-    Shapes: x [n, k], each row in one piece; weight [m, k] in one piece; the result [n, m].
+@dataclass(slots=True, kw_only=True)
+class _GemmArguments(Generic[T]):
+    blocks: Numbers[T]
+    weight: Weights[T]
+    panels: Numbers[T]
+    y: Numbers[T]
+    n: Integer[T]
+    k: Integer[T]
+    m: Integer[T]
+    chunk: Integer[T]
+
+
+class GemmKernel:
+    """x @ weight.T for many rows of x.
+
+    The weight may have 16 bits where x is float32.
+
+    Shapes: x [n, k], rows contiguous; weight [m, k] contiguous; the result [n, m].
     """
 
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         self._shape = shape = _Shape.on(machine, dtype, stored)
-        numbers, of_weight = shape.lanes.pointer, shape.of_weight.pointer
-        self._rows = Program("rows", [numbers, I64, numbers, I64, I64], partial(_lay_out, shape))
-        types = [numbers, of_weight, numbers, numbers, *[I64] * 4]
-        self._program = Program("block_linear", types, partial(_block_linear, shape))
+        numbers, weights = shape.lanes.pointer, shape.of_weight.pointer
+        self._pack = Program(_PackArguments[float], partial(_pack, shape), numbers=numbers)
+        self._program = Program(
+            _GemmArguments[float], partial(_gemm, shape), numbers=numbers, weights=weights
+        )
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
         (n, k), m = x.shape, len(weight)
@@ -108,28 +130,32 @@ class BlockLinearKernel:
             return y
         n_blocks = -(-n // shape.n_rows)
         blocks = x.new_empty(n_blocks * shape.n_rows, shape.padded(k))
-        run(self._rows, n_threads, x.data_ptr(), x.stride(0), blocks.data_ptr(), n, k)
+        rows = _PackArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), blocks=blocks.data_ptr(), n=n, k=k
+        )
+        run(self._pack, n_threads, rows)
         panels = x.new_empty(n_threads, SUMMED_INPUTS, shape.n_outputs)
         n_panels = -(-m // shape.n_outputs)
         n_chunks = max(-(-n // _MAX_CHUNK), _PANELS_PER_THREAD * n_threads // max(n_panels, 1))
-        chunk = -(-n_blocks // n_chunks) * shape.n_rows
-        addresses = (each.data_ptr() for each in (blocks, weight, panels, y))
-        run(self._program, n_threads, *addresses, n, k, m, chunk)
+        arguments = _GemmArguments(
+            blocks=blocks.data_ptr(), weight=weight.data_ptr(), panels=panels.data_ptr(),
+            y=y.data_ptr(), n=n, k=k, m=m, chunk=-(-n_blocks // n_chunks) * shape.n_rows,
+        )  # fmt: skip
+        run(self._program, n_threads, arguments)
         return y
 
 
 @cache
-def make_block_linear(dtype: torch.dtype, stored: torch.dtype) -> BlockLinearKernel:
-    """The kernel for this machine; `computes` says for which types to compute in."""
-    return BlockLinearKernel(dtype, stored, this_machine())
+def make_gemm(dtype: torch.dtype, stored: torch.dtype) -> GemmKernel:
+    return GemmKernel(dtype, stored, this_machine())
 
 
-def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
-    """Rows in blocks, input by input; the last row fills up the last block.
+def _pack(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _PackArguments[Value]) -> None:
+    """Packs rows in blocks, input by input; the last block repeats the last row.
 
-    Shapes: x [n, k] -> blocks [n_blocks, k made up to whole vectors, n_rows].
+    Shapes: x [n, k] -> blocks [n_blocks, k rounded up to whole vectors, n_rows].
     """
-    x, x_stride, blocks, n, k = arguments
+    n, k = args.n, args.k
     n_rows, width = shape.n_rows, shape.lanes.width
     side = min(n_rows, width)
     square = replace(shape.lanes, width=side)
@@ -138,31 +164,31 @@ def _lay_out(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Val
         loop(b, *thread.part_of((n + (n_rows - 1)) // n_rows)) as block,
         loop(b, 0, k, SUMMED_INPUTS) as start,
     ):
-        rows = [x + smaller(block * n_rows + i, n - 1) * x_stride + start for i in range(n_rows)]
-        own = blocks + (block * n_padded + start) * n_rows
+        numbers = (smaller(block * n_rows + i, n - 1) for i in range(n_rows))
+        rows = [args.x + number * args.x_stride + start for number in numbers]
+        own = args.blocks + (block * n_padded + start) * n_rows
         n_inputs = smaller(k - start, SUMMED_INPUTS)
         with loop(b, 0, n_inputs, width) as i:
             for first, first_row in product(range(0, width, side), range(0, n_rows, side)):
                 mask = square.first(n_inputs - i - first)
                 of_rows = rows[first_row : first_row + side]
-                numbers = [square.load(row + (i + first), mask) for row in of_rows]
-                for number, column in enumerate(transposed(numbers)):
+                columns = transposed([square.load(row + (i + first), mask) for row in of_rows])
+                for number, column in enumerate(columns):
                     place = shape.place(i // width, first + number, n_inputs)
                     square.store(own + place * n_rows + first_row, column)
 
 
-def _block_linear(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
-    """The kernel.
-
+def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[Value]) -> None:
+    """
     for inputs, SUMMED_INPUTS at a time:
         for (chunk of rows, panel of outputs) in this thread's:
-            lay out weight[outputs, inputs]
+            pack weight[outputs, inputs]
             for block in rows of the chunk:
                 y[block, outputs] += x[block, inputs] @ weight[outputs, inputs].T
     """
-    blocks, weight, panels, y, n, k, m, chunk = arguments
+    n, k, m, chunk = args.n, args.k, args.m, args.chunk
     width, waiting = shape.lanes.width, _LaneSums(shape, b)
-    panel = panels + thread.number * (SUMMED_INPUTS * shape.n_outputs)
+    panel = args.panels + thread.number * (SUMMED_INPUTS * shape.n_outputs)
     n_chunks = (n + chunk - 1) // chunk
     n_panels = (m + (shape.n_outputs - 1)) // shape.n_outputs
     n_padded = (k + (width - 1)) // width * width
@@ -172,20 +198,20 @@ def _block_linear(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: lis
     ):
         first = item % n_panels * shape.n_outputs
         n_inputs = smaller(k - start, SUMMED_INPUTS)
-        _lay_out_panel(shape, weight + start, panel, first, n_inputs, k, m)
+        _pack_panel(shape, args.weight + start, panel, first, n_inputs, k, m)
         first_row = item // n_panels * chunk
         with loop(b, first_row, smaller(first_row + chunk, n), shape.n_rows) as row:
-            own = blocks + row * n_padded + start * shape.n_rows
-            place = _Place(y, row, first, n, m)
+            own = args.blocks + row * n_padded + start * shape.n_rows
+            place = _Place(args.y, row, first, n, m)
             _add_products(shape, own, panel, place, start, n_inputs, waiting)
 
 
-def _lay_out_panel(
+def _pack_panel(
     shape: _Shape, weight: Value, panel: Value, first: Value, n_inputs: Value, k: Value, m: Value
 ) -> None:
-    """Outputs from the first on, input by input; the last one stands for those beyond it.
+    """Packs the outputs of a panel, input by input, and repeats the last output beyond the end.
 
-    Inputs are made up to whole vectors with zeros.
+    Inputs are padded to whole vectors with zeros.
     """
     width, b = shape.lanes.width, k.b
     with loop(b, 0, shape.n_outputs, width) as vector:
@@ -199,9 +225,9 @@ def _lay_out_panel(
 
 
 class _LaneSums:
-    """Room for the sums of lanes that wait for those that they are added to: one of each size.
+    """A buffer for partial sums of lanes, one for each level of the reduction tree.
 
-    Lanes come in the order 0, W/2, W/4, 3W/4, and so on: their numbers with the bits reversed.
+    Lanes come in bit-reversed order: 0, W/2, W/4, 3W/4, ...
     """
 
     def __init__(self, shape: _Shape, b: ir.IRBuilder) -> None:
@@ -218,7 +244,7 @@ class _LaneSums:
         put: Callable[[list[Value]], None],
         level: int = 0,
     ) -> None:
-        """Take the sums of a lane, the number-th that comes; `put` those of all after the last."""
+        """Adds the sums of the number-th lane; after the last, calls `put` with the totals."""
         if level == self._depth:
             put(sums)
             return
@@ -236,7 +262,7 @@ class _LaneSums:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the results of a block of rows and a panel of outputs go: in y [n, m], from there."""
+    """The first row and output in y [n, m] of the results of a block and a panel."""
 
     y: Value
     row: Value
@@ -254,9 +280,7 @@ def _add_products(
     n_inputs: Value,
     waiting: _LaneSums,
 ) -> None:
-    """A block of rows by a panel, added to what is at its place; written there where no inputs
-    came before.
-    """
+    """Multiplies a block of rows by a panel, and adds to y unless these are the first inputs."""
     lanes, b = shape.lanes, n_inputs.b
     starts = range(0, shape.n_outputs, lanes.width)
     n_steps = (n_inputs + (lanes.width - 1)) // lanes.width

@@ -1,4 +1,4 @@
-"""A kernel's turns of all_reduce: the same sums beside ranks that sum in Python; named faults."""
+"""All-reduce by kernels: the same sums as in Python, mixed with ranks in Python, and faults."""
 
 import os
 import random
@@ -13,22 +13,22 @@ from ranks import SOON_S, Ranks, call_late_after
 from torch import Tensor
 
 from parallel_llama.ops import CPUOps
-from parallel_llama.ops.cpu import Recording
-from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.ops.cpu.jit import openmp
+from parallel_llama.ops.cpu.replay import Recording
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SharedMemory
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
-# The last is more than a kernel sums.
+# The last is larger than what a kernel sums.
 SIZES = 1, 15, 16, 576, 1001, SHARED_SUM_BYTES // 8 - 1, SHARED_SUM_BYTES // 4
 
 
 def sum_in_turns(
     comm: Communicator, dtype: torch.dtype, by_python: set[int], most_late_s: float
 ) -> list[bytes]:
-    """Sums of tensors of all sizes, over and over; some ranks take their turns in Python."""
+    """Sums tensors of all sizes repeatedly, on some ranks in Python."""
     rng, ops = random.Random(comm.rank), CPUOps(dtype, 4, {1})
     xs = [torch.empty(1, n, dtype=dtype) for n in SIZES]
     if comm.rank not in by_python:
@@ -54,7 +54,7 @@ def sum_in_turns(
 @pytest.mark.parametrize("tp_size", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_a_kernel_sums_as_python_does_to_the_last_bit(ranks, tp_size, dtype):
-    """All ranks in Python, some of them, none; and some so late that other kernels give up."""
+    """All, some or no ranks sum in Python, and some are so late that kernels stop spinning."""
     pool = ranks(tp_size)
     (expected, *others) = pool.run(sum_in_turns, dtype, set(range(tp_size)), 0.0)
     assert others == [expected] * (tp_size - 1)
@@ -64,7 +64,7 @@ def test_a_kernel_sums_as_python_does_to_the_last_bit(ranks, tp_size, dtype):
 
 
 def many_turns(comm: Communicator) -> bool:
-    """Turns back to back, each the sum of the one before."""
+    """Exchanges without a pause, each of which sums the result of the previous one."""
     ops, x = CPUOps(torch.float64, 4, {1}), torch.ones(1, 40, dtype=torch.float64)
     with ops.recording() as recording:
         for _ in range(30):
@@ -84,18 +84,18 @@ def test_turns_back_to_back_do_not_mix(ranks, tp_size):
 
 
 def record_around(comm: Communicator, x: Tensor, middle: Callable[[], None]) -> Recording:
-    """Some turns of x, something that Python does, and some more turns."""
+    """Records exchanges of x, a Python function, and more exchanges."""
     ops = CPUOps(x.dtype, 4, {1})
     with ops.recording() as recording:
         for number in range(8):
             if number == 4:
-                recording.leave(middle)
+                recording.host_call(middle)
             ops.all_reduce(x, comm)
     return recording
 
 
 def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
-    """One rank sends itself a signal in the middle of a recording; what the others hear of it."""
+    """One rank sends itself a signal during a replay. Returns: what the other ranks report."""
     started, x = 0.0, torch.ones(1, 64)
 
     def strike() -> None:
@@ -132,7 +132,7 @@ def test_a_rank_that_dies_within_a_program_is_named_by_all_others(size, rank):
 def test_a_rank_that_stops_within_a_program_is_named_after_the_timeout():
     pool = Ranks(2, shared_memory=True)
     try:
-        pool.run(many_turns)  # so that no kernel is left to compile
+        pool.run(many_turns)  # so that all kernels are compiled
         waited_s, message = pool.outcomes(fault, 1, signal.SIGSTOP, lost=[1])[0]
         assert 1.5 <= waited_s < SOON_S
         assert message.startswith("rank 1 of 2 is late: nothing heard of it for 1.5 s")

@@ -1,4 +1,4 @@
-"""Consecutive queries of a sequence attend to their own keys in the cache, in compiled code."""
+"""The kernels for prefill attention: consecutive queries attend to the keys before them."""
 
 import random
 from collections.abc import Iterator
@@ -9,26 +9,29 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, kv_rows
-from parallel_llama.ops.cpu import tile_attention
-from parallel_llama.ops.cpu.attention import AttentionKernel
-from parallel_llama.ops.cpu.chunk_attention import ChunkAttentionKernel
-from parallel_llama.ops.cpu.program import Machine, openmp
-from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
-from parallel_llama.ops.cpu.tile_linear import tiles_are_allowed
+from parallel_llama.ops.cpu import prefill_attention_amx
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
+from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
+from parallel_llama.ops.cpu.jit import Machine, openmp
+from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel
+from parallel_llama.ops.cpu.prefill_attention_amx import (
+    PrefillAttentionAMXKernel,
+    make_prefill_attention_amx,
+)
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
 MACHINES = {16: Machine(16, 16), 32: Machine(32, 16), 64: Machine(64, 32)}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-HALF = 1e-4  # what products of numbers in two parts of bfloat16 may lose
+HALF = 1e-4  # the error of products of numbers that are split into two of bfloat16
 has_tiles = pytest.mark.skipif(
     openmp() is None or not tiles_are_allowed(), reason="this CPU has no tiles (AMX)"
 )
 PLAIN, CAPPED = Scores(), Scores(scale=0.7, soft_cap=2.0)
 CACHES = [torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
 N_SLOTS, N_KV_HEADS = 700, 2
-# Queries and how many tokens are before them: about the sizes of blocks of columns and tiles of
-# keys, and a window that begins in a tile after the first, for some and for all of them.
+# Numbers of queries, tokens before them, and windows: sizes around blocks of columns and tiles of
+# keys, and windows that begin after the first tile for some or for all queries.
 CHUNKS = [(1, 0, None), (17, 0, None), (150, 0, None), (16, 63, None), (49, 170, None)]
 WINDOWS = [(70, 0, 1), (150, 0, 64), (150, 130, 100), (20, 300, 7), (40, 10, 60)]
 
@@ -40,21 +43,21 @@ def kernel(
     vector_bytes: int = 64,
     scores: Scores = PLAIN,
     cache_dtype: torch.dtype | None = None,
-) -> ChunkAttentionKernel:
+) -> PrefillAttentionKernel:
     machine = MACHINES[vector_bytes]
-    return ChunkAttentionKernel(dtype, cache_dtype or dtype, head_dim, scores, machine)
+    return PrefillAttentionKernel(dtype, cache_dtype or dtype, head_dim, scores, machine)
 
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Tests set how many there are."""
+    """Restores the number of threads, which tests change."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
 def make_chunk(n: int, start: int, window: int | None, slots: Tensor | None = None) -> QueryChunk:
-    """Keys in slots of no order, or in these, which are those of the sequence from its start."""
+    """A chunk with keys in random slots, or in these slots of the sequence from its start."""
     if slots is None:
         slots = torch.randperm(N_SLOTS)[: start + n]
     first = 0 if window is None else max(start - window + 1, 0)
@@ -64,7 +67,7 @@ def make_chunk(n: int, start: int, window: int | None, slots: Tensor | None = No
 
 
 def make_cache(dtype: torch.dtype, head_dim: int, chunk: QueryChunk) -> tuple[Tensor, Tensor]:
-    """Keys and values of the chunk, between slots that are NaN, as unwritten memory may be."""
+    """Keys and values of the chunk; all other slots are NaN, as unwritten memory may be."""
     kv = torch.full((2, N_KV_HEADS, N_SLOTS, head_dim), torch.nan, dtype=dtype)
     shape = (2, N_KV_HEADS, len(chunk.slots), head_dim)
     kv[:, :, chunk.slots] = torch.randn(shape, dtype=torch.float64).to(dtype)
@@ -72,19 +75,19 @@ def make_cache(dtype: torch.dtype, head_dim: int, chunk: QueryChunk) -> tuple[Te
 
 
 def make_queries(dtype: torch.dtype, n: int, n_group: int, head_dim: int) -> Tensor:
-    """The first heads of a wider product, so that rows lie apart."""
+    """The first heads of a wider tensor, so that rows are not adjacent."""
     n_heads = N_KV_HEADS * n_group
     return torch.randn(n + 3, n_heads + 3, head_dim, dtype=dtype)[:, :n_heads]
 
 
 def run(
-    attention: ChunkAttentionKernel | TileAttentionKernel,
+    attention: PrefillAttentionKernel | PrefillAttentionAMXKernel,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     chunk: QueryChunk,
 ) -> Tensor:
-    """The chunk's rows; what lies beside them must stay as it was."""
+    """Computes the chunk's rows, and checks that everything else is unchanged."""
     wide = torch.full((len(q), q.shape[1] + 1, q.shape[2]), -7.0, dtype=q.dtype)
     attention(q, k, v, chunk, wide[:, :-1])
     assert (wide[:, -1] == -7).all()
@@ -96,7 +99,7 @@ def run(
 def by_definition(
     q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, scores: Scores = PLAIN
 ) -> Tensor:
-    """In float64, one KV head at a time."""
+    """The result in float64, for one KV head at a time."""
     q = q[chunk.rows].double()
     k, v = (kv_rows.unpack(kv_rows.take(each, chunk.slots), torch.float64) for each in (k, v))
     at = torch.arange(chunk.positions.start, chunk.positions.stop)[:, None]
@@ -157,7 +160,7 @@ def test_scores_are_scaled_and_capped_by_definition(dtype: torch.dtype, vector_b
 
 @pytest.mark.parametrize("cache_dtype", CACHES)
 def test_a_narrow_cache_is_read_as_what_it_stands_for(cache_dtype: torch.dtype) -> None:
-    """To the last bit what the same keys and values give in float32."""
+    """The same bits as with the same keys and values in float32."""
     chunk = make_chunk(70, 100, None)
     wide = torch.randn(2, N_KV_HEADS, N_SLOTS, 48) * (torch.rand(N_SLOTS, 1) + 0.5)
     kv = kv_rows.pack(wide, cache_dtype)
@@ -176,13 +179,13 @@ def test_a_query_gets_the_same_to_the_last_bit_however_its_prompt_is_cut(
 
 
 def check_cuts(
-    attention: ChunkAttentionKernel | TileAttentionKernel,
+    attention: PrefillAttentionKernel | PrefillAttentionAMXKernel,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     head_dim: int,
     window: int | None,
 ) -> None:
-    """On any number of threads, wherever keys lie, and whoever is in the chunk with a query."""
+    """For any number of threads, any slots, and any other queries in the chunk."""
     n = 180
     whole = make_chunk(n, 0, window, torch.randperm(N_SLOTS)[:n])
     k, v = make_cache(cache_dtype, head_dim, whole)
@@ -222,9 +225,9 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_in_a_chunk(
     n_group: int,
     scores: Scores,
 ) -> None:
-    """At most nine tokens of a prompt were decoded, and had other sums than in a longer chunk."""
+    """Up to nine tokens of a prompt used the decode kernel, which summed in another order."""
     rng, machine = random.Random(0), MACHINES[vector_bytes]
-    decode = AttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, machine)
+    decode = DecodeAttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, machine)
     attention = kernel(dtype, head_dim, vector_bytes, scores, cache_dtype)
     for _ in range(10):
         n, start = rng.randint(1, 60), rng.choice([0, 1, 100, 127, 128, 255, 400])
@@ -239,7 +242,7 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_in_a_chunk(
 
 
 def rows_of(chunk: QueryChunk, rng: random.Random) -> dict[int, tuple[int, list[slice]]]:
-    """Its queries one by one, in any order."""
+    """The queries of the chunk one by one, in random order."""
     rows, slots = {}, chunk.slots.tolist()
     for row, position in enumerate(chunk.positions, chunk.rows.start):
         first = max(position - (chunk.window or N_SLOTS) + 1, 0)
@@ -252,7 +255,7 @@ def rows_of(chunk: QueryChunk, rng: random.Random) -> dict[int, tuple[int, list[
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_large_scores_do_not_overflow_in_any_tile(dtype: torch.dtype) -> None:
-    """Whole numbers, so that scores up to 10^4 are exact; the largest is now early and now late."""
+    """Integers, so that scores up to 10^4 are exact; the largest score is in any tile."""
     chunk = make_chunk(60, 140, None, torch.arange(200))
     k = torch.randint(-50, 51, (N_KV_HEADS, 200, 4)).to(dtype)
     v = torch.randn(N_KV_HEADS, 200, 4, dtype=dtype)
@@ -265,7 +268,7 @@ def test_large_scores_do_not_overflow_in_any_tile(dtype: torch.dtype) -> None:
 
 
 def test_a_key_that_is_not_a_number_spoils_nothing_outside_its_own_head() -> None:
-    """Nor a query before it but for those that are computed with the same keys."""
+    """Nor an earlier query, unless its block of columns has a query that sees the key."""
     chunk = make_chunk(100, 0, None)
     k, v = make_cache(torch.float32, 8, chunk)
     q = make_queries(torch.float32, 100, 3, 8)
@@ -278,15 +281,15 @@ def test_a_key_that_is_not_a_number_spoils_nothing_outside_its_own_head() -> Non
 
 
 @cache
-def tiles(head_dim: int, scores: Scores = PLAIN) -> TileAttentionKernel:
-    return TileAttentionKernel(head_dim, scores)
+def tiles(head_dim: int, scores: Scores = PLAIN) -> PrefillAttentionAMXKernel:
+    return PrefillAttentionAMXKernel(head_dim, scores)
 
 
 @has_tiles
 @pytest.mark.parametrize("scores", [PLAIN, CAPPED], ids=str)
 @pytest.mark.parametrize(("head_dim", "n_group"), [(32, 1), (64, 3), (96, 71)])
 def test_tiles_attend_by_definition(head_dim: int, n_group: int, scores: Scores) -> None:
-    """Queries and weights with one part alone would lose a hundred times as much."""
+    """With queries and weights in one part alone, the error would be a hundred times as large."""
     for n, start, window in [*CHUNKS, *WINDOWS]:
         chunk = make_chunk(n, start, window)
         k, v = make_cache(torch.bfloat16, head_dim, chunk)
@@ -317,7 +320,7 @@ def test_a_query_that_is_not_a_number_spoils_itself_alone_on_tiles(bits: int) ->
 
 @has_tiles
 def test_a_value_that_is_not_a_number_spoils_its_own_head_alone_on_tiles() -> None:
-    """Tiles of keys begin before the window, and lie head by head."""
+    """Tiles of keys begin before the window, and are packed head by head."""
     chunk = make_chunk(20, 300, 7)
     k, v = make_cache(torch.bfloat16, 64, chunk)
     q = make_queries(torch.float32, 20, 3, 64)
@@ -327,7 +330,7 @@ def test_a_value_that_is_not_a_number_spoils_its_own_head_alone_on_tiles() -> No
 
 
 def test_heads_that_do_not_fill_tiles_are_left_to_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_attention, "make_tile_linear", lambda: object())
-    assert make_tile_attention.__wrapped__(80, PLAIN) is None
-    monkeypatch.setattr(tile_attention, "make_tile_linear", lambda: None)
-    assert make_tile_attention.__wrapped__(64, PLAIN) is None
+    monkeypatch.setattr(prefill_attention_amx, "make_gemm_amx", lambda: object())
+    assert make_prefill_attention_amx.__wrapped__(80, PLAIN) is None
+    monkeypatch.setattr(prefill_attention_amx, "make_gemm_amx", lambda: None)
+    assert make_prefill_attention_amx.__wrapped__(64, PLAIN) is None

@@ -1,15 +1,15 @@
-"""The product of many rows with a matrix in bfloat16, on the CPU's matrix tiles (AMX).
+"""Products of many rows with a weight in bfloat16, on the CPU's matrix tiles (AMX).
 
-A row of float32 is split into two of bfloat16, x = high + low, which loses 2^-17 of it at the most.
-Both are multiplied with the matrix, exactly, and summed in float32 in an order that depends on the
-number of inputs alone. So a row's result is the same among any rows.
+A float32 row is split into two of bfloat16, x = high + low, with a relative error of at most 2^-17.
+The products of both with the weight are exact; they are summed in float32, in an order that depends
+only on the number of inputs. So a row's result does not depend on the other rows.
 
-    tile of the matrix [16 outputs, 32 inputs]
+    tile of the weight [16 outputs, 32 inputs]
     tile of rows       [16 pairs of inputs, 16 rows, 2]
     tile of the result [16 outputs, 16 rows]
 
-Tiles of either lie in one piece while they are used, for rows of a tile that are a power of two
-apart would drive each other out of the cache.
+Tiles are contiguous in memory while they are used: rows of a tile at a distance of a power of two
+would evict each other from the cache.
 
 Source: Intel 64 and IA-32 architectures, optimization reference manual, chapter on Intel AMX.
 """
@@ -19,16 +19,19 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Generic
 
 import llvmlite.binding as llvm
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.block_linear import make_block_linear
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, T
+from parallel_llama.ops.cpu.gemm import make_gemm
+from parallel_llama.ops.cpu.ir import (
     F32,
     I8,
     I32,
@@ -44,8 +47,8 @@ from parallel_llama.ops.cpu.builder import (
     transposed,
     when,
 )
-from parallel_llama.ops.cpu.narrow_floats import to_bfloat16
-from parallel_llama.ops.cpu.program import Program, Run, at_once
+from parallel_llama.ops.cpu.jit import Program, Run, at_once
+from parallel_llama.ops.cpu.vector_math import to_bfloat16
 
 _SIDE = 16  # outputs, rows, and pairs of inputs of a tile
 _INPUTS = 2 * _SIDE
@@ -54,29 +57,50 @@ _WORDS, _NUMBERS = ir.VectorType(I32, _SIDE), ir.VectorType(F32, _SIDE)
 _ROW_BYTES, _TILE_BYTES = 4 * _SIDE, 4 * _SIDE * _SIDE
 _BLOCK = 2 * _SIDE  # outputs, and rows, that are multiplied together: four tiles of results
 
-# Rows that pass over the whole matrix before the next ones do: so few that a cache holds them.
+# Rows that are multiplied by the whole weight before the next rows, so that they fit a cache.
 _CHUNK = 6 * _BLOCK
 
-# Linux's arch_prctl on x86-64, which allows a process the registers of tiles.
+# Linux's arch_prctl on x86-64, with which a process requests permission to use tiles.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
-# Tiles pay where they are so many times as fast: a choice that does not change from run to run.
+# Tiles are used if they are faster by this factor, so that the choice is the same in each run.
 _PAYS = 1.5
 
 
-class TileLinearKernel:
-    """Y = X A for many rows of X, with A in bfloat16 as torch keeps it, transposed.
+@dataclass(slots=True, kw_only=True)
+class _SplitArguments(Generic[T]):
+    x: Floats[T]
+    x_stride: Integer[T]
+    pairs: Bytes[T]
+    n: Integer[T]
+    n_rows: Integer[T]
+    k: Integer[T]
 
-    Shapes: x [n, k] float32, each row in one piece; weight [m, k] bfloat16 in one piece, k whole
-    tiles and m at least a block; the result [n, m].
+
+@dataclass(slots=True, kw_only=True)
+class _GemmAMXArguments(Generic[T]):
+    shape: Bytes[T]
+    weight: Bytes[T]
+    pairs: Bytes[T]
+    held: Bytes[T]
+    y: Floats[T]
+    n: Integer[T]
+    n_rows: Integer[T]
+    m: Integer[T]
+    k: Integer[T]
+
+
+class GemmAMXKernel:
+    """x @ weight.T for many rows of x.
+
+    Shapes: x [n, k] float32, rows contiguous; weight [m, k] bfloat16, contiguous, with k a multiple
+    of 32 and m at least 32; the result [n, m].
     """
 
     def __init__(self) -> None:
-        assert tiles_are_allowed()  # else its first instruction ends the process
-        bytes_, numbers = I8.as_pointer(), F32.as_pointer()
-        self._split = Program("split", [numbers, I64, bytes_, I64, I64, I64], _split)
-        types = [bytes_, bytes_, bytes_, bytes_, numbers, I64, I64, I64, I64]
-        self._program = Program("tile_linear", types, _tile_linear)
+        assert tiles_are_allowed()  # otherwise the first instruction kills the process
+        self._split = Program(_SplitArguments[float], _split)
+        self._program = Program(_GemmAMXArguments[float], _gemm_amx)
         self._shape = tile_shape()
 
     def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
@@ -87,34 +111,40 @@ class TileLinearKernel:
         n_threads = torch.get_num_threads()
         pairs = torch.empty(2, n_rows, k, dtype=torch.bfloat16)
         held = torch.empty(n_threads, _BLOCK, k, dtype=torch.bfloat16)
-        run(self._split, n_threads, x.data_ptr(), x.stride(0), pairs.data_ptr(), n, n_rows, k)
+        split = _SplitArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), pairs=pairs.data_ptr(), n=n, n_rows=n_rows, k=k
+        )
+        run(self._split, n_threads, split)
         y = x.new_empty(n, m)
-        addresses = (each.data_ptr() for each in (self._shape, weight, pairs, held, y))
-        run(self._program, n_threads, *addresses, n, n_rows, m, k)
+        arguments = _GemmAMXArguments(
+            shape=self._shape.data_ptr(), weight=weight.data_ptr(), pairs=pairs.data_ptr(),
+            held=held.data_ptr(), y=y.data_ptr(), n=n, n_rows=n_rows, m=m, k=k,
+        )  # fmt: skip
+        run(self._program, n_threads, arguments)
         return y
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether a matrix fills tiles."""
+        """Whether the kernel supports this weight."""
         m, k = weight.shape
         return weight.dtype == torch.bfloat16 and m >= _BLOCK and k > 0 and k % _INPUTS == 0
 
 
 @cache
-def make_tile_linear() -> TileLinearKernel | None:
-    """The kernel, where this machine has tiles, allows them, and is faster with them."""
+def make_gemm_amx() -> GemmAMXKernel | None:
+    """The kernel, or None if tiles are missing, not allowed, or not faster on this CPU."""
     if not tiles_are_allowed():
         return None
-    kernel = TileLinearKernel()
+    kernel = GemmAMXKernel()
     x, weight = torch.ones(8 * _BLOCK, 512), torch.ones(512, 512, dtype=torch.bfloat16)
-    plain = make_block_linear(x.dtype, weight.dtype)
+    plain = make_gemm(x.dtype, weight.dtype)
     pays = _seconds(lambda: kernel(x, weight)) * _PAYS < _seconds(lambda: plain(x, weight))
     return kernel if pays else None
 
 
 @cache
 def tiles_are_allowed() -> bool:
-    """Whether this process may use tiles; asking for them is what allows them."""
+    """Requests permission to use tiles. Returns: whether it is granted."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     features = llvm.get_host_cpu_features()
@@ -125,7 +155,7 @@ def tiles_are_allowed() -> bool:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The least time of a few: others on the machine can only add to it."""
+    """The shortest of a few runs, since other processes can only make runs longer."""
     times = []
     for _ in range(4):
         started = time.perf_counter()
@@ -135,7 +165,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def tile_shape() -> Tensor:
-    """What the CPU is told of its eight tiles: all have 16 rows of 64 bytes."""
+    """The configuration of the CPU's eight tiles: all have 16 rows of 64 bytes."""
     shape = torch.zeros(64, dtype=torch.uint8)
     shape[0] = 1  # the palette
     shape[16:32].view(torch.int16)[:] = 64
@@ -143,26 +173,26 @@ def tile_shape() -> Tensor:
     return shape
 
 
-def _split(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
-    """Rows in two parts, pairs of inputs side by side, made up to whole blocks with zeros.
+def _split(b: ir.IRBuilder, thread: Thread, args: _SplitArguments[Value]) -> None:
+    """Splits rows into two parts with pairs of inputs adjacent, padded to whole blocks with zeros.
 
     Shapes: x [n, k] -> pairs [2, n_rows / 16, k / 2, 16, 2].
     """
-    x, x_stride, pairs, n, n_rows, k = arguments
+    n_rows, k = args.n_rows, args.k
     with (
         loop(b, *thread.part_of(n_rows // _SIDE)) as tile,
         loop(b, 0, k, _INPUTS) as column,
     ):
-        rows = [_parts(x, x_stride, n, tile * _SIDE + row, column) for row in _LANES]
+        rows = [_parts(args.x, args.x_stride, args.n, tile * _SIDE + row, column) for row in _LANES]
         for part in (0, 1):
-            first = pairs + ((n_rows * part + tile * _SIDE) * k + column * _SIDE) * 2
+            first = args.pairs + ((n_rows * part + tile * _SIDE) * k + column * _SIDE) * 2
             for number, of_pair in enumerate(transposed([row[part] for row in rows])):
                 place = (first + number * _ROW_BYTES).bits_as(_WORDS.as_pointer())
                 b.store(of_pair.raw, place.raw, align=4)
 
 
 def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> list[Value]:
-    """Two parts of 32 inputs of a row, a pair in each lane; zeros for a row that is not there."""
+    """The two parts of 32 inputs of a row, with a pair in each lane; zeros beyond the last row."""
     lanes = Lanes(torch.float32, torch.float32, _SIDE)
     mask = lanes.splat(row < n)
     own = x + row * x_stride + column
@@ -177,40 +207,39 @@ def _parts(x: Value, x_stride: Value, n: Value, row: Value, column: Value) -> li
     return [first | (second << 16) for first, second in (highs, lows)]
 
 
-def _tile_linear(b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
-    """The kernel.
-
+def _gemm_amx(b: ir.IRBuilder, thread: Thread, args: _GemmAMXArguments[Value]) -> None:
+    """
     for outputs in this thread's blocks:
         for rows in blocks:
             y[rows, outputs] = sum over tiles of inputs of weight[outputs] @ (high + low)[rows]
     """
-    shape, weight, pairs, held, y, n, n_rows, m, k = arguments
+    n_rows, m, k = args.n_rows, args.m, args.k
     with b.goto_entry_block():
         room = b.alloca(ir.ArrayType(F32, _BLOCK * _BLOCK))
     results = Value(b, room).bits_as(F32.as_pointer())  # [outputs, rows] of a block
-    held += thread.number * _BLOCK * k * 2
-    intrinsic("x86.ldtilecfg", VOID, shape)
+    held = args.held + thread.number * _BLOCK * k * 2
+    intrinsic("x86.ldtilecfg", VOID, args.shape)
     with (
         loop(b, 0, n_rows, _CHUNK) as start,
         loop(b, *thread.part_of((m + (_BLOCK - 1)) // _BLOCK)) as block,
     ):
-        # The last block begins so early that it is whole: some outputs are computed twice.
+        # The last block starts early enough to be whole: some outputs are computed twice.
         first = smaller(block * _BLOCK, m - _BLOCK)
-        _hold(weight + first * k * 2, held, k)
+        _hold(args.weight + first * k * 2, held, k)
         with loop(b, start, smaller(start + _CHUNK, n_rows), _BLOCK) as row:
-            _multiply(held, pairs + row * k * 2, results, n_rows, k)
+            _multiply(held, args.pairs + row * k * 2, results, n_rows, k)
             for i, j in product(range(2), range(2)):
                 outputs = [_row_of(results, i * _SIDE + each, j * _SIDE) for each in _LANES]
                 for number, values in enumerate(transposed(outputs)):
                     own = row + (j * _SIDE + number)
-                    place = y + own * m + first + i * _SIDE
-                    with when(own < n):
+                    place = args.y + own * m + first + i * _SIDE
+                    with when(own < args.n):
                         b.store(values.raw, place.bits_as(_NUMBERS.as_pointer()).raw, align=4)
     release_tiles(b)
 
 
 def _hold(weight: Value, held: Value, k: Value) -> None:
-    """Copy a block of outputs tile by tile."""
+    """Copies a block of outputs tile by tile."""
     with loop(k.b, 0, k * 2, _ROW_BYTES) as column:
         for output in range(_BLOCK):
             tile = held + k * (output // _SIDE * _SIDE * 2) + column * _SIDE
@@ -221,7 +250,7 @@ def _hold(weight: Value, held: Value, k: Value) -> None:
 
 
 def _multiply(held: Value, pairs: Value, results: Value, n_rows: Value, k: Value) -> None:
-    """A block of outputs by a block of rows, and by all inputs."""
+    """Multiplies a block of outputs by a block of rows, over all inputs."""
     b = k.b
     sums, of_weight, of_rows = [0, 1, 2, 3], [4, 5], [6, 7]
     in_a_row, in_results = (Value(b, I64(each)) for each in (_ROW_BYTES, _BLOCK * 4))
@@ -242,17 +271,17 @@ def _multiply(held: Value, pairs: Value, results: Value, n_rows: Value, k: Value
 
 
 def _row_of(results: Value, output: int, row: int) -> Value:
-    """The results of an output, for 16 rows."""
+    """The results of an output for 16 rows."""
     place = (results + output * _BLOCK + row).bits_as(_NUMBERS.as_pointer())
     return Value(results.b, results.b.load(place.raw, align=4))
 
 
 def tile_instruction(b: ir.IRBuilder, name: str, *operands: int | Value) -> None:
-    """An instruction on tiles, which are named by their numbers."""
+    """Emits an instruction on tiles, which are given by their numbers."""
     values = [Value(b, I8(each)) if isinstance(each, int) else each for each in operands]
     intrinsic(f"x86.{name}", VOID, *values)
 
 
 def release_tiles(b: ir.IRBuilder) -> None:
-    """For the end of a kernel: registers in use would be saved at every change of threads."""
+    """Releases the tiles at the end of a kernel; context switches would save them otherwise."""
     b.call(ir.Function(b.module, ir.FunctionType(VOID, []), "llvm.x86.tilerelease"), [])

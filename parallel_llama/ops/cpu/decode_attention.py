@@ -1,12 +1,12 @@
-"""Attention of one query per sequence, over keys and values where they lie in the KV cache.
+"""Softmax attention of one query per sequence, over keys and values in place in the KV cache.
 
-What one KV head keeps of one sequence is read once, for the whole group of queries that share it.
-Scores are taken for a vector of keys at a time and go to a scratch row per query; their softmax is
-taken in place; the values are then summed by it, for a few queries at a time. Threads share the
-keys of a long sequence, a part each: whoever is done last puts the parts' results together.
+The keys and values of a sequence and a KV head are read once for all queries that share the head.
+Scores are computed for a vector of keys at a time and stored in a scratch row per query. After an
+in-place softmax the values are summed, for a few queries at a time. The keys of a long sequence are
+split into parts for several threads; the thread that finishes last merges the parts' results.
 
-A result depends on the query, its keys and its values alone: not on the other sequences, not on the
-threads, and not on how the slots are cut into ranges.
+A result depends only on the query, its keys and its values: not on other sequences, on threads, or
+on how the slots are split into ranges.
 
 Source: grouped queries, arXiv 2305.13245; keys in parts, FlashDecoding, arXiv 2311.01282.
 """
@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
 from operator import add
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.builder import (
-    I64,
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
+from parallel_llama.ops.cpu.ir import (
     LINE_BYTES,
     Lanes,
     Thread,
@@ -40,23 +41,23 @@ from parallel_llama.ops.cpu.builder import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.exponential import exp, tanh
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.cpu.vector_math import exp, tanh
 from parallel_llama.ops.decode_batch import PART_FIELDS, PART_KEYS, DecodeBatch
 from parallel_llama.ops.scores import Scores
 
-_MAX_CHUNK = 4  # of a group whose sums of values stay in registers together
-_BLOCK_BYTES = 1 << 13  # of values that a whole group takes while the next ones are on their way
-# Blocks of keys, or of values, from the one that is read to the one that memory is asked for.
+_MAX_CHUNK = 4  # queries of a KV head whose sums of values are in registers together
+_BLOCK_BYTES = 1 << 13  # values that all queries of a KV head use before the next values
+# The distance, in blocks of keys or values, from the block that is read to the one prefetched.
 _AHEAD = 2
-# Of a result: the largest score, and the sum of what exp makes of all in relation to it.
+# Of a result: the largest score, and the sum of exp(score - largest).
 _SHARE_FIELDS = 2
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a kernel is made for."""
+    """The sizes and formats that a kernel is compiled for."""
 
     lanes: Lanes
     head_dim: int
@@ -67,16 +68,16 @@ class _Shape:
 
     @property
     def block(self) -> int:
-        """Keys whose values go through a whole group before the next ones."""
+        """Keys whose values all queries of a KV head use before the next values."""
         return max(1, _BLOCK_BYTES // (self.head_dim * self.lanes.stored.itemsize))
 
     @property
     def n_spare(self) -> int:
-        """Keys or values that there must be room for in a row of numbers to compute with."""
+        """Keys or values that must fit the buffer for copied or converted rows."""
         return self.lanes.width if self.rows.is_plain else max(self.lanes.width, self.block)
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
-        """Rows start to stop of a group, so many at a time; sizes differ by one at most."""
+        """Yields start, stop and step of chunks of queries, whose sizes differ by at most one."""
         n_chunks = -(-self.n_group // _MAX_CHUNK)
         size, n_larger = divmod(self.n_group, n_chunks)
         middle = n_larger * (size + 1)
@@ -85,19 +86,41 @@ class _Shape:
         yield middle, self.n_group, size
 
     def vectors_at_once(self, n_rows: int) -> int:
-        """Of a value: as many as leave room for a sum of each row and for the rows' weights."""
+        """Vectors of a value whose sums for each row fit the registers, with the rows' weights."""
         n_vectors = self.head_dim // self.lanes.width
         fitting = (self.n_registers - 1 - n_rows) // n_rows
         return max(n for n in range(1, fitting + 1) if n_vectors % n == 0)
 
 
-class AttentionKernel:
-    """Softmax attention of decode rows over their own keys, for one run of equal groups.
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    taken: Integers[T]
+    done: Integers[T]
+    n_parts: Integers[T]
+    n_kv_heads: Integer[T]
+    parts: Integers[T]
+    slot_ranges: Integers[T]
+    q: Numbers[T]
+    q_stride: Integer[T]
+    k: Rows[T]
+    k_stride: Integer[T]
+    v: Rows[T]
+    v_stride: Integer[T]
+    out: Numbers[T]
+    out_stride: Integer[T]
+    scores: Numbers[T]
+    scores_stride: Integer[T]
+    results: Numbers[T]
+    shares: Numbers[T]
 
-    Other rows of `out` are left as they are.
 
-    Shapes: q, out [T, K * G, D], heads contiguous, rows anywhere; k, v [K, n_slots, W] in the
-    cache's dtype, slots contiguous, heads anywhere.
+class DecodeAttentionKernel:
+    """Attention of decode rows over their own keys, for KV heads with equal numbers of queries.
+
+    Other rows of `out` are unchanged.
+
+    Shapes: q, out [T, K * G, D], each row contiguous; k, v [K, n_slots, W] in the cache's dtype,
+    contiguous for each head.
     """
 
     def __init__(
@@ -113,12 +136,12 @@ class AttentionKernel:
         lanes = machine.lanes(dtype, head_dim)
         self._width, self._rows = lanes.width, KVRows(cache_dtype, lanes, head_dim)
         shape = _Shape(lanes, head_dim, n_group, scores, self._rows, machine.n_vectors)
-        integers = I64.as_pointer()
-        numbers, rows = [lanes.pointer, I64], [self._rows.pointer, I64]
-        arrays = [*numbers, *rows, *rows, *numbers, *numbers]
-        counts, results = [integers, integers, integers, I64], [lanes.pointer, lanes.pointer]
-        types = [*counts, integers, integers, *arrays, *results]
-        self._program = Program("attention", types, partial(_attention, shape))
+        self._program = Program(
+            _Arguments[float],
+            partial(_attention, shape),
+            numbers=lanes.pointer,
+            rows=self._rows.pointer,
+        )
 
     def __call__(
         self,
@@ -134,8 +157,8 @@ class AttentionKernel:
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
-        # A vector of scores may begin at a part's last key, and one of -inf after that. Before
-        # its first key there may be most of a vector.
+        # Up to a vector less one precedes a part's first key. A vector of scores may begin at its
+        # last key, and a vector of -inf after that.
         n_keys = min(batch.max_len, PART_KEYS)
         stride = -(-n_keys // self._width) * self._width + 2 * self._width
         n_items = len(batch.parts) * n_kv_heads
@@ -144,93 +167,93 @@ class AttentionKernel:
         n_results = n_items * self.n_group
         results = torch.empty(n_results, self.head_dim, dtype=self.dtype)
         shares = torch.empty(n_results, _SHARE_FIELDS, dtype=self.dtype)
-        run(
-            self._program, n_threads,
-            batch.taken.data_ptr(), batch.done.data_ptr(), batch.n_parts.data_ptr(), n_kv_heads,
-            batch.parts.data_ptr(), batch.slot_ranges.data_ptr(),
-            q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
-            out.data_ptr(), out.stride(0), scores.data_ptr(), stride,
-            results.data_ptr(), shares.data_ptr(),
+        arguments = _Arguments(
+            taken=batch.taken.data_ptr(), done=batch.done.data_ptr(),
+            n_parts=batch.n_parts.data_ptr(), n_kv_heads=n_kv_heads, parts=batch.parts.data_ptr(),
+            slot_ranges=batch.slot_ranges.data_ptr(), q=q.data_ptr(), q_stride=q.stride(0),
+            k=k.data_ptr(), k_stride=k.stride(0), v=v.data_ptr(), v_stride=v.stride(0),
+            out=out.data_ptr(), out_stride=out.stride(0), scores=scores.data_ptr(),
+            scores_stride=stride, results=results.data_ptr(), shares=shares.data_ptr(),
         )  # fmt: skip
+        run(self._program, n_threads, arguments)
 
 
 @cache
-def make_attention(
+def make_decode_attention(
     dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, n_group: int, scores: Scores
-) -> AttentionKernel:
-    """The kernel for this machine, compiled when first asked for; `computes` says for what."""
-    return AttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, this_machine())
+) -> DecodeAttentionKernel:
+    return DecodeAttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, this_machine())
 
 
-def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
-    """The kernel.
-
+def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
+    """
     for (part of a row, head) that no other thread has taken:
         scores = (q[row, group of head] * scale) @ k[head, slots of part].T, with a soft cap
         weights = exp(scores - largest)
         result = weights @ v[head, slots of part]
         if the row has no other part:
             out[row, group of head] = result / sum of weights
-        elif no other result of the row is left to be done:
-            out[row] = their sum, as `query_columns` adds one to those before it
+        elif this is the last result of the row to be computed:
+            out[row] = the row's results, merged as in `prefill_attention`
     """
-    (
-        taken, done, n_parts, n_kv_heads, parts, slot_ranges,
-        q, q_stride, k, k_stride, v, v_stride, out, out_stride, scores, stride, results, shares,
-    ) = arguments  # fmt: skip
+    n_kv_heads, stride = args.n_kv_heads, args.scores_stride
+    results, shares = args.results, args.shares
     lanes, n_group, group_size = shape.lanes, shape.n_group, shape.n_group * shape.head_dim
-    own = scores + thread.number * stride * n_group
+    own = args.scores + thread.number * stride * n_group
     spare = Value(b, b.alloca(lanes.vector.element, shape.n_spare * shape.head_dim))
     scaled = Value(b, b.alloca(lanes.vector.element, group_size))
     with loop(b, 0, shape.n_spare * shape.head_dim, lanes.width) as i:
-        # Numbers that nobody wrote may be so small that products with them are slow.
+        # Uninitialised memory may contain subnormal numbers, which are slow.
         lanes.store(spare + i, lanes.constant(b, 0))
-    with thread.untaken(taken, n_parts[0] * n_kv_heads) as item:
+    with thread.untaken(args.taken, args.n_parts[0] * n_kv_heads) as item:
         part, head = item // n_kv_heads, item % n_kv_heads
         row, n_keys, first, end, number, count, n_before = (
-            parts[part * PART_FIELDS + i] for i in range(PART_FIELDS)
+            args.parts[part * PART_FIELDS + i] for i in range(PART_FIELDS)
         )
-        # Each key has the lane that its position has, in this part or in a longer one.
+        # A key's lane depends on its position alone, not on the start of its part.
         start = n_before % lanes.width
-        seen, group = (slot_ranges, first, end), head * group_size
+        seen, group = (args.slot_ranges, first, end), head * group_size
         with loop(b, 0, group_size, lanes.width) as i:
-            query = lanes.load(q + row * q_stride + group + i)
+            query = lanes.load(args.q + row * args.q_stride + group + i)
             lanes.store(scaled + i, query * shape.scores.factor_of(shape.head_dim))
         with loop(b, 0, n_group) as query:
             lanes.store(own + query * stride, lanes.constant(b, -math.inf))
         with _blocks(*seen, lanes.width, start) as block:
-            _score(shape, scaled, k + head * k_stride, own, stride, block, spare)
+            _score(shape, scaled, args.k + head * args.k_stride, own, stride, block, spare)
         with loop(b, 0, n_group) as query:
             share = shares + (item * n_group + query) * _SHARE_FIELDS
             _weigh(lanes, own + query * stride, start + n_keys, share)
-        own_out = out + row * out_stride
+        own_out = args.out + row * args.out_stride
         result = where(count > 1, results + item * group_size, own_out + group)
         with loop(b, 0, group_size, lanes.width) as i:
             lanes.store(result + i, lanes.constant(b, 0))
         with _blocks(*seen, shape.block, start) as block:
-            values = v + head * v_stride
+            values = args.v + head * args.v_stride
             _add_values(shape, result, values, own, stride, block, spare)
         with when(count < 2), loop(b, 0, n_group) as query:
             total = shares[(item * n_group + query) * _SHARE_FIELDS + 1]
             _divide(shape, result + query * shape.head_dim, total)
         with when(count > 1):
             first_part, n_queries = part - number, n_kv_heads * n_group
-            n_done = (done + first_part).add_atomically(1)
+            n_done = (args.done + first_part).add_atomically(1)
             with when(n_done > count * n_kv_heads - 2):
-                done[first_part] = count.like(0)
+                args.done[first_part] = count.like(0)
                 with loop(b, 0, n_queries) as query:
                     at = first_part * n_queries + query
                     own_results = results + at * shape.head_dim, shares + at * _SHARE_FIELDS
                     own_query = own_out + query * shape.head_dim
-                    _put_together(shape, own_query, *own_results, count, n_queries)
+                    _merge(shape, own_query, *own_results, count, n_queries)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some keys of one range, at most as many as are taken at a time.
+    """Consecutive keys of a range of slots, up to a maximum number.
 
-    They are the `t`-th and following ones of their part, and begin at `slot`; `n_left` are from
-    there to the end of the range. Some blocks later, one begins at the slot `following`.
+    Args:
+        t: the first key's number in its part.
+        slot: its slot.
+        n_left: the number of keys from there to the end of the range.
+        following: the first slot of a later block, for prefetching.
     """
 
     t: Value
@@ -241,9 +264,7 @@ class _Block:
 
 @contextmanager
 def _blocks(slot_ranges: Value, first: Value, end: Value, size: int, at: Value) -> Iterator[_Block]:
-    """Emit what is built inside for every block of a part's keys, in their order, counted from
-    this number on.
-    """
+    """Emits the code built inside for each block of a part's keys, numbered from `at` on."""
     b = slot_ranges.b
     n_before = Variable(at)
     with loop(b, first, end) as number:
@@ -259,7 +280,7 @@ def _blocks(slot_ranges: Value, first: Value, end: Value, size: int, at: Value) 
 def _score(
     shape: _Shape, q: Value, k: Value, scores: Value, stride: Value, block: _Block, spare: Value
 ) -> None:
-    """scores[g, t] = q[g] @ k[slot of t], capped, for queries g and a block's keys t.
+    """scores[g, t] = cap(q[g] @ k[slot of t]) for queries g and a block's keys t.
 
     Shapes: q [G, D]; k [n_slots, W]; scores [G, stride], undefined after the last key.
     """
@@ -275,16 +296,15 @@ def _score(
 
 
 def _capped(shape: _Shape, dots: Value) -> Value:
-    """The scores of products of queries and keys."""
+    """Applies the soft cap to products of queries and keys."""
     cap = shape.scores.soft_cap
     return dots if cap is None else tanh(shape.lanes, dots) * cap
 
 
 def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) -> Value:
-    """Some rows of the cache as numbers to compute with; meanwhile memory is asked for others.
+    """Converts n rows of the cache to numbers to compute with, and prefetches later rows.
 
-    That they are read row by row would be enough if it went on all the time, as it does where they
-    are computed with as they are.
+    Hardware prefetchers suffice for rows that need no conversion, which are read continuously.
     """
     width, line = shape.rows.width, LINE_BYTES // shape.rows.stored.itemsize
     with loop(rows.b, 0, n) as t:
@@ -295,7 +315,7 @@ def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) 
 
 
 def _readable(shape: _Shape, keys: Value, n_keys: Value, spare: Value) -> Value:
-    """A vector's worth of keys; where fewer are left, their copy, for memory may end after them."""
+    """W keys, or a copy of fewer: memory may end after the last key."""
     are_few = n_keys < shape.lanes.width
     with when(are_few, likely=False):
         copy(spare, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
@@ -303,7 +323,7 @@ def _readable(shape: _Shape, keys: Value, n_keys: Value, spare: Value) -> Value:
 
 
 def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
-    """One query by a vector's worth of keys: y[w] = q @ keys[w].
+    """The products of a query with W keys: y[w] = q @ keys[w].
 
     Shapes: q [D]; keys [W, D]; the result [W].
     """
@@ -320,15 +340,15 @@ def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
 
 
 def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
-    """A vector whose lane i is the sum of all lanes of the i-th vector, in an order all share.
+    """A vector whose lane i is the sum of all lanes of the i-th vector, all in the same order.
 
-    Each step adds halves of ever shorter stretches, of two vectors at a time: W - 1 additions for
-    W vectors, where one at a time would take log2(W) each. With stretches of four lanes, abcd and
-    ABCD become a+c b+d A+C B+D.
+    Each step adds the halves of stretches of lanes, which become shorter, for two vectors at a
+    time: W - 1 additions for W vectors instead of log2(W) for each vector. With stretches of four
+    lanes, abcd and ABCD become a+c b+d A+C B+D.
     """
     while len(vectors) > 1:
         half = len(vectors) // 2
-        # The first halves of all stretches, those of the first vector before the second's.
+        # The first halves of all stretches, of the first vector and then of the second.
         first = [n + n // half % 2 * (lanes.width - half) for n in range(lanes.width)]
         second = [n + half for n in first]
         vectors = [
@@ -339,9 +359,9 @@ def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
 
 
 def _weigh(lanes: Lanes, row: Value, n: Value, share: Value) -> None:
-    """row = exp(row - max(row)) for n numbers and room for a vector.
+    """row = exp(row - max(row)) for n numbers, where a vector may follow them.
 
-    That maximum, and the sum of the results, are left at `share`.
+    Stores the maximum and the sum of the results at `share`.
     """
     b = row.b
     lanes.store(row + n, lanes.constant(b, -math.inf))  # exp makes it 0
@@ -364,13 +384,11 @@ def _divide(shape: _Shape, result: Value, total: Value) -> None:
         shape.lanes.store(result + i, shape.lanes.load(result + i) * inverse)
 
 
-def _put_together(
-    shape: _Shape, out: Value, results: Value, shares: Value, n: Value, step: Value
-) -> None:
-    """out = the sum of a query's n results, divided by that of their weights.
+def _merge(shape: _Shape, out: Value, results: Value, shares: Value, n: Value, step: Value) -> None:
+    """out = the merged results of a query's n parts.
 
-    There are the results of so many queries, a step, from one of its own to the next. Where shares
-    were, there are factors then: of all results before, and of the result.
+    The results of a query are `step` results apart. Overwrites shares with the factors of the
+    results before a part, and of the part's result.
     """
     lanes, b = shape.lanes, out.b
 
@@ -405,9 +423,9 @@ def _add_values(
     block: _Block,
     spare: Value,
 ) -> None:
-    """out[g] += weights[g, t] * v[slot of t] for the queries g and a block's keys t, in order.
+    """out[g] += weights[g, t] * v[slot of t] for queries g and a block's keys t, in order.
 
-    A few queries and as many parts of them as registers have room for take all keys before others.
+    It computes as many queries and vectors of a value together as fit the registers.
 
     Shapes: out [G, D]; v [n_slots, W]; weights [G, stride].
     """

@@ -1,40 +1,55 @@
-"""What is recorded of kernels and done again is what they do one by one, to the last bit."""
+"""A replay of recorded kernel calls gives the same bits as the calls one by one."""
+
+from dataclasses import dataclass
+from typing import Generic
 
 import pytest
 import torch
 from llvmlite import ir
+from torch import Tensor
 
 from parallel_llama.ops import CPUOps, NotRecorded
-from parallel_llama.ops.cpu import Pieces, Recording
-from parallel_llama.ops.cpu.builder import I64, Thread, Value, loop
-from parallel_llama.ops.cpu.program import Program, openmp
+from parallel_llama.ops.cpu.arguments import Integer, Integers, T
+from parallel_llama.ops.cpu.ir import Thread, Value, loop
+from parallel_llama.ops.cpu.jit import Program, openmp
+from parallel_llama.ops.cpu.replay import Arena, Recording
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
 
-def _next(_b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
-    """y[i] = x[i - 1] + 1 in this thread's part: all but one number of it from another's write."""
-    x, y, n = arguments
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    x: Integers[T]
+    y: Integers[T]
+    n: Integer[T]
+
+
+def _next(_b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
+    """y[i] = x[i - 1] + 1 in this thread's part, whose first number reads another thread's part."""
+    n = args.n
     with loop(thread.number.b, *thread.part_of(n)) as i:
-        y[i] = x[(i + n - 1) % n] + 1
+        args.y[i] = args.x[(i + n - 1) % n] + 1
 
 
-def next_of() -> Program:
-    pointer = I64.as_pointer()
-    return Program("next", [pointer, pointer, I64], _next)
+def next_of() -> Program[_Arguments[float]]:
+    return Program(_Arguments[float], _next)
+
+
+def arguments(x: Tensor, y: Tensor) -> _Arguments[int]:
+    return _Arguments(x=x.data_ptr(), y=y.data_ptr(), n=len(x))
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("alone", [0, 1, 2, 3])
 def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone):
-    """Every `alone`-th call is for one thread; more threads than cores must not hang."""
-    program, recording, n = next_of(), Recording(Pieces()), 24
+    """Every `alone`-th call uses one thread; more threads than cores must not hang."""
+    program, recording, n = next_of(), Recording(Arena()), 24
     x, y = torch.zeros(2, n, dtype=torch.int64)
     n_calls = 200
     for number in range(n_calls):
         is_alone = alone and number % alone == 0
         run_on = 1 if is_alone else n_threads
-        recording.run(program, run_on, x.data_ptr(), y.data_ptr(), n)
+        recording.run(program, run_on, arguments(x, y))
         x, y = y, x
     recording.complete()
     for turn in range(3):
@@ -43,17 +58,15 @@ def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone)
 
 
 def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
-    """Wherever it stands, at the end too; and what Python does comes between."""
-    program, recording, n = next_of(), Recording(Pieces()), 24
+    """At any position, also at the end; the Python function runs between the calls."""
+    program, recording, n = next_of(), Recording(Arena()), 24
     x, y = torch.zeros(2, n, dtype=torch.int64)
     seen = []
     for number in range(9):
         if number % 2 == 0:
-            recording.leave(lambda x=x: seen.append(x.clone()))
+            recording.host_call(lambda x=x: seen.append(x.clone()))
         if number < 8:
-            recording.run(
-                program, 1 if number in (3, 4) else n_threads, x.data_ptr(), y.data_ptr(), n
-            )
+            recording.run(program, 1 if number in (3, 4) else n_threads, arguments(x, y))
             x, y = y, x
     recording.complete()
     for turn in range(2):
@@ -63,7 +76,7 @@ def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
 
 
 def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
-    program, recording, n = next_of(), Recording(Pieces()), 6
+    program, recording, n = next_of(), Recording(Arena()), 6
     x, y = torch.zeros(2, n, dtype=torch.int64)
     errors = [KeyboardInterrupt()]
 
@@ -71,9 +84,9 @@ def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
         if errors:
             raise errors.pop()
 
-    recording.run(program, 2, x.data_ptr(), y.data_ptr(), n)
-    recording.leave(fail_once)
-    recording.run(program, 2, y.data_ptr(), x.data_ptr(), n)
+    recording.run(program, 2, arguments(x, y))
+    recording.host_call(fail_once)
+    recording.run(program, 2, arguments(y, x))
     recording.complete()
     with pytest.raises(KeyboardInterrupt):
         recording.replay()
@@ -82,17 +95,17 @@ def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
     assert x.tolist() == [2] * n
 
 
-def test_pieces_are_taken_again_when_the_last_view_of_them_is_gone():
-    pieces = Pieces()
+def test_memory_of_an_arena_is_taken_again_when_the_last_view_of_it_is_gone():
+    arena = Arena()
     like = torch.empty(3, 40)
-    first = pieces.tensor(like)
+    first = arena.tensor(like)
     place, view = first.data_ptr(), first[1:].flatten()
     assert first.shape == like.shape and first.dtype == like.dtype and place % 64 == 0
     del first
-    assert pieces.tensor(like).data_ptr() != place
+    assert arena.tensor(like).data_ptr() != place
     del view
-    assert pieces.tensor(torch.empty(2, 50)).data_ptr() == place
-    assert pieces.tensor(torch.empty(0, 5)).shape == (0, 5)
+    assert arena.tensor(torch.empty(2, 50)).data_ptr() == place
+    assert arena.tensor(torch.empty(0, 5)).shape == (0, 5)
 
 
 @pytest.fixture
