@@ -275,7 +275,7 @@ def test_scaled_rope_of_llama_3_1_and_3_2() -> None:
         ({"dim": True}, "dim=True is not a whole number"),
         ({"dim": 65}, "dim=65 and n_heads=8"),
         ({"n_heads": 0}, "n_heads=0"),
-        ({"n_layers": 10**30}, "n_layers=1000000000000000000000000000000 is beyond"),
+        ({"n_layers": 10**30}, "n_layers=1000000000000000000000000000000 is too large"),
         ({"multiple_of": 0}, "multiple_of=0"),
         ({"ffn_dim_multiplier": "1"}, "ffn_dim_multiplier='1' is not a number"),
         ({"ffn_dim_multiplier": math.inf}, "not a finite number"),
