@@ -103,7 +103,7 @@ class BlockShape:
         return [self.lanes.load(address + i * self.lanes.width) for i in range(self.n_vectors)]
 
 
-def room(b: ir.IRBuilder, type_: ir.Type, n: int) -> Value:
+def stack_array(b: ir.IRBuilder, type_: ir.Type, n: int) -> Value:
     """Allocates stack memory at a cache line; to be called at the beginning of a kernel."""
     place = b.alloca(type_, n)
     place.align = LINE_BYTES
@@ -127,7 +127,7 @@ class Block:
     def of(cls, shape: BlockShape, b: ir.IRBuilder) -> "Block":
         rows = (shape.n_padded, shape.n_padded, shape.tile, 1, shape.n_strided)
         element = shape.lanes.vector.element
-        return cls(*(room(b, element, n * shape.n_columns) for n in rows))
+        return cls(*(stack_array(b, element, n * shape.n_columns) for n in rows))
 
 
 @dataclass(frozen=True)
@@ -452,7 +452,7 @@ def _attention(
 
 
 class _VectorProducts:
-    """Products number by number; `_places` are the offsets of a tile's keys and values."""
+    """Products number by number; `_offsets` are those of a tile's keys and values."""
 
     def __init__(
         self,
@@ -464,10 +464,10 @@ class _VectorProducts:
         self._shape, self._rows, self._block = shape, rows, block
         self._keys, b = keys_of(args.chunk), args.k.b
         self._k, self._v = (args.k, args.k_stride), (args.v, args.v_stride)
-        self._places = room(b, I64, shape.tile)
+        self._offsets = stack_array(b, I64, shape.tile)
         n_wide = 0 if rows.is_plain else shape.tile * shape.head_dim
         element = shape.lanes.vector.element
-        self._wide = room(b, element, n_wide)
+        self._wide = stack_array(b, element, n_wide)
 
     def prepare(self) -> None:
         pass
@@ -476,10 +476,10 @@ class _VectorProducts:
         shape, block, b, lanes = self._shape, self._block, n.b, self._shape.lanes
         self._head = head
         with loop(b, 0, n) as t:
-            self._places[t] = self._keys.slot(tile + t) * self._rows.width
+            self._offsets[t] = self._keys.slot(tile + t) * self._rows.width
         k = self._numbers(self._k, n)
         with loop(b, 0, n, _KEYS) as t:
-            keys = [k + self._place(t + i) for i in range(_KEYS)]
+            keys = [k + self._offset(t + i) for i in range(_KEYS)]
             for at, total in enumerate(self._dots(keys, 0, 1)):
                 lanes.store(block.scores + t * shape.n_columns + at * lanes.width, total)
 
@@ -509,7 +509,7 @@ class _VectorProducts:
             out = block.sums + first * shape.n_columns
             sums = [Variable(lanes.constant(b, 0)) for _ in range(size * shape.n_vectors)]
             with loop(b, 0, n) as t:
-                own = v + self._place(t) + first
+                own = v + self._offset(t) + first
                 weights = shape.vectors(block.scores + t * shape.n_columns)
                 numbers = [lanes.splat(own[i]) for i in range(size)]
                 for total, (number, weight) in zip(sums, product(numbers, weights), strict=True):
@@ -520,14 +520,14 @@ class _VectorProducts:
                 lanes.store(place, fma(total.value, factors[column], earlier))
 
     def _numbers(self, cache: tuple[Value, Value], n: Value) -> Value:
-        """The address of n rows of a tile as numbers to compute with, each at its `_place`."""
+        """The address of n rows of a tile as numbers to compute with, each at its `_offset`."""
         rows, head_stride = cache
         own = rows + self._head * head_stride
         if self._rows.is_plain:
             return own
         with loop(n.b, 0, n) as t:
-            self._rows.read(own + self._places[t], self._wide + t * self._shape.head_dim)
+            self._rows.read(own + self._offsets[t], self._wide + t * self._shape.head_dim)
         return self._wide
 
-    def _place(self, t: Value) -> Value:
-        return self._places[t] if self._rows.is_plain else t * self._shape.head_dim
+    def _offset(self, t: Value) -> Value:
+        return self._offsets[t] if self._rows.is_plain else t * self._shape.head_dim

@@ -50,7 +50,7 @@ from parallel_llama.ops.cpu.prefill_attention import (
     Keys,
     attend,
     chunk_arguments,
-    room,
+    stack_array,
 )
 from parallel_llama.ops.cpu.vector_math import to_bfloat16
 from parallel_llama.ops.query_chunk import QueryChunk
@@ -184,9 +184,11 @@ class _TileProducts:
 
     def __init__(self, shape: BlockShape, block: Block, args: _Arguments[Value]) -> None:
         self._shape, self._block, self._args, b = shape, block, args, args.keys.b
-        self._q = _Pairs(shape, room(b, I8, 4 * shape.head_dim * shape.n_columns), shape.head_dim)
-        self._weights = _Pairs(shape, room(b, I8, 4 * _TILE * shape.n_columns), _TILE)
-        self._sums = room(b, F32, shape.head_dim * shape.n_columns)
+        self._q = _Pairs(
+            shape, stack_array(b, I8, 4 * shape.head_dim * shape.n_columns), shape.head_dim
+        )
+        self._weights = _Pairs(shape, stack_array(b, I8, 4 * _TILE * shape.n_columns), _TILE)
+        self._sums = stack_array(b, F32, shape.head_dim * shape.n_columns)
         self._row = args.first  # the packed row of the first key of the last `score`
 
     def prepare(self) -> None:
