@@ -76,7 +76,7 @@ def _across(integers: np.ndarray, order: Any) -> np.ndarray:
 
 
 def random_matrix(n_outputs: int, n_inputs: int, size: int, seed: int = 0) -> Matrix:
-    """Any integers and zeros, all 16 of them."""
+    """A matrix of random integers and zeros, with all 16 values."""
     rng, groups = np.random.default_rng(seed), (n_outputs, n_inputs // size)
     return Matrix(
         rng.integers(0, 16, (n_outputs, n_inputs)),

@@ -34,7 +34,7 @@ def rewritten(
     change: Callable[[dict[str, bytes]], object],
     compression: int = zipfile.ZIP_STORED,
 ) -> None:
-    """The archive whose records, as a dictionary of names and bytes, were passed to `change`."""
+    """Rewrites an archive after `change` has modified its records, a dict of names and bytes."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     change(records)

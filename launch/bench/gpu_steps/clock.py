@@ -37,6 +37,20 @@ def eager_seconds(call: Call, setting: Setting) -> float:
     return _between_events(call)
 
 
+def synchronous_seconds(call: Call, setting: Setting) -> float:
+    """Seconds of one call on the host, from an idle device to an idle device."""
+    _synchronize(setting)
+    started = time.perf_counter()
+    call()
+    _synchronize(setting)
+    return time.perf_counter() - started
+
+
+def _synchronize(setting: Setting) -> None:
+    if not setting.is_rehearsal:
+        torch.cuda.synchronize()
+
+
 def host_seconds(calls: Sequence[Call]) -> float:
     """The mean seconds of a call on the host; the best of 2."""
     seconds = []

@@ -5,11 +5,11 @@ shape. Our steps are launched one by one, and replayed if they can be recorded.
 """
 
 import statistics
-import time
 
 import torch
 
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
+from launch.bench.gpu_steps.clock import synchronous_seconds
 from launch.bench.gpu_steps.models import (
     Texts,
     load,
@@ -18,7 +18,6 @@ from launch.bench.gpu_steps.models import (
     require_right,
     reserve,
     shape,
-    synchronize,
     torchs,
 )
 from parallel_llama.engine.model_runner import ModelRunner
@@ -53,14 +52,8 @@ def _timed(name: str, runner: ModelRunner, setting: Setting, is_reserved: bool =
     texts = Texts(1, first + n_steps)
     if not is_reserved:
         reserve(runner, 1, texts.n_tokens)
-    seconds = []
-    for at in range(first, first + n_steps):
-        step = texts.step(runner, at)
-        synchronize(setting)
-        started = time.perf_counter()
-        step()
-        synchronize(setting)
-        seconds.append(time.perf_counter() - started)
+    steps = range(first, first + n_steps)
+    seconds = [synchronous_seconds(texts.step(runner, at), setting) for at in steps]
     # The first step includes set-up.
     note = f"slowest {max(seconds[1:]) * 1e3:.3g} ms, first {seconds[0] * 1e3:.3g} ms"
     yield Row(f"1B, step of one row: {name}", statistics.median(seconds[1:]) * 1e3, "ms", note=note)

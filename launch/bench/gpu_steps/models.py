@@ -210,8 +210,3 @@ def _rehearse(step: Callable[[], Any]) -> Any:
         found.logits = step()
 
     return found, replay
-
-
-def synchronize(setting: Setting) -> None:
-    if not setting.is_rehearsal:
-        torch.cuda.synchronize()
