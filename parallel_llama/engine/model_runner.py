@@ -42,7 +42,7 @@ from parallel_llama.model.rope import (
 )
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import DecodeBatch, DecodeRows, QueryChunk, Scores, TorchOps, choose_ops
-from parallel_llama.ops.decode_batch import SeenKeys
+from parallel_llama.ops.attention import SeenKeys
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.ops.torch_ops import MAX_QUERIES
 from parallel_llama.parallel.collectives import Communicator

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import GroupFormat
+from parallel_llama.ops.attention import PLAIN, DecodeBatch, QueryChunk, Scores
 from parallel_llama.ops.cpu import (
     MAX_ROWS,
     AttentionKernel,
@@ -43,11 +44,8 @@ from parallel_llama.ops.cpu import (
     make_weighted_sum,
     this_machine,
 )
-from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape
-from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.routes import Routes
-from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.shared_memory import SharedMemory

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from parallel_llama.ops.attention import PLAIN, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.candidates import candidates, draw_filtered, takes_candidates
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
@@ -24,9 +25,7 @@ from parallel_llama.ops.cuda.weighted_sum import weighted_sum
 from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.noise import Noise
-from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
 from parallel_llama.ops.routes import Routes
-from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps
 
 

@@ -10,14 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_llama.ops import kv_rows
-from parallel_llama.ops.decode_batch import DecodeBatch
+from parallel_llama.ops.attention import (
+    PLAIN,
+    DecodeBatch,
+    HeadMap,
+    PagedQueries,
+    QueryChunk,
+    Scores,
+)
 from parallel_llama.ops.filters import Filters, leaders_of, mass_of
 from parallel_llama.ops.groups import PanelShape, group_linear
 from parallel_llama.ops.noise import Noise, gumbel
-from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
-from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.routes import Routes
-from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.parallel.collectives import Communicator
 
 # Queries that attention takes at once: so many that a call is worth it, so few that a long prompt's

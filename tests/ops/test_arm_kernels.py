@@ -5,6 +5,7 @@ import pytest
 import torch
 from group_samples import BLOCKS, INT4_MIN, INT8
 
+from parallel_llama.ops.attention import PLAIN
 from parallel_llama.ops.cpu import group_linear, program
 from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
@@ -13,7 +14,6 @@ from parallel_llama.ops.cpu.group_lookup import GroupLookupKernel
 from parallel_llama.ops.cpu.linear import LinearKernel
 from parallel_llama.ops.cpu.norm import NormKernel
 from parallel_llama.ops.cpu.program import Machine
-from parallel_llama.ops.scores import PLAIN
 
 FORMS = pytest.mark.parametrize(
     "form", [INT8, INT4_MIN, BLOCKS["Q6_K"]], ids=lambda each: each.name

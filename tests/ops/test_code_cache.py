@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from parallel_llama.ops.attention import Scores
 from parallel_llama.ops.cpu import program
 from parallel_llama.ops.cpu.attention import AttentionKernel
 from parallel_llama.ops.cpu.builder import I64
 from parallel_llama.ops.cpu.code_cache import machine_code
 from parallel_llama.ops.cpu.program import Machine, Program, openmp
 from parallel_llama.ops.cpu.silu_and_mul import SiluAndMulKernel
-from parallel_llama.ops.scores import Scores
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.attention import PART_FIELDS, PART_KEYS, DecodeBatch, Scores
 from parallel_llama.ops.cpu.builder import (
     I64,
     LINE_BYTES,
@@ -43,8 +44,6 @@ from parallel_llama.ops.cpu.builder import (
 from parallel_llama.ops.cpu.exponential import exp, tanh
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
-from parallel_llama.ops.decode_batch import PART_FIELDS, PART_KEYS, DecodeBatch
-from parallel_llama.ops.scores import Scores
 
 _MAX_CHUNK = 4  # of a group whose sums of values stay in registers together
 _BLOCK_BYTES = 1 << 13  # of values that a whole group takes while the next ones are on their way

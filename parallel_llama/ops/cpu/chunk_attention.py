@@ -17,13 +17,11 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.attention import PART_KEYS, QueryChunk, Scores
 from parallel_llama.ops.cpu.builder import I64, Thread, Value, Variable, fma, in_this_order, loop
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.cpu.query_columns import Block, BlockShape, Call, Keys, attend, room
-from parallel_llama.ops.decode_batch import PART_KEYS
-from parallel_llama.ops.query_chunk import QueryChunk
-from parallel_llama.ops.scores import Scores
 
 _VECTORS = 3  # of columns in a block
 _KEYS = 2  # that are scored together: registers have room for the sums that wait for each other

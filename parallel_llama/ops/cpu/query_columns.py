@@ -26,6 +26,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.attention import NO_WINDOW, QueryChunk, Scores
 from parallel_llama.ops.cpu.builder import (
     I64,
     LINE_BYTES,
@@ -43,9 +44,6 @@ from parallel_llama.ops.cpu.builder import (
     where,
 )
 from parallel_llama.ops.cpu.exponential import exp, tanh
-from parallel_llama.ops.paged_queries import NO_WINDOW
-from parallel_llama.ops.query_chunk import QueryChunk
-from parallel_llama.ops.scores import Scores
 
 
 @dataclass(frozen=True)

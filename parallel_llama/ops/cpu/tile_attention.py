@@ -18,6 +18,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.attention import QueryChunk, Scores
 from parallel_llama.ops.cpu.builder import (
     F32,
     I8,
@@ -42,8 +43,6 @@ from parallel_llama.ops.cpu.tile_linear import (
     tile_shape,
     tiles_are_allowed,
 )
-from parallel_llama.ops.query_chunk import QueryChunk
-from parallel_llama.ops.scores import Scores
 
 _SIDE = 16  # rows of a tile, and columns, keys or numbers in one
 _DEPTH = 2 * _SIDE  # what two tiles are multiplied over

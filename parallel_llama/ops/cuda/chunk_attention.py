@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel_llama.ops.attention import NO_WINDOW, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
 from parallel_llama.ops.cuda.launch import launch, tile
 from parallel_llama.ops.cuda.softmax import add_keys, factors, nothing
-from parallel_llama.ops.paged_queries import NO_WINDOW, HeadMap, PagedQueries
-from parallel_llama.ops.scores import Scores
 
 
 def chunk_attention(

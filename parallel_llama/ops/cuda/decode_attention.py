@@ -14,11 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel_llama.ops.attention import NO_WINDOW, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
 from parallel_llama.ops.cuda.launch import launch, tile, warps
 from parallel_llama.ops.cuda.softmax import add_keys, factors, merged, nothing
-from parallel_llama.ops.paged_queries import NO_WINDOW, HeadMap, PagedQueries
-from parallel_llama.ops.scores import Scores
 
 _PROGRAMS = 2048  # enough for any GPU; those that find nothing to do take time as well
 _ROOM_BYTES = 1 << 26  # for what is found in splits

@@ -11,7 +11,7 @@ import math
 import triton
 import triton.language as tl
 
-from parallel_llama.ops.scores import Scores
+from parallel_llama.ops.attention import Scores
 
 _TWO_LOG2_E = tl.constexpr(2 * math.log2(math.e))
 
