@@ -228,7 +228,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (keeps_process_groups_in_parallel, "layers", "import torch\ntorch.distributed.barrier()"),
     (keeps_process_groups_in_parallel, "layers", "from fairscale.nn import model_parallel"),
     (keeps_triton_in_one_folder, "ops.cpu.norm", "import triton.language as tl"),
-    (keeps_triton_in_one_folder, "ops.noise", "from parallel_llama.ops.cuda.norm import x"),
+    (keeps_triton_in_one_folder, "ops.noise", "from parallel_llama.ops.cuda.linear import x"),
     (keeps_triton_in_one_folder, "ops.noise", "from parallel_llama.ops import cuda"),
     (loads_torch_files_safely, "checkpoint.meta", "import torch\ntorch.load('x')"),
     (loads_torch_files_safely, "checkpoint.meta", "torch.load('x', weights_only=False)"),

@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops.attention import PLAIN, HeadMap, PagedQueries, Scores
-from parallel_llama.ops.cuda.candidates import candidates, draw_filtered, takes_candidates
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
-from parallel_llama.ops.cuda.draw import draw
-from parallel_llama.ops.cuda.fp8_linear import fp8_linear
-from parallel_llama.ops.cuda.gate import gelu_and_mul, silu_and_mul
-from parallel_llama.ops.cuda.group_linear import PANEL_ROWS, group_linear
+from parallel_llama.ops.cuda.elementwise import (
+    add_rms_norm,
+    gelu_and_mul,
+    lookup,
+    rms_norm,
+    silu_and_mul,
+    weighted_sum,
+)
 from parallel_llama.ops.cuda.linear import linear, takes
-from parallel_llama.ops.cuda.lookup import lookup
-from parallel_llama.ops.cuda.norm import add_rms_norm, rms_norm
+from parallel_llama.ops.cuda.quant_linear import PANEL_ROWS, fp8_linear, group_linear
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
 from parallel_llama.ops.cuda.route import MAX_PAIRS, route, routes_of
 from parallel_llama.ops.cuda.routed_linear import Addresses, routed_linear, takes_routed
-from parallel_llama.ops.cuda.weighted_sum import weighted_sum
+from parallel_llama.ops.cuda.sampling import candidates, draw, draw_filtered, takes_candidates
 from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.noise import Noise

@@ -6,7 +6,7 @@ from group_samples import FP8, a_matrix, every_float
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
-from parallel_llama.ops.cuda import fp8_linear as kernels
+from parallel_llama.ops.cuda import quant_linear as kernels
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.groups import PanelShape, quantise
 

@@ -15,7 +15,7 @@ from group_samples import (
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
-from parallel_llama.ops.cuda import group_linear as kernels
+from parallel_llama.ops.cuda import quant_linear as kernels
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.groups import Groups, PanelShape, group_linear
 from parallel_llama.ops.groups import rounded_inputs as rounded_by_torch
