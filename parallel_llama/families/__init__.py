@@ -3,20 +3,15 @@
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
-from parallel_llama.families.falcon import FALCON
+from parallel_llama.families.falcon import FALCON, PALM
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM, GLM4
-from parallel_llama.families.llama import LLAMA
-from parallel_llama.families.mistral import MISTRAL
-from parallel_llama.families.mixtral import MIXTRAL
+from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
-from parallel_llama.families.palm import PALM
 from parallel_llama.families.places import Place, shared
-from parallel_llama.families.qwen2 import QWEN2
-from parallel_llama.families.qwen3 import QWEN3
-from parallel_llama.families.qwen3_moe import QWEN3_MOE
+from parallel_llama.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
 FAMILIES = {
