@@ -1,7 +1,15 @@
 """From each rank's logits to tokens and log-probabilities: everything after the output layer."""
 
-from parallel_llama.sampling.draw import Draw, History, NoTokenLeft, Sampled, both, mask_of
-from parallel_llama.sampling.noise import noise_key, row_noise
+from parallel_llama.sampling.draw import (
+    Draw,
+    History,
+    NoTokenLeft,
+    Sampled,
+    both,
+    mask_of,
+    noise_key,
+    row_noise,
+)
 from parallel_llama.sampling.pending import PendingDraws, can_pend
 from parallel_llama.sampling.sampler import sample
 from parallel_llama.sampling.scoring import gather_logits, score, score_tokens

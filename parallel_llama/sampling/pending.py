@@ -8,8 +8,7 @@ from torch import Tensor
 from parallel_llama.ops import Noise, TorchOps
 from parallel_llama.ops.filters import Filters
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.sampling.draw import Draw, Sampled
-from parallel_llama.sampling.noise import filters_of
+from parallel_llama.sampling.draw import Draw, Sampled, filters_of
 from parallel_llama.sampling.sampler import N_CANDIDATES, leading_tokens, sample
 
 _NO_TOKEN = float(1 << 52)

@@ -27,9 +27,8 @@ from parallel_llama.errors import NumericalError
 from parallel_llama.ops.filters import Filters, leaders_of, mass_of
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
-from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled
+from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled, filters_of
 from parallel_llama.sampling.logits_processors import adjust
-from parallel_llama.sampling.noise import filters_of
 from parallel_llama.sampling.scoring import (
     N_LOCAL,
     chunks,

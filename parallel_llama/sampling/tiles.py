@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_llama.ops.noise import TILE, gumbel, tile_gumbel
-from parallel_llama.sampling.draw import Draw
-from parallel_llama.sampling.noise import noise_key
+from parallel_llama.sampling.draw import Draw, noise_key
 
 # Tiles in which a plain draw looks first for a score that rules out most of the others.
 _FIRST_TILES = 4

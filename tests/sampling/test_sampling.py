@@ -210,7 +210,7 @@ def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     So one row per token shows a whole kept set, through the very path that real draws take.
     """
-    for module in ("noise", "tiles"):
+    for module in ("draw", "tiles"):
         place = f"parallel_llama.sampling.{module}.noise_key"
         monkeypatch.setattr(place, lambda draw: draw.position)
     for module in ("ops.filters", "sampling.tiles"):
