@@ -19,6 +19,7 @@ from transformers_oracle import reference_logits
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GroupFormat
 from parallel_llama.errors import UsageError
+from parallel_llama.model.layers import Backend
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.ops import CPUOps, TorchOps
 from parallel_llama.ops.formats import DenseWeight, GroupWeight, apply_routed
@@ -265,7 +266,7 @@ def test_experts_may_be_kept_each_in_a_format_of_its_own(rows: int) -> None:
 
 
 def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
-    layer = MixtureOfExperts(args, make_plan(args, 1).shares[0], Solo(), ops, FLOAT64)
+    layer = MixtureOfExperts(args, make_plan(args, 1).shares[0], Backend(Solo(), ops, FLOAT64))
     generator = torch.Generator().manual_seed(3)
     matrices = [layer.gate]
     for expert in layer.experts.values():
