@@ -98,7 +98,8 @@ class ModelWeights:
         if isinstance(part, TransformerBlock | Expert):
             part.pack()
         if self._huge_pages is not None:
-            self._huge_pages.move(_weights_of(part))
+            # Each once: without a gate, w1 is w13 as well.
+            self._huge_pages.move(dict.fromkeys(_weights_of(part)))
 
 
 def _part_at(model: Transformer, path: str) -> Any:

@@ -29,36 +29,6 @@ def heads(device, dtype, n, head_dim):
     return around, qkv, torch.polar(torch.ones_like(angles), angles)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("cache_dtype", CACHES, ids=str)
-@pytest.mark.parametrize(("n", "head_dim"), [(0, 16), (1, 20), (3, 16)])
-def test_rotate_and_store(device, dtype, cache_dtype, n, head_dim):
-    """Slots in no order; those that are not named stay as they are, as does what lies around."""
-    stored = cache_dtype or dtype
-    around, qkv, rotations = heads(device, dtype, n, head_dim)
-    theirs = qkv.clone()
-    slots = torch.randperm(N_SLOTS, device=device)[:n]
-    size = (2, N_KV_HEADS, N_SLOTS, kv_rows.row_width(head_dim, stored) * stored.itemsize)
-    poisoned = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
-    k, v = poisoned.clone().view(stored)
-    expected = poisoned.clone().view(stored)
-    if n:  # of which torch's has one at least
-        TorchOps().rotate_and_store(theirs, rotations, slots, *expected)
-    CUDAOps().rotate_and_store(qkv, rotations, slots, k, v)
-
-    near = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    torch.testing.assert_close(qkv[:, :N_QUERIES], theirs[:, :N_QUERIES], **near)
-    assert (around[:, -head_dim:] == 7).all()
-    step = {**TOLERANCE, torch.int8: 0.03, torch.float8_e4m3fn: 0.3}[stored]
-    others = [slot for slot in range(N_SLOTS) if slot not in slots.tolist()]
-    for ours, their in ((k, expected[0]), (v, expected[1])):
-        assert torch.equal(bytes_of(ours)[:, others], bytes_of(their)[:, others])
-        mine, own = (kv_rows.unpack(each[:, slots], torch.float32) for each in (ours, their))
-        torch.testing.assert_close(mine, own, rtol=step, atol=step)
-    if stored in kv_rows.LARGEST:  # values are not turned, so nothing is rounded before
-        assert torch.equal(bytes_of(v), bytes_of(expected[1]))
-
-
 @pytest.mark.parametrize("stored", kv_rows.LARGEST, ids=str)
 def test_every_number_is_rounded_to_bytes_as_torch_does(device, stored):
     """Those of all exponents, those that lie between two bytes, zeros, and those that are none."""
