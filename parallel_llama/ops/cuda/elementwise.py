@@ -16,10 +16,7 @@ _SLOPE = tl.constexpr(-sqrt(8 / pi))
 
 
 def lookup(tokens: Tensor, weight: Tensor, first: int, dtype: torch.dtype) -> Tensor:
-    """The weight's rows of some tokens, row 0 being token `first`; zeros for tokens without a row.
-
-    Shapes: tokens [T] int64, weight [n, dim] -> [T, dim].
-    """
+    """`TorchOps.lookup`. Shapes: tokens [T] int64, weight [n, dim] -> [T, dim]."""
     assert tokens.is_contiguous() and weight.stride(1) == 1
     (n_rows, dim), n = weight.shape, len(tokens)
     rows = weight.new_empty(n, dim, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Products of a few rows, for which a weight is read once.
+"""Products of a few rows, which read the weight once.
 
-A program has some outputs, for MAX_ROWS rows, over all inputs or a part of them; a second launch
-adds up what the parts gave. The tile has room for so many rows however many there are, and parts
-hang on the weight's shape alone, so a row's sum is made in the same order in any company.
+A program computes some outputs of MAX_ROWS rows, over all inputs or a part of them; a second launch
+adds the parts. The tile always has MAX_ROWS rows, and the split depends only on the weight's shape,
+so a row's reduction order does not depend on the batch.
 """
 
 from dataclasses import dataclass
@@ -16,24 +16,23 @@ from parallel_llama.ops.cuda.launch import launch
 
 MAX_ROWS = 16
 
-_OUTPUTS = 64  # of a program: what the widest instruction for matrices takes
-_INPUT_BYTES = 256  # of one output, read at a time
-# Programs that keep a device of today busy, each with several reads under way.
-_PROGRAMS = 256
+_OUTPUTS = 64  # per program: the width of the largest matrix instruction
+_INPUT_BYTES = 256  # per output and iteration
+_PROGRAMS = 256  # enough to keep a GPU busy, each with several loads in flight
 _MAX_PARTS = 8
-_MIN_INPUTS = 512  # of a part
-SHAPE = {"ROWS": MAX_ROWS, "OUTPUTS": _OUTPUTS, "num_warps": 4, "num_stages": 4}  # of a program
+_MIN_INPUTS = 512  # per part
+SHAPE = {"ROWS": MAX_ROWS, "OUTPUTS": _OUTPUTS, "num_warps": 4, "num_stages": 4}  # per program
 
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` multiplies these, and is made for so few rows."""
+    """Whether `linear` supports these dtypes and this number of rows."""
     return len(x) <= MAX_ROWS and x.dtype in COMPUTED and weight.dtype in COMPUTED
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Y = X A + b, summed in float32; the weight in torch's order, perhaps with fewer bits.
+    """Y = X A + b, summed in float32; the weight in torch's order, perhaps in fewer bits.
 
     Shapes: [T, in], [out, in] -> [T, out].
     """
@@ -56,9 +55,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a product is shared out: blocks of outputs, parts of inputs, and inputs read at a time.
+    """How a product is split, which depends on the weight alone.
 
-    It hangs on the weight alone.
+    Args:
+        n_blocks: Blocks of outputs.
+        n_parts: Parts of the inputs.
+        part: Inputs per part.
+        size: Inputs per iteration.
     """
 
     n_blocks: int
@@ -68,7 +71,7 @@ class Cut:
 
     @classmethod
     def of(cls, n_outputs: int, n_inputs: int, itemsize: int) -> "Cut":
-        """That of a weight [n_outputs, n_inputs]."""
+        """The split of a weight [n_outputs, n_inputs]."""
         n_blocks, size = triton.cdiv(n_outputs, _OUTPUTS), _INPUT_BYTES // itemsize
         n_parts = parts_of(n_blocks, n_inputs)
         part = triton.cdiv(triton.cdiv(n_inputs, size), n_parts) * size
@@ -76,13 +79,13 @@ class Cut:
 
 
 def parts_of(n_blocks: int, n_inputs: int) -> int:
-    """Into how many parts inputs are cut, so that few blocks of outputs are many programs."""
+    """The number of parts of the inputs, so that few blocks of outputs are enough programs."""
     wanted = -(-_PROGRAMS // max(n_blocks, 1))
     return max(min(wanted, _MAX_PARTS, n_inputs // _MIN_INPUTS), 1)
 
 
 def add_parts(sums: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """y = the sum of all parts, in their order, + b. Shapes: [n_parts, T, out], y [T, out]."""
+    """y = the sum of all parts, in order, + b. Shapes: sums [n_parts, T, out], y [T, out]."""
     n_parts, n, n_outputs = sums.shape
     grid = (triton.cdiv(n_outputs, 256), n)
     launch(_sum, grid, sums, bias, y, n, n_outputs, y.stride(0), N_PARTS=n_parts, SIZE=256)
@@ -115,7 +118,7 @@ def dots(
 ):  # fmt: skip
     """Products of rows of x and of a weight over some inputs, [OUTPUTS, ROWS] in float32.
 
-    Shapes: x [ROWS] and weight [OUTPUTS], where each row begins.
+    Shapes: x [ROWS] and weight [OUTPUTS], pointers to the start of each row.
     """
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(first, last, SIZE):

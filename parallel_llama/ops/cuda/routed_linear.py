@@ -1,11 +1,11 @@
-"""Products of rows each by one of several weights, of which those that are used are read.
+"""Products of rows, each with one of several weights; only weights with rows are read.
 
-A program has some outputs of one weight, for MAX_ROWS of its rows at the most. It counts through
-`starts` whose rows these are, so that nobody on the host need know: there are as many programs as
-any routes of so many rows can need, and one that finds no rows leaves at once. Those that read the
+A program computes some outputs of one weight for up to MAX_ROWS of its rows. It finds the weight in
+`starts` on the device, so that the host need not synchronise: the grid has as many programs as any
+routes of this many rows can need, and programs without rows exit at once. Programs that read the
 same part of a weight are neighbours.
 
-A row is multiplied as `linear` multiplies it, to the last bit.
+A row gives the same bits as in `linear`.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,20 @@ from parallel_llama.ops.cuda.launch import launch, tile
 from parallel_llama.ops.cuda.linear import COMPUTED, MAX_ROWS, SHAPE, Cut, add_parts, dots
 from parallel_llama.ops.routes import Routes
 
-# Of a step; as many as one that is recorded has. For more a weight would be read too often.
+# Rows per step, at least those of the largest CUDA graph. More would read a weight too often.
 MAX_ROUTED_ROWS = 256
 
-_ALIGNMENT = 16  # bytes that are read at once
+_ALIGNMENT = 16  # bytes per load
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where weights lie, which stay there; all are multiples of `alignment`.
+    """The fixed addresses of weights.
 
-    Shapes: int64 `table` [n], on their device.
+    Args:
+        table: [n] int64, on the device of the weights.
+        alignment: A divisor of all addresses.
     """
 
     table: Tensor
@@ -40,13 +42,13 @@ class Addresses:
 
     @classmethod
     def of(cls, addresses: Sequence[int], device: torch.device) -> "Addresses":
-        """Makes a copy to the device, and waits for it."""
+        """Copy the addresses to the device, and wait for the copy."""
         table = torch.tensor(addresses, dtype=torch.int64).to(device)
         return cls(table, gcd(_ALIGNMENT, *addresses))
 
 
 def takes_routed(x: Tensor, weights: Sequence[Tensor], routes: Routes) -> bool:
-    """Whether `routed_linear` multiplies these, and is made for so few rows."""
+    """Whether `routed_linear` supports these dtypes and this number of rows."""
     stored = {weight.dtype for weight in weights}
     is_computed = x.dtype in COMPUTED and len(stored) == 1 and stored <= {*COMPUTED}
     return is_computed and routes.max_rows <= MAX_ROUTED_ROWS
@@ -57,7 +59,7 @@ def routed_linear(
 ) -> Tensor:
     """`TorchOps.routed_linear`, summed in float32.
 
-    Shapes: x [n, in], each weight [out, in] in one piece, at its address -> [P, out].
+    Shapes: x [n, in], each weight [out, in] contiguous, at its address -> [P, out].
     """
     assert x.stride(1) == 1 and len(addresses.table) == len(weights) == len(routes.starts) - 1
     assert all(weight.is_contiguous() for weight in weights)
@@ -80,12 +82,12 @@ def routed_linear(
 
 
 def most_tiles(n: int, n_weights: int) -> int:
-    """The largest number of tiles that n rows can fill: those of some weights, and of none."""
+    """The largest number of tiles that n rows of some weights, or of none, can need."""
     n_used = min(n, n_weights + 1)
     return n_used + (n - n_used) // MAX_ROWS
 
 
-# How many rows there are, and how their tensors are aligned, makes no other kernel.
+# Neither the number of rows nor the alignment of their tensors recompiles the kernel.
 @triton.jit(
     do_not_specialize=["n"], do_not_specialize_on_alignment=["sources", "targets", "starts"]
 )
@@ -101,7 +103,7 @@ def _routed(
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     places = first + tl.arange(0, ROWS)
     is_output, is_row = outputs < n_outputs, places < last
-    # Rows that no weight gives are products over no inputs.
+    # Rows without a weight are products over no inputs.
     is_given = weight < n_weights
     end = tl.where(is_given, min(number * part + part, n_inputs), 0)
     address = tl.multiple_of(tl.load(table + weight, is_given, 0), ALIGNMENT)
@@ -118,9 +120,9 @@ def _routed(
 
 @triton.jit
 def _rows_of(starts, number, n, n_weights, WEIGHTS: tl.constexpr, ROWS: tl.constexpr):
-    """The tile of this number: its weight, and where its rows begin and end, if it has any.
+    """The weight of a tile, and the start and end of its rows; start >= end for no rows.
 
-    Rows that no weight gives are those of one more.
+    Rows without a weight belong to weight number `n_weights`.
     """
     weights = tl.arange(0, WEIGHTS)
     first = tl.load(starts + weights, weights <= n_weights, n).to(tl.int32)
