@@ -10,23 +10,9 @@ pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 from parallel_llama.ops.cuda.rotary import can_store
 from parallel_llama.ops.cuda_ops import CUDAOps
 
-N_QUERIES, N_KV_HEADS, N_SLOTS = 5, 2, 16
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-CACHES = [None, torch.bfloat16, torch.int8, torch.float8_e4m3fn]  # None: the model's own dtype
-
 
 def bytes_of(cache):
     return cache.contiguous().view(torch.uint8)
-
-
-def heads(device, dtype, n, head_dim):
-    """Queries, keys and values in some columns of more, and rotations."""
-    n_heads = N_QUERIES + 2 * N_KV_HEADS
-    around = torch.full((n, (n_heads + 1) * head_dim), 7.0, device=device).to(dtype)
-    qkv = around[:, : n_heads * head_dim].unflatten(1, (n_heads, head_dim))
-    qkv.normal_()
-    angles = torch.randn(n, 1, head_dim // 2, device=device)
-    return around, qkv, torch.polar(torch.ones_like(angles), angles)
 
 
 @pytest.mark.parametrize("stored", kv_rows.LARGEST, ids=str)
@@ -55,11 +41,12 @@ def test_every_number_is_rounded_to_bytes_as_torch_does(device, stored):
     assert kv_rows.unpack(ours, torch.float32)[0, ~is_number].isnan().all()
 
 
-def test_rows_whose_scale_lies_askew_are_torchs(device):
+def test_rows_whose_scale_is_not_aligned_are_torchs(device):
     assert not can_store(18, torch.int8)
-    _, qkv, rotations = heads(device, torch.float32, 2, 18)
+    qkv, angles = torch.randn(2, 9, 18, device=device), torch.randn(2, 1, 9, device=device)
+    rotations = torch.polar(torch.ones_like(angles), angles)
     theirs, slots = qkv.clone(), torch.tensor([3, 1], device=device)
-    caches = torch.zeros(2, 2, N_KV_HEADS, N_SLOTS, 22, dtype=torch.int8, device=device)
+    caches = torch.zeros(2, 2, 2, 16, 22, dtype=torch.int8, device=device)
     CUDAOps().rotate_and_store(qkv, rotations, slots, *caches[0])
     TorchOps().rotate_and_store(theirs, rotations, slots, *caches[1])
     assert torch.equal(caches[0], caches[1])
