@@ -1,4 +1,4 @@
-"""The families of models that run here; a new one is a record in a file of its own, named below."""
+"""The supported model families, each a `Family` record, and the weights of a model."""
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -43,7 +43,7 @@ def family_of(args: ModelArgs) -> Family:
 
 
 def parameters(args: ModelArgs) -> Iterator[Param]:
-    """Every weight of the model in the order of the forward pass, with the axis that cuts it."""
+    """Every weight of the model in the order of the forward pass, with the axis that is sharded."""
     first, *last = outer_parameters(args)
     yield first
     for layer in range(args.n_layers):
@@ -53,10 +53,7 @@ def parameters(args: ModelArgs) -> Iterator[Param]:
 
 @lru_cache(maxsize=4)
 def stored_places(args: ModelArgs, layout: Layout) -> Mapping[str, Place]:
-    """Where a layout keeps each weight of the model, by the weight's name.
-
-    All who ask share the answer, so none may change it.
-    """
+    """Where a layout stores each weight of the model, by the weight's name. Do not change it."""
     family = family_of(args)
     stored: dict[str, list[Param]] = {}
     for param in parameters(args):

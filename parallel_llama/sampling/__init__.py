@@ -1,4 +1,4 @@
-"""From each rank's logits to tokens and log-probabilities: everything after the output layer."""
+"""Sampling tokens and scoring them, from the logits of all ranks."""
 
 from parallel_llama.sampling.draw import (
     Draw,

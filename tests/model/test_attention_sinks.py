@@ -131,7 +131,7 @@ def test_a_text_goes_on_beyond_the_context(folder: Path) -> None:
 
 def test_what_cannot_go_on_without_end_is_refused() -> None:
     hybrid = replace(ARGS, sliding_window=5, full_layers=(0,))
-    with pytest.raises(UsageError, match="attention_sinks=4: some layers see all keys"):
+    with pytest.raises(UsageError, match="attention_sinks=4: some layers attend to all keys"):
         with_sinks(hybrid, 4, 2048)
     dynamic = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0, 2048))
     with pytest.raises(UsageError, match="dynamic rope scaling"):
