@@ -21,7 +21,7 @@ from parallel_llama.model.layers import (
     ColumnParallelLinear,
     RMSNorm,
     RowParallelLinear,
-    end_to_end,
+    concat_outputs,
 )
 from parallel_llama.model.spread_attention import attend_to_all_parts, merged
 from parallel_llama.ops import TorchOps
@@ -63,7 +63,7 @@ class Attention:
         )
 
     def pack(self) -> None:
-        self.wqkv = end_to_end(self.wq, self.wk, self.wv)
+        self.wqkv = concat_outputs(self.wq, self.wk, self.wv)
 
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None

@@ -58,16 +58,16 @@ class ColumnParallelLinear:
         return self.weight.apply(x, self.ops, self.bias)
 
 
-def end_to_end(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
+def concat_outputs(*layers: ColumnParallelLinear) -> ColumnParallelLinear:
     """One layer whose output is the outputs of several layers side by side, in one product.
 
     The weights of `layers` become views of its weight, or are kept as its parts: no weight is
     stored twice.
     """
     whole = copy(layers[0])
-    whole.weight = formats.end_to_end([layer.weight for layer in layers])
+    whole.weight = formats.concat_outputs([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    whole.bias = DenseWeight.end_to_end(biases) if biases else None
+    whole.bias = DenseWeight.concat_outputs(biases) if biases else None
     return whole
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.model.layers import Backend, activation_of
-from parallel_llama.ops.formats import Weight, apply_routed, end_to_end
+from parallel_llama.ops.formats import Weight, apply_routed, concat_outputs
 from parallel_llama.plan import Share
 
 
@@ -36,7 +36,7 @@ class Expert:
         self.w2 = Matrix(backend, dim, n_channels)
 
     def pack(self) -> None:
-        self.w13 = end_to_end([self.w1.weight, self.w3.weight])
+        self.w13 = concat_outputs([self.w1.weight, self.w3.weight])
 
 
 class MixtureOfExperts:

@@ -23,7 +23,7 @@ from parallel_llama.model.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     activation_of,
-    end_to_end,
+    concat_outputs,
     norm_of,
     summed,
 )
@@ -50,7 +50,7 @@ class FeedForward:
         self.w2 = RowParallelLinear(share.ffn, args.dim, backend, bias=bias)
 
     def pack(self) -> None:
-        self.w13 = self.w1 if self.w3 is None else end_to_end(self.w1, self.w3)
+        self.w13 = self.w1 if self.w3 is None else concat_outputs(self.w1, self.w3)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.w2(self.channels(x))

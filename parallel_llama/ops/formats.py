@@ -77,7 +77,7 @@ class DenseWeight:
         return ops.lookup(tokens, self.values, first, self.computed)
 
     @staticmethod
-    def end_to_end(weights: Sequence["DenseWeight"]) -> "DenseWeight":
+    def concat_outputs(weights: Sequence["DenseWeight"]) -> "DenseWeight":
         """One weight with the outputs of several weights, which become views of it."""
         whole = copy(weights[0])
         whole.values = torch.cat([weight.values for weight in weights])
@@ -147,7 +147,7 @@ class GroupWeight:
         return rows if rows.dtype == self.computed else rows.to(self.computed)
 
     @staticmethod
-    def end_to_end(weights: Sequence["GroupWeight"]) -> "GroupWeight":
+    def concat_outputs(weights: Sequence["GroupWeight"]) -> "GroupWeight":
         """One weight with the outputs of several weights, whose own memory is freed."""
         whole = joined([weight.groups() for weight in weights], dim=0)
         for weight in weights:
@@ -183,7 +183,7 @@ class MixedWeight:
             part.apply_to(x, ops, out[:, place])
 
 
-def end_to_end(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWeight:
+def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWeight:
     """One weight with the outputs of several weights side by side.
 
     Weights of one format are concatenated and hold no memory of their own afterwards.
@@ -193,7 +193,7 @@ def end_to_end(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWeight:
     forms = {weight.panels for weight in groups} | {weight.values.dtype for weight in dense}
     if len(forms) > 1:
         return MixedWeight(weights)
-    return DenseWeight.end_to_end(dense) if dense else GroupWeight.end_to_end(groups)
+    return DenseWeight.concat_outputs(dense) if dense else GroupWeight.concat_outputs(groups)
 
 
 def apply_routed(

@@ -8,7 +8,7 @@ from parallel_llama.model.layers import (
     ColumnParallelLinear,
     LayerNorm,
     RMSNorm,
-    end_to_end,
+    concat_outputs,
 )
 from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Solo
@@ -25,7 +25,7 @@ def test_layers_end_to_end_give_their_outputs_side_by_side_and_become_views(bias
                 weight.fill(torch.randn(weight.values.shape, dtype=torch.float64))
     x = torch.randn(2, 6, dtype=torch.float64)
     apart = torch.cat([layer(x) for layer in layers], dim=1)
-    whole = end_to_end(*layers)
+    whole = concat_outputs(*layers)
     torch.testing.assert_close(whole(x), apart, rtol=1e-14, atol=1e-14)
     whole.weight.values.zero_()
     assert not any(layer.weight.values.any() for layer in layers)

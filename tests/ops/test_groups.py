@@ -25,7 +25,7 @@ from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
 from parallel_llama.ops.cpu.group_lookup import GroupLookupKernel
 from parallel_llama.ops.cpu.linear import LinearKernel
 from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
-from parallel_llama.ops.formats import DenseWeight, GroupWeight, end_to_end
+from parallel_llama.ops.formats import DenseWeight, GroupWeight, concat_outputs
 from parallel_llama.ops.groups import (
     Groups,
     PanelShape,
@@ -289,7 +289,7 @@ def test_tokens_of_other_ranks_are_looked_up_as_zeros(form):
 @FORMS
 def test_matrices_end_to_end_give_each_its_outputs(form):
     parts = [a_matrix(form, n, 64) for n in (24, 8, 3)]
-    whole = GroupWeight.end_to_end([GroupWeight(part, 16) for part in parts])
+    whole = GroupWeight.concat_outputs([GroupWeight(part, 16) for part in parts])
     x = torch.randn(3, 64)
     expected = torch.cat([group_linear(x, part) for part in parts], 1)
     torch.testing.assert_close(whole.apply(x, TorchOps()), expected)
@@ -299,7 +299,7 @@ def test_matrices_of_several_formats_give_their_outputs_side_by_side():
     groups = [a_matrix(form, n, 256) for form, n in ((INT8, 24), (BLOCKS["Q6_K"], 8))]
     dense = DenseWeight((5, 256), dtype=torch.float32, device=torch.device("meta"))
     dense.fill(torch.randn(5, 256))
-    whole = end_to_end([*(GroupWeight(part, 16) for part in groups), dense])
+    whole = concat_outputs([*(GroupWeight(part, 16) for part in groups), dense])
     x, bias = torch.randn(3, 256), DenseWeight((37,), dtype=torch.float32, device=CPU)
     bias.values.copy_(torch.randn(37))
     parts = [*(group_linear(x, part) for part in groups), x @ dense.values.T]
