@@ -32,7 +32,7 @@ from parallel_llama.plan import Run, Share
 class Attention:
     """One attention block: wq, wk, wv by columns, wo by rows.
 
-    `pack` concatenates wq, wk and wv once they are filled; a call needs that.
+    `fuse` concatenates wq, wk and wv once they are filled; a call needs that.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of wo; two all_gathers more if the cache is sharded by token.
@@ -62,7 +62,7 @@ class Attention:
             for _ in range(2)
         )
 
-    def pack(self) -> None:
+    def fuse(self) -> None:
         self.wqkv = concat_outputs(self.wq, self.wk, self.wv)
 
     def __call__(

@@ -28,14 +28,14 @@ class Matrix:
 class Expert:
     """The weights of one SwiGLU: w1 and w3 by columns, w2 by rows.
 
-    `pack` concatenates w1 and w3 once they are filled.
+    `fuse` concatenates w1 and w3 once they are filled.
     """
 
     def __init__(self, dim: int, n_channels: int, backend: Backend) -> None:
         self.w1, self.w3 = (Matrix(backend, n_channels, dim) for _ in range(2))
         self.w2 = Matrix(backend, dim, n_channels)
 
-    def pack(self) -> None:
+    def fuse(self) -> None:
         self.w13 = concat_outputs([self.w1.weight, self.w3.weight])
 
 
@@ -58,8 +58,8 @@ class MixtureOfExperts:
             number: Expert(args.dim, len(share.ffn), backend) for number in share.experts
         }
 
-    def pack(self) -> None:
-        """Collects the weights of the experts, each of which was packed when it was filled."""
+    def fuse(self) -> None:
+        """Collects the weights of the experts, each of which was fused when it was filled."""
         self.w13 = [expert.w13 for expert in self.experts.values()]
         self.w2 = [expert.w2.weight for expert in self.experts.values()]
 

@@ -34,7 +34,7 @@ from parallel_llama.plan import Share
 class FeedForward:
     """w2(f(w1 x) * w3 x), or w2(f(w1 x)) without a gate; w1 and w3 by columns, w2 by rows.
 
-    `pack` concatenates w1 and w3 once they are filled; a call needs that.
+    `fuse` concatenates w1 and w3 once they are filled; a call needs that.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of w2.
@@ -49,7 +49,7 @@ class FeedForward:
         )
         self.w2 = RowParallelLinear(share.ffn, args.dim, backend, bias=bias)
 
-    def pack(self) -> None:
+    def fuse(self) -> None:
         self.w13 = self.w1 if self.w3 is None else concat_outputs(self.w1, self.w3)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -78,9 +78,9 @@ class TransformerBlock:
             norm_of(args, backend) if args.post_norms else None for _ in range(2)
         )
 
-    def pack(self) -> None:
-        self.attention.pack()
-        self.feed_forward.pack()
+    def fuse(self) -> None:
+        self.attention.fuse()
+        self.feed_forward.fuse()
 
     def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None = None

@@ -96,7 +96,7 @@ class ModelWeights:
     def _settle(self, part: Any) -> None:
         """Fuse the weights of a part that is complete, and move them to huge pages."""
         if isinstance(part, TransformerBlock | Expert):
-            part.pack()
+            part.fuse()
         if self._huge_pages is not None:
             # Each once: without a gate, w1 is w13 as well.
             self._huge_pages.move(dict.fromkeys(_weights_of(part)))

@@ -275,8 +275,8 @@ def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
         shape = matrix.weight.values.shape
         matrix.weight.fill(torch.randn(shape, generator=generator, dtype=FLOAT64))
     for expert in layer.experts.values():
-        expert.pack()
-    layer.pack()
+        expert.fuse()
+    layer.fuse()
     return layer
 
 

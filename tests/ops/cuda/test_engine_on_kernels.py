@@ -79,8 +79,8 @@ def meta_runner(args: ModelArgs) -> ModelRunner:
     for block in model.layers:
         if isinstance(block.feed_forward, MixtureOfExperts):
             for expert in block.feed_forward.experts.values():
-                expert.pack()
-        block.pack()
+                expert.fuse()
+        block.fuse()
     runner = ModelRunner(args, plan, Solo(), model)
     runner.reserve([64] * len(runner.groups), 16)
     return runner
