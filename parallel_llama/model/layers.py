@@ -38,7 +38,7 @@ class Backend:
     ops: TorchOps
     dtype: torch.dtype
 
-    def unfilled(self, *shape: int) -> DenseWeight:
+    def empty_weight(self, *shape: int) -> DenseWeight:
         """A weight on the meta device, which takes no memory until it is filled."""
         return DenseWeight(shape, dtype=self.dtype, device=torch.device("meta"))
 
@@ -51,8 +51,8 @@ class ColumnParallelLinear:
 
     def __init__(self, in_features: int, rows: range, backend: Backend, *, bias: bool) -> None:
         self.ops = backend.ops
-        self.weight: Weight | MixedWeight = backend.unfilled(len(rows), in_features)
-        self.bias = backend.unfilled(len(rows)) if bias else None
+        self.weight: Weight | MixedWeight = backend.empty_weight(len(rows), in_features)
+        self.bias = backend.empty_weight(len(rows)) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.weight.apply(x, self.ops, self.bias)
@@ -80,8 +80,8 @@ class RowParallelLinear:
 
     def __init__(self, columns: range, out_features: int, backend: Backend, *, bias: bool) -> None:
         self.comm, self.ops = backend.comm, backend.ops
-        self.weight: Weight = backend.unfilled(out_features, len(columns))
-        self.bias = backend.unfilled(out_features) if bias else None
+        self.weight: Weight = backend.empty_weight(out_features, len(columns))
+        self.bias = backend.empty_weight(out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         return summed((self, x))
@@ -113,7 +113,7 @@ class VocabParallelEmbedding:
 
     def __init__(self, rows: range, dim: int, backend: Backend) -> None:
         self.comm, self.ops, self.rows, self.dim = backend.comm, backend.ops, rows, dim
-        self.weight: Weight = backend.unfilled(len(rows), dim)
+        self.weight: Weight = backend.empty_weight(len(rows), dim)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         x = self.weight.lookup(tokens, self.rows.start, self.ops)  # [T, dim] partial
@@ -128,7 +128,7 @@ class RMSNorm:
 
     def __init__(self, dim: int, eps: float, backend: Backend, offset: float = 0.0) -> None:
         self.eps, self.ops, self.offset = eps, backend.ops, offset
-        self.weight = backend.unfilled(dim)
+        self.weight = backend.empty_weight(dim)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight.values, self.eps, self.offset)
@@ -150,8 +150,8 @@ class LayerNorm:
 
     def __init__(self, dim: int, eps: float, backend: Backend, *, bias: bool) -> None:
         self.eps, self.ops = eps, backend.ops
-        self.weight = backend.unfilled(dim)
-        self.bias = backend.unfilled(dim) if bias else None
+        self.weight = backend.empty_weight(dim)
+        self.bias = backend.empty_weight(dim) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.values

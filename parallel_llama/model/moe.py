@@ -22,7 +22,7 @@ class Matrix:
     """A weight in torch's order, [out, in]; its owner multiplies with it."""
 
     def __init__(self, backend: Backend, *shape: int) -> None:
-        self.weight: Weight = backend.unfilled(*shape)
+        self.weight: Weight = backend.empty_weight(*shape)
 
 
 class Expert:
