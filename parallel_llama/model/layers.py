@@ -84,10 +84,10 @@ class RowParallelLinear:
         self.bias = backend.empty_weight(out_features) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return summed((self, x))
+        return row_parallel_sum((self, x))
 
 
-def summed(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
+def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
     """The sum of the outputs of several row-parallel layers, with one all_reduce.
 
     Shapes: each term's x [T, len(columns)] local; the result [T, out_features] replicated.

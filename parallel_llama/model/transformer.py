@@ -25,7 +25,7 @@ from parallel_llama.model.layers import (
     activation_of,
     concat_outputs,
     norm_of,
-    summed,
+    row_parallel_sum,
 )
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.plan import Share
@@ -112,7 +112,7 @@ class ParallelBlock(TransformerBlock):
         if self.ffn_norm is not None:
             normed = self.ffn_norm(x)
         h = self.feed_forward.channels(normed)  # [T, channels] local
-        y = summed((self.attention.wo, o), (self.feed_forward.w2, h))
+        y = row_parallel_sum((self.attention.wo, o), (self.feed_forward.w2, h))
         return self.ops.add_(x, y)
 
 
