@@ -133,7 +133,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight.values, self.eps, self.offset)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, y: Tensor) -> Tensor:
         """Adds y to x in place and returns norm(x)."""
         return self.ops.add_rms_norm(x, y, self.weight.values, self.eps, self.offset)
 
@@ -157,7 +157,7 @@ class LayerNorm:
         bias = None if self.bias is None else self.bias.values
         return self.ops.layer_norm(x, self.weight.values, bias, self.eps)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> Tensor:
+    def add_and_norm(self, x: Tensor, y: Tensor) -> Tensor:
         """Adds y to x in place and returns norm(x)."""
         return self(self.ops.add_(x, y))
 

@@ -90,7 +90,7 @@ class TransformerBlock:
         o = self.attention(self.attention_norm(x), batch, caches, rows)
         if self.post_attention_norm is not None:
             o = self.post_attention_norm(o)
-        normed = self.ffn_norm.of_sum(o, x if rows is None else x[rows])
+        normed = self.ffn_norm.add_and_norm(o, x if rows is None else x[rows])
         y = self.feed_forward(normed)
         return self.ops.add_(o, y if self.post_ffn_norm is None else self.post_ffn_norm(y))
 

@@ -40,5 +40,5 @@ def test_the_norm_of_a_sum_keeps_the_sum(kind):
     norm.weight.fill(torch.randn(6, dtype=dtype))
     x, y = torch.randn(2, 3, 6, dtype=dtype)
     total = x + y
-    assert torch.equal(norm.of_sum(x, y), norm(total))
+    assert torch.equal(norm.add_and_norm(x, y), norm(total))
     assert torch.equal(x, total)
