@@ -142,7 +142,7 @@ class Program:
             self.hidden = model.blocks(x, batch, caches)
             scores = model.scores(self.hidden)
             first = embedding.rows.start
-            largest = None if model.scales_logits else ops.largest(scores, first)
+            largest = None if model.has_logit_scaling else ops.largest(scores, first)
             # The logits are the largest tensor of a step. All recordings share its memory, which
             # the first kernels of the next step may overwrite.
             borrowed = self._recording.borrowed(scores)
@@ -151,7 +151,7 @@ class Program:
     @property
     def logits(self) -> Logits:
         """The logits of the step that ran last; the next step may overwrite them."""
-        if not self._model.scales_logits:
+        if not self._model.has_logit_scaling:
             return self._scores
         with torch.inference_mode():
             return Logits(self._model.scaled(self._scores.values))

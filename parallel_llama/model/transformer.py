@@ -185,7 +185,7 @@ class Transformer:
         return self._embedding_scale is None
 
     @property
-    def scales_logits(self) -> bool:
+    def has_logit_scaling(self) -> bool:
         """Whether logits differ from `scores` in more than their dtype."""
         return self._logit_scale != 1 or self._logit_soft_cap is not None
 
