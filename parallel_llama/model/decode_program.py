@@ -154,7 +154,7 @@ class Program:
         if not self._model.has_logit_scaling:
             return self._scores
         with torch.inference_mode():
-            return Logits(self._model.scaled(self._scores.values))
+            return Logits(self._model.finish_logits(self._scores.values))
 
     def has_room_for(self, step: DecodeStep) -> bool:
         pairs = zip(self._groups, step.groups, strict=True)

@@ -172,10 +172,10 @@ class Transformer:
 
         Shapes: x [n, dim] replicated, rows of the residual stream; the result [n, V_local] local.
         """
-        return self.scaled(self.scores(x))
+        return self.finish_logits(self.scores(x))
 
     def scores(self, x: Tensor) -> Tensor:
-        """The product with the output layer, before `scaled`. Shapes: as `logits`."""
+        """The product with the output layer, before `finish_logits`. Shapes: as `logits`."""
         head = self.tok_embeddings if self.output is None else self.output
         return head.weight.apply(self.norm(x), self.ops)  # [n, V_local] local
 
@@ -189,7 +189,7 @@ class Transformer:
         """Whether logits differ from `scores` in more than their dtype."""
         return self._logit_scale != 1 or self._logit_soft_cap is not None
 
-    def scaled(self, scores: Tensor) -> Tensor:
+    def finish_logits(self, scores: Tensor) -> Tensor:
         """The logits of `scores`, scaled and capped; may overwrite `scores`."""
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self._logit_scale != 1:
