@@ -138,7 +138,7 @@ class Program:
         self._x = torch.empty(shape, dtype=embedding.weight.computed)
         batch = Batch(self._tokens, tuple(group.batch for group in self._groups), rows=None)
         with ops.recording() as self._recording:
-            x = model.embedded(self._tokens) if model.embeds_plainly else self._x
+            x = self._x if model.has_embedding_scale else model.embedded(self._tokens)
             self.hidden = model.blocks(x, batch, caches)
             scores = model.scores(self.hidden)
             first = embedding.rows.start
@@ -167,7 +167,7 @@ class Program:
         self._token_ids[:] = step.tokens
         for group, rows in zip(self._groups, step.groups, strict=True):
             group.fill(rows)
-        if not self._model.embeds_plainly:
+        if self._model.has_embedding_scale:
             with torch.inference_mode():
                 self._x.copy_(self._model.embedded(self._tokens))
         self._recording.replay()

@@ -180,9 +180,9 @@ class Transformer:
         return head.weight.apply(self.norm(x), self.ops)  # [n, V_local] local
 
     @property
-    def embeds_plainly(self) -> bool:
-        """Whether `embedded` is a lookup without a scale."""
-        return self._embedding_scale is None
+    def has_embedding_scale(self) -> bool:
+        """Whether `embedded` scales the rows of the embedding."""
+        return self._embedding_scale is not None
 
     @property
     def has_logit_scaling(self) -> bool:
