@@ -44,7 +44,7 @@ SLOW = (
     "tests/model/test_parity.py::test_logits_at_every_size_",
     "tests/model/test_parity.py::test_the_reference_is_float64_",
     "tests/model/test_parity.py::test_prefill_at_once_",
-    "tests/model/test_spread_attention.py",
+    "tests/model/test_sharded_attention.py",
     "tests/ops/cuda/test_attention_kernels.py::test_what_it_computes_with_",
     "tests/ops/cuda/test_compile.py",
     "tests/ops/cuda/test_engine_on_kernels.py::test_requests_",

@@ -23,7 +23,7 @@ from parallel_llama.model.layers import (
     RowParallelLinear,
     concat_outputs,
 )
-from parallel_llama.model.spread_attention import attend_to_all_parts, merged
+from parallel_llama.model.sharded_attention import attend_to_all_parts, merge_lse
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.torch_ops import rotate_
 from parallel_llama.plan import Run, Share
@@ -128,4 +128,4 @@ def _with_sinks(q: Tensor, tile: SinkTile, number: int, layer: int, ops: TorchOp
             for queries, seen in ((q, tile.window), (turned, tile.sinks))
         )
     ]
-    return merged(torch.stack(parts))
+    return merge_lse(torch.stack(parts))

@@ -2,7 +2,7 @@
 
 With more ranks than KV heads, several ranks would hold the same keys and values. Instead, each rank
 holds all KV heads for a part of the tokens. The queries of all ranks attend to every part, and the
-partial results are merged by their log-sum-exps, which is exact:
+partial results are merge_lse by their log-sum-exps, which is exact:
 
     softmax([s1, s2]) [v1, v2] = (exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))
 
@@ -40,10 +40,10 @@ def attend_to_all_parts(
             o, lse = ops.partial_attention(q[tile.queries, heads], *past.layer(layer), tile.mask)
             found[tile.queries, heads, :-1], found[tile.queries, heads, -1] = o, lse
     parts = comm.all_gather(found)  # [size, T, n_heads, D + 1]
-    return merged(parts[:, :, share.heads.start : share.heads.stop]).to(q.dtype).flatten(1)
+    return merge_lse(parts[:, :, share.heads.start : share.heads.stop]).to(q.dtype).flatten(1)
 
 
-def merged(parts: Tensor) -> Tensor:
+def merge_lse(parts: Tensor) -> Tensor:
     """Merges partial attention results, whose last column is the log-sum-exp of the scores.
 
     The log-sum-exp of a part without keys is -inf. Shapes: [n_parts, T, H, D + 1] -> [T, H, D].
