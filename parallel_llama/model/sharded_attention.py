@@ -2,7 +2,7 @@
 
 With more ranks than KV heads, several ranks would hold the same keys and values. Instead, each rank
 holds all KV heads for a part of the tokens. The queries of all ranks attend to every part, and the
-partial results are merge_lse by their log-sum-exps, which is exact:
+partial results are merged by their log-sum-exps, which is exact:
 
     softmax([s1, s2]) [v1, v2] = (exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))
 

@@ -69,7 +69,7 @@ class ModelWeights:
         for part in _parts_of(name):
             self._n_missing[part] -= 1
             if not self._n_missing[part]:
-                self._settle(_part_at(self._model, part))
+                self._finalise(_part_at(self._model, part))
 
     def complete(self) -> None:
         """Check that every weight is filled; the model can be called from here on.
@@ -93,7 +93,7 @@ class ModelWeights:
         self._weights[name] = GroupWeight.in_place_of(empty, values, self._model.ops.panel_rows)
         setattr(*self._place(name), self._weights[name])
 
-    def _settle(self, part: Any) -> None:
+    def _finalise(self, part: Any) -> None:
         """Fuse the weights of a part that is complete, and move them to huge pages."""
         if isinstance(part, TransformerBlock | Expert):
             part.fuse()
@@ -111,7 +111,7 @@ def _part_at(model: Transformer, path: str) -> Any:
 
 
 def _parts_of(name: str) -> list[str]:
-    """The parts of the model that are settled when complete and have this weight, inner one first.
+    """The parts of the model with this weight that are finalised as one, the inner one first.
 
     >>> _parts_of("layers.3.feed_forward.experts.5.w1.weight"), _parts_of("norm.weight")
     (['layers.3.feed_forward.experts.5', 'layers.3'], ['norm'])
@@ -122,7 +122,7 @@ def _parts_of(name: str) -> list[str]:
 
 
 def _weights_of(part: object) -> Iterator[Weight]:
-    """The weights of a part, its fused ones among them; those of experts are settled before."""
+    """The weights of a part, its fused ones among them; those of experts are finalised before."""
     for value in vars(part).values():
         if isinstance(value, Weight):
             yield value
