@@ -42,7 +42,7 @@ from parallel_llama.model.rope import (
     turns_back,
 )
 from parallel_llama.model.transformer import Transformer
-from parallel_llama.model.weights import ModelWeights
+from parallel_llama.model.weights import WeightLoader
 from parallel_llama.ops import DecodeBatch, DecodeRows, QueryChunk, Scores, TorchOps, choose_ops
 from parallel_llama.ops.attention import SeenKeys
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
@@ -109,7 +109,7 @@ class ModelRunner:
             forms = matrix_forms(precision)
             ops = choose_ops(dtype, device, args.head_dim, groups, scores, cache_dtype, forms)
         model = Transformer(args, share, Backend(comm, ops, dtype))
-        filled = ModelWeights(model, args, share)
+        loader = WeightLoader(model, args, share)
         own = partial(use_device, device)
         with ThreadPoolExecutor(1, initializer=own) as thread:
             # Beside the reading, which is beside the packing.
@@ -117,8 +117,8 @@ class ModelRunner:
             weights = load(checkpoint, args, share, precision, device, on_bytes)
             with closing(ahead(weights, _READ_AHEAD, own)) as read:
                 for name, value in read:
-                    filled.assign(name, value)
-            filled.complete()
+                    loader.assign(name, value)
+            loader.complete()
             compiled.result()
         return cls(args, plan, comm, model, kv_format)
 

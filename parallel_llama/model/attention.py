@@ -32,7 +32,7 @@ from parallel_llama.plan import Run, Share
 class Attention:
     """One attention block: wq, wk, wv by columns, wo by rows.
 
-    `fuse` concatenates wq, wk and wv once they are filled; a call needs that.
+    `fuse` concatenates wq, wk and wv once they are loaded; a call needs that.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of wo; two all_gathers more if the cache is sharded by token.

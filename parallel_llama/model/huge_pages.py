@@ -20,7 +20,7 @@ class HugePages:
     """One region of CPU memory, into which weights are moved one after another.
 
     Args:
-        values: The unfilled weights, whose sizes are reserved. Pages that stay unused, because
+        values: The empty weights, whose sizes are reserved. Pages that stay unused, because
             weights come in fewer bits, take no memory.
     """
 
@@ -29,7 +29,7 @@ class HugePages:
         self._n_used = 0
 
     def move(self, weights: Iterable[Weight]) -> None:
-        """Move some filled weights into the region.
+        """Move some loaded weights into the region.
 
         Weights that share memory still share it afterwards. Weights in the region stay in place.
         """

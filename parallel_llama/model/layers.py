@@ -39,7 +39,7 @@ class Backend:
     dtype: torch.dtype
 
     def empty_weight(self, *shape: int) -> DenseWeight:
-        """A weight on the meta device, which takes no memory until it is filled."""
+        """A weight on the meta device, which takes no memory until it is loaded."""
         return DenseWeight(shape, dtype=self.dtype, device=torch.device("meta"))
 
 

@@ -28,7 +28,7 @@ class Matrix:
 class Expert:
     """The weights of one SwiGLU: w1 and w3 by columns, w2 by rows.
 
-    `fuse` concatenates w1 and w3 once they are filled.
+    `fuse` concatenates w1 and w3 once they are loaded.
     """
 
     def __init__(self, dim: int, n_channels: int, backend: Backend) -> None:
@@ -59,7 +59,7 @@ class MixtureOfExperts:
         }
 
     def fuse(self) -> None:
-        """Collects the weights of the experts, each of which was fused when it was filled."""
+        """Collects the weights of the experts, each of which was fused when it was loaded."""
         self.w13 = [expert.w13 for expert in self.experts.values()]
         self.w2 = [expert.w2.weight for expert in self.experts.values()]
 

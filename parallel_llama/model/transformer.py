@@ -34,7 +34,7 @@ from parallel_llama.plan import Share
 class FeedForward:
     """w2(f(w1 x) * w3 x), or w2(f(w1 x)) without a gate; w1 and w3 by columns, w2 by rows.
 
-    `fuse` concatenates w1 and w3 once they are filled; a call needs that.
+    `fuse` concatenates w1 and w3 once they are loaded; a call needs that.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: the all_reduce of w2.
@@ -119,7 +119,7 @@ class ParallelBlock(TransformerBlock):
 class Transformer:
     """The whole model with this rank's shard of every weight.
 
-    It takes no memory until `model.weights.ModelWeights` fills it.
+    It takes no memory until `model.weights.WeightLoader` loads its weights.
     """
 
     def __init__(self, args: ModelArgs, share: Share, backend: Backend) -> None:

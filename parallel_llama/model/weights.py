@@ -1,4 +1,4 @@
-"""Filling a model with its weights, each of which is fused and moved as soon as it can be."""
+"""Loading the weights of a model, which are fused and moved to huge pages part by part."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -34,13 +34,13 @@ _Layer = (
 )
 
 
-class ModelWeights:
-    """The weights of a model by their names, while they are filled.
+class WeightLoader:
+    """Puts weights into a model, by their names.
 
-    On a CPU the first weight reserves memory with huge pages for all of them.
+    On a CPU the first weight reserves memory with huge pages for all weights.
 
     Args:
-        model: The model to fill.
+        model: The model, without weights.
         args: Its arguments.
         share: The shard that this rank holds.
     """
@@ -53,17 +53,17 @@ class ModelWeights:
         self._n_missing = Counter(part for name in names for part in _parts_of(name))
 
     def assign(self, name: str, values: Tensor | Groups) -> None:
-        """Fill one weight with its values, already cut to this rank's shard.
+        """Set the values of one weight, which are this rank's shard of it.
 
         Raises: KeyError for a name the model does not have, ValueError for another shape or for a
-        weight that is filled already.
+        weight that is loaded already.
         """
         if name not in self._weights:
             raise KeyError(f"the model has no weight {name}")
         if self._huge_pages is None and values.device.type == "cpu":
             self._huge_pages = HugePages([each.values for each in self._weights.values()])
         try:
-            self._fill(name, values)
+            self._load(name, values)
         except ValueError as error:
             raise ValueError(f"weight {name} {error}") from error
         for part in _parts_of(name):
@@ -72,23 +72,23 @@ class ModelWeights:
                 self._finalise(_part_at(self._model, part))
 
     def complete(self) -> None:
-        """Check that every weight is filled; the model can be called from here on.
+        """Check that every weight is loaded, after which the model can be called.
 
-        Raises: ValueError if a weight was never filled.
+        Raises: ValueError if a weight was never loaded.
         """
-        missing = [name for name, weight in self._weights.items() if not weight.is_filled]
+        missing = [name for name, weight in self._weights.items() if not weight.is_loaded]
         if missing:
-            raise ValueError(f"{len(missing)} weights were never filled: {missing[:10]}")
+            raise ValueError(f"{len(missing)} weights were never loaded: {missing[:10]}")
 
     def _place(self, name: str) -> tuple[Any, str]:
         """The layer that holds a weight, and the attribute."""
         part, _, leaf = name.rpartition(".")
         return _part_at(self._model, part), leaf
 
-    def _fill(self, name: str, values: Tensor | Groups) -> None:
+    def _load(self, name: str, values: Tensor | Groups) -> None:
         empty = self._weights[name]
         if isinstance(values, Tensor):
-            empty.fill(values)
+            empty.load(values)
             return
         self._weights[name] = GroupWeight.in_place_of(empty, values, self._model.ops.panel_rows)
         setattr(*self._place(name), self._weights[name])

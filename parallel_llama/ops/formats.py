@@ -25,12 +25,12 @@ HALVES = torch.bfloat16, torch.float16
 
 
 class DenseWeight:
-    """A rank's shard of a weight that is not quantised; on the meta device until it is filled.
+    """A rank's shard of a weight that is not quantised; on the meta device until it is loaded.
 
     Args:
         shape: The shape of the shard; for a matrix in torch's order, [out, in].
         dtype: The dtype of products and lookups. A matrix may be stored in 16 bits for float32.
-        device: The device of the unfilled weight.
+        device: The device of the empty weight.
     """
 
     def __init__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,21 +38,21 @@ class DenseWeight:
         self.computed = dtype
 
     @property
-    def is_filled(self) -> bool:
+    def is_loaded(self) -> bool:
         return not self.values.is_meta
 
     @property
     def n_outputs(self) -> int:
         return len(self.values)
 
-    def fill(self, values: Tensor) -> None:
+    def load(self, values: Tensor) -> None:
         """Set the values.
 
-        Raises: ValueError for another shape or dtype, or if the weight is filled already.
+        Raises: ValueError for another shape or dtype, or if the weight is loaded already.
         """
         mine = self.values
-        if self.is_filled:
-            raise ValueError("is filled twice")
+        if self.is_loaded:
+            raise ValueError("is loaded twice")
         is_half = values.ndim == 2 and values.dtype in HALVES and self.computed == torch.float32
         if mine.shape != values.shape or not (mine.dtype == values.dtype or is_half):
             raise ValueError(
@@ -99,7 +99,7 @@ class GroupWeight:
     Shapes: `values` [n_panels, n_bytes] uint8, as in `ops.groups`.
     """
 
-    is_filled = True
+    is_loaded = True
 
     def __init__(
         self, groups: Groups, panel_rows: int, computed: torch.dtype = torch.float32
@@ -111,21 +111,21 @@ class GroupWeight:
 
     @classmethod
     def in_place_of(cls, empty: "Weight", groups: Groups, panel_rows: int) -> "GroupWeight":
-        """The quantised weight that replaces an unfilled one.
+        """The quantised weight that replaces an empty one.
 
-        Raises: ValueError for another shape, or if the weight is filled already.
+        Raises: ValueError for another shape, or if the weight is loaded already.
         """
-        if empty.is_filled:
-            raise ValueError("is filled twice")
+        if empty.is_loaded:
+            raise ValueError("is loaded twice")
         if empty.values.shape != groups.shape:
             raise ValueError(
                 f"is {list(empty.values.shape)} on this rank, got {list(groups.shape)}"
             )
         return cls(groups, panel_rows, empty.computed)
 
-    def fill(self, _: Tensor) -> None:
-        """Raises: ValueError, since the weight is filled from the start."""
-        raise ValueError("is filled twice")
+    def load(self, _: Tensor) -> None:
+        """Raises: ValueError, since the weight is loaded from the start."""
+        raise ValueError("is loaded twice")
 
     def groups(self) -> Groups:
         """The matrix outside of panels."""

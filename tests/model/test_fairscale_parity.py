@@ -67,7 +67,7 @@ def fill(module: object, weight: Tensor, bias: Tensor | None) -> None:
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
             own = getattr(module, name)
-            own.fill(value) if isinstance(own, DenseWeight) else own.data.copy_(value)
+            own.load(value) if isinstance(own, DenseWeight) else own.data.copy_(value)
 
 
 def run_column_parallel(comm: Communicator, has_bias: bool) -> Pair:

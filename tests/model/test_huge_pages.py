@@ -9,7 +9,7 @@ from parallel_llama.ops.formats import DenseWeight
 
 def weight(values: Tensor) -> DenseWeight:
     own = DenseWeight(values.shape, dtype=values.dtype, device=torch.device("meta"))
-    own.fill(values)
+    own.load(values)
     return own
 
 

@@ -22,7 +22,7 @@ def test_layers_end_to_end_give_their_outputs_side_by_side_and_become_views(bias
     for layer in layers:
         for weight in (layer.weight, layer.bias):
             if weight is not None:
-                weight.fill(torch.randn(weight.values.shape, dtype=torch.float64))
+                weight.load(torch.randn(weight.values.shape, dtype=torch.float64))
     x = torch.randn(2, 6, dtype=torch.float64)
     apart = torch.cat([layer(x) for layer in layers], dim=1)
     whole = concat_outputs(*layers)
@@ -37,7 +37,7 @@ def test_the_norm_of_a_sum_keeps_the_sum(kind):
     norm = (
         RMSNorm(6, 1e-5, BACKEND, 1.0) if kind == "rms" else LayerNorm(6, 1e-5, BACKEND, bias=False)
     )
-    norm.weight.fill(torch.randn(6, dtype=dtype))
+    norm.weight.load(torch.randn(6, dtype=dtype))
     x, y = torch.randn(2, 3, 6, dtype=dtype)
     total = x + y
     assert torch.equal(norm.add_and_norm(x, y), norm(total))

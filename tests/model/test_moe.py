@@ -273,7 +273,7 @@ def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
         matrices += [expert.w1, expert.w3, expert.w2]
     for matrix in matrices:
         shape = matrix.weight.values.shape
-        matrix.weight.fill(torch.randn(shape, generator=generator, dtype=FLOAT64))
+        matrix.weight.load(torch.randn(shape, generator=generator, dtype=FLOAT64))
     for expert in layer.experts.values():
         expert.fuse()
     layer.fuse()

@@ -14,7 +14,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.transformer import Transformer
-from parallel_llama.model.weights import ModelWeights
+from parallel_llama.model.weights import WeightLoader
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.groups import Groups, quantise
 from parallel_llama.parallel.collectives import Solo
@@ -214,9 +214,9 @@ def test_quantised_weights_stay_on_their_device_in_what_it_computes(name):
     assert precision.computed == "bfloat16"
     comm, plan = Solo(), make_plan(ARGS, 1, quant_group=precision.group_size)
     model = Transformer(ARGS, plan.shares[0], Backend(comm, TorchOps(), torch.bfloat16))
-    filled = ModelWeights(model, ARGS, plan.shares[0])
+    loader = WeightLoader(model, ARGS, plan.shares[0])
     for weight, values in load(random_checkpoint(ARGS, 1), ARGS, plan.shares[0], precision, meta):
-        filled.assign(weight, values)
+        loader.assign(weight, values)
     x = model.embedded(torch.zeros(3, dtype=torch.int64, device=meta))
     feed_forward = model.layers[0].feed_forward
     for result in (x, feed_forward(x), model.logits(x)):

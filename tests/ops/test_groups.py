@@ -298,7 +298,7 @@ def test_matrices_end_to_end_give_each_its_outputs(form):
 def test_matrices_of_several_formats_give_their_outputs_side_by_side():
     groups = [a_matrix(form, n, 256) for form, n in ((INT8, 24), (BLOCKS["Q6_K"], 8))]
     dense = DenseWeight((5, 256), dtype=torch.float32, device=torch.device("meta"))
-    dense.fill(torch.randn(5, 256))
+    dense.load(torch.randn(5, 256))
     whole = concat_outputs([*(GroupWeight(part, 16) for part in groups), dense])
     x, bias = torch.randn(3, 256), DenseWeight((37,), dtype=torch.float32, device=CPU)
     bias.values.copy_(torch.randn(37))
