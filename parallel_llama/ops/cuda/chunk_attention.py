@@ -87,12 +87,12 @@ def _attention(
     for base in range(begin, end, TILE):
         keys = base + tl.arange(0, TILE)
         is_there = keys < end
-        is_seen = (keys[None, :] > oldest[:, None]) & (keys[None, :] <= positions[:, None])
+        is_visible = (keys[None, :] > oldest[:, None]) & (keys[None, :] <= positions[:, None])
         slots = slots_of(blocks, keys - first_key, is_there, BLOCK)
         own_k = read(k, slots, is_there, q.dtype.element_ty, HEAD_DIM, SIZE)
         own_v = read(v, slots, is_there, q.dtype.element_ty, HEAD_DIM, SIZE)
         top, total, sums = add_keys(
-            top, total, sums, own_q, own_k, own_v, is_seen, factor, cap, CAPPED
+            top, total, sums, own_q, own_k, own_v, is_visible, factor, cap, CAPPED
         )
     out += (row + query)[:, None] * out_stride + heads[:, None] * HEAD_DIM + columns[None, :]
     tl.store(out, (sums / total[:, None]).to(out.dtype.element_ty), is_own)

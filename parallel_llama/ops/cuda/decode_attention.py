@@ -17,7 +17,7 @@ from torch import Tensor
 from parallel_llama.ops.attention import NO_WINDOW, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
 from parallel_llama.ops.cuda.launch import launch, tile, warps
-from parallel_llama.ops.cuda.softmax import add_keys, factors, merged, nothing
+from parallel_llama.ops.cuda.softmax import add_keys, factors, merge_states, nothing
 
 _PROGRAMS = 2048  # enough for any GPU; programs without work cost time as well
 _ROOM_BYTES = 1 << 26  # the limit for partial results
@@ -149,7 +149,7 @@ def _decode(
                 factor, cap, CAPPED,
             )  # fmt: skip
         if is_alone:
-            top, total, sums = merged(top, total, sums, own_top, own_total, own_sums)
+            top, total, sums = merge_states(top, total, sums, own_top, own_total, own_sums)
         else:
             split = found + start // length * (SIZE + _BESIDE)
             tl.store(split[:, None] + columns[None, :], own_sums, is_own)
@@ -181,7 +181,7 @@ def _combine(
             own_sums = tl.load(split + columns, columns < n_columns, 0)
             own_top = tl.load(split + SIZE, is_there, -float("inf"))
             own_total = tl.load(split + SIZE + 1, is_there, 0)
-            top, total, sums = merged(top, total, sums, own_top, own_total, own_sums)
+            top, total, sums = merge_states(top, total, sums, own_top, own_total, own_sums)
     row = tl.load(rows + at * 5).to(tl.int64)
     result = (sums / total).to(out.dtype.element_ty)
     tl.store(out + row * out_stride + head * HEAD_DIM + columns, result, columns < HEAD_DIM)

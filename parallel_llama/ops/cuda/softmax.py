@@ -32,16 +32,16 @@ def nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def add_keys(top, total, sums, q, k, v, is_seen, factor, cap, CAPPED: tl.constexpr):
-    """The state after some more keys; `is_seen` masks those that a query attends to.
+def add_keys(top, total, sums, q, k, v, is_visible, factor, cap, CAPPED: tl.constexpr):
+    """The state after some more keys; `is_visible` masks those that a query attends to.
 
-    Shapes: top, total [ROWS], sums [ROWS, SIZE]; q [ROWS, SIZE]; k, v [n, SIZE]; is_seen [ROWS, n],
-    or [1, n] for all queries.
+    Shapes: top, total [ROWS], sums [ROWS, SIZE]; q [ROWS, SIZE]; k, v [n, SIZE]; is_visible
+    [ROWS, n], or [1, n] for all queries.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
     if CAPPED:
         scores = _tanh(scores) * cap
-    scores = tl.where(is_seen, scores, -float("inf"))
+    scores = tl.where(is_visible, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     # A query without a key so far gets weights of 0, not NaN.
     base = tl.where(new_top == -float("inf"), 0, new_top)
@@ -53,7 +53,7 @@ def add_keys(top, total, sums, q, k, v, is_seen, factor, cap, CAPPED: tl.constex
 
 
 @triton.jit
-def merged(top, total, sums, top2, total2, sums2):
+def merge_states(top, total, sums, top2, total2, sums2):
     """The merged state of two sets of keys, at most one of them empty.
 
     Shapes: tops and totals [...], sums [..., SIZE].
