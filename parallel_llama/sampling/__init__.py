@@ -7,8 +7,8 @@ from parallel_llama.sampling.draw import (
     Sampled,
     both,
     mask_of,
-    noise_key,
     row_noise,
+    sampling_key,
 )
 from parallel_llama.sampling.pending import PendingDraws, can_pend
 from parallel_llama.sampling.sampler import sample
@@ -24,9 +24,9 @@ __all__ = [
     "can_pend",
     "gather_logits",
     "mask_of",
-    "noise_key",
     "row_noise",
     "sample",
+    "sampling_key",
     "score",
     "score_tokens",
 ]

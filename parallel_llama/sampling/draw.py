@@ -113,7 +113,7 @@ class Sampled:
     logprobs: TokenLogprob | None
 
 
-def noise_key(draw: Draw) -> int:
+def sampling_key(draw: Draw) -> int:
     """The random key of a token, 64 bits as a signed integer."""
     return _key(draw.seed, draw.choice, draw.position)
 
@@ -130,7 +130,7 @@ def row_noise(params: SamplingParams, seed: int, choice: int, position: int) -> 
 
 def filters_of(draws: Sequence[Draw]) -> Filters:
     """The filters and the noise of some tokens, on the host."""
-    keys = torch.tensor([noise_key(draw) for draw in draws], dtype=torch.int64)
+    keys = torch.tensor([sampling_key(draw) for draw in draws], dtype=torch.int64)
     params = [draw.params for draw in draws]
     wide = torch.float64
     return Filters(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_llama.ops.noise import TILE, gumbel, tile_gumbel
-from parallel_llama.sampling.draw import Draw, noise_key
+from parallel_llama.sampling.draw import Draw, sampling_key
 
 # Tiles that sampling without filters reads first, for a score that rules out most other tiles.
 _FIRST_TILES = 4
@@ -79,7 +79,7 @@ class Tiles:
         """
         device = self.logits.device
         n, n_tiles, _ = self.logits.shape
-        keys = torch.tensor([noise_key(draw) for draw in draws], device=device)
+        keys = torch.tensor([sampling_key(draw) for draw in draws], device=device)
         temperature = column([draw.params.temperature for draw in draws]).to(device)
         numbers = torch.arange(self.first, self.first + n_tiles, device=device)
         noise = tile_gumbel(keys, numbers).add_(_NOISE_SLACK)

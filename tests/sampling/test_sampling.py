@@ -34,9 +34,9 @@ from parallel_llama.sampling import (
     PendingDraws,
     Sampled,
     gather_logits,
-    noise_key,
     row_noise,
     sample,
+    sampling_key,
     score,
     score_tokens,
 )
@@ -211,7 +211,7 @@ def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
     So one row per token shows a whole kept set, through the very path that real draws take.
     """
     for module in ("draw", "tiles"):
-        place = f"parallel_llama.sampling.{module}.noise_key"
+        place = f"parallel_llama.sampling.{module}.sampling_key"
         monkeypatch.setattr(place, lambda draw: draw.position)
     for module in ("ops.filters", "sampling.tiles"):
         monkeypatch.setattr(
@@ -723,7 +723,7 @@ def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale: float) -> No
     """Against the noise of every token, over forty tiles cut in the middle of some."""
     logits = random_logits(60, 5000, scale=scale)
     draws = draws_at(60, temperature=0.9)
-    keys = torch.tensor([noise_key(draw) for draw in draws])
+    keys = torch.tensor([sampling_key(draw) for draw in draws])
     scores = logits / torch.tensor(0.9, dtype=torch.float64) + gumbel(keys, torch.arange(5000))
     for tp_size in (1, 3, 5):
         assert tokens_of(logits, draws, tp_size) == scores.argmax(1).tolist()
@@ -731,7 +731,7 @@ def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale: float) -> No
 
 def test_the_noise_of_a_token_does_not_depend_on_its_neighbours() -> None:
     """To the last bit: a rank computes it for its rows, all ranks once more for the candidates."""
-    keys = torch.tensor([noise_key(draw) for draw in draws_at(3)])
+    keys = torch.tensor([sampling_key(draw) for draw in draws_at(3)])
     whole = gumbel(keys, torch.arange(4001))
     for start, stop in ((0, 4001), (1, 9), (7, 8), (3000, 4001), (5, 3002)):
         assert torch.equal(gumbel(keys, torch.arange(start, stop)), whole[:, start:stop])
@@ -739,6 +739,6 @@ def test_the_noise_of_a_token_does_not_depend_on_its_neighbours() -> None:
 
 def test_the_noise_of_a_draw_is_pinned() -> None:
     """A seed must give the same completion after an upgrade; change this only on purpose."""
-    assert noise_key(Draw(SamplingParams(), 1, 2, 3)) == -5405627362230748553
+    assert sampling_key(Draw(SamplingParams(), 1, 2, 3)) == -5405627362230748553
     logits = torch.zeros(8, VOCAB)
     assert tokens_of(logits, draws_at(8, temperature=1.0)) == [3, 103, 125, 207, 168, 23, 141, 200]
