@@ -77,7 +77,7 @@ class Filters:
         return Filters(noise, self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
-def leaders_of(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
+def merge_top_k(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
     """The largest logits of the whole vocabulary and their tokens, from those of each rank.
 
     Shapes: blocks [tp_size, n, n_fixed + 2 K]: after the fixed columns K values and K token ids;

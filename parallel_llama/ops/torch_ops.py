@@ -18,7 +18,7 @@ from parallel_llama.ops.attention import (
     QueryChunk,
     Scores,
 )
-from parallel_llama.ops.filters import Filters, leaders_of, mass_of
+from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.ops.groups import PanelShape, group_linear
 from parallel_llama.ops.noise import Noise, gumbel
 from parallel_llama.ops.routes import Routes
@@ -194,7 +194,7 @@ class TorchOps:
 
         Shapes: of_ranks [tp_size, n, 1 + 2 k] -> [n] int64.
         """
-        values, tokens = leaders_of(of_ranks, 1)
+        values, tokens = merge_top_k(of_ranks, 1)
         values, tokens = values[:, :vocab_size], tokens[:, :vocab_size]
         mass = mass_of(of_ranks[:, :, 0], of_ranks[:, :, 1], filters.noise.temperatures)
         kept, settled = filters.kept(values, mass, vocab_size)

@@ -9,7 +9,7 @@ from parallel_llama.ops import Noise, TorchOps
 from parallel_llama.ops.filters import Filters
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.sampling.draw import Draw, Sampled, filters_of
-from parallel_llama.sampling.sampler import N_CANDIDATES, leading_tokens, sample
+from parallel_llama.sampling.sampler import N_CANDIDATES, best_tokens, sample
 
 _NO_TOKEN = float(1 << 52)
 
@@ -78,7 +78,7 @@ class PendingDraws:
             self._copied.synchronize()
         n = len(self._draws)
         of_ranks = self._here[:-n].view(-1, n, 2).tolist()
-        tokens = leading_tokens(of_ranks, self._draws)
+        tokens = best_tokens(of_ranks, self._draws)
         for row in self._filtered:
             tokens[row] = int(self._here[row - n])
         unsettled = [row for row in self._filtered if tokens[row] < 0]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.errors import NumericalError
-from parallel_llama.ops.filters import Filters, leaders_of, mass_of
+from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
 from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled, filters_of
@@ -32,7 +32,7 @@ from parallel_llama.sampling.scoring import (
     chunks,
     gather_logits,
     new_block,
-    put_leaders,
+    put_top_k,
     score_tokens,
 )
 from parallel_llama.sampling.tiles import Tiles, column
@@ -76,7 +76,7 @@ def sample(
     if not draws:
         return []
     if best is not None and all(draw.takes_best for draw in draws):
-        tokens = leading_tokens(_of_ranks(best, comm), draws)
+        tokens = best_tokens(_of_ranks(best, comm), draws)
     else:
         assert logits.shape == (len(draws), len(vocab))
         tokens = _tokens(adjust(logits, vocab, draws), vocab, draws, comm)
@@ -95,7 +95,7 @@ def _of_ranks(
 def _tokens(adjusted: Tensor, vocab: range, draws: Sequence[Draw], comm: Communicator) -> list[int]:
     ways = _Ways.of(draws)
     if len(ways.greedy) == len(draws):
-        return leading_tokens(comm.all_gather(_largest(adjusted, vocab)).tolist(), draws)
+        return best_tokens(comm.all_gather(_largest(adjusted, vocab)).tolist(), draws)
     return _pick(adjusted, vocab, draws, ways, comm).tolist()
 
 
@@ -103,11 +103,11 @@ def _largest(logits: Tensor, vocab: range) -> Tensor:
     """The largest logit of each row and its token. Shapes: [n, 2] float64 local."""
     own = logits.new_full((len(logits), 2), -math.inf, dtype=torch.float64)
     if len(vocab):
-        own[:, :1], own[:, 1:] = Tiles.of(logits, vocab).leaders(1)
+        own[:, :1], own[:, 1:] = Tiles.of(logits, vocab).top_k(1)
     return own
 
 
-def leading_tokens(
+def best_tokens(
     of_ranks: Sequence[Sequence[tuple[float, float]]], draws: Sequence[Draw]
 ) -> list[int]:
     """The tokens with the best scores, from a head exchange of two numbers per row.
@@ -117,19 +117,19 @@ def leading_tokens(
     Shapes: of_ranks [tp_size, n, 2].
     Raises: as `sample`.
     """
-    leaders = [_leader(row) for row in zip(*of_ranks, strict=True)]
+    best = [_best_of(row) for row in zip(*of_ranks, strict=True)]
     # A score is finite if the largest logit is finite, and equals that logit otherwise.
-    _require_tokens([score for score, _ in leaders], draws)
-    return [int(token) for _, token in leaders]
+    _require_tokens([score for score, _ in best], draws)
+    return [int(token) for _, token in best]
 
 
-def _leader(of_ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _best_of(of_ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The best score and its token: NaN if a rank has one, and the first of equal scores."""
-    leader = of_ranks[0]
+    best = of_ranks[0]
     for other in of_ranks[1:]:
-        if other[0] > leader[0] or math.isnan(other[0]):
-            leader = other
-    return leader
+        if other[0] > best[0] or math.isnan(other[0]):
+            best = other
+    return best
 
 
 def _pick(
@@ -186,7 +186,7 @@ class _Head:
         self.vocabs = [range(start, stop) for start, stop in pairwise(borders)]
         self.vocab_size = self.vocabs[-1].stop
         self.largest = blocks[:, :, _LARGEST].amax(0)  # NaN if a rank has one
-        self.values, self.tokens = leaders_of(blocks, _N_FIXED)
+        self.values, self.tokens = merge_top_k(blocks, _N_FIXED)
 
 
 def _pick_filtered(
@@ -212,7 +212,7 @@ def _pick_from_full(picked: Tensor, full: Tensor, rows: list[int], draws: Sequen
     mass = _mass(tiles, filters.noise.temperatures[:, None])
     # Sorting a whole row takes much longer than finding its 1024 largest logits.
     for k in (MAX_CANDIDATES, 8 * MAX_CANDIDATES, vocab_size):
-        values, tokens = tiles.leaders(min(k, vocab_size))
+        values, tokens = tiles.top_k(min(k, vocab_size))
         left = _pick_settled(picked, rows, filters, values.double(), tokens, mass, vocab_size)
         if not left:
             return
@@ -263,12 +263,12 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[Draw], ways: _Way
     tiles = Tiles.of(logits, vocab)
     block[:, _LARGEST] = tiles.largest.amax(1).double()
     if rows := ways.plain:
-        scores, tokens = tiles.rows(rows).plain_leaders([draws[row] for row in rows])
+        scores, tokens = tiles.rows(rows).argmax_with_noise([draws[row] for row in rows])
         block[rows, _SCORE], block[rows, _TOKEN] = scores, tokens.double()
     # One maximum is several times cheaper than the 64 largest, so greedy rows are separate.
-    for rows, n_leaders in ((ways.greedy, 1), (ways.filtered, k)):
+    for rows, n_largest in ((ways.greedy, 1), (ways.filtered, k)):
         if rows:
-            put_leaders(block, rows, _N_FIXED, *tiles.rows(rows).leaders(n_leaders))
+            put_top_k(block, rows, _N_FIXED, *tiles.rows(rows).top_k(n_largest))
     if rows := ways.filtered:
         temperature = column([draws[row].params.temperature for row in rows])
         block[rows, _MASS] = _mass(tiles.rows(rows), temperature)[:, 0]

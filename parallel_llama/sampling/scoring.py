@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.ops.filters import leaders_of
+from parallel_llama.ops.filters import merge_top_k
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
 from parallel_llama.sampling.tiles import Tiles
@@ -55,7 +55,7 @@ def score_tokens(
     blocks = _exchange(logits, vocab, targets, k, comm)
     lse = _log_sum_exp(blocks)
     logprobs = (blocks[:, :, _TARGET].amax(0) - lse).tolist()
-    values, tokens = leaders_of(blocks, _N_FIXED)
+    values, tokens = merge_top_k(blocks, _N_FIXED)
     top_logprobs, top_tokens = (values - lse[:, None]).tolist(), tokens.tolist()
     scored = []
     for row, target in enumerate(targets.tolist()):
@@ -90,7 +90,7 @@ def new_block(n: int, n_fixed: int, k: int, vocab: range, device: torch.device) 
     return block
 
 
-def put_leaders(
+def put_top_k(
     block: Tensor, rows: slice | list[int], n_fixed: int, values: Tensor, tokens: Tensor
 ) -> None:
     """Fill in this rank's candidates. Shapes: values and tokens [len(rows), at most K]."""
@@ -114,7 +114,7 @@ def _exchange(logits: Tensor, vocab: range, targets: Tensor, k: int, comm: Commu
     for rows, x in chunks(logits):
         block[rows, _LSE] = x.double().logsumexp(-1)
         if k and len(vocab):
-            put_leaders(block, rows, _N_FIXED, *Tiles.of(x, vocab).leaders(k))
+            put_top_k(block, rows, _N_FIXED, *Tiles.of(x, vocab).top_k(k))
     own = ((targets >= vocab.start) & (targets < vocab.stop)).nonzero()[:, 0]
     block[own, _TARGET] = logits[own, targets[own] - vocab.start].double()
     blocks = comm.all_gather(block)

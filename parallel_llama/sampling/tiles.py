@@ -54,7 +54,7 @@ class Tiles:
         """Shapes: [n, n_tiles * TILE]."""
         return self.logits.flatten(1)
 
-    def leaders(self, k: int) -> tuple[Tensor, Tensor]:
+    def top_k(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits of each row and their tokens, in falling order, equal ones by token.
 
         Shapes: returns [n, min(k, n_tiles * TILE)] twice, the logits' dtype and int64.
@@ -66,10 +66,10 @@ class Tiles:
             values, places = self.flat().sort(dim=1, descending=True, stable=True)
             values, places = values[:, :k], places[:, :k]
         else:
-            values, places = self._some_leaders(k)
+            values, places = self._some_top_k(k)
         return values, places + self.first * TILE
 
-    def plain_leaders(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    def argmax_with_noise(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
         """The best logit / temperature + noise of each row without filters, and its token.
 
         Noise is computed only for tokens that could win with the largest noise of their tile. Of
@@ -112,7 +112,7 @@ class Tiles:
         values, places = self._within(tiles).max(1, keepdim=True)
         return values, tiles * TILE + places
 
-    def _some_leaders(self, k: int) -> tuple[Tensor, Tensor]:
+    def _some_top_k(self, k: int) -> tuple[Tensor, Tensor]:
         logits = self.flat()
         n_tiles = self.logits.shape[1]
         if n_tiles > 2 * k:  # the k largest are all in the k tiles with the largest maxima

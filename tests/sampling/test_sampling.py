@@ -625,7 +625,7 @@ def test_the_largest_of_many_tiles_are_those_of_a_stable_sort(k: int) -> None:
     """Ties at the border, more tiles than k, and tiles that reach beyond the vocabulary."""
     logits = random_logits(20, 9000).mul(4).round()
     for vocab in (range(0, 9000), range(100, 9100)):
-        values, tokens = Tiles.of(logits, vocab).leaders(k)
+        values, tokens = Tiles.of(logits, vocab).top_k(k)
         order = (-logits).argsort(stable=True)[:, :k]
         assert torch.equal(tokens - vocab.start, order)
         assert torch.equal(values, logits.gather(1, order))

@@ -61,7 +61,7 @@ def candidates(x: Tensor, temperatures: Tensor, k: int, first: int) -> Tensor:
     keys = x.new_empty(n, n_parts, k, dtype=torch.int64)
     sums = x.new_empty(2, n, n_parts, dtype=torch.float64)
     launch(
-        _leaders_of_parts, (n_parts, n), x, temperatures, keys, *sums, x.stride(0), first, m,
+        _top_k_of_parts, (n_parts, n), x, temperatures, keys, *sums, x.stride(0), first, m,
         SIZE=_SIZE, K=k, num_warps=1,
     )  # fmt: skip
     while keys.shape[1] > 1:
@@ -160,7 +160,7 @@ def _words(key, places):
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperatures"])
-def _leaders_of_parts(
+def _top_k_of_parts(
     x, temperatures, keys, masses, bests, stride, first, m, SIZE: tl.constexpr, K: tl.constexpr
 ):
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
