@@ -59,12 +59,12 @@ class Filters:
         kept = in_k & in_nucleus & (weight >= min_p) & (logits > -torch.inf)
 
         knows_mass = (n_candidates >= top_k) | ~is_cut
-        settled = (
+        decided = (
             (n_candidates >= top_k)
             | (~is_cut & has_nucleus & (sums[:, -1:] >= needed))
             | ((knows_mass | ~has_nucleus) & (weight[:, -1:] < min_p))
         )
-        return kept, settled[:, 0]
+        return kept, decided[:, 0]
 
     def draw(self, logits: Tensor, tokens: Tensor, kept: Tensor) -> Tensor:
         """The index of each row's drawn token among its candidates. Shapes: all [n, C] -> [n]."""

@@ -197,9 +197,9 @@ class TorchOps:
         values, tokens = merge_top_k(of_ranks, 1)
         values, tokens = values[:, :vocab_size], tokens[:, :vocab_size]
         mass = mass_of(of_ranks[:, :, 0], of_ranks[:, :, 1], filters.noise.temperatures)
-        kept, settled = filters.kept(values, mass, vocab_size)
+        kept, decided = filters.kept(values, mass, vocab_size)
         drawn = tokens.gather(1, filters.draw(values, tokens, kept)[:, None])[:, 0]
-        return drawn.where(settled, -1)
+        return drawn.where(decided, -1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x / rms(x) * (weight + offset), with the mean of squares in at least float32.

@@ -81,14 +81,14 @@ class PendingDraws:
         tokens = best_tokens(of_ranks, self._draws)
         for row in self._filtered:
             tokens[row] = int(self._here[row - n])
-        unsettled = [row for row in self._filtered if tokens[row] < 0]
-        if unsettled:
-            own = self._logits[[self._filtered.index(row) for row in unsettled]]
-            draws = [self._draws[row] for row in unsettled]
+        undecided = [row for row in self._filtered if tokens[row] < 0]
+        if undecided:
+            own = self._logits[[self._filtered.index(row) for row in undecided]]
+            draws = [self._draws[row] for row in undecided]
             anew = sample(own, self._vocab, draws, self._comm)
-            for row, one in zip(unsettled, anew, strict=True):
+            for row, one in zip(undecided, anew, strict=True):
                 tokens[row] = one.token
-        return [Sampled(token, None) for token in tokens], not unsettled
+        return [Sampled(token, None) for token in tokens], not undecided
 
 
 def can_pend(draw: Draw) -> bool:

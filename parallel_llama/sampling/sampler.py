@@ -200,7 +200,7 @@ def _pick_filtered(
     values, tokens = head.values[rows, :n_candidates], head.tokens[rows, :n_candidates]
     blocks = head.blocks[:, rows]
     mass = mass_of(blocks[:, :, _MASS], blocks[:, :, _LARGEST], filters.noise.temperatures)
-    left = _pick_settled(picked, rows, filters, values, tokens, mass, head.vocab_size)
+    left = _pick_decided(picked, rows, filters, values, tokens, mass, head.vocab_size)
     return [rows[each] for each in left]
 
 
@@ -213,14 +213,14 @@ def _pick_from_full(picked: Tensor, full: Tensor, rows: list[int], draws: Sequen
     # Sorting a whole row takes much longer than finding its 1024 largest logits.
     for k in (MAX_CANDIDATES, 8 * MAX_CANDIDATES, vocab_size):
         values, tokens = tiles.top_k(min(k, vocab_size))
-        left = _pick_settled(picked, rows, filters, values.double(), tokens, mass, vocab_size)
+        left = _pick_decided(picked, rows, filters, values.double(), tokens, mass, vocab_size)
         if not left:
             return
         rows = [rows[each] for each in left]
         tiles, mass, filters = tiles.rows(left), mass[left], filters.rows(left)
 
 
-def _pick_settled(
+def _pick_decided(
     picked: Tensor,
     rows: Sequence[int],
     filters: Filters,
@@ -233,10 +233,10 @@ def _pick_settled(
 
     Shapes: values and tokens [n, C] candidates; mass [n, 1]; n rows.
     """
-    kept, settled = filters.kept(values, mass, vocab_size)
+    kept, decided = filters.kept(values, mass, vocab_size)
     place = filters.draw(values, tokens, kept)[:, None]
-    picked[torch.tensor(rows)[settled]] = tokens.gather(1, place)[settled, 0]
-    return (~settled).nonzero()[:, 0].tolist()
+    picked[torch.tensor(rows)[decided]] = tokens.gather(1, place)[decided, 0]
+    return (~decided).nonzero()[:, 0].tolist()
 
 
 def _score_drawn(

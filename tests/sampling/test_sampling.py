@@ -486,10 +486,10 @@ def test_what_the_device_draws_is_what_is_sampled(tp_size: int) -> None:
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40])
-def test_draws_with_filters_are_on_the_device_where_candidates_settle_them(
+def test_draws_with_filters_are_on_the_device_where_candidates_decide_them(
     tp_size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of all kinds in one batch; those that are not settled have no token until they are
+    """Rows of all kinds in one batch; those that are not decided have no token until they are
     read, and then the one that the sampler draws.
     """
     monkeypatch.setattr("parallel_llama.sampling.pending.N_CANDIDATES", 16)
@@ -517,11 +517,11 @@ def test_draws_with_filters_are_on_the_device_where_candidates_settle_them(
 
     for tokens, read, were_known in run_on_threads(tp_size, one_rank):
         assert read == expected
-        unsettled = [row for row, token in enumerate(tokens) if token != expected[row].token]
-        assert {tokens[row] for row in unsettled} <= {-1} and len(unsettled) < len(draws) / 3
-        assert were_known == (not unsettled)
+        undecided = [row for row, token in enumerate(tokens) if token != expected[row].token]
+        assert {tokens[row] for row in undecided} <= {-1} and len(undecided) < len(draws) / 3
+        assert were_known == (not undecided)
         # So many candidates do not hold the nucleus of hot rows.
-        assert len(unsettled) > 4
+        assert len(undecided) > 4
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -259,15 +259,15 @@ def _draw_filtered(
     kept = in_k & in_nucleus & (weight >= min_p) & (value > -float("inf"))
     knows = n_candidates >= top_k
     least = tl.sum(tl.where((own != _NOTHING) & (number == n_candidates - 1), weight, 0.0), 0)
-    settled = knows | ((is_cut == 0) & has_nucleus & (total >= needed))
-    settled |= (knows | (is_cut == 0) | (has_nucleus == 0)) & (least < min_p)
+    decided = knows | ((is_cut == 0) & has_nucleus & (total >= needed))
+    decided |= (knows | (is_cut == 0) | (has_nucleus == 0)) & (least < min_p)
 
     noise = tl.ravel(gumbel(tl.load(keys + row), token // TILE, token[:, None], TILE))
     scores = tl.where(kept, value / temperature + noise, -float("inf"))
     is_it = kept & (scores == tl.max(scores, 0))
     # Of equal scores the largest key has the smallest token.
     drawn = number_of(tl.max(tl.where(is_it, own, _NOTHING), 0))
-    tl.store(tokens + row, tl.where(settled, drawn, -1))
+    tl.store(tokens + row, tl.where(decided, drawn, -1))
 
 
 @triton.jit

@@ -102,7 +102,7 @@ def test_ranks_draw_together_what_torch_draws(device, tp_size, vocab_size):
     )
     whole = TorchOps().candidates(x, filters.noise.temperatures, K, 0)[None]
     assert ours == torchs == TorchOps().draw_filtered(whole, filters, vocab_size).tolist()
-    # With candidates for the whole vocabulary every row is settled.
+    # With candidates for the whole vocabulary every row is decided.
     assert 0 < ours.count(-1) < len(ours) / 2 if vocab_size > K else -1 not in ours
 
 
