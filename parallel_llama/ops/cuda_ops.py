@@ -16,11 +16,16 @@ from parallel_llama.ops.cuda.elementwise import (
     silu_and_mul,
     weighted_sum,
 )
-from parallel_llama.ops.cuda.linear import linear, takes
+from parallel_llama.ops.cuda.linear import (
+    Addresses,
+    linear,
+    routed_linear,
+    takes,
+    takes_routed,
+)
 from parallel_llama.ops.cuda.quant_linear import PANEL_ROWS, fp8_linear, group_linear
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
 from parallel_llama.ops.cuda.route import MAX_PAIRS, route, routes_of
-from parallel_llama.ops.cuda.routed_linear import Addresses, routed_linear, takes_routed
 from parallel_llama.ops.cuda.sampling import candidates, draw, draw_filtered, takes_candidates
 from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape

@@ -11,8 +11,7 @@ from parallel_llama.ops import Routes, TorchOps
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
 from parallel_llama.ops.cuda import linear as kernels
-from parallel_llama.ops.cuda import routed_linear as routed_kernels
-from parallel_llama.ops.cuda.routed_linear import MAX_ROUTED_ROWS, most_tiles
+from parallel_llama.ops.cuda.linear import MAX_ROUTED_ROWS, most_tiles
 from parallel_llama.ops.cuda_ops import CUDAOps
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no bfloat16 products
@@ -94,7 +93,7 @@ def test_weights_may_have_fewer_bits_than_inputs(device):
 
 
 def test_weights_of_several_dtypes_and_more_rows_are_torchs(device, monkeypatch):
-    monkeypatch.setattr(routed_kernels, "launch", None)
+    monkeypatch.setattr(kernels, "_routed", None)
     x = torch.randn(4, 50, device=device)
     weights = [torch.randn(9, 50, device=device) for _ in range(2)]
     for counts, own in (
