@@ -1,4 +1,4 @@
-"""Our parallel layers equal fairscale's wherever fairscale can run: even sizes, 1 to 4 ranks."""
+"""The parallel layers equal fairscale's where fairscale can run: even shards, 1 to 4 ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""Weights stay what they are, and shared where they were, when they move."""
+"""Weights keep their values, and shared memory, when they move to huge pages."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A model whose weights are kept in fewer bits: the same answer on any number of ranks."""
+"""Quantised models: the same logits on any number of ranks."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def test_a_precision_says_how_it_was_asked_for(quant):
 
 
 class Kept:
-    """Random weights with the values that a precision keeps of them, in float64."""
+    """Random weights, quantised to a precision and dequantised to float64."""
 
     def __init__(self, precision, args=ARGS):
         self._source, self._precision = random_checkpoint(args, seed=1), precision
@@ -168,7 +168,7 @@ def in_blocks(values, form):
 
 
 class StoredInBlocks(Kept):
-    """The same weights as a file has them whose blocks are kept."""
+    """The weights as in a file whose blocks are used as they are."""
 
     def _whole(self, param, form):
         return in_blocks(self._source.read(param, range(param.shape[param.dim])), form)

@@ -118,7 +118,7 @@ def test_fp8_is_what_torch_rounds_to_with_the_largest_of_a_group_at_the_end():
 
 
 def test_what_a_rounded_scale_is_too_small_for_becomes_the_largest_float():
-    """3.49 steps of the least float16 are rounded to 3, of which 448 are too few."""
+    """3.49 times the smallest float16 is rounded to 3, and 448 of that are too few."""
     least = torch.finfo(torch.float16).smallest_normal * 2.0**-10
     kept = quantise(torch.full((1, 32), 448 * 3.49 * least), FP8)
     assert torch.equal(kept.values(), torch.full((1, 32), 448 * 3 * least))
@@ -189,7 +189,7 @@ def test_some_inputs_of_a_matrix_keep_what_they_mean(form, n_before):
 @needs_kernels
 @on_machines(INTEGERS)
 def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
-    """Inputs whose largest is 127 in every group are integers themselves."""
+    """Inputs with a largest value of 127 in every group are quantised exactly."""
     ones = torch.ones(37, blocks_of(form, 96, 0), dtype=torch.float16)
     mins = -5 * ones if form.has_min else None
     weight = Groups(form, integers(form, 37, 96), ones, mins, factors_of(form, 37, 96))

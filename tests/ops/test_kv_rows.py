@@ -1,4 +1,4 @@
-"""What the KV cache keeps of a key or a value, and that kernels keep the same bytes as torch."""
+"""The rows of the KV cache: their precision, and that kernels and torch store the same bytes."""
 
 from functools import cache
 
@@ -29,7 +29,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def hard_rows(dtype: torch.dtype, head_dim: int) -> Tensor:
-    """Rows of all sizes, with numbers that lie between two that can be kept. Shapes: [T, D]."""
+    """Rows of all magnitudes, with numbers between two that can be stored. Shapes: [T, D]."""
     x = torch.randn(600, head_dim, dtype=torch.float64)
     x[:200] *= torch.logspace(-42, 36, 200, dtype=torch.float64)[:, None]
     x[200:400] = torch.randint(-254, 255, (200, head_dim)) / 2  # halves of whole numbers

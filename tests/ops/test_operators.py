@@ -66,7 +66,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 def with_scores(backend: Backend, scores: Scores) -> TorchOps:
-    """The same operators for a model whose attention makes such scores."""
+    """The same operators with another score function."""
     ops, dtype, device = backend
     best = choose_ops(dtype, device, HEAD_DIM, {N_GROUP}, scores)
     return best if type(ops) is type(best) else TorchOps(scores)
@@ -91,7 +91,7 @@ def test_linear(backend: Backend, n_rows: int, has_bias: bool) -> None:
 
 @pytest.mark.parametrize("counts", [[3, 0, 1], [0, 0, 0], [40, 2, 7]])
 def test_routed_linear(backend: Backend, counts: list[int]) -> None:
-    """Rows of x go to several places, and to some places none."""
+    """Rows of x are used several times, and some rows of y have no weight."""
     ops, dtype, device = backend
     x = torch.randn(9, 37, dtype=dtype, device=device)
     weights = [torch.randn(21, 37, dtype=dtype, device=device) for _ in counts]
@@ -266,7 +266,7 @@ def test_gates(backend: Backend, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_rotate_and_store(backend: Backend, cache: torch.dtype | None) -> None:
-    """Pair i of a head is its values 2 i and 2 i + 1; other slots and what is beside qkv stay."""
+    """Pair i of a head is its values 2 i and 2 i + 1; nothing else is written."""
     ops, dtype, device = backend
     n, n_heads, stored = 4, N_KV_HEADS * N_GROUP, cache or dtype
     n_all = n_heads + 2 * N_KV_HEADS
@@ -326,7 +326,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Sco
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 def test_prefill_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
-    """Consecutive queries under a mask, and queries that see all keys."""
+    """Consecutive queries under a mask, and queries that attend to all keys."""
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, 9) for _ in range(2))
@@ -347,7 +347,7 @@ def test_prefill_attention(backend: Backend, scores: Scores, cache: torch.dtype 
 def test_chunk_attention(
     backend: Backend, scores: Scores, cache: torch.dtype | None, window: int | None
 ) -> None:
-    """Chunks at the start of a prompt and behind it; other rows stay as they are."""
+    """Chunks at the start of a prompt and after it; other rows are not changed."""
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
@@ -369,7 +369,7 @@ def test_chunk_attention(
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 def test_decode_attention(backend: Backend, scores: Scores, cache: torch.dtype | None) -> None:
-    """Queries whose keys lie in one range of slots or several; other rows stay as they are."""
+    """Queries with keys in one range of slots or several; other rows are not changed."""
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))

@@ -206,7 +206,7 @@ def test_a_masked_token_is_never_drawn_nor_an_alternative() -> None:
 
 @pytest.fixture
 def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that lets the token numbered like the position win if it is kept, whatever its logit.
+    """Noise that makes the token whose id is the position win if it is kept, whatever its logit.
 
     So one row per token shows a whole kept set, through the very path that real draws take.
     """
@@ -225,7 +225,7 @@ def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_tokens(logits: Tensor, params: SamplingParams, tp_size: int) -> tuple[set[int], int]:
-    """The tokens that can be drawn from one row of logits, and the collectives that told."""
+    """The tokens that can be sampled from one row of logits, and the collectives that were used."""
     vocab_size = len(logits)
     draws = [Draw(params, 0, 0, token) for token in range(vocab_size)]
     drawn, n_collectives = sample_cut(logits.expand(vocab_size, -1), draws, tp_size)

@@ -1,4 +1,4 @@
-"""What a kernel in Triton draws is what the CPU draws: the same token of the same key."""
+"""Tokens sampled in Triton are those sampled on the CPU with the same keys."""
 
 from itertools import pairwise
 
@@ -37,7 +37,7 @@ def both(x: Tensor, noise: Noise, first: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("place", [0, 999])
 def test_a_token_is_found_wherever_it_is(device, place):
-    """A vocabulary that begins and ends within tiles has parts of more tokens than its own."""
+    """The first and the last tile may extend beyond the vocabulary."""
     x = torch.zeros(2, 1000, device=device)
     x[:, place] = 1000
     assert CUDAOps().draw(x, noise_of(2, device), 127)[:, 1].tolist() == [127 + place] * 2
@@ -65,7 +65,7 @@ def test_a_row_gets_to_the_last_bit_what_it_gets_alone(device):
 
 @pytest.mark.parametrize("tp_size", CUTS)
 def test_ranks_draw_together_what_the_cpu_draws(device, tp_size):
-    """Whoever holds which tokens, and some ranks none."""
+    """For any shards of the vocabulary, some of them empty."""
     torch.manual_seed(1)
     x = torch.randn(6, VOCAB) * 2
     x[3] = x[3].round()

@@ -1,4 +1,4 @@
-"""Products with matrices in fp8 are those of float64, and alike in any company."""
+"""Products with fp8 matrices in Triton: those of float64, and independent of the batch."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def cut_into(monkeypatch, n_parts):
 
 
 def multiplied(x, weight):
-    """In some columns of more."""
+    """Into a view of some columns."""
     ops = CUDAOps()
     shape = PanelShape(FP8, weight.shape[1], ops.panel_rows)
     whole = torch.full((len(x), weight.shape[0] + 7), 5.0, dtype=x.dtype, device=x.device)
@@ -41,7 +41,7 @@ def test_every_number_is_decoded_exactly(device, dtype):
 def test_a_product_is_that_of_float64_for_any_shape(monkeypatch, device, dtype, n_parts):
     cut_into(monkeypatch, n_parts)
     for n, k, m in [(0, 32, 3), (3, 96, 65), (17, 64, 5), (70, 32, 2), (5, 64, 0), (2, 0, 3)]:
-        x = torch.randn(n, 2 * k, device=device).to(dtype)[:, k:]  # some columns of more
+        x = torch.randn(n, 2 * k, device=device).to(dtype)[:, k:]  # a view of some columns
         weight = a_matrix(FP8, m, k).to(device)
         exact = x.double() @ weight.values().double().T
         sizes = x.double().norm(dim=1)[:, None] * weight.values().double().norm(dim=1)

@@ -1,4 +1,4 @@
-"""Products with matrices of small integers are those of torch, and alike in any company."""
+"""Products with quantised integer matrices in Triton: torch's, and independent of the batch."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def cut_into(monkeypatch, n_parts):
 
 
 def multiplied(x, weight):
-    """In some columns of more."""
+    """Into a view of some columns."""
     ops = CUDAOps()
     shape = PanelShape(weight.form, weight.shape[1], ops.panel_rows, weight.n_before)
     whole = torch.full((len(x), weight.shape[0] + 7), 5.0, dtype=x.dtype)
@@ -39,7 +39,7 @@ def multiplied(x, weight):
 
 @INTEGER_FORMS
 def test_a_product_is_the_exact_integer_where_scales_are_one(form):
-    """Inputs whose largest is 127 in every group are integers themselves."""
+    """Inputs with a largest value of 127 in every group are quantised exactly."""
     ones = torch.ones(9, -(-3 // form.n_shared), dtype=torch.float16)
     mins = -5 * ones if form.has_min else None
     weight = Groups(form, integers(form, 9, 96), ones, mins, factors_of(form, 9, 96))
@@ -52,7 +52,7 @@ def test_a_product_is_the_exact_integer_where_scales_are_one(form):
 @SOME
 @pytest.mark.parametrize("n_parts", [1, 2])
 def test_a_product_is_that_of_torch_for_any_shape(monkeypatch, form, n_parts):
-    """Groups of one block, and of two."""
+    """Groups of one block, and of two blocks."""
     cut_into(monkeypatch, n_parts)
     for n, k, m in [(0, 32, 3), (3, 96, 65), (17, 64, 5), (5, 64, 0), (2, 0, 3)]:
         x, weight = torch.randn(n, k), a_matrix(form, m, k, n_before=n + k // 32)
@@ -64,7 +64,7 @@ def test_a_product_is_that_of_torch_for_any_shape(monkeypatch, form, n_parts):
 
 @SOME
 def test_a_row_is_the_same_in_any_company(monkeypatch, form):
-    """Among few, whose parts are programs, and among many, who have them in one."""
+    """For few rows, with one program per part, and for many, with all parts in one program."""
     cut_into(monkeypatch, 2)
     weight, x = a_matrix(form, 5, 96), torch.randn(17, 96)
     together = multiplied(x, weight)

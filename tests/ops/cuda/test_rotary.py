@@ -1,4 +1,4 @@
-"""Heads are turned, and keys and values stored, as torch does it."""
+"""Keys and values are stored by Triton as by torch."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def bytes_of(cache):
 
 @pytest.mark.parametrize("stored", kv_rows.LARGEST, ids=str)
 def test_every_number_is_rounded_to_bytes_as_torch_does(device, stored):
-    """Those of all exponents, those that lie between two bytes, zeros, and those that are none."""
+    """Numbers of all exponents, numbers between two bytes, zeros, NaN and infinity."""
     largest = kv_rows.LARGEST[stored]
     if stored == torch.int8:
         between = torch.arange(-127, 127.5, 0.5)

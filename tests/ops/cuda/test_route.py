@@ -1,4 +1,4 @@
-"""Experts are chosen, and their rows found, as torch does it, and for each token as if alone."""
+"""Routing in Triton: equal and invalid scores, the limit on pairs, and any batch."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from parallel_llama.ops.cuda_ops import CUDAOps
 
 
 def routed(ops, scores, n_active, *, normed=True):
-    """By a router whose scores are these."""
+    """Routing with these scores."""
     gate = torch.eye(scores.shape[1], device=scores.device)
     return ops.route(scores, gate, n_active, normed=normed)
 
@@ -20,7 +20,7 @@ def routed(ops, scores, n_active, *, normed=True):
 def test_equally_good_experts_are_taken_by_their_number(device):
     rows = [[1, 3, 2, 3, 3], [0, -0.0, 0, 0, 0], [2, 1, 2, 9, 2], [-1, -2, -3, -1, -torch.inf]]
     scores = torch.tensor(rows, device=device)
-    # Not by way of a product, which makes nan of what is infinite.
+    # Without a product, which would make NaN of infinity.
     _, experts = kernels.route(scores, 2, normed=True)
     assert experts.tolist() == [[1, 3], [0, 1], [3, 0], [0, 3]]
 
@@ -28,7 +28,7 @@ def test_equally_good_experts_are_taken_by_their_number(device):
 @pytest.mark.filterwarnings("ignore:.*encountered in")
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
 def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(device, bad):
-    """So that the step ends with an error; and its experts are such as there are."""
+    """NaN makes the step fail with an error; the experts are valid numbers."""
     scores = torch.randn(4, 5, device=device)
     scores[0, 2] = scores[2] = bad
     scores[3] = -torch.inf
@@ -37,7 +37,7 @@ def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(device, b
     assert all(len({*own} & {*range(5)}) == 3 for own in experts.tolist())
 
 
-def test_where_a_token_goes_does_not_hang_on_how_many_others_there_are(device):
+def test_the_experts_of_a_token_do_not_depend_on_the_batch(device):
     x, gate = torch.randn(18, 900, device=device), torch.randn(6, 900, device=device)
     together = CUDAOps().route(x, gate, 2, normed=True)
     for row in (0, 15, 17):

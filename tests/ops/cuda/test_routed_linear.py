@@ -1,4 +1,4 @@
-"""Products by routes are those of torch, and each row's is what it is alone."""
+"""Routed products in Triton: those of torch, and independent of the batch."""
 
 from itertools import product
 
@@ -22,7 +22,7 @@ def cut_into(monkeypatch, n_parts):
 
 
 def random_routes(counts, n_sources, n_others, device):
-    """So many rows for each weight, in no order, and so many that none gives."""
+    """Routes with `counts` rows per weight and `n_others` rows without one, in random order."""
     n_given = sum(counts)
     n_rows = n_given + n_others
     sources = torch.randint(n_sources, (n_rows,), device=device)
@@ -32,7 +32,7 @@ def random_routes(counts, n_sources, n_others, device):
 
 
 def columns_of_more(n, n_columns, dtype, device):
-    """Between columns that are nan."""
+    """A view of some columns; the other columns are NaN."""
     around = torch.full((n, n_columns + 8), torch.nan, device=device).to(dtype)
     return around[:, 3:-5].normal_()
 
