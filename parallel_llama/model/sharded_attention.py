@@ -1,12 +1,12 @@
-"""Attention over a KV cache whose tokens are spread over the ranks.
+"""Attention over a KV cache that is sharded by token.
 
-Where there are more ranks than KV heads, several would hold the same keys and values. Here each
-keeps all KV heads' for a part of the tokens instead. All ranks' queries meet every part, and what a
-query finds in the parts is merged by log-sum-exps, which is exact:
+With more ranks than KV heads, several ranks would hold the same keys and values. Instead, each rank
+holds all KV heads for a part of the tokens. The queries of all ranks attend to every part, and the
+partial results are merged by their log-sum-exps, which is exact:
 
     softmax([s1, s2]) [v1, v2] = (exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))
 
-where o is the result over one part, and l the log-sum-exp of its scores s.
+where o is the result over one part and l the log-sum-exp of its scores s.
 
 Source: online softmax, arXiv 1805.02867; blocks of it across devices, arXiv 2310.01889.
 """
@@ -25,13 +25,13 @@ from parallel_llama.plan import Share
 def attend_to_all_parts(
     q: Tensor, layer: int, batch: GroupBatch, share: Share, ops: TorchOps, comm: Communicator
 ) -> Tensor:
-    """Softmax attention of this rank's queries over the keys that all ranks keep.
+    """Softmax attention of this rank's queries over the keys of all ranks.
 
     Shapes: q [T, H, D] local; the result [T, H * D] local.
-    Collective: two all_gathers, of the queries and of what they found in each part.
+    Collective: two all_gathers, of the queries and of the partial results.
     """
     q = _of_all_ranks(q, share.peers, comm)  # [T, n_heads, D] replicated
-    wide = torch.promote_types(q.dtype, torch.float32)  # which a log-sum-exp wants
+    wide = torch.promote_types(q.dtype, torch.float32)  # for the log-sum-exps
     found = torch.zeros((*q.shape[:2], q.shape[2] + 1), dtype=wide, device=q.device)
     found[..., -1] = -torch.inf
     for tile in batch.tiles:
@@ -40,13 +40,13 @@ def attend_to_all_parts(
             o, lse = ops.partial_attention(q[tile.queries, heads], *past.layer(layer), tile.mask)
             found[tile.queries, heads, :-1], found[tile.queries, heads, -1] = o, lse
     parts = comm.all_gather(found)  # [size, T, n_heads, D + 1]
-    return merged(parts[:, :, share.heads.start : share.heads.stop]).to(q.dtype).flatten(1)
+    return merge_lse(parts[:, :, share.heads.start : share.heads.stop]).to(q.dtype).flatten(1)
 
 
-def merged(parts: Tensor) -> Tensor:
-    """The attention over all parts, each given as its result and, behind it, its log-sum-exp.
+def merge_lse(parts: Tensor) -> Tensor:
+    """Merges partial attention results, whose last column is the log-sum-exp of the scores.
 
-    A part without keys has -inf. Shapes: [n_parts, T, H, D + 1] -> [T, H, D].
+    The log-sum-exp of a part without keys is -inf. Shapes: [n_parts, T, H, D + 1] -> [T, H, D].
     """
     weights = parts[..., -1:].softmax(0)
     total = parts[0, ..., :-1] * weights[0]
@@ -56,9 +56,9 @@ def merged(parts: Tensor) -> Tensor:
 
 
 def _of_all_ranks(q: Tensor, peers: Sequence[range], comm: Communicator) -> Tensor:
-    """Every rank's queries, head by head. Shapes: [T, H, D] local -> [T, n_heads, D]."""
+    """The queries of all ranks, by head. Shapes: [T, H, D] local -> [T, n_heads, D]."""
     widest = max(map(len, peers))
-    own = q.new_zeros(len(q), widest, q.shape[2])  # ranks with fewer heads send some of nothing
+    own = q.new_zeros(len(q), widest, q.shape[2])  # padded for ranks with fewer heads
     own[:, : q.shape[1]] = q
     gathered = comm.all_gather(own)
     return torch.cat(

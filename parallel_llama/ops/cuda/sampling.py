@@ -1,9 +1,12 @@
-"""The candidates of draws with filters, and the draw from all ranks' candidates.
+"""Sampling on the device: plain draws, and draws with filters from the candidates of all ranks.
 
-A logit and its token are one `sort_key`, so that the largest keys are the candidates. A row is
-searched in parts, so that one row keeps the whole device busy, and what they find is searched
-again, some lists at a time: bit by bit for the smallest key that still counts, which needs no
-order. In order they are put by counting who is before each.
+A row of logits is split over several programs, so that one row fills the device, and further
+launches merge what they find. A candidate is one `sort_key` of a logit and its token. The K largest
+keys are found without sorting: bit by bit, as the smallest key that still counts; the last launch
+orders them by counting how many are larger.
+
+The noise is that of `ops.noise`, in float64; only the last bits of a logarithm may differ from the
+CPU's.
 """
 
 import torch
@@ -12,20 +15,41 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_llama.ops.cuda.launch import launch, tile
-from parallel_llama.ops.cuda.noise import gumbel
 from parallel_llama.ops.cuda.sort_key import number_of, score_of, sort_key
 from parallel_llama.ops.filters import TOP_P_SLACK, Filters
-from parallel_llama.ops.noise import TILE
+from parallel_llama.ops.noise import GAMMA, MULTIPLIERS, TILE, Noise
 
-# Numbers that one program searches: 32 for each thread of one warp, whose sums wait for no other.
+_TILES = 8  # per program of a plain draw: one number of each for a thread
+
+# Logits per program that searches candidates: 32 for each thread of one warp, so that sums need no
+# barrier.
 _SIZE = 1024
 
-_KEEPS = tl.constexpr(1 - TOP_P_SLACK)
+_NOBODY = tl.constexpr(0x7FFFFFFF)  # a token above all others
 _NOTHING = tl.constexpr(-1)  # the key of no token
+_KEEPS = tl.constexpr(1 - TOP_P_SLACK)
+_GAMMA = tl.constexpr(GAMMA)
+_FIRST, _SECOND = map(tl.constexpr, MULTIPLIERS)
+
+
+def draw(x: Tensor, noise: Noise, first: int) -> Tensor:
+    """As `TorchOps.draw`. Shapes: [n, m], m > 0; noise of n rows -> [n, 2] float64."""
+    assert x.stride(1) == 1 and noise.keys.is_contiguous() and noise.temperatures.is_contiguous()
+    n, m = x.shape
+    n_parts = triton.cdiv(first % TILE + m, _TILES * TILE)
+    scores = x.new_empty(n, n_parts, dtype=torch.float64)
+    tokens = x.new_empty(n, n_parts, dtype=torch.int32)
+    launch(
+        _of_parts, (n_parts, n), x, noise.keys, noise.temperatures, scores, tokens,
+        x.stride(0), first, m, TILES=_TILES, TILE=TILE, num_warps=4,
+    )  # fmt: skip
+    pairs = x.new_empty(n, 2, dtype=torch.float64)
+    launch(_of_rows, (n,), scores, tokens, pairs, n_parts, SIZE=tile(n_parts), num_warps=1)
+    return pairs
 
 
 def takes_candidates(k: int) -> bool:
-    """Whether so many are some that are searched for here."""
+    """Whether the kernels support this number of candidates."""
     return k == triton.next_power_of_2(k) and k <= _SIZE // 2
 
 
@@ -37,7 +61,7 @@ def candidates(x: Tensor, temperatures: Tensor, k: int, first: int) -> Tensor:
     keys = x.new_empty(n, n_parts, k, dtype=torch.int64)
     sums = x.new_empty(2, n, n_parts, dtype=torch.float64)
     launch(
-        _leaders_of_parts, (n_parts, n), x, temperatures, keys, *sums, x.stride(0), first, m,
+        _top_k_of_parts, (n_parts, n), x, temperatures, keys, *sums, x.stride(0), first, m,
         SIZE=_SIZE, K=k, num_warps=1,
     )  # fmt: skip
     while keys.shape[1] > 1:
@@ -70,8 +94,73 @@ def draw_filtered(of_ranks: Tensor, filters: Filters, vocab_size: int) -> Tensor
     return tokens
 
 
+@triton.jit(do_not_specialize_on_alignment=["keys", "temperatures"])
+def _of_parts(
+    x, keys, temperatures, scores, tokens, stride, first, m,
+    TILES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tiles = first // TILE + part * TILES + tl.arange(0, TILES)
+    ids = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    is_there = (ids >= first) & (ids < first + m)
+    logits = tl.load(x + row * stride + (ids - first), is_there, -float("inf"))
+    own = logits.to(tl.float32).to(tl.float64)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        own = own / temperature + gumbel(tl.load(keys + row), tiles, ids, TILE)
+    score, token = _first_best(tl.ravel(own), tl.ravel(tl.where(is_there, ids, _NOBODY)))
+    at = row * tl.num_programs(0) + part
+    tl.store(scores + at, score)
+    tl.store(tokens + at, token)
+
+
+@triton.jit
+def _of_rows(scores, tokens, pairs, n_parts, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, SIZE)
+    own = tl.load(scores + row * n_parts + parts, parts < n_parts, -float("inf"))
+    whose = tl.load(tokens + row * n_parts + parts, parts < n_parts, _NOBODY)
+    score, token = _first_best(own, whose)
+    tl.store(pairs + 2 * row, score)
+    tl.store(pairs + 2 * row + 1, token.to(tl.float64))
+
+
+@triton.jit
+def _first_best(scores, tokens):
+    """The best score, NaN if there is one, and the smallest of its tokens."""
+    is_nan = scores != scores
+    has_nan = tl.max(is_nan.to(tl.int32), 0) > 0
+    best = tl.max(tl.where(is_nan, -float("inf"), scores), 0)
+    is_it = tl.where(has_nan, is_nan, scores == best)
+    return tl.where(has_nan, float("nan"), best), tl.min(tl.where(is_it, tokens, _NOBODY), 0)
+
+
+@triton.jit
+def gumbel(key, tiles, ids, TILE: tl.constexpr):
+    """As `ops.noise.gumbel`. Shapes: tiles [n], ids [n, TILE] of their tokens -> [n, TILE]."""
+    words = _words(key, -tiles)
+    first = (_exponential(words) / TILE)[:, None]
+    winners = tiles * TILE + (words & (TILE - 1)).to(tl.int32)
+    later = first + _exponential(_words(key, ids + 1))
+    return -tl.log(tl.where(ids == winners[:, None], first, later))
+
+
+@triton.jit
+def _exponential(words):
+    return -tl.log(((words >> 12).to(tl.float64) + 0.5) * (1.0 / 4503599627370496))
+
+
+@triton.jit
+def _words(key, places):
+    """As `ops.noise._words`; unsigned, so that shifts are logical."""
+    z = places.to(tl.int64).to(tl.uint64, bitcast=True) * _GAMMA + key.to(tl.uint64, bitcast=True)
+    z = (z ^ (z >> 30)) * _FIRST
+    z = (z ^ (z >> 27)) * _SECOND
+    return z ^ (z >> 31)
+
+
 @triton.jit(do_not_specialize_on_alignment=["temperatures"])
-def _leaders_of_parts(
+def _top_k_of_parts(
     x, temperatures, keys, masses, bests, stride, first, m, SIZE: tl.constexpr, K: tl.constexpr
 ):
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -96,7 +185,7 @@ def _merge(lists, merged, n_lists, SIZE: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _put_largest(keys, target, K: tl.constexpr):
-    """The K largest of some keys, in no order; no token's where there are fewer."""
+    """Stores the K largest of some keys, unordered, padded with the key of no token."""
     least = tl.full((), 0, tl.int64)
     for step in range(63):
         trial = least | (tl.full((), 1, tl.int64) << (62 - step))
@@ -115,7 +204,7 @@ def _candidates(
     row, places, parts = tl.program_id(0).to(tl.int64), tl.arange(0, K), tl.arange(0, PARTS)
     found += row * (1 + 2 * K)
     own, others = tl.load(keys + row * K + places)[:, None], tl.load(keys + row * K + places)[None]
-    # Those of no token are all alike, and lie in their own places of the last.
+    # Keys of no token are equal; their places keep them apart.
     is_before = (others > own) | ((others == own) & (places[None] < places[:, None]))
     at = found + 1 + tl.sum(is_before.to(tl.int32), 1)
     own = tl.ravel(own)
@@ -143,12 +232,12 @@ def _draw_filtered(
     value, token, own = _of_ranks(of_ranks, places, row, n, tp_size, K)
     best = tl.max(value, 0)
     weight = _shift(value, best, temperature)
-    # Of each rank once: its mass lies before its candidates.
+    # A rank's total is stored before its candidates and counts once.
     is_first = (places % K == 0) & (places < tp_size * K)
     masses = of_ranks + (places // K * n + row) * (1 + 2 * K)
     mass = tl.sum(tl.load(masses, is_first, 0.0) * weight, 0)
 
-    # In the order of all: how many are before each, and what they weigh.
+    # For each candidate: how many are before it in falling order, and their total weight.
     top_k = tl.where(top_k == 0, vocab_size, tl.minimum(top_k, vocab_size))
     n_candidates = tl.minimum(K, vocab_size)
     number, before = tl.zeros((SIZE,), tl.int32), tl.zeros((SIZE,), tl.float64)
@@ -159,7 +248,7 @@ def _draw_filtered(
         number += tl.sum(is_before.to(tl.int32), 1)
         before += tl.sum(tl.where(is_before, _shift(other, best, temperature)[None], 0.0), 1)
 
-    # As `Filters.kept` has it.
+    # As in `Filters.kept`.
     is_cut = top_k < vocab_size
     in_k = (own != _NOTHING) & (number < n_candidates) & (number < top_k)
     counted = tl.where(in_k, weight, 0.0)
@@ -170,20 +259,20 @@ def _draw_filtered(
     kept = in_k & in_nucleus & (weight >= min_p) & (value > -float("inf"))
     knows = n_candidates >= top_k
     least = tl.sum(tl.where((own != _NOTHING) & (number == n_candidates - 1), weight, 0.0), 0)
-    settled = knows | ((is_cut == 0) & has_nucleus & (total >= needed))
-    settled |= (knows | (is_cut == 0) | (has_nucleus == 0)) & (least < min_p)
+    decided = knows | ((is_cut == 0) & has_nucleus & (total >= needed))
+    decided |= (knows | (is_cut == 0) | (has_nucleus == 0)) & (least < min_p)
 
     noise = tl.ravel(gumbel(tl.load(keys + row), token // TILE, token[:, None], TILE))
     scores = tl.where(kept, value / temperature + noise, -float("inf"))
     is_it = kept & (scores == tl.max(scores, 0))
-    # The largest key's is the first of equal ones.
+    # Of equal scores the largest key has the smallest token.
     drawn = number_of(tl.max(tl.where(is_it, own, _NOTHING), 0))
-    tl.store(tokens + row, tl.where(settled, drawn, -1))
+    tl.store(tokens + row, tl.where(decided, drawn, -1))
 
 
 @triton.jit
 def _of_ranks(of_ranks, places, row, n, tp_size, K: tl.constexpr):
-    """Candidates by their places in the lists of all ranks: logits, tokens and keys."""
+    """The candidates at some places of all ranks' lists: logits, tokens and keys."""
     ranks = places // K
     at = of_ranks + (ranks * n + row) * (1 + 2 * K) + 1 + places % K
     is_there = ranks < tp_size
@@ -194,6 +283,6 @@ def _of_ranks(of_ranks, places, row, n, tp_size, K: tl.constexpr):
 
 @triton.jit
 def _shift(logits, largest, temperature):
-    """exp((logit - largest) / temperature), where all may be -inf."""
+    """exp((logit - largest) / temperature); also where all logits are -inf."""
     largest = tl.maximum(largest, -1.7976931348623157e308)
     return tl.exp((logits - largest) / temperature)

@@ -1,14 +1,15 @@
-"""The product of rows, rounded to bytes, with a matrix of small integers whose panels are rows.
+"""Products of rows with matrices in int4, int8 or fp8 whose panels have one row.
 
-In a panel of one row the integers of a group lie side by side, 32 bytes or fewer, and groups in
-their order: a program goes along 64 such rows at once.
+In a panel of one row the numbers of a quantisation group are contiguous, at most 32 bytes, and the
+groups follow each other: a program reads 64 such rows at once.
 
-Groups are multiplied exactly; only the sum over groups, in their order, is of rounded numbers. By
-the matrix's shape alone they are cut into parts, which are added up in their order, in the same
-program or by a second launch. So a row's result is the same to the last bit among any number of
-rows.
+Integer formats round the inputs to int8, so a group's product is exact and only the sum over groups
+rounds. fp8 converts the weight to the dtype of the inputs, which is exact, and sums a group in
+float32. The matrix's shape alone decides how the groups are split into parts, which are added in
+order, in the same program or by a second launch. So a row's result does not depend on the number of
+rows: for any number with integers, for up to MAX_ROWS with fp8.
 
-Source: `ops.groups` says what is computed, and how panels lie.
+Source: `ops.groups` defines the products and the panel layout.
 """
 
 import torch
@@ -17,26 +18,28 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.ops.cuda.e4m3 import from_e4m3
 from parallel_llama.ops.cuda.launch import launch
 from parallel_llama.ops.cuda.linear import MAX_ROWS, add_parts, parts_of
 from parallel_llama.ops.groups import LEAST_INPUT, PanelShape, planes_of
 
 PANEL_ROWS = 1
 
-_OUTPUTS = 64  # of a program
-_MANY_ROWS = 32  # of a program, where there are more than MAX_ROWS
-_ROUNDED_GROUPS = 8  # of a program that rounds inputs
+_OUTPUTS = 64  # per program
+_MANY_ROWS = 32  # per program, for more than MAX_ROWS rows
+_MANY_FP8_ROWS = 64
+_ROUNDED_GROUPS = 8  # per program that rounds inputs
 
 _GROUP = tl.constexpr(GROUP_SIZE)
 _LEAST = tl.constexpr(LEAST_INPUT)
-_ROUNDING = tl.constexpr(1.5 * 2.0**23)  # added and taken away, it rounds to whole numbers
+_ROUNDING = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds to integers
 
 
 def group_linear(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-    """out = X A with inputs rounded to bytes, summed in float32.
+    """out = X A with inputs rounded to int8, summed in float32.
 
-    Shapes: x [T, in]; panels [n_outputs, n_bytes] uint8; out [T, n_outputs], perhaps some columns
-    of more.
+    Shapes: x [T, in]; panels [n_outputs, n_bytes] uint8; out [T, n_outputs], perhaps a view of some
+    columns.
     """
     n, n_outputs = out.shape
     assert shape.n_rows == PANEL_ROWS and panels.is_contiguous()
@@ -57,15 +60,40 @@ def group_linear(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> N
         shape.scale_bytes // 2, shape.factors_at, shape.integers_at,
         triton.cdiv(shape.n_groups, n_parts), 1 if is_split else n_parts,
         **_constants(shape.form), ROWS=rows, OUTPUTS=_OUTPUTS,
-        # Else a product and a sum may be one instruction here, and two where rows are more.
+        # A fused multiply-add here and none in the kernel for more rows would round differently.
         enable_fp_fusion=False, num_warps=n_warps, num_stages=6,
     )  # fmt: skip
     if is_split:
         add_parts(y, None, out)
 
 
+def fp8_linear(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
+    """out = X A with A in fp8, summed in float32. Shapes: as in `group_linear`."""
+    n, n_outputs = out.shape
+    assert shape.form.is_float and shape.n_rows == PANEL_ROWS and panels.is_contiguous()
+    assert x.shape == (n, shape.n_inputs) and x.stride(1) == out.stride(1) == 1
+    if not shape.n_inputs:  # a rank may have no channels
+        out.zero_()
+        return
+    n_blocks = triton.cdiv(n_outputs, _OUTPUTS)
+    n_parts = parts_of(n_blocks, shape.n_inputs)
+    is_split = n_parts > 1 and n <= MAX_ROWS
+    y = x.new_empty(n_parts, n, n_outputs, dtype=torch.float32) if is_split else out
+    rows, n_warps, n_stages = (MAX_ROWS, 4, 5) if n <= MAX_ROWS else (_MANY_FP8_ROWS, 8, 3)
+    launch(
+        _fp8_product, (n_blocks, triton.cdiv(n, rows), n_parts if is_split else 1),
+        x, panels, panels.view(torch.float16), y,
+        n, n_outputs, shape.n_groups, x.stride(0), y.stride(-2), shape.n_bytes, shape.integers_at,
+        triton.cdiv(shape.n_groups, n_parts), 1 if is_split else n_parts,
+        ROWS=rows, OUTPUTS=_OUTPUTS,
+        num_warps=n_warps, num_stages=n_stages,
+    )  # fmt: skip
+    if is_split:
+        add_parts(y, None, out)
+
+
 def _rounded(x: Tensor, form: GroupFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs in bytes, their scales, and the sum of each part of a group.
+    """Inputs in int8, their scales, and the sum of each part of a group.
 
     Shapes: [T, in] -> [T, in] int8, [T, n_groups] and [T, n_groups * n_parts] float32.
     """
@@ -82,7 +110,7 @@ def _rounded(x: Tensor, form: GroupFormat) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _constants(form: GroupFormat) -> dict[str, int | bool]:
-    """What a kernel is compiled for. A format has one plane, or two of which the first is wider."""
+    """A kernel's constants. A format has one plane, or two, the wider one first."""
     wide, narrow = [*planes_of(form.n_bits), None][:2]
     assert wide is not None
     return {
@@ -109,7 +137,7 @@ def _round(
     inputs = groups[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     own = tl.load(x + row * stride + inputs, is_group[:, None], 0).to(tl.float32)
     largest = tl.max(tl.abs(own), 1)
-    # nan for a group with a number that is none.
+    # NaN for a group with an infinity or NaN.
     scale = tl.div_rn(largest, tl.full((GROUPS,), 127, tl.float32)) + tl.sum(own * 0, 1)
     inverse = tl.div_rn(tl.full((GROUPS,), 127, tl.float32), largest)
     inverse = tl.where(largest < _LEAST, 0, inverse)
@@ -186,3 +214,32 @@ def _plane(words, inputs, is_output, WIDTH: tl.constexpr):
     byte = tl.load(words + (inputs % (4 * WIDTH))[None, :], is_output[:, None], 0).to(tl.int32)
     shift = inputs // (4 * WIDTH) * WIDTH
     return (byte >> shift[None, :]) & ((1 << WIDTH) - 1)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _fp8_product(
+    x, panels, halves, y,
+    n, n_outputs, n_groups, x_stride, y_stride, n_bytes, floats_at, part_groups, n_own_parts,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    number = tl.program_id(2)
+    is_output, is_row = outputs < n_outputs, rows < n
+    inputs = tl.arange(0, _GROUP)
+    of_output = outputs.to(tl.int64) * n_bytes
+    own_floats = panels + floats_at + of_output[:, None] + inputs[None, :]
+    own_scales = halves + of_output // 2
+    own_x = x + rows[None, :] * x_stride + inputs[:, None]
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for part in range(number * n_own_parts, (number + 1) * n_own_parts):
+        of_part = tl.zeros((OUTPUTS, ROWS), tl.float32)
+        for group in range(part * part_groups, min((part + 1) * part_groups, n_groups)):
+            bytes_ = tl.load(own_floats + group * _GROUP, is_output[:, None], 0)
+            factors = tl.load(own_x + group * _GROUP, is_row[None, :], 0)
+            scale = tl.load(own_scales + group, is_output, 0).to(tl.float32)
+            values = from_e4m3(bytes_).to(x.dtype.element_ty)
+            of_part += tl.dot(values, factors, input_precision="ieee") * scale[:, None]
+        total += of_part
+    own_y = y + (number * n + rows[None, :]) * y_stride + outputs[:, None]
+    tl.store(own_y, total.to(y.dtype.element_ty), is_output[:, None] & is_row[None, :])

@@ -1,4 +1,4 @@
-"""A KV cache whose tokens are spread over the ranks gives the logits of one that is not."""
+"""A KV cache that is sharded by token gives the logits of one that is not."""
 
 from collections.abc import Sequence
 from dataclasses import replace
