@@ -143,8 +143,8 @@ class CPUOps(TorchOps):
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        # For any number of rows: a token's experts must not hang on how many others there are, nor
-        # on the threads of the rank.
+        # For any number of rows: a token's experts must depend neither on the batch nor on the
+        # number of threads.
         scores = make_gemv(self._dtype, self._dtype)(x, gate, self._run)
         return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
 
