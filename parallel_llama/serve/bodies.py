@@ -7,6 +7,7 @@ Source: the API reference of OpenAI; vLLM's extra parameters.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -48,10 +49,14 @@ Metadata = dict[
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What all bodies have in common: what they are checked against."""
+    """Base of the bodies of requests."""
 
 
-class StreamOptions(Body):
+class Nested(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of the objects inside bodies."""
+
+
+class StreamOptions(Nested):
     """What a stream brings beside text."""
 
     include_usage: bool | None = None
@@ -59,7 +64,7 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchema(Body):
+class JsonSchema(Nested):
     """A schema under a name, which clients choose for themselves."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -68,14 +73,14 @@ class JsonSchema(Body):
     description: Text | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Nested):
     """What an answer has to look like."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(Nested):
     """The same, with what else a grammar can say; vLLM's."""
 
     json: Object | Text | None = None
@@ -125,7 +130,7 @@ class SamplingBody(Body):
     priority: Literal[0] | None = None
 
 
-class ToolFunction(Body):
+class ToolFunction(Nested):
     """A function that an answer can call; its parameters are a JSON schema."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
@@ -134,16 +139,16 @@ class ToolFunction(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(Nested):
     type: Literal["function"]
     function: ToolFunction
 
 
-class ChosenFunction(Body):
+class ChosenFunction(Nested):
     name: Annotated[str, Meta(min_length=1, max_length=64)]
 
 
-class ToolChoice(Body):
+class ToolChoice(Nested):
     """The one function that the answer has to call."""
 
     type: Literal["function"]
@@ -210,18 +215,22 @@ class DetokenizeBody(Body):
     model: Name | None = None
 
 
-BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-
 # Fields that change nothing, and that no template reads.
 WITHOUT_EFFECT = (
     "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
     "store", "metadata", "verbosity", "modalities", "prediction",
 )  # fmt: skip
 
-NESTED: tuple[type[Body], ...] = (
-    StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, ToolFunction, Tool,
-    ChosenFunction, ToolChoice,
-)  # fmt: skip
+
+def _fields_below(base: type[msgspec.Struct]) -> Iterator[str]:
+    """Names of the fields of a struct and of all its subclasses."""
+    yield from base.__struct_fields__
+    for kind in base.__subclasses__():
+        yield from _fields_below(kind)
+
+
+FIELDS = frozenset(_fields_below(Body))  # of bodies
+NESTED_FIELDS = frozenset(_fields_below(Nested))  # of the objects in them
 _UNKNOWN = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile("Object missing required field `(.*)`")
 _MAX_PARAM_CHARS = 64
@@ -272,8 +281,7 @@ def _invalid(text: str, kind: type[Body]) -> InvalidBody:
     code = "invalid_type" if ", got `" in what else "invalid_value"
     if found := _UNKNOWN.fullmatch(what):
         code = "unknown_parameter"
-        structs = NESTED if where else (kind,)
-        text += did_you_mean(found[1], {name for of in structs for name in of.__struct_fields__})
+        text += did_you_mean(found[1], NESTED_FIELDS if where else kind.__struct_fields__)
     elif found := _MISSING.fullmatch(what):
         code = "missing_required_parameter"
     name = found[1][:_MAX_PARAM_CHARS] if found else ""

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from secrets import token_hex
 
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.bodies import ChatBody
-from parallel_llama.serve.events import DONE, JSONBody, event, unless_gone
+from parallel_llama.serve.events import DONE, JSONBody, event
 from parallel_llama.serve.params import grammar_of, sampling_params
 from parallel_llama.serve.replies import (
     CalledFunction,
@@ -29,7 +28,7 @@ from parallel_llama.serve.replies import (
     ToolCallDelta,
     Usage,
 )
-from parallel_llama.serve.service import Service
+from parallel_llama.serve.service import RequestContext
 from parallel_llama.serve.spelling import chat_logprobs
 from parallel_llama.serve.tool_prompt import conversation
 from parallel_llama.serve.tools import Tools, tools_of
@@ -44,7 +43,7 @@ _CHUNK = "chat.completion.chunk"
 class _Asked:
     """One conversation's answer on its way, and how it is to be shown."""
 
-    service: Service
+    context: RequestContext
     body: ChatBody
     answer: Answer
     tools: Tools | None
@@ -57,14 +56,14 @@ class _Asked:
     def logprobs(self, scored: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
-        vocabulary = self.service.inputs.tokenizer.vocabulary
+        vocabulary = self.context.inputs.tokenizer.vocabulary
         return chat_logprobs(vocabulary, scored, self.body.top_logprobs or 0)
 
     def chunk(
         self, choices: list[ChatChunkChoice], usage: Usage | None = None, is_first: bool = False
     ) -> bytes:
         """An event; the first of a choice has the prompt's token ids."""
-        model, prompt = self.service.names[0], self.answer.request.prompt
+        model, prompt = self.context.service.names[0], self.answer.request.prompt
         chunk = ChatChunk(
             id=self.id,
             object=_CHUNK,
@@ -77,20 +76,20 @@ class _Asked:
         return event(chunk.encode())
 
 
-async def chat(service: Service, request: Request, body: ChatBody) -> Response:
+async def chat(context: RequestContext, body: ChatBody) -> Response:
     """The model's answer to a conversation, whole or as a stream of events."""
-    service.require_model(body.model)
-    asked = await unless_gone(request, _begin(service, body))
+    context.service.require_model(body.model)
+    asked = await context.unless_gone(_begin(context, body))
     if body.stream:
-        return await unless_gone(request, streamed(_chunks(asked)))
-    outputs = await unless_gone(request, asked.answer.whole())
+        return await context.unless_gone(streamed(_chunks(asked)))
+    outputs = await context.unless_gone(asked.answer.whole())
     n_tokens = asked.answer.n_tokens + len(asked.answer.request.prompt)
     n_bytes = _TOKEN_BYTES * n_tokens * (2 + (body.top_logprobs or 0))
-    written = service.written(lambda: _reply(asked, outputs).encode(), n_bytes)
-    return JSONBody(await unless_gone(request, written))
+    written = context.serialize(lambda: _reply(asked, outputs).encode(), n_bytes)
+    return JSONBody(await context.unless_gone(written))
 
 
-async def _begin(service: Service, body: ChatBody) -> _Asked:
+async def _begin(context: RequestContext, body: ChatBody) -> _Asked:
     if body.top_logprobs is not None and not body.logprobs:
         raise UsageError("top_logprobs without logprobs; set logprobs to true")
     limits = [n for n in (body.max_completion_tokens, body.max_tokens) if n is not None]
@@ -98,9 +97,9 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
         raise UsageError(
             f"max_completion_tokens={limits[0]} and max_tokens={limits[1]}; give one of them"
         )
-    tools, grammar = tools_of(body, service.inputs), grammar_of(body)
+    tools, grammar = tools_of(body, context.inputs), grammar_of(body)
     params = sampling_params(
-        service.inputs,
+        context.inputs,
         body,
         max_tokens=limits[0] if limits else None,
         grammar=grammar if tools is None else tools.grammar(grammar),
@@ -108,7 +107,7 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
     )
     if tools is not None and tools.has_special_marks:
         params = replace(params, skip_special_tokens=False)
-    template, names = service.inputs.chat_template, body.chat_template_kwargs or {}
+    template, names = context.inputs.chat_template, body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:
         names = {"reasoning_effort": body.reasoning_effort, **names}
     functions = [] if tools is None else body.tools or []
@@ -119,12 +118,12 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
             "none"
         )
     special = body.parse_special is not False
-    prompt = await service.in_thread(
+    prompt = await context.in_thread(
         lambda: conversation(template, body.messages, functions, names, continues, special)
     )
-    (answer,) = await service.submit([prompt], params)
+    (answer,) = await context.submit([prompt], params)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"
-    return _Asked(service, body, answer, tools, id, int(time.time()))
+    return _Asked(context, body, answer, tools, id, int(time.time()))
 
 
 def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
@@ -147,7 +146,7 @@ def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
     return ChatReply(
         id=asked.id,
         created=asked.created,
-        model=asked.service.names[0],
+        model=asked.context.service.names[0],
         choices=choices,
         usage=usage_of([asked.answer], ended),
         prompt_token_ids=asked.token_ids(asked.answer.request.prompt),

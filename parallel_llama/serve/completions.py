@@ -8,7 +8,6 @@ from functools import partial
 from secrets import token_hex
 
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from parallel_llama.engine.input_processor import InputProcessor
@@ -17,7 +16,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
 from parallel_llama.serve.bodies import MAX_PROMPTS, CompletionBody
-from parallel_llama.serve.events import DONE, JSONBody, event, unless_gone
+from parallel_llama.serve.events import DONE, JSONBody, event
 from parallel_llama.serve.params import grammar_of, sampling_params
 from parallel_llama.serve.replies import (
     CompletionChoice,
@@ -25,7 +24,7 @@ from parallel_llama.serve.replies import (
     CompletionReply,
     Usage,
 )
-from parallel_llama.serve.service import Service
+from parallel_llama.serve.service import RequestContext
 from parallel_llama.serve.spelling import completion_logprobs
 from parallel_llama.serve.wire import Output
 from parallel_llama.serve.writing import finish_reason, logprobs_of, streamed, usage_of
@@ -38,7 +37,7 @@ _TOKEN_BYTES = 32  # of JSON, about, for a token and for each of its log-probabi
 class _Asked:
     """Prompts whose completions are on their way, and how they are to be shown."""
 
-    service: Service
+    context: RequestContext
     body: CompletionBody
     answers: list[Answer]
     id: str
@@ -49,7 +48,7 @@ class _Asked:
             id=self.id,
             object="text_completion",
             created=self.created,
-            model=self.service.names[0],
+            model=self.context.service.names[0],
             choices=choices,
             usage=usage,
         )
@@ -65,28 +64,28 @@ class _Asked:
         """What stands before a completion where the prompt is to be shown."""
         if not self.body.echo:
             return ""
-        return self.service.inputs.tokenizer.decode(answer.request.prompt, skip_special=False)
+        return self.context.inputs.tokenizer.decode(answer.request.prompt, skip_special=False)
 
     def logprobs(
         self, answer: Answer, scored: Sequence[TokenLogprob | None], at: int
     ) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
-        vocabulary = self.service.inputs.tokenizer.vocabulary
+        vocabulary = self.context.inputs.tokenizer.vocabulary
         first = answer.request.prompt[0]
         return completion_logprobs(vocabulary, scored, first, self.body.logprobs, at)
 
 
-async def completions(service: Service, request: Request, body: CompletionBody) -> Response:
+async def complete(context: RequestContext, body: CompletionBody) -> Response:
     """How some prompts go on, whole or as a stream of events."""
-    service.require_model(body.model)
-    asked = await unless_gone(request, _begin(service, body))
+    context.service.require_model(body.model)
+    asked = await context.unless_gone(_begin(context, body))
     if body.stream:
-        return await unless_gone(request, streamed(_chunks(asked)))
-    return JSONBody(await unless_gone(request, _whole(asked)))
+        return await context.unless_gone(streamed(_chunks(asked)))
+    return JSONBody(await context.unless_gone(_whole(asked)))
 
 
-async def _begin(service: Service, body: CompletionBody) -> _Asked:
+async def _begin(context: RequestContext, body: CompletionBody) -> _Asked:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise UsageError(f"best_of={body.best_of}: only n completions are drawn; leave it out")
     if body.stream and body.echo and body.logprobs is not None:
@@ -95,17 +94,17 @@ async def _begin(service: Service, body: CompletionBody) -> _Asked:
         raise UsageError("max_tokens=0 is for echo, which shows the prompt; give at least 1")
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
-        service.inputs,
+        context.inputs,
         body,
         max_tokens=max(1, wanted),
         grammar=grammar_of(body),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    prompts = await service.in_thread(lambda: prompts_of(body, service.inputs))
-    answers = await service.submit(prompts, params)
+    prompts = await context.in_thread(lambda: prompts_of(body, context.inputs))
+    answers = await context.submit(prompts, params)
     id = f"cmpl-{body.request_id or token_hex(12)}"
-    return _Asked(service, body, answers, id, int(time.time()))
+    return _Asked(context, body, answers, id, int(time.time()))
 
 
 def prompts_of(body: CompletionBody, inputs: InputProcessor) -> list[Prompt]:
@@ -150,13 +149,13 @@ async def _whole(asked: _Asked) -> bytes:
     for number, own in enumerate(outputs):
         answer = asked.answers[number]
         n_bytes = _TOKEN_BYTES * len(answer.request.prompt) * bool(asked.body.echo)
-        prompt = await asked.service.written(partial(asked.prompt_text, answer), n_bytes)
+        prompt = await asked.context.serialize(partial(asked.prompt_text, answer), n_bytes)
         completions = [output.completion for output in own if output.completion is not None]
         ended += completions
         for completion in sorted(completions, key=lambda each: each.choice):
             write = partial(_written, asked, number, own, completion, prompt)
             n_bytes = _n_bytes(asked, answer, completion)
-            choices.append(await asked.service.written(write, n_bytes))
+            choices.append(await asked.context.serialize(write, n_bytes))
     return asked.reply([], usage_of(asked.answers, ended)).encode_with(choices)
 
 

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from parallel_llama.errors import CheckpointError, ContextExceeded, NumericalError, UsageError
 from parallel_llama.serve.answer import Diverged, Stalled
-from parallel_llama.serve.bodies import BODIES, NESTED, InvalidBody
+from parallel_llama.serve.bodies import FIELDS, NESTED_FIELDS, InvalidBody
 from parallel_llama.serve.engine_client import Busy, NotReady
 from parallel_llama.serve.replies import ErrorDetail, ErrorReply, Reply
 from parallel_llama.serve.request_id import REASON
@@ -113,10 +113,9 @@ _REFUSALS = {
     431: ("invalid_request_error", "headers_too_large"),
     503: ("service_unavailable_error", "overloaded"),
 }
-_FIELDS = frozenset(name for body in BODIES for name in body.__struct_fields__)
 _ALIASES = {"template_vars": "chat_template_kwargs"}
 _FIRST_WORD = re.compile("(?:prompt [0-9]+: )?([a-z_]+)")
-_OWN_NAMES = "|".join({*_FIELDS, *(name for of in NESTED for name in of.__struct_fields__)})
+_OWN_NAMES = "|".join(FIELDS | NESTED_FIELDS)
 _LOGGED_PARAM = re.compile(rf"(?:{_OWN_NAMES})(?:\[[0-9.]*\]|\.(?:{_OWN_NAMES}))*")
 
 
@@ -124,7 +123,7 @@ def _param(message: str) -> str | None:
     """The field that an error is about: messages about one begin with its name."""
     found = _FIRST_WORD.match(message)
     name = found and _ALIASES.get(found[1], found[1])
-    if name in _FIELDS:
+    if name in FIELDS:
         return name
     return "prompt" if message.startswith("prompt ") else None
 

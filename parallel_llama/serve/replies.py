@@ -4,7 +4,7 @@ Source: the API reference of OpenAI; the models of its Python client, which can 
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -197,8 +197,4 @@ class TokenizerInfo(Reply):
     max_model_len: int
 
 
-REPLIES: tuple[type[Any], ...] = (
-    ErrorReply, ChatReply, ChatChunk, CompletionReply, Models, Model, Tokens, Detokenized,
-    TokenizerInfo,
-)  # fmt: skip
 _ENCODER = msgspec.json.Encoder()
