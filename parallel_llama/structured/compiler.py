@@ -1,4 +1,4 @@
-"""From the text of a grammar to a matcher, within bounds of time and memory."""
+"""Compiles grammars to matchers, within bounds of time and memory."""
 
 import json
 import signal
@@ -12,15 +12,15 @@ from llguidance import LLMatcher, LLTokenizer
 
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Grammar
-from parallel_llama.structured import trial
+from parallel_llama.structured import grammar_check
 from parallel_llama.structured.matcher import Matcher
 from parallel_llama.structured.token_table import TokenTable
-from parallel_llama.tokenizer import Tokenizer, worker
+from parallel_llama.tokenizer import Tokenizer, sandbox_main
 
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 512 << 10
-TRIAL_LIMIT_S = 30.0  # by the clock, for a machine that gives the trial no time at all
-# What llguidance says where a person could not tell from it what to do.
+CHECK_LIMIT_S = 30.0  # wall time, in case the machine gives the checking process no CPU time
+# Messages of llguidance that do not say what to change, by their beginning.
 _REASONS = {
     "NoExtensionBias": "it matches no text",
     "oneOf constraints are not supported": "oneOf whose parts overlap is not supported; use anyOf",
@@ -29,18 +29,17 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "
 
 
 class GrammarCompiler:
-    """Makes matchers for one model and keeps the grammars that were compiled last.
+    """Makes matchers for one model, and caches the most recently used grammars. Thread-safe.
 
-    JSON comes out compact, without any whitespace between its tokens, whatever the schema says:
-    whitespace that may go on for ever does so at a high temperature. A regular expression or Lark
-    grammar matches the whole completion, in the syntax of llguidance, without look-around and back
-    references. What llguidance does not know of JSON Schema is refused and never ignored, but for
-    words that are no keyword of it. One fault of its own is known: under two bounds with the same
-    whole part, an exclusive one that is whole can be drawn itself (7 where 7 < x < 7.5).
+    JSON is generated compact, without whitespace between its tokens, whatever the schema says:
+    at a high temperature optional whitespace can go on for ever. A regular expression or Lark
+    grammar matches the whole completion, in llguidance's syntax, without look-around and back
+    references. JSON Schema keywords that llguidance does not support are refused, never ignored.
+    A known fault of llguidance: between two bounds with the same integer part, an exclusive
+    integer bound can itself be generated (7 for 7 < x < 7.5).
 
-    A grammar that is not in the cache first runs in a process of its own, for about 0.1 s and at
-    most `trial.CPU_LIMIT_S` of CPU time, and again here when that went well. Threads may share a
-    compiler.
+    A grammar that is not cached is first compiled in a separate process, which takes about 0.1 s
+    and is limited to `grammar_check.CPU_LIMIT_S` of CPU time, and then in this one.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
@@ -51,8 +50,9 @@ class GrammarCompiler:
     def matcher(self, grammar: Grammar, *, begins_text: bool = False) -> Matcher:
         """A matcher at the start of a grammar.
 
-        `begins_text` says that the prompt spells nothing, so that the completion loses a leading
-        space where the tokenizer has it so.
+        Args:
+            begins_text: whether no text precedes the completion, so that some tokenizers drop its
+                leading space.
 
         Raises: UsageError for a grammar that is invalid, unsupported, or beyond the limits.
         """
@@ -66,11 +66,11 @@ class GrammarCompiler:
         return Matcher(state, self._table, begins_text=begins_text)
 
     def is_compiled(self, grammar: Grammar) -> bool:
-        """Whether a grammar is in the cache, so that a matcher costs nothing."""
+        """Whether the grammar is cached, so that `matcher` does not compile."""
         with self._lock:
             return grammar in self._compiled
 
-    # Made for the first grammar: a model that is never given one starts sooner without.
+    # Built for the first grammar, so that loading a model does not wait for it.
     @cached_property
     def _table(self) -> TokenTable:
         return TokenTable(*self._vocabulary)
@@ -80,10 +80,10 @@ class GrammarCompiler:
         return self._table.to_llguidance()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        problem = _try(grammar)
+        problem = _check(grammar)
         if not problem:
             try:
-                return trial.compile_grammar(grammar.kind, grammar.text, self._tokenizer)
+                return grammar_check.compile_grammar(grammar.kind, grammar.text, self._tokenizer)
             except ValueError as error:
                 problem = str(error)
         plain = (ours for theirs, ours in _REASONS.items() if problem.startswith(theirs))
@@ -99,28 +99,29 @@ class GrammarCompiler:
             n_chars -= len(oldest.text)
 
 
-def _try(grammar: Grammar) -> str:
-    """Why a grammar cannot be compiled, as a process of its own found out; "" where it can."""
-    limits = {"n_bytes": 0, "cpu_s": trial.CPU_LIMIT_S}
+def _check(grammar: Grammar) -> str:
+    """Compiles a grammar in a separate process; why that failed, or "" if it did not."""
+    limits = {"n_bytes": 0, "cpu_s": grammar_check.CPU_LIMIT_S}
     request = {"kind": grammar.kind, "text": grammar.text}
+    max_bytes = grammar_check.MAX_EXTRA_BYTES
     try:
         done = subprocess.run(
-            [sys.executable, worker.__file__, trial.__file__, str(trial.MAX_EXTRA_BYTES)],
+            [sys.executable, sandbox_main.__file__, grammar_check.__file__, str(max_bytes)],
             input=f"{json.dumps(limits)}\n{json.dumps(request)}\n".encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=TRIAL_LIMIT_S,
-            start_new_session=True,  # so that Ctrl-C at the terminal reaches the parent alone
+            timeout=CHECK_LIMIT_S,
+            start_new_session=True,  # Ctrl-C in the terminal must reach the parent only
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"it did not compile within {TRIAL_LIMIT_S:g} s; simplify it"
+        return f"it did not compile within {CHECK_LIMIT_S:g} s; simplify it"
     if done.returncode == -signal.SIGPROF:
-        return f"compiling it takes more than {trial.CPU_LIMIT_S:g} s; simplify it"
+        return f"compiling it takes more than {grammar_check.CPU_LIMIT_S:g} s; simplify it"
     if done.returncode:
         return (
-            f"compiling it takes more than {trial.MAX_EXTRA_BYTES >> 20} MiB of memory, or ends "
-            "the process that tries it; simplify it"
+            f"compiling it takes more than {max_bytes >> 20} MiB of memory, or crashes the process "
+            "that checks it; simplify it"
         )
     _ready, reply = done.stdout.splitlines()
     return str(json.loads(reply)["problem"])

@@ -37,7 +37,7 @@ class TemplateRenderer:
 
     def __init__(self, cpu_s: float = RENDER_CPU_S) -> None:
         self._cpu_s = cpu_s
-        self._process = BoundedProcess("template_job", MAX_EXTRA_BYTES)
+        self._process = BoundedProcess("sandbox_templates", MAX_EXTRA_BYTES)
 
     def render(self, template: str, context: Mapping[str, Any], source: str) -> str:
         """The text of a template, given the names it may use.

@@ -17,8 +17,8 @@ from tokenizers import processors
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
+from parallel_llama.tokenizer.sandbox_tokenizers import Library
 from parallel_llama.tokenizer.tokenizer import Tokenizer
-from parallel_llama.tokenizer.tokenizers_job import Library
 from parallel_llama.tokenizer.vocabulary import MAX_PIECES, Vocabulary
 
 # Files in use take 0.05 us and 17 bytes a byte to load, texts 2 us and 450 bytes a character.
@@ -99,7 +99,7 @@ class FileEncoder:
         self._source = source
         self._limit_bytes = MAX_EXTRA_BYTES + MAX_EXTRA_PER_BYTE * len(data)
         self._load = Request(CPU_S, LOAD_CPU_S_PER_BYTE, data=data)
-        self._small = BoundedProcess("tokenizers_job", self._limit_bytes)
+        self._small = BoundedProcess("sandbox_tokenizers", self._limit_bytes)
         self.contents = Contents(**self._answer(self._small.open, self._load))
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -111,7 +111,7 @@ class FileEncoder:
 
     @cached_property
     def _large(self) -> BoundedProcess:
-        process = BoundedProcess("tokenizers_job", self._limit_bytes)
+        process = BoundedProcess("sandbox_tokenizers", self._limit_bytes)
         self._answer(process.open, self._load)
         return process
 

@@ -11,7 +11,7 @@ from parallel_llama.request import Grammar
 from parallel_llama.serve.bodies import ChatBody, ChosenFunction, Tool, ToolChoice, ToolFunction
 from parallel_llama.serve.tool_prompt import conversation
 from parallel_llama.serve.tools import tools_of
-from parallel_llama.structured.trial import compile_grammar
+from parallel_llama.structured.grammar_check import compile_grammar
 
 RAIN = ToolFunction(
     name="rain",

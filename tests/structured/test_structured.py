@@ -24,7 +24,7 @@ from tokenizer_data import (
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.request import Grammar
-from parallel_llama.structured import GrammarCompiler, Matcher, MatchError, compiler, trial
+from parallel_llama.structured import GrammarCompiler, Matcher, MatchError, compiler, grammar_check
 from parallel_llama.structured.token_table import TokenTable
 from parallel_llama.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
@@ -332,12 +332,12 @@ def test_a_token_named_by_its_id_is_never_drawn() -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_costs_little(name: str) -> None:
-    """CPU time of this process, which a grammar that hangs would hang; the trial bounds its own."""
+    """CPU time of this process, which a grammar that hangs would hang; the check bounds its own."""
     kind, text = HOSTILE[name]
     started = time.process_time()
     with suppress(UsageError, MatchError):
         draw(smollm2(kind, text), seed=0, most=30)
-    assert time.process_time() - started < 10 * trial.CPU_LIMIT_S
+    assert time.process_time() - started < 10 * grammar_check.CPU_LIMIT_S
 
 
 def test_a_grammar_that_takes_too_long_is_refused_by_name() -> None:
@@ -352,12 +352,12 @@ def test_a_grammar_that_takes_too_long_is_refused_by_name() -> None:
         ("import time; time.sleep(60)", 0.5, "did not compile within 0.5 s"),
     ],
 )
-def test_a_trial_that_dies_or_hangs_refuses_the_grammar(
+def test_a_grammar_check_that_dies_or_hangs_refuses_the_grammar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit_s: float, reason: str
 ) -> None:
-    (tmp_path / "trial.py").write_text(body)
-    monkeypatch.setattr(trial, "__file__", str(tmp_path / "trial.py"))
-    monkeypatch.setattr(compiler, "TRIAL_LIMIT_S", limit_s)
+    (tmp_path / "grammar_check.py").write_text(body)
+    monkeypatch.setattr(grammar_check, "__file__", str(tmp_path / "grammar_check.py"))
+    monkeypatch.setattr(compiler, "CHECK_LIMIT_S", limit_s)
     with pytest.raises(UsageError, match=reason):
         smollm2("regex", f"never seen {reason}")
 

@@ -31,7 +31,7 @@ from parallel_llama.tokenizer import (
     ChatTemplate,
     load_chat_template,
     load_tokenizer,
-    template_job,
+    sandbox_templates,
 )
 from parallel_llama.tokenizer.chat import RESERVED_NAMES, ROLES
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
@@ -547,7 +547,7 @@ def test_template_vars_are_names_of_the_template(renderer: TemplateRenderer) -> 
 
 
 def test_every_name_that_the_renderer_sets_is_reserved() -> None:
-    assert template_job.environment().globals.keys() <= RESERVED_NAMES
+    assert sandbox_templates.environment().globals.keys() <= RESERVED_NAMES
     for name in RESERVED_NAMES:
         with pytest.raises(UsageError, match=f"template_vars: {name} is a name that is set"):
             Chat(USER, template_vars={name: 1})
