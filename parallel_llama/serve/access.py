@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import expanded, read_private
+from parallel_llama.serve.asgi import HEADER
 from parallel_llama.serve.errors import Refused, error_response
-from parallel_llama.serve.request_id import HEADER
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
 # In the state of a request's scope: what gives its connection a place, if one is free.

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from parallel_llama.request import FinishReason, Request, TokenLogprob
-from parallel_llama.serve.request_id import current_id
+from parallel_llama.serve.asgi import current_id
 from parallel_llama.serve.wire import Output
 
 # Outputs that nobody has taken: whoever asked has stopped reading.

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import parallel_llama
+from parallel_llama.serve.asgi import CLIENT_GONE, ClientGone
 from parallel_llama.serve.bodies import (
     MAX_BODY_BYTES,
     Body,
@@ -24,11 +25,10 @@ from parallel_llama.serve.bodies import (
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import complete
 from parallel_llama.serve.errors import Refused, error_response, json_response
-from parallel_llama.serve.events import ClientGone
-from parallel_llama.serve.exposition import make_registry
 from parallel_llama.serve.fair_threads import LARGE_WORK
 from parallel_llama.serve.openapi import Operation, description
 from parallel_llama.serve.page_files import page_routes
+from parallel_llama.serve.prometheus import make_registry
 from parallel_llama.serve.replies import (
     ChatChunk,
     ChatReply,
@@ -40,7 +40,6 @@ from parallel_llama.serve.replies import (
     TokenizerInfo,
     Tokens,
 )
-from parallel_llama.serve.request_id import CLIENT_GONE
 from parallel_llama.serve.service import RequestContext, Service
 from parallel_llama.serve.status import status_of
 from parallel_llama.serve.tokenization import detokenize, tokenize, tokenizer_info

@@ -11,9 +11,16 @@ from starlette.responses import Response
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.asgi import DONE, JSONBody, event
 from parallel_llama.serve.bodies import ChatBody
-from parallel_llama.serve.events import DONE, JSONBody, event
 from parallel_llama.serve.params import grammar_of, sampling_params
+from parallel_llama.serve.rendering import (
+    chat_logprobs,
+    finish_reason,
+    logprobs_of,
+    streamed,
+    usage_of,
+)
 from parallel_llama.serve.replies import (
     CalledFunction,
     ChatChoice,
@@ -29,11 +36,9 @@ from parallel_llama.serve.replies import (
     Usage,
 )
 from parallel_llama.serve.service import RequestContext
-from parallel_llama.serve.spelling import chat_logprobs
 from parallel_llama.serve.tool_prompt import conversation
 from parallel_llama.serve.tools import Tools, tools_of
 from parallel_llama.serve.wire import Output
-from parallel_llama.serve.writing import finish_reason, logprobs_of, streamed, usage_of
 
 _TOKEN_BYTES = 64  # of JSON, about, for a token and for each of its log-probabilities
 _CHUNK = "chat.completion.chunk"

@@ -15,9 +15,16 @@ from parallel_llama.engine.prompts import Prompt
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.asgi import DONE, JSONBody, event
 from parallel_llama.serve.bodies import MAX_PROMPTS, CompletionBody
-from parallel_llama.serve.events import DONE, JSONBody, event
 from parallel_llama.serve.params import grammar_of, sampling_params
+from parallel_llama.serve.rendering import (
+    completion_logprobs,
+    finish_reason,
+    logprobs_of,
+    streamed,
+    usage_of,
+)
 from parallel_llama.serve.replies import (
     CompletionChoice,
     CompletionLogprobs,
@@ -25,9 +32,7 @@ from parallel_llama.serve.replies import (
     Usage,
 )
 from parallel_llama.serve.service import RequestContext
-from parallel_llama.serve.spelling import completion_logprobs
 from parallel_llama.serve.wire import Output
-from parallel_llama.serve.writing import finish_reason, logprobs_of, streamed, usage_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _TOKEN_BYTES = 32  # of JSON, about, for a token and for each of its log-probabilities

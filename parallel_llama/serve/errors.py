@@ -9,10 +9,10 @@ from starlette.types import Receive, Scope, Send
 
 from parallel_llama.errors import CheckpointError, ContextExceeded, NumericalError, UsageError
 from parallel_llama.serve.answer import Diverged, Stalled
+from parallel_llama.serve.asgi import REASON
 from parallel_llama.serve.bodies import FIELDS, NESTED_FIELDS, InvalidBody
 from parallel_llama.serve.engine_client import Busy, NotReady
 from parallel_llama.serve.replies import ErrorDetail, ErrorReply, Reply
-from parallel_llama.serve.request_id import REASON
 from parallel_llama.serve.service import UnknownModel
 
 logger = logging.getLogger(__name__)

@@ -1,9 +1,10 @@
-"""What the server counts of requests and steps; `exposition` shows it to Prometheus.
+"""Counters and histograms of requests and steps; `prometheus` exports them.
 
 Source: the metrics page of vLLM's documentation, for the names.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator
 
 from prometheus_client import Counter, Histogram
@@ -11,12 +12,44 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from parallel_llama.serve.answer import Answer
-from parallel_llama.serve.rate import Rate
 from parallel_llama.serve.wire import Output, Stepped
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
+
+NOW_S = 5.0
+MINUTE_S = 60.0
+RATE_RESOLUTION_S = 0.05
+
+
+class Rate:
+    """Mean rate of events per second over the last seconds, at most MINUTE_S."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def add(self, n: int) -> None:
+        now_s = time.monotonic()
+        # Counts within RATE_RESOLUTION_S share an entry, which bounds the length of the deque.
+        if self._counts and now_s - self._counts[-1][0] < RATE_RESOLUTION_S:
+            begun_s, n_before = self._counts.pop()
+            self._counts.append((begun_s, n_before + n))
+        else:
+            self._counts.append((now_s, n))
+        while now_s - self._counts[0][0] > MINUTE_S:
+            self._counts.popleft()
+
+    def per_s(self, window_s: float = NOW_S) -> float:
+        """Mean rate over the last `window_s` seconds, or since the start if that is more recent."""
+        now_s = time.monotonic()
+        total = 0
+        for begun_s, n in reversed(self._counts):
+            if now_s - begun_s > window_s:
+                break
+            total += n
+        return total / min(window_s, max(now_s - self._started_s, NOW_S))
 
 
 class Metrics:

@@ -13,8 +13,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from parallel_llama.serve.access import ADMIT, TOO_MANY
+from parallel_llama.serve.asgi import HEADER, new_request_id
 from parallel_llama.serve.errors import Refused, error_reply, error_response, reason_of
-from parallel_llama.serve.request_id import HEADER, new_request_id
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10  # of all names and values together

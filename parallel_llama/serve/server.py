@@ -1,11 +1,11 @@
-"""The server from its first moment to its last: its socket, its signals, its drain."""
+"""The HTTP server's life: listening socket, signals, draining, and clients that do not read."""
 
 import asyncio
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import cast
 
@@ -14,10 +14,9 @@ from starlette.types import ASGIApp
 
 from parallel_llama.engine.free_memory import give_back_memory, n_kept_bytes
 from parallel_llama.errors import UsageError
+from parallel_llama.serve.asgi import RequestIds
 from parallel_llama.serve.engine_client import EngineClient, EngineEnded
 from parallel_llama.serve.protocol import BoundedProtocol, max_connections, max_others
-from parallel_llama.serve.request_id import RequestIds
-from parallel_llama.serve.slow_readers import abort_slow_readers
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,31 @@ _LOOK_S = 0.05
 _TICKS_PER_LOOK = 10  # uvicorn's, of 0.1 s
 _TICKS_PER_TRIM = 100
 _MAX_KEPT_BYTES = 32 << 20  # by the C library, before it is asked to give them back
-_CLOSING_S = 5  # for connections, once nothing is asked any more
+_CLOSING_S = 5  # for open connections to close at shutdown
+
+READ_LIMIT_S = 60.0  # for a client to read MIN_READ_BYTES of a response that waits for it
+MIN_READ_BYTES = 16 << 10
+MAX_UNSENT_BYTES = 256 << 20  # of all connections together
+
+
+def abort_slow_readers(connections: Iterable[BoundedProtocol], now_s: float) -> None:
+    """Aborts connections whose clients read too slowly; to be called about once a second.
+
+    If all connections together have more than MAX_UNSENT_BYTES unsent, those that have waited
+    longest are aborted too.
+    """
+    waiting = sorted(
+        ((each.waits_since(now_s, MIN_READ_BYTES), each) for each in connections),
+        key=lambda pair: pair[0],
+    )
+    n_unsent = sum(each.n_unsent for _, each in waiting)
+    for since_s, each in waiting:
+        if now_s - since_s < READ_LIMIT_S and n_unsent <= MAX_UNSENT_BYTES:
+            break
+        n_unsent -= each.n_unsent
+        fields = {"waited_s": round(now_s - since_s), "unsent_bytes": each.n_unsent}
+        logger.info("closed the connection of a slow reader", extra={"told": fields})
+        each.transport.abort()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -12,8 +12,8 @@ from parallel_llama.engine.prompts import Prompt
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request, SamplingParams
 from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.asgi import unless_gone
 from parallel_llama.serve.engine_client import EngineClient
-from parallel_llama.serve.events import unless_gone
 from parallel_llama.serve.fair_threads import LARGE_WORK, FairThreads
 from parallel_llama.tokenizer import Chat
 

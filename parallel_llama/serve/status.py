@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import parallel_llama
-from parallel_llama.serve.rate import MINUTE_S
+from parallel_llama.serve.metrics import MINUTE_S
 from parallel_llama.serve.service import Service
 
 _PAGE_BYTES = 4096

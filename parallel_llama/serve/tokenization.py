@@ -6,9 +6,9 @@ from starlette.responses import Response
 
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
+from parallel_llama.serve.asgi import JSONBody
 from parallel_llama.serve.bodies import DetokenizeBody, TokenizeBody
 from parallel_llama.serve.errors import json_response
-from parallel_llama.serve.events import JSONBody
 from parallel_llama.serve.replies import Detokenized, TokenizerInfo, Tokens
 from parallel_llama.serve.service import RequestContext
 from parallel_llama.serve.tool_prompt import conversation

@@ -1,16 +1,28 @@
 """What an answer may call, or must: its grammar, and what reads its calls."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Grammar
 from parallel_llama.serve.bodies import ChatBody, ToolChoice, ToolFunction
 from parallel_llama.serve.tool_calls import HERMES, CallReader, ToolFormat, format_of
-from parallel_llama.serve.tool_grammar import ToolGrammar
 from parallel_llama.serve.tool_prompt import has_place_for_tools
 from parallel_llama.tokenizer import ChatTemplate
+
+MAX_CALLS = 16
+
+# JSON comes out compact, as from a schema alone.
+_COMPACT = {
+    "whitespace_flexible": False,
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "lenient": False,
+}
 
 
 @dataclass(frozen=True)
@@ -100,3 +112,66 @@ def _form(template: ChatTemplate | None) -> ToolFormat:
             "out, or set tool_choice to none"
         )
     return form
+
+
+class ToolGrammar:
+    """Calls of some functions, at most `most` of them, in the form of `form`.
+
+    Where its marks are special tokens, which no grammar spells, `form` is None: the calls are one
+    list without marks.
+    """
+
+    def __init__(
+        self, form: ToolFormat | None, functions: Sequence[ToolFunction], most: int | None
+    ) -> None:
+        self._form, self._functions = form, functions
+        self._n_more = (most or MAX_CALLS) - 1
+
+    def calls(self) -> Grammar:
+        """Calls and nothing else."""
+        return self._with("start: calls")
+
+    def calls_or(self, answer: Grammar) -> Grammar:
+        """Calls, or an answer that fits a JSON schema."""
+        return self._with(f"start: calls | answer\nanswer: {_json(json.loads(answer.text))}")
+
+    def text_and_calls(self) -> Grammar:
+        """Any text, which calls may follow. Not for a list without marks, which is text as well."""
+        assert self._form is not None
+        if self._form.is_bare:  # text that begins with a brace would be a call
+            return self._with("start: text | calls\n" r"text: /(\s*[^\s{](?s:.*))?/")
+        opening = json.dumps(self._form.opening)
+        return self._with(
+            f"start: text | before marked {self._more('opened')}\n"
+            f"text: /(?s:.*)/\nbefore[suffix={opening}]: /(?s:.*)/"
+        )
+
+    def _with(self, start: str) -> Grammar:
+        lines = [start, self._calls()]
+        lines.append("call: " + " | ".join(f"f{n}" for n in range(len(self._functions))))
+        arguments = "arguments" if self._form is None else self._form.arguments
+        for n, function in enumerate(self._functions):
+            head = json.dumps(f'{{"name": "{function.name}", "{arguments}": ')
+            schema = {"type": "object", **(function.parameters or {"properties": {}})}
+            if function.parameters is None:
+                schema["additionalProperties"] = False
+            lines += [f'f{n}: {head} a{n} "}}"', f"a{n}: {_json(schema)}"]
+        return Grammar("lark", "\n".join(lines))
+
+    def _calls(self) -> str:
+        if self._form is None:
+            return f'calls: "[" call {self._more("call", ", ")} "]"'
+        if self._form.is_bare:
+            return f"calls: call {self._more('call', '; ')}"
+        opening, closing = json.dumps(self._form.opening), json.dumps(f"\n{self._form.closing}")
+        return (
+            f"calls: opened {self._more('opened')}\n"
+            f'opened: {opening} marked\nmarked: "\\n" call {closing}'
+        )
+
+    def _more(self, rule: str, joint: str = "\n") -> str:
+        return f"({json.dumps(joint)} {rule}){{0,{self._n_more}}}" if self._n_more else ""
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _COMPACT})

@@ -8,7 +8,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from parallel_llama.serve.events import PIECE_BYTES, JSONBody
+from parallel_llama.serve.asgi import PIECE_BYTES, JSONBody
 from parallel_llama.serve.fair_threads import LARGE_WORK, FairThreads
 from parallel_llama.serve.replies import CompletionChoice, CompletionReply
 from parallel_llama.serve.service import RequestContext, Service

@@ -13,6 +13,7 @@ from uvicorn.server import ServerState
 
 from parallel_llama.serve import protocol
 from parallel_llama.serve.access import Access
+from parallel_llama.serve.asgi import RequestIds
 from parallel_llama.serve.protocol import (
     MAX_HEADER_BYTES,
     MAX_HEADERS,
@@ -20,8 +21,7 @@ from parallel_llama.serve.protocol import (
     MAX_URL_BYTES,
     BoundedProtocol,
 )
-from parallel_llama.serve.request_id import RequestIds
-from parallel_llama.serve.slow_readers import abort_slow_readers
+from parallel_llama.serve.server import abort_slow_readers
 
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
