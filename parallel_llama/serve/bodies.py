@@ -1,7 +1,7 @@
-"""The bodies that clients send, every field with its type and bound.
+"""The JSON bodies of requests: every field with its type and bounds.
 
-A field that is not listed is refused, with the name that it is nearest to. Those under "taken
-without effect" are what SDKs send and what changes nothing here; the log names each of them once.
+Unknown fields are refused, with the nearest known name. Fields under "ignored" are sent by SDKs and
+have no effect here; each is logged once.
 
 Source: the API reference of OpenAI; vLLM's extra parameters.
 """
@@ -25,8 +25,8 @@ from parallel_llama.request import (
 from parallel_llama.tokenizer.chat import MAX_MESSAGES
 
 MAX_BODY_BYTES = 2 << 20
-MAX_NESTED = 1 << 15  # lists and objects; each takes some 20 times its bytes in memory
-MAX_TEXTS = 1 << 15  # keys included; a short one takes some 15 times its bytes in memory
+MAX_NESTED = 1 << 15  # lists and objects; each takes about 20 times its bytes in memory
+MAX_TEXTS = 1 << 15  # strings, keys included; short ones take about 15 times their bytes in memory
 MAX_TEXT_CHARS = 1 << 20
 MAX_PROMPTS = 64
 MAX_N = 16
@@ -43,9 +43,8 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Object = dict[str, Any]
-Metadata = dict[
-    Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]
-]  # as long as OpenAI takes them
+# OpenAI's limits.
+Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -57,7 +56,7 @@ class Nested(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StreamOptions(Nested):
-    """What a stream brings beside text."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
@@ -65,7 +64,7 @@ class StreamOptions(Nested):
 
 
 class JsonSchema(Nested):
-    """A schema under a name, which clients choose for themselves."""
+    """A JSON schema with a name chosen by the client."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     schema: Object = msgspec.field(default_factory=dict)
@@ -74,14 +73,14 @@ class JsonSchema(Nested):
 
 
 class ResponseFormat(Nested):
-    """What an answer has to look like."""
+    """The format of the generated text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(Nested):
-    """The same, with what else a grammar can say; vLLM's."""
+    """Constraints on the generated text; exactly one of the fields. An extension of vLLM."""
 
     json: Object | Text | None = None
     regex: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)] | None = None
@@ -90,7 +89,7 @@ class StructuredOutputs(Nested):
 
 
 class SamplingBody(Body):
-    """What both kinds of completion can ask for; null is the same as leaving a field out."""
+    """Fields of chat and text completions. null is the same as omitting a field."""
 
     model: Name | None = None
     max_tokens: Count | None = None
@@ -109,7 +108,7 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
     skip_special_tokens: bool | None = None
-    # False: special tokens that texts or messages spell are text; llama.cpp's name.
+    # Whether special tokens written in prompts or messages are parsed; llama.cpp's name.
     parse_special: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -119,7 +118,7 @@ class SamplingBody(Body):
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None = None
     return_token_ids: bool | None = None
     request_id: Name | None = None
-    # Taken without effect.
+    # Ignored.
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
@@ -131,7 +130,7 @@ class SamplingBody(Body):
 
 
 class ToolFunction(Nested):
-    """A function that an answer can call; its parameters are a JSON schema."""
+    """A function that the model may call; its parameters are a JSON schema."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
     description: Text | None = None
@@ -149,14 +148,14 @@ class ChosenFunction(Nested):
 
 
 class ToolChoice(Nested):
-    """The one function that the answer has to call."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
 class ChatBody(SamplingBody, kw_only=True):
-    """POST /v1/chat/completions. The template's own checks of messages come later."""
+    """Body of POST /v1/chat/completions. The chat template checks the messages later."""
 
     messages: Annotated[list[Object], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
@@ -168,9 +167,9 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template_kwargs: Annotated[Object, Meta(max_length=16)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    # For the template, if it reads it; else without effect.
+    # Passed to the chat template; ignored if the template does not use it.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    # Taken without effect.
+    # Ignored.
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
     prediction: Object | None = None
@@ -178,7 +177,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 class CompletionBody(SamplingBody, kw_only=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: (
         Text
@@ -190,13 +189,13 @@ class CompletionBody(SamplingBody, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    # Taken without effect.
-    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    # Ignored.
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None  # must equal n
     suffix: Literal[""] | None = None
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: of a text, or of a conversation with its template."""
+    """Body of POST /tokenize: a prompt, or messages for the chat template."""
 
     model: Name | None = None
     prompt: Text | None = None
@@ -209,13 +208,13 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TEXT_CHARS)]
     model: Name | None = None
 
 
-# Fields that change nothing, and that no template reads.
+# Ignored fields that are logged.
 WITHOUT_EFFECT = (
     "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
     "store", "metadata", "verbosity", "modalities", "prediction",
@@ -238,7 +237,7 @@ B = TypeVar("B", bound=Body)
 
 
 class InvalidBody(ValueError):
-    """A body of another shape than its route takes; `param` and `code` are as OpenAI gives them."""
+    """The body does not match its route's type; `param` and `code` are those of OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None, code: str) -> None:
         super().__init__(message)
@@ -246,16 +245,16 @@ class InvalidBody(ValueError):
 
 
 def read_body(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
-    """The body in some JSON.
+    """Decodes and checks a body.
 
-    Raises: InvalidBody; msgspec.DecodeError, UnicodeDecodeError or RecursionError for other text.
+    Raises: InvalidBody; for invalid JSON msgspec.DecodeError, UnicodeDecodeError or RecursionError.
     """
     if _n_brackets(data) > MAX_NESTED and _n_brackets(_without_texts(data)) > MAX_NESTED:
         message = f"the body has more than {MAX_NESTED} lists and objects; use fewer"
         raise InvalidBody(message, None, "invalid_value")
-    # Escaped quotes are inside texts.
+    # Escaped quotes are inside strings.
     if data.count(b'"') - data.count(rb"\"") > 2 * MAX_TEXTS:
-        message = f"the body has more than {MAX_TEXTS} texts; use fewer"
+        message = f"the body has more than {MAX_TEXTS} strings; use fewer"
         raise InvalidBody(message, None, "invalid_value")
     try:
         return decoder.decode(data)
@@ -268,7 +267,7 @@ def _n_brackets(data: bytes) -> int:
 
 
 def _without_texts(data: bytes) -> bytes:
-    """JSON without what stands between quotes."""
+    """The JSON without the contents of its strings."""
     bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
     return b"".join(bare.split(b'"')[::2])
 

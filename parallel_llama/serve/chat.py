@@ -40,13 +40,13 @@ from parallel_llama.serve.tool_prompt import conversation
 from parallel_llama.serve.tools import Tools, tools_of
 from parallel_llama.serve.wire import Output
 
-_TOKEN_BYTES = 64  # of JSON, about, for a token and for each of its log-probabilities
+_TOKEN_BYTES = 64  # estimate of the JSON of a token, and of each of its log-probabilities
 _CHUNK = "chat.completion.chunk"
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """One conversation's answer on its way, and how it is to be shown."""
+    """One chat request in the engine, and how its response is formatted."""
 
     context: RequestContext
     body: ChatBody
@@ -67,7 +67,7 @@ class _Asked:
     def chunk(
         self, choices: list[ChatChunkChoice], usage: Usage | None = None, is_first: bool = False
     ) -> bytes:
-        """An event; the first of a choice has the prompt's token ids."""
+        """An event; the first one of a choice contains the prompt's token ids."""
         model, prompt = self.context.service.names[0], self.answer.request.prompt
         chunk = ChatChunk(
             id=self.id,
@@ -82,7 +82,7 @@ class _Asked:
 
 
 async def chat(context: RequestContext, body: ChatBody) -> Response:
-    """The model's answer to a conversation, whole or as a stream of events."""
+    """A chat completion, as one reply or as a stream of events."""
     context.service.require_model(body.model)
     asked = await context.unless_gone(_begin(context, body))
     if body.stream:
@@ -119,8 +119,8 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Asked:
     continues = bool(body.continue_final_message)
     if (body.add_generation_prompt is False) != continues:
         raise UsageError(
-            "continue_final_message=true and add_generation_prompt=false go together; give both or "
-            "none"
+            "continue_final_message=true needs add_generation_prompt=false and vice versa; give "
+            "both or neither"
         )
     special = body.parse_special is not False
     prompt = await context.in_thread(
@@ -159,7 +159,7 @@ def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
 
 
 async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
-    """The events of an answer: the role of each choice, its text, its end; then the usage."""
+    """The events: each choice's role, text and finish reason; then the usage."""
     ended = []
     begun: dict[int, _Choice] = {}
     try:
@@ -184,7 +184,7 @@ async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
 
 
 class _Choice:
-    """One choice of an answer as it is told: text, and calls of functions."""
+    """One choice of a response: separates its text from function calls."""
 
     def __init__(self, asked: _Asked, index: int) -> None:
         self._asked, self._index = asked, index
@@ -192,7 +192,7 @@ class _Choice:
         self._n_calls = 0
 
     def message(self, text: str) -> ChatMessage:
-        """The whole of it."""
+        """The message of a choice that has ended."""
         parts = self._parts(text, is_last=True)
         texts = [part for part in parts if isinstance(part, str)]
         calls = [
@@ -207,17 +207,17 @@ class _Choice:
         )
 
     def take(self, output: Output) -> list[ChatChunkChoice]:
-        """What is to be told of an output, with its end where it is the last."""
+        """The choices of the events for an output, with the finish reason for the last output."""
         parts = self._parts(output.text, is_last=output.completion is not None)
         if not parts and (output.logprobs or (output.tokens and self._asked.body.return_token_ids)):
             parts = [""]
-        told = [ChatChunkChoice(index=self._index, delta=self._delta(part)) for part in parts]
-        if told:
-            told[0].logprobs = self._asked.logprobs(output.logprobs)
-            told[0].token_ids = self._asked.token_ids(output.tokens)
+        chunks = [ChatChunkChoice(index=self._index, delta=self._delta(part)) for part in parts]
+        if chunks:
+            chunks[0].logprobs = self._asked.logprobs(output.logprobs)
+            chunks[0].token_ids = self._asked.token_ids(output.tokens)
         if output.completion is not None:
             reason, stop_reason = self.finish_reason(output.completion)
-            told.append(
+            chunks.append(
                 ChatChunkChoice(
                     index=self._index,
                     delta=ChatDelta(),
@@ -225,10 +225,10 @@ class _Choice:
                     stop_reason=stop_reason,
                 )
             )
-        return told
+        return chunks
 
     def finish_reason(self, completion: Completion) -> tuple[FinishReason, str | int | None]:
-        """Why it ended; to be asked once all of it has been read."""
+        """The finish reason and stop reason. All of the choice's text must have been read."""
         reason, stop_reason = finish_reason(completion)
         return ("tool_calls" if self._n_calls and reason == "stop" else reason), stop_reason
 
@@ -246,5 +246,5 @@ class _Choice:
 
 
 def _call_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other."""
+    """Nine letters and digits, as Mistral's templates require."""
     return token_hex(5)[:9]

@@ -35,12 +35,12 @@ from parallel_llama.serve.service import RequestContext
 from parallel_llama.serve.wire import Output
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_TOKEN_BYTES = 32  # of JSON, about, for a token and for each of its log-probabilities
+_TOKEN_BYTES = 32  # estimate of the JSON of a token, and of each of its log-probabilities
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """Prompts whose completions are on their way, and how they are to be shown."""
+    """The prompts of one request in the engine, and how the response is formatted."""
 
     context: RequestContext
     body: CompletionBody
@@ -62,11 +62,11 @@ class _Asked:
         return ids if self.body.return_token_ids else UNSET
 
     def index(self, number: int, choice: int) -> int:
-        """The place of a choice among those of all prompts."""
+        """The index of a choice among those of all prompts."""
         return number * self.answers[number].request.params.n + choice
 
     def prompt_text(self, answer: Answer) -> str:
-        """What stands before a completion where the prompt is to be shown."""
+        """The prompt's text if the request asks for echo, else ""."""
         if not self.body.echo:
             return ""
         return self.context.inputs.tokenizer.decode(answer.request.prompt, skip_special=False)
@@ -82,7 +82,7 @@ class _Asked:
 
 
 async def complete(context: RequestContext, body: CompletionBody) -> Response:
-    """How some prompts go on, whole or as a stream of events."""
+    """Text completions of some prompts, as one reply or as a stream of events."""
     context.service.require_model(body.model)
     asked = await context.unless_gone(_begin(context, body))
     if body.stream:
@@ -92,11 +92,14 @@ async def complete(context: RequestContext, body: CompletionBody) -> Response:
 
 async def _begin(context: RequestContext, body: CompletionBody) -> _Asked:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise UsageError(f"best_of={body.best_of}: only n completions are drawn; leave it out")
+        raise UsageError(
+            f"best_of={body.best_of} must equal n={body.n or 1}: only n completions are generated; "
+            "omit best_of"
+        )
     if body.stream and body.echo and body.logprobs is not None:
-        raise UsageError("echo with logprobs is not streamed; leave one of the three out")
+        raise UsageError("echo with logprobs cannot be streamed; omit echo, logprobs or stream")
     if body.max_tokens == 0 and not body.echo:
-        raise UsageError("max_tokens=0 is for echo, which shows the prompt; give at least 1")
+        raise UsageError("max_tokens=0 needs echo=true; give max_tokens of at least 1")
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
         context.inputs,
@@ -113,11 +116,11 @@ async def _begin(context: RequestContext, body: CompletionBody) -> _Asked:
 
 
 def prompts_of(body: CompletionBody, inputs: InputProcessor) -> list[Prompt]:
-    """The prompts of a body: texts, or token ids, one or a list.
+    """The prompts of a body: one or several, as texts or token ids.
 
-    Texts that are to get no special token, in front or inside, are token ids already.
+    Texts are encoded here if the request turns off the bos token or the parsing of special tokens.
 
-    Raises: UsageError for a list of several kinds, or of too many.
+    Raises: UsageError for a list that mixes texts and token ids, or is too long.
     """
     prompts = _listed(body)
     bos, special = body.add_special_tokens is not False, body.parse_special is not False
@@ -137,7 +140,7 @@ def _listed(body: CompletionBody) -> list[Prompt]:
         return [prompt]
     kinds = {type(each) for each in prompt}
     if len(kinds) > 1:
-        raise UsageError("prompt mixes texts and token ids; give one kind")
+        raise UsageError("prompt mixes strings and token ids; give only one kind")
     if kinds == {int}:
         return [[each for each in prompt if isinstance(each, int)]]
     if len(prompt) > MAX_PROMPTS:
@@ -165,7 +168,7 @@ async def _whole(asked: _Asked) -> bytes:
 
 
 def _n_bytes(asked: _Asked, answer: Answer, completion: Completion) -> int:
-    """About how long a choice is as JSON."""
+    """Estimates the length of a choice's JSON."""
     n_tokens = len(completion.tokens) + len(answer.request.prompt) * bool(asked.body.echo)
     return _TOKEN_BYTES * n_tokens * (2 + (asked.body.logprobs or 0))
 
@@ -198,12 +201,12 @@ def _choice(
 
 
 async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
-    """The events of all prompts as they come, and then the usage."""
+    """The events of all prompts, interleaved; then the usage."""
     ended: list[Completion] = []
-    shown: dict[int, int] = {}  # characters of each choice
-    told = _merged(asked.answers)
+    shown: dict[int, int] = {}  # characters sent, by choice
+    merged = _merged(asked.answers)
     try:
-        async for number, outputs in told:
+        async for number, outputs in merged:
             yield b"".join(
                 event(asked.reply([_piece(asked, number, output, shown)]).encode())
                 for output in outputs
@@ -214,13 +217,13 @@ async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
             yield event(asked.reply([], usage_of(asked.answers, ended)).encode())
         yield DONE
     finally:
-        await told.aclose()
+        await merged.aclose()
         _abandon(asked)
 
 
 async def _merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Output]]]:
-    """What comes of some answers, as it comes, with the number of the answer."""
-    if len(answers) == 1:  # the usual case costs no queue
+    """Outputs of several answers as they become ready, each with the answer's number."""
+    if len(answers) == 1:  # the usual case needs no queue
         async for outputs in answers[0].outputs():
             yield 0, outputs
         return
@@ -238,13 +241,13 @@ async def _merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[O
     try:
         n_open = len(readers)
         while n_open:
-            told = await inbox.get()
-            if isinstance(told, Exception):
-                raise told
-            if told is None:
+            item = await inbox.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 n_open -= 1
             else:
-                yield told
+                yield item
     finally:
         for reader in readers:
             reader.cancel()

@@ -59,63 +59,74 @@ class Metrics:
         self.labels = {"model_name": model}
         self._kept: list[MetricWrapperBase] = []
         self.token_rate = Rate()
-        seconds = "Units: seconds."
         self._first_token_s = self._histogram(
-            "time_to_first_token_seconds", f"From a request to its first token. {seconds}", _SECONDS
+            "time_to_first_token_seconds", "Histogram of time to first token in seconds.", _SECONDS
         )
         self._between_s = self._histogram(
-            "inter_token_latency_seconds", f"Between two steps' tokens. {seconds}", _STEP_SECONDS
+            "inter_token_latency_seconds",
+            "Histogram of inter-token latency in seconds.",
+            _STEP_SECONDS,
         )
         self._per_token_s = self._histogram(
             "request_time_per_output_token_seconds",
-            f"Mean time of a request's tokens after its first. {seconds}",
+            "Histogram of time per output token in seconds per request.",
             _STEP_SECONDS,
         )
         self._whole_s = self._histogram(
-            "e2e_request_latency_seconds", f"From a request to its end. {seconds}", _SECONDS
+            "e2e_request_latency_seconds",
+            "Histogram of e2e request latency in seconds.",
+            _SECONDS,
         )
+        phase = "Histogram of time spent in {} phase for request, in seconds."
         self._queue_s = self._histogram(
-            "request_queue_time_seconds", f"From a request to its first step. {seconds}", _SECONDS
+            "request_queue_time_seconds", phase.format("WAITING"), _SECONDS
         )
         self._prefill_s = self._histogram(
-            "request_prefill_time_seconds", f"First step to first token. {seconds}", _SECONDS
+            "request_prefill_time_seconds", phase.format("PREFILL"), _SECONDS
         )
         self._decode_s = self._histogram(
-            "request_decode_time_seconds", f"First token to the end. {seconds}", _SECONDS
+            "request_decode_time_seconds", phase.format("DECODE"), _SECONDS
         )
         self._inference_s = self._histogram(
-            "request_inference_time_seconds", f"First step to the end. {seconds}", _SECONDS
+            "request_inference_time_seconds", phase.format("RUNNING"), _SECONDS
         )
         self._step_tokens = self._histogram(
-            "iteration_tokens_total", "Tokens that one step drew.", _TOKENS
+            "iteration_tokens_total",
+            "Histogram of number of tokens generated per engine step.",
+            _TOKENS,
         )
         self._prompt_sizes = self._histogram(
-            "request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS
+            "request_prompt_tokens", "Number of prefill tokens processed per request.", _TOKENS
         )
         self._drawn_sizes = self._histogram(
-            "request_generation_tokens", "Tokens that a request drew.", _TOKENS
+            "request_generation_tokens", "Number of generation tokens per choice.", _TOKENS
         )
-        self._step_s = self._histogram("step_seconds", f"One step. {seconds}", _STEP_SECONDS)
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self._drawn_tokens = self._counter("generation_tokens", "Tokens that were drawn.")
+        self._step_s = self._histogram(
+            "step_seconds", "Histogram of engine step duration in seconds.", _STEP_SECONDS
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Number of prefill tokens processed.")
+        self._drawn_tokens = self._counter(
+            "generation_tokens", "Number of generation tokens processed."
+        )
         self._ended = self._counter(
-            "request_success", "Completions that ended, by reason.", "finished_reason"
+            "request_success", "Count of successfully processed choices.", "finished_reason"
         )
         self._rejected = self._counter(
-            "rejected_requests", "Requests that were not taken in, by reason.", "reason"
+            "rejected_requests", "Count of requests that were not admitted.", "reason"
         )
         self._mismatches = self._counter(
-            "rank_token_mismatches", "Ends of the engine because its ranks drew different tokens."
+            "rank_token_mismatches",
+            "Number of engine failures because ranks sampled different tokens.",
         )
 
-    # What happens
+    # Events
 
     def submitted(self, answer: Answer) -> None:
         self._prompt_tokens.inc(len(answer.request.prompt))
         self._prompt_sizes.observe(len(answer.request.prompt))
 
     def rejected(self, reason: str) -> None:
-        """A request was not taken in: busy, or not_ready."""
+        """Counts a request that was not admitted; `reason` is busy or not_ready."""
         self._rejected.labels(*self.labels.values(), reason).inc()
 
     def stepped(self, message: Stepped) -> None:
@@ -127,7 +138,7 @@ class Metrics:
             self.token_rate.add(n_drawn)
 
     def told(self, answer: Answer, output: Output, before_s: float | None) -> None:
-        """An answer was given this output; `before_s` is when it was last given tokens."""
+        """Counts an answer's output; `before_s` is the time of the tokens before it."""
         if output.tokens and answer.last_token_s is not None:
             if before_s is None:
                 self._first_token_s.observe(answer.last_token_s - answer.submitted_s)
@@ -139,7 +150,7 @@ class Metrics:
             self._drawn_sizes.observe(len(output.completion.tokens))
 
     def ended(self, answer: Answer) -> None:
-        """An answer has all its completions."""
+        """Counts an answer whose choices have all ended."""
         now = time.monotonic()
         self._whole_s.observe(now - answer.submitted_s)
         begun_s, first_s = answer.begun_s, answer.first_token_s
@@ -154,19 +165,19 @@ class Metrics:
                 self._per_token_s.observe((now - first_s) / n_after)
 
     def mismatched(self) -> None:
-        """The engine has ended because its ranks drew different tokens."""
+        """Counts an engine failure because ranks sampled different tokens."""
         self._mismatches.inc(1)
 
     def collect(self) -> Iterator[Metric]:
         for each in self._kept:
             yield from each.collect()
 
-    def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(name, says, list(self.labels), registry=None, buckets=buckets)
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, help, list(self.labels), registry=None, buckets=buckets)
         self._kept.append(made)
         return made.labels(*self.labels.values())
 
-    def _counter(self, name: str, says: str, *labels: str) -> Counter:
-        made = Counter(name, says, [*self.labels, *labels], registry=None)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        made = Counter(name, help, [*self.labels, *labels], registry=None)
         self._kept.append(made)
         return made if labels else made.labels(*self.labels.values())

@@ -1,4 +1,4 @@
-"""The web page at `/`: a fixed list of files, and the headers that they are served with."""
+"""The web page at `/`: its files, and their response headers."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -41,8 +41,8 @@ TYPES = {
     "vendor/purify.es.mjs": JAVASCRIPT,
 }
 
-# Scripts and styles come from the page's own files alone, none stand in its HTML, and no string
-# becomes HTML but through DOMPurify (`trusted-types`).
+# Scripts and styles load from the page's own files only and are never inline; strings become HTML
+# only through DOMPurify (`trusted-types`).
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -54,9 +54,9 @@ SECURITY_HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """Routes for `/` and `/page/{file}`, of files that are read here, once.
+    """Routes for `/` and `/page/{file}`; the files are read once, by this call.
 
-    Raises: OSError where the installation lacks a file.
+    Raises: OSError if the installation lacks a file.
     """
     folder = Path(__file__).with_name("page")
     contents = {name: (folder / name).read_bytes() for name in TYPES}
@@ -77,7 +77,7 @@ def page_routes() -> list[Route]:
 
 
 def _answer(request: Request, name: str, content: bytes) -> Response:
-    # "no-cache" lets a browser keep a file, and ask each time whether it has changed.
+    # "no-cache": a browser may cache the file, but must revalidate it for each use.
     tag = f'"{sha256(content).hexdigest()[:32]}"'
     headers = {**SECURITY_HEADERS, "ETag": tag, "Cache-Control": "no-cache"}
     if tag in request.headers.get("if-none-match", ""):

@@ -1,7 +1,7 @@
-"""What Prometheus is shown: the counts, and the engine's own numbers of now.
+"""The metrics as Prometheus scrapes them.
 
-Every series has our prefix, and those that vLLM has are there under its prefix as well, so that
-dashboards made for it go on.
+Every series has the prefix parallel_llama; those that vLLM has are repeated under its prefix, so
+that dashboards for vLLM work.
 
 Source: Prometheus's text format.
 """
@@ -26,13 +26,13 @@ OURS = frozenset((
 
 
 def make_registry(metrics: Metrics, engine: EngineClient) -> CollectorRegistry:
-    """What is scraped of one engine."""
+    """The registry of one engine's metrics."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Exposition(metrics, engine))
+    registry.register(_EngineCollector(metrics, engine))
     return registry
 
 
-class _Exposition(Collector):
+class _EngineCollector(Collector):
     def __init__(self, metrics: Metrics, engine: EngineClient) -> None:
         self._metrics, self._engine = metrics, engine
         self._labels = metrics.labels
@@ -46,23 +46,25 @@ class _Exposition(Collector):
                 yield _renamed(VLLM, family)
 
     def _of_engine(self, engine: EngineClient) -> Iterator[Metric]:
-        """What the engine itself knows, now."""
-        yield self._gauge("up", "Whether the engine takes requests.", float(engine.is_ready))
-        yield self._total("engine_restarts", "Starts after the first.", engine.n_restarts)
-        yield self._total("failed_steps", "Steps that gave no numbers.", engine.n_failed_steps)
+        yield self._gauge("up", "1 if the engine accepts requests.", float(engine.is_ready))
+        yield self._total("engine_restarts", "Number of engine restarts.", engine.n_restarts)
+        failed = "Number of steps that failed with a numerical error."
+        yield self._total("failed_steps", failed, engine.n_failed_steps)
         if engine.step_age_s is not None:
-            age = "Since the engine last showed that it steps. Units: seconds."
+            age = "Time since the engine's last heartbeat, in seconds."
             yield self._gauge("step_age_seconds", age, engine.step_age_s)
         if engine.loaded is not None:
             ranks = GaugeMetricFamily(
-                "rank_up", "Whether a rank is there.", labels=[*self._labels, "rank"]
+                "rank_up", "1 if the rank is running.", labels=[*self._labels, "rank"]
             )
             for rank in engine.loaded.ranks:
                 is_up = engine.step_age_s is not None
                 ranks.add_metric([*self._labels.values(), str(rank.rank)], float(is_up))
             yield ranks
             config = GaugeMetricFamily(
-                "cache_config_info", "The KV cache.", labels=[*self._labels, "block_size"]
+                "cache_config_info",
+                "Information of the KV cache configuration.",
+                labels=[*self._labels, "block_size"],
             )
             config.add_metric([*self._labels.values(), str(engine.loaded.block_size)], 1)
             yield config
@@ -73,29 +75,34 @@ class _Exposition(Collector):
         state, times = step.statistics, step.statistics.times
         n_blocks = state.n_blocks_used + state.n_blocks_cached + state.n_blocks_free
         used = state.n_blocks_used / max(1, n_blocks)
-        yield self._gauge("num_requests_running", "Choices that run.", state.n_running)
-        yield self._gauge("num_requests_waiting", "Choices that wait.", state.n_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Blocks in use, 1 for all of them.", used)
-        yield self._total("num_preemptions", "Choices that gave way.", state.n_preempted)
-        yield self._total("prefix_cache_queries", "Tokens looked for.", state.n_prompt_tokens)
-        yield self._total("prefix_cache_hits", "Tokens found.", state.n_prefix_tokens)
+        running = "Number of choices in model execution batches."
+        yield self._gauge("num_requests_running", running, state.n_running)
+        waiting = "Number of choices waiting to be processed."
+        yield self._gauge("num_requests_waiting", waiting, state.n_waiting)
+        usage = "KV cache usage. 1 means 100 percent usage."
+        yield self._gauge("kv_cache_usage_perc", usage, used)
+        preempted = "Cumulative number of preemptions of choices."
+        yield self._total("num_preemptions", preempted, state.n_preempted)
+        queries = "Prefix cache queries, in terms of number of queried tokens."
+        yield self._total("prefix_cache_queries", queries, state.n_prompt_tokens)
+        hits = "Prefix cache hits, in terms of number of cached tokens."
+        yield self._total("prefix_cache_hits", hits, state.n_prefix_tokens)
         phases = CounterMetricFamily(
             "step_phase_seconds",
-            "Where the time of steps went; forward and sample hold the collectives. "
-            "Units: seconds.",
+            "Time spent in each step phase, in seconds; forward and sample include collectives.",
             labels=[*self._labels, "phase"],
         )
         for name in ("messages", "schedule", "forward", "sample", "decide"):
             phases.add_metric([*self._labels.values(), name], getattr(times, f"{name}_s"))
         yield phases
 
-    def _gauge(self, name: str, says: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, says, labels=list(self._labels))
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, help, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 
-    def _total(self, name: str, says: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, says, labels=list(self._labels))
+    def _total(self, name: str, help: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, help, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
 

@@ -21,12 +21,12 @@ from parallel_llama.serve.protocol import BoundedProtocol, max_connections, max_
 logger = logging.getLogger(__name__)
 
 BACKLOG = 512
-# Kept by the system of what a client has not asked for yet: more would hide how slowly it reads.
+# Kernel's send buffer of a connection; with a larger one a slow reader would not be noticed.
 _SYSTEM_UNSENT_BYTES = 32 << 10
 _LOOK_S = 0.05
-_TICKS_PER_LOOK = 10  # uvicorn's, of 0.1 s
+_TICKS_PER_LOOK = 10  # ticks of uvicorn, 0.1 s each
 _TICKS_PER_TRIM = 100
-_MAX_KEPT_BYTES = 32 << 20  # by the C library, before it is asked to give them back
+_MAX_KEPT_BYTES = 32 << 20  # freed memory that malloc may keep
 _CLOSING_S = 5  # for open connections to close at shutdown
 
 READ_LIMIT_S = 60.0  # for a client to read MIN_READ_BYTES of a response that waits for it
@@ -55,9 +55,9 @@ def abort_slow_readers(connections: Iterable[BoundedProtocol], now_s: float) -> 
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens there.
+    """A listening socket.
 
-    Raises: UsageError for a port that is taken, or an address that is not this machine's.
+    Raises: UsageError if the port is in use, or the address is not one of this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -69,16 +69,16 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UsageError(
             f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 "
-            "for any that is free"
+            "for any free port"
         ) from error
     return own
 
 
 async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s: float) -> int:
-    """Serve until the engine has ended for good or a signal asks for an end; the exit code.
+    """Serves until a signal arrives or the engine has ended for good; the exit code.
 
-    The first SIGTERM or Ctrl-C lets the requests that are here finish, for `drain_s` at most; the
-    second does not wait.
+    The first SIGTERM or Ctrl-C refuses new requests and waits up to `drain_s` seconds for the
+    others to finish; the second does not wait.
     """
     server = _Server(
         uvicorn.Config(
@@ -88,7 +88,7 @@ async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s:
             loop="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # below it, what clients do wrong
+            log_level="error",  # lower levels report errors of clients
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_CLOSING_S,
@@ -136,9 +136,9 @@ async def _ending(running: "asyncio.Task[None]") -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, but for its signals, which mean more here than to it, and for slow readers."""
+    """uvicorn's server, without its signal handlers, and with a check for slow readers."""
 
-    _is_full = False  # of connections, at the last look
+    _is_full = False  # whether all connections were in use at the last check
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_LOOK == 0:
@@ -149,7 +149,7 @@ class _Server(uvicorn.Server):
                 len(connections) >= max_connections() + max_others(),
             )
             if self._is_full and not was_full:
-                logger.warning("all places for connections are taken: %d", len(connections))
+                logger.warning("connection limit reached: %d", len(connections))
         if counter % _TICKS_PER_TRIM == 0 and n_kept_bytes() > _MAX_KEPT_BYTES:
             asyncio.get_running_loop().run_in_executor(None, give_back_memory)
         return await super().on_tick(counter)

@@ -328,7 +328,7 @@ def test_the_texts_of_a_body_are_bounded(tiny):
     """100 bodies of 400,000 texts each took 3.1 GB."""
     data = json.dumps({"prompt": ["a"] * (MAX_TEXTS + 1), "max_tokens": 1}).encode()
     error = require_error(send(tiny, CompletionBody, data), data)
-    assert f"more than {MAX_TEXTS} texts" in error["message"]
+    assert f"more than {MAX_TEXTS} strings" in error["message"]
     data = json.dumps({"prompt": '"' * 4 * MAX_TEXTS}).encode()  # inside a text there may be more
     assert send(tiny, TokenizeBody, data)[0] == 200
 
