@@ -7,38 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-HTML = "text/html; charset=utf-8"
-CSS = "text/css; charset=utf-8"
-JAVASCRIPT = "text/javascript; charset=utf-8"
-SVG = "image/svg+xml"
-
 INDEX = "index.html"
 TYPES = {
-    INDEX: HTML,
-    "page.css": CSS,
-    "icon.svg": SVG,
-    "page.js": JAVASCRIPT,
-    "answering.js": JAVASCRIPT,
-    "chats.js": JAVASCRIPT,
-    "completion.js": JAVASCRIPT,
-    "conversation.js": JAVASCRIPT,
-    "conversations.js": JAVASCRIPT,
-    "exchange.js": JAVASCRIPT,
-    "formulas.js": JAVASCRIPT,
-    "highlight.js": JAVASCRIPT,
-    "markdown.js": JAVASCRIPT,
-    "room.js": JAVASCRIPT,
-    "settings.js": JAVASCRIPT,
-    "sides.js": JAVASCRIPT,
-    "status.js": JAVASCRIPT,
-    "stored.js": JAVASCRIPT,
-    "template.js": JAVASCRIPT,
-    "toast.js": JAVASCRIPT,
-    "turns.js": JAVASCRIPT,
-    "vendor/highlight.min.js": JAVASCRIPT,
-    "vendor/katex.min.js": JAVASCRIPT,
-    "vendor/marked.esm.js": JAVASCRIPT,
-    "vendor/purify.es.mjs": JAVASCRIPT,
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
 
 # Scripts and styles load from the page's own files only and are never inline; strings become HTML
@@ -59,7 +34,11 @@ def page_routes() -> list[Route]:
     Raises: OSError if the installation lacks a file.
     """
     folder = Path(__file__).with_name("page")
-    contents = {name: (folder / name).read_bytes() for name in TYPES}
+    contents = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.suffix in TYPES
+    }
 
     async def index(request: Request) -> Response:
         return _answer(request, INDEX, contents[INDEX])
@@ -82,4 +61,4 @@ def _answer(request: Request, name: str, content: bytes) -> Response:
     headers = {**SECURITY_HEADERS, "ETag": tag, "Cache-Control": "no-cache"}
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers, media_type=TYPES[name])
+    return Response(content, headers=headers, media_type=TYPES[Path(name).suffix])
