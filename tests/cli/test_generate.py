@@ -80,7 +80,7 @@ WRONG: list[tuple[tuple[str, ...], Sequence[str]]] = [
     (("--prompt-logprobs", "21"), ["--prompt-logprobs '21'", "0 to 20"]),
     (("--json-schema", "nowhere.json"), ["--json-schema 'nowhere.json'", "no such file"]),
     (("--json-schema", "{"), ["--json-schema '{'", "not JSON"]),
-    (("--json-schema", "LIST"), ["--json-schema", "not a JSON schema, which is an object"]),
+    (("--json-schema", "LIST"), ["--json-schema", "not a JSON schema: it must be a JSON object"]),
     (("--json-schema", "BYTES"), ["--json-schema", "not UTF-8 text (byte 0)"]),
     (("--json-schema", "LARGE"), ["--json-schema", "larger than 65536 bytes"]),
     (("--regex", "("), ["the regular expression cannot be used", "unclosed group"]),
@@ -135,7 +135,7 @@ LINES: list[tuple[dict[str, Any], Sequence[str]]] = [
     ({"grammar": {"kind": "ebnf", "text": "a"}}, ["line 2", "'ebnf'", "json_schema, regex, lark"]),
     ({"grammar": {"kind": "regex", "text": "["}}, ["line 2", "the regular expression cannot"]),
     ({"tokens": [5]}, ["line 2", "exactly one of prompt, tokens, messages"]),
-    ({"tools": []}, ["line 2", "tools: for a chat; give messages beside it"]),
+    ({"tools": []}, ["line 2", "tools: only for a chat; give messages too"]),
 ]  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def test_more_prompts_than_a_run_takes_are_refused(
 
 def test_an_empty_stdin_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"\n")))
-    with pytest.raises(UsageError, match="stdin: no prompts in it"):
+    with pytest.raises(UsageError, match="stdin: contains no prompts"):
         read_lines("-")
 
 
@@ -339,7 +339,7 @@ def test_an_interrupted_run_and_its_resumption_are_one_run(
         interrupt_after(patched, 2)
         code, out, err = run(*argv, "--output", str(broken))
     assert code == 130
-    assert "the same command with --resume goes on" in err
+    assert "the same command with --resume continues" in err
     n_lines = len(sorted_lines(broken))
     assert 2 <= n_lines < 6 and f"{n_lines} of 6 completions in {broken}" in err
     assert "interrupted" not in broken.read_text()
@@ -363,7 +363,7 @@ def test_an_interrupted_run_and_its_resumption_are_one_run(
 
     code, out, err = run(*argv, "--output", str(broken), "--resume")
     assert (code, out) == (0, "")
-    assert err.endswith(f"6 completions in {broken}; nothing is left to do\n")
+    assert err.endswith(f"6 completions in {broken}; nothing to do\n")
     code, out, err = run(*argv, "--output", str(broken))
     assert (code, out) == (2, "")
     assert f"{broken}: results lie there; go on with --resume" in err and "remove the file" in err
@@ -457,7 +457,7 @@ def test_prompts_come_from_stdin_and_from_pipes(
     os.close(reader)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
     code, _, err = run("--prompt", "-")
-    assert code == 2 and "--prompt -: not UTF-8 text (byte 0 of it)" in err
+    assert code == 2 and "--prompt -: not UTF-8 text (at byte 0)" in err
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": 5}')))
     code, _, err = run("--prompts", "-")
     assert code == 2 and "stdin, line 1: prompt is '5', not a string" in err

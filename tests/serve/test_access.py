@@ -190,7 +190,7 @@ def test_a_host_beyond_this_machine_without_keys_is_warned_of(tiny_folder):
         done = subprocess.run(
             [*command, "--host=0.0.0.0", f"--port={port}"], capture_output=True, text=True
         )
-    assert "--host 0.0.0.0 without --api-key-file: whoever reaches" in done.stderr
+    assert "--host 0.0.0.0 without --api-key-file: anyone who can reach" in done.stderr
     assert done.returncode == 2
 
 
