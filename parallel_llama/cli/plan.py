@@ -550,7 +550,7 @@ def _span(r: range) -> str:
 VERB = Verb(
     "plan",
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
-    "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus CARDS] [flags]",
+    "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
         MODEL,
         NPROC,

@@ -464,7 +464,7 @@ def test_a_file_that_shrinks_while_it_is_read_ends_with_1(
 @pytest.mark.parametrize(
     ("rank", "size", "says"),
     [
-        ("0", "3", ["--nproc 2", "3 ranks", "leave --nproc out"]),
+        ("0", "3", ["--nproc 2", "3 ranks", "omit --nproc"]),
         ("3", "3", ["RANK='3'", "WORLD_SIZE='3'", "0 <= RANK < WORLD_SIZE"]),
         ("zero", "2", ["RANK='zero'"]),
         ("0", None, ["WORLD_SIZE=None"]),
