@@ -45,7 +45,7 @@ _CHUNK = "chat.completion.chunk"
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Pending:
     """One chat request in the engine, and how its response is formatted."""
 
     context: RequestContext
@@ -84,17 +84,17 @@ class _Asked:
 async def chat(context: RequestContext, body: ChatBody) -> Response:
     """A chat completion, as one reply or as a stream of events."""
     context.service.require_model(body.model)
-    asked = await context.unless_gone(_begin(context, body))
+    pending = await context.unless_gone(_begin(context, body))
     if body.stream:
-        return await context.unless_gone(streamed(_chunks(asked)))
-    outputs = await context.unless_gone(asked.answer.whole())
-    n_tokens = asked.answer.n_tokens + len(asked.answer.request.prompt)
+        return await context.unless_gone(streamed(_chunks(pending)))
+    outputs = await context.unless_gone(pending.answer.whole())
+    n_tokens = pending.answer.n_tokens + len(pending.answer.request.prompt)
     n_bytes = _TOKEN_BYTES * n_tokens * (2 + (body.top_logprobs or 0))
-    written = context.serialize(lambda: _reply(asked, outputs).encode(), n_bytes)
+    written = context.serialize(lambda: _reply(pending, outputs).encode(), n_bytes)
     return JSONBody(await context.unless_gone(written))
 
 
-async def _begin(context: RequestContext, body: ChatBody) -> _Asked:
+async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
     if body.top_logprobs is not None and not body.logprobs:
         raise UsageError("top_logprobs without logprobs; set logprobs to true")
     limits = [n for n in (body.max_completion_tokens, body.max_tokens) if n is not None]
@@ -128,67 +128,67 @@ async def _begin(context: RequestContext, body: ChatBody) -> _Asked:
     )
     (answer,) = await context.submit([prompt], params)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"
-    return _Asked(context, body, answer, tools, id, int(time.time()))
+    return _Pending(context, body, answer, tools, id, int(time.time()))
 
 
-def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
+def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:
     ended = [output.completion for output in outputs if output.completion is not None]
     choices = []
     for completion in sorted(ended, key=lambda each: each.choice):
-        own = _Choice(asked, completion.choice)
+        own = _Choice(pending, completion.choice)
         message = own.message(completion.text)
         reason, stop_reason = own.finish_reason(completion)
         choices.append(
             ChatChoice(
                 index=completion.choice,
                 message=message,
-                logprobs=asked.logprobs(logprobs_of(outputs, completion.choice)),
+                logprobs=pending.logprobs(logprobs_of(outputs, completion.choice)),
                 finish_reason=reason,
                 stop_reason=stop_reason,
-                token_ids=asked.token_ids(completion.tokens),
+                token_ids=pending.token_ids(completion.tokens),
             )
         )
     return ChatReply(
-        id=asked.id,
-        created=asked.created,
-        model=asked.context.service.names[0],
+        id=pending.id,
+        created=pending.created,
+        model=pending.context.service.names[0],
         choices=choices,
-        usage=usage_of([asked.answer], ended),
-        prompt_token_ids=asked.token_ids(asked.answer.request.prompt),
+        usage=usage_of([pending.answer], ended),
+        prompt_token_ids=pending.token_ids(pending.answer.request.prompt),
     )
 
 
-async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
+async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
     """The events: each choice's role, text and finish reason; then the usage."""
     ended = []
     begun: dict[int, _Choice] = {}
     try:
-        async for outputs in asked.answer.outputs():
+        async for outputs in pending.answer.outputs():
             pieces = []
             for output in outputs:
                 if output.choice not in begun:
-                    begun[output.choice] = _Choice(asked, output.choice)
+                    begun[output.choice] = _Choice(pending, output.choice)
                     delta = ChatDelta(role="assistant", content="")
                     choice = ChatChunkChoice(index=output.choice, delta=delta)
-                    pieces.append(asked.chunk([choice], is_first=True))
-                pieces += (asked.chunk([choice]) for choice in begun[output.choice].take(output))
+                    pieces.append(pending.chunk([choice], is_first=True))
+                pieces += (pending.chunk([choice]) for choice in begun[output.choice].take(output))
                 if output.completion is not None:
                     ended.append(output.completion)
             yield b"".join(pieces)
-        options = asked.body.stream_options
+        options = pending.body.stream_options
         if options is not None and options.include_usage:
-            yield asked.chunk([], usage_of([asked.answer], ended))
+            yield pending.chunk([], usage_of([pending.answer], ended))
         yield DONE
     finally:
-        asked.answer.abandon()
+        pending.answer.abandon()
 
 
 class _Choice:
     """One choice of a response: separates its text from function calls."""
 
-    def __init__(self, asked: _Asked, index: int) -> None:
-        self._asked, self._index = asked, index
-        self._reader = None if asked.tools is None else asked.tools.reader()
+    def __init__(self, pending: _Pending, index: int) -> None:
+        self._pending, self._index = pending, index
+        self._reader = None if pending.tools is None else pending.tools.reader()
         self._n_calls = 0
 
     def message(self, text: str) -> ChatMessage:
@@ -209,12 +209,14 @@ class _Choice:
     def take(self, output: Output) -> list[ChatChunkChoice]:
         """The choices of the events for an output, with the finish reason for the last output."""
         parts = self._parts(output.text, is_last=output.completion is not None)
-        if not parts and (output.logprobs or (output.tokens and self._asked.body.return_token_ids)):
+        if not parts and (
+            output.logprobs or (output.tokens and self._pending.body.return_token_ids)
+        ):
             parts = [""]
         chunks = [ChatChunkChoice(index=self._index, delta=self._delta(part)) for part in parts]
         if chunks:
-            chunks[0].logprobs = self._asked.logprobs(output.logprobs)
-            chunks[0].token_ids = self._asked.token_ids(output.tokens)
+            chunks[0].logprobs = self._pending.logprobs(output.logprobs)
+            chunks[0].token_ids = self._pending.token_ids(output.tokens)
         if output.completion is not None:
             reason, stop_reason = self.finish_reason(output.completion)
             chunks.append(

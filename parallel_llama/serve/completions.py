@@ -39,7 +39,7 @@ _TOKEN_BYTES = 32  # estimate of the JSON of a token, and of each of its log-pro
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Pending:
     """The prompts of one request in the engine, and how the response is formatted."""
 
     context: RequestContext
@@ -84,13 +84,13 @@ class _Asked:
 async def complete(context: RequestContext, body: CompletionBody) -> Response:
     """Text completions of some prompts, as one reply or as a stream of events."""
     context.service.require_model(body.model)
-    asked = await context.unless_gone(_begin(context, body))
+    pending = await context.unless_gone(_begin(context, body))
     if body.stream:
-        return await context.unless_gone(streamed(_chunks(asked)))
-    return JSONBody(await context.unless_gone(_whole(asked)))
+        return await context.unless_gone(streamed(_chunks(pending)))
+    return JSONBody(await context.unless_gone(_whole(pending)))
 
 
-async def _begin(context: RequestContext, body: CompletionBody) -> _Asked:
+async def _begin(context: RequestContext, body: CompletionBody) -> _Pending:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise UsageError(
             f"best_of={body.best_of} must equal n={body.n or 1}: only n completions are generated; "
@@ -112,7 +112,7 @@ async def _begin(context: RequestContext, body: CompletionBody) -> _Asked:
     prompts = await context.in_thread(lambda: prompts_of(body, context.inputs))
     answers = await context.submit(prompts, params)
     id = f"cmpl-{body.request_id or token_hex(12)}"
-    return _Asked(context, body, answers, id, int(time.time()))
+    return _Pending(context, body, answers, id, int(time.time()))
 
 
 def prompts_of(body: CompletionBody, inputs: InputProcessor) -> list[Prompt]:
@@ -148,77 +148,77 @@ def _listed(body: CompletionBody) -> list[Prompt]:
     return [each for each in prompt if not isinstance(each, int)]
 
 
-async def _whole(asked: _Asked) -> bytes:
+async def _whole(pending: _Pending) -> bytes:
     try:
-        outputs = [await answer.whole() for answer in asked.answers]
+        outputs = [await answer.whole() for answer in pending.answers]
     finally:
-        _abandon(asked)
+        _abandon(pending)
     choices, ended = [], []
     for number, own in enumerate(outputs):
-        answer = asked.answers[number]
-        n_bytes = _TOKEN_BYTES * len(answer.request.prompt) * bool(asked.body.echo)
-        prompt = await asked.context.serialize(partial(asked.prompt_text, answer), n_bytes)
+        answer = pending.answers[number]
+        n_bytes = _TOKEN_BYTES * len(answer.request.prompt) * bool(pending.body.echo)
+        prompt = await pending.context.serialize(partial(pending.prompt_text, answer), n_bytes)
         completions = [output.completion for output in own if output.completion is not None]
         ended += completions
         for completion in sorted(completions, key=lambda each: each.choice):
-            write = partial(_written, asked, number, own, completion, prompt)
-            n_bytes = _n_bytes(asked, answer, completion)
-            choices.append(await asked.context.serialize(write, n_bytes))
-    return asked.reply([], usage_of(asked.answers, ended)).encode_with(choices)
+            write = partial(_written, pending, number, own, completion, prompt)
+            n_bytes = _n_bytes(pending, answer, completion)
+            choices.append(await pending.context.serialize(write, n_bytes))
+    return pending.reply([], usage_of(pending.answers, ended)).encode_with(choices)
 
 
-def _n_bytes(asked: _Asked, answer: Answer, completion: Completion) -> int:
+def _n_bytes(pending: _Pending, answer: Answer, completion: Completion) -> int:
     """Estimates the length of a choice's JSON."""
-    n_tokens = len(completion.tokens) + len(answer.request.prompt) * bool(asked.body.echo)
-    return _TOKEN_BYTES * n_tokens * (2 + (asked.body.logprobs or 0))
+    n_tokens = len(completion.tokens) + len(answer.request.prompt) * bool(pending.body.echo)
+    return _TOKEN_BYTES * n_tokens * (2 + (pending.body.logprobs or 0))
 
 
 def _written(
-    asked: _Asked, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
+    pending: _Pending, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
 ) -> bytes:
-    return _choice(asked, number, outputs, completion, prompt).encode()
+    return _choice(pending, number, outputs, completion, prompt).encode()
 
 
 def _choice(
-    asked: _Asked, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
+    pending: _Pending, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
 ) -> CompletionChoice:
-    answer = asked.answers[number]
-    is_prompt_alone = asked.body.max_tokens == 0
+    answer = pending.answers[number]
+    is_prompt_alone = pending.body.max_tokens == 0
     reason, stop_reason = finish_reason(completion)
-    scored = [None, *answer.prompt_logprobs] if asked.body.echo else []
+    scored = [None, *answer.prompt_logprobs] if pending.body.echo else []
     if not is_prompt_alone:
         scored += logprobs_of(outputs, completion.choice)
-    at = 0 if asked.body.echo else len(prompt)
+    at = 0 if pending.body.echo else len(prompt)
     return CompletionChoice(
-        index=asked.index(number, completion.choice),
+        index=pending.index(number, completion.choice),
         text=prompt if is_prompt_alone else prompt + completion.text,
-        logprobs=asked.logprobs(answer, scored, at),
+        logprobs=pending.logprobs(answer, scored, at),
         finish_reason="length" if is_prompt_alone else reason,
         stop_reason=stop_reason,
-        token_ids=asked.token_ids(completion.tokens),
-        prompt_token_ids=asked.token_ids(answer.request.prompt),
+        token_ids=pending.token_ids(completion.tokens),
+        prompt_token_ids=pending.token_ids(answer.request.prompt),
     )
 
 
-async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
+async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
     """The events of all prompts, interleaved; then the usage."""
     ended: list[Completion] = []
     shown: dict[int, int] = {}  # characters sent, by choice
-    merged = _merged(asked.answers)
+    merged = _merged(pending.answers)
     try:
         async for number, outputs in merged:
             yield b"".join(
-                event(asked.reply([_piece(asked, number, output, shown)]).encode())
+                event(pending.reply([_piece(pending, number, output, shown)]).encode())
                 for output in outputs
             )
             ended += [output.completion for output in outputs if output.completion is not None]
-        options = asked.body.stream_options
+        options = pending.body.stream_options
         if options is not None and options.include_usage:
-            yield event(asked.reply([], usage_of(asked.answers, ended)).encode())
+            yield event(pending.reply([], usage_of(pending.answers, ended)).encode())
         yield DONE
     finally:
         await merged.aclose()
-        _abandon(asked)
+        _abandon(pending)
 
 
 async def _merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Output]]]:
@@ -253,10 +253,12 @@ async def _merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[O
             reader.cancel()
 
 
-def _piece(asked: _Asked, number: int, output: Output, shown: dict[int, int]) -> CompletionChoice:
-    answer, index = asked.answers[number], asked.index(number, output.choice)
+def _piece(
+    pending: _Pending, number: int, output: Output, shown: dict[int, int]
+) -> CompletionChoice:
+    answer, index = pending.answers[number], pending.index(number, output.choice)
     is_first = index not in shown
-    text = asked.prompt_text(answer) + output.text if is_first else output.text
+    text = pending.prompt_text(answer) + output.text if is_first else output.text
     at = shown.get(index, 0)
     shown[index] = at + len(text)
     reason, stop_reason = (
@@ -265,14 +267,14 @@ def _piece(asked: _Asked, number: int, output: Output, shown: dict[int, int]) ->
     return CompletionChoice(
         index=index,
         text=text,
-        logprobs=asked.logprobs(answer, output.logprobs, at) if output.logprobs else None,
+        logprobs=pending.logprobs(answer, output.logprobs, at) if output.logprobs else None,
         finish_reason=reason,
         stop_reason=stop_reason,
-        token_ids=asked.token_ids(output.tokens),
-        prompt_token_ids=asked.token_ids(answer.request.prompt) if is_first else UNSET,
+        token_ids=pending.token_ids(output.tokens),
+        prompt_token_ids=pending.token_ids(answer.request.prompt) if is_first else UNSET,
     )
 
 
-def _abandon(asked: _Asked) -> None:
-    for answer in asked.answers:
+def _abandon(pending: _Pending) -> None:
+    for answer in pending.answers:
         answer.abandon()
