@@ -16,8 +16,8 @@ class _Lines(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        told = "".join(f" {name}={value}" for name, value in _told(record).items())
-        return printable(super().format(record) + told).replace("\n", "\n  ")
+        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        return printable(super().format(record) + fields).replace("\n", "\n  ")
 
 
 class _Json(logging.Formatter):
@@ -29,7 +29,7 @@ class _Json(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": record.getMessage(),
-            **_told(record),
+            **_fields(record),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -45,7 +45,7 @@ def log_to_stderr(form: str = "text") -> None:
     logging.getLogger("parallel_llama").setLevel(logging.INFO)
 
 
-def _told(record: logging.LogRecord) -> dict[str, Any]:
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
     """The fields of a record in addition to its message."""
-    told: dict[str, Any] = getattr(record, "told", {})
-    return told
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields

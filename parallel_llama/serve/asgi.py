@@ -70,7 +70,7 @@ def _log(request_id: str, status: int, scope: Scope) -> None:
     fields = {"request_id": request_id, "status": status, "path": scope["path"][:MAX_CHARS]}
     is_gone = status == CLIENT_GONE
     fields |= {} if is_gone else scope.get(REASON, {})
-    logger.info("cancelled" if is_gone else "refused", extra={"told": fields})
+    logger.info("cancelled" if is_gone else "refused", extra={"fields": fields})
 
 
 def event(body: bytes) -> bytes:

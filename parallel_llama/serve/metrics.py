@@ -137,7 +137,7 @@ class Metrics:
             self._drawn_tokens.inc(n_drawn)
             self.token_rate.add(n_drawn)
 
-    def told(self, answer: Answer, output: Output, before_s: float | None) -> None:
+    def emitted(self, answer: Answer, output: Output, before_s: float | None) -> None:
         """Counts an answer's output; `before_s` is the time of the tokens before it."""
         if output.tokens and answer.last_token_s is not None:
             if before_s is None:

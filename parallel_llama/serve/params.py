@@ -62,7 +62,7 @@ def sampling_params(
 @lru_cache(maxsize=64)
 def log_ignored(name: str) -> None:
     """Logs that a field is ignored, once per name."""
-    logger.info("ignored a field that has no effect", extra={"told": {"field": name}})
+    logger.info("ignored a field that has no effect", extra={"fields": {"field": name}})
 
 
 def grammar_of(body: SamplingBody) -> Grammar | None:

@@ -297,7 +297,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if has_begun and refused.status != 503:  # under overload the log would be flooded
                 reason = reason_of(error_reply(refused)[1].error)
                 fields = {"request_id": request_id, "status": refused.status, **reason}
-                logger.info("refused", extra={"told": fields})
+                logger.info("refused", extra={"fields": fields})
         self.transport.close()
 
 

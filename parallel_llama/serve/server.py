@@ -50,7 +50,7 @@ def abort_slow_readers(connections: Iterable[BoundedProtocol], now_s: float) -> 
             break
         n_unsent -= each.n_unsent
         fields = {"waited_s": round(now_s - since_s), "unsent_bytes": each.n_unsent}
-        logger.info("closed the connection of a slow reader", extra={"told": fields})
+        logger.info("closed the connection of a slow reader", extra={"fields": fields})
         each.transport.abort()
 
 
