@@ -15,7 +15,7 @@ from parallel_llama.cli.parsers import OneOf, one_of
 from parallel_llama.cli.ranks import Job
 from parallel_llama.files.model_files import model_names
 
-_FILE = re.compile("FILE|DIR|PATH")  # in the metavar of a flag that takes a file or a folder
+_FILE = re.compile("FILE|DIR|PATH")  # metavars of flags for files and folders
 _HELP = "show the flags and their defaults"
 
 _BASH = """\

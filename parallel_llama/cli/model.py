@@ -1,4 +1,4 @@
-"""The model that a command runs: its flags, and what is checked before torch is loaded."""
+"""Flags of the model that a command runs, and its checks before torch is loaded."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ MODEL: Flag[str] = Flag(
     "model", "a HF folder, a Meta folder, a .gguf file, or the name of a model",
     filled_text, "PATH_OR_NAME", "smollm2", subject="model",
 )  # fmt: skip
-# The names of vLLM for the number of ranks.
+# vLLM's names of --nproc.
 NPROC_ALIASES = "tp", "tensor-parallel-size"
 NPROC: Flag[int | None] = Flag(
     "nproc", "ranks to start on this machine; under torchrun, their number is torchrun's",
@@ -129,7 +129,9 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     Raises: UsageError if the model does not exist, has no weights, or cannot be sharded over that
     many ranks; CheckpointError if its files are damaged.
     """
-    from parallel_llama.engine.input_processor import InputProcessor  # not for `plan`
+    from parallel_llama.engine.input_processor import (
+        InputProcessor,
+    )  # slow, and `plan` does not need it
 
     if flags[VERIFY]:
         _verify_metadata(flags)

@@ -212,7 +212,7 @@ def _show(flags: Flags, asked: PlanRequest, answer: dict[str, Any], page: Sequen
 
 
 def _object(found: Estimate) -> dict[str, Any]:
-    """The JSON form of a plan; ranges are half-open [start, stop]."""
+    """A plan as a JSON object; ranges are half-open [start, stop]."""
     return {
         "tp_size": found.plan.tp_size,
         "ranks": [

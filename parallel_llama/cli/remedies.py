@@ -21,7 +21,7 @@ FLAGS = {"tp_size": "nproc"}
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of a request, and the plan that fits with it."""
+    """A change of a request, and the resulting plan, which fits."""
 
     change: Change
     found: Estimate
@@ -109,7 +109,7 @@ def _is_wider(asked: PlanRequest, dtype: str) -> bool:
 def _weights(asked: PlanRequest) -> list[Change]:
     """Formats of weights with fewer bits than the requested ones, the most precise first."""
     changes: list[Change] = []
-    if _is_wider(asked, "bfloat16") and ITEM_BYTES[asked.args.dtype] > 2:  # else it is lossless
+    if _is_wider(asked, "bfloat16") and ITEM_BYTES[asked.args.dtype] > 2:  # else lossless
         changes.append({"dtype": "bfloat16"})
     if asked.quant == "none":
         changes.append({"quant": "int8"})

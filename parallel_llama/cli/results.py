@@ -136,7 +136,7 @@ class ResultFile:
         ]
 
     def open(self) -> None:
-        """Begin, or go on where the earlier process ended; a torn last line is cut off.
+        """Opens the file for appending, and removes an incomplete last line.
 
         Raises: UsageError if the file cannot be written, or another process writes it.
         """
@@ -145,7 +145,7 @@ class ResultFile:
             if self.resumable:
                 self._lock(self._file.fileno())
                 self._file.truncate(self._n_whole)
-                # Beside the file, for good and at once: which run its lines are of.
+                # The sidecar must be complete on disk before any line is written.
                 run = json.dumps(self.run, indent=1).encode()
                 replace_file(self._sidecar, _growing(self.path), run)
         except OSError as error:

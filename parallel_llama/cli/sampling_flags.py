@@ -120,11 +120,11 @@ FLAGS: tuple[Flag[Any], ...] = (
 
 
 def given_sampling(flags: Flags) -> dict[str, Any]:
-    """The sampling settings that were given, checked; the model's defaults fill the rest later.
+    """The sampling parameters given as flags, checked; defaults are filled in later.
 
-    Raises: UsageError for settings that do not go together.
+    Raises: UsageError for parameters that cannot be combined.
     """
-    # The seed is the run's, from which each request's is made.
+    # --seed is the run's seed; the requests' seeds are derived from it.
     given = {flag.key: flags[flag] for flag in FLAGS if flag is not SEED}
     given = {name: value for name, value in given.items() if value not in (None, [])}
     if "logit_bias" in given:

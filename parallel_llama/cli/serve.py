@@ -1,4 +1,4 @@
-"""`serve`: an OpenAI-compatible server."""
+"""`serve`: runs an OpenAI-compatible HTTP server."""
 
 import asyncio
 import os

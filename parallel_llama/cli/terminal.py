@@ -73,7 +73,7 @@ def size(n_bytes: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> list[str]:
-    """Lines of columns two spaces apart; the last column is left-aligned, the others right."""
+    """Lines of a table; the last column is left-aligned, the others are right-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -209,7 +209,7 @@ def ctrl_c(raises_at: int = 2) -> Iterator[Callable[[], bool]]:
 def _columns(stream: TextIO) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns or _USUAL_COLUMNS
-    except (OSError, ValueError):  # ValueError: a stream without a file
+    except (OSError, ValueError):  # ValueError if the stream is not a file
         return _USUAL_COLUMNS
 
 

@@ -97,7 +97,7 @@ class Answer:
         """All outputs, once the request has ended."""
         return [output async for some in self.outputs() for output in some]
 
-    # For the engine's client
+    # Called by the engine client
 
     def begin(self) -> None:
         """Records that a step has included the request."""
@@ -127,7 +127,7 @@ class Answer:
     def begin_again(self) -> None:
         """Records that a restarted engine runs the request from its prompt."""
         self.n_engines += 1
-        self.prompt_logprobs.clear()  # which the new engine sends again
+        self.prompt_logprobs.clear()  # the new engine sends them again
         for emitted in self._emitted:
             emitted.n_tokens_again = emitted.n_chars_again = 0
 

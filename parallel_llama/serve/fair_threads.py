@@ -57,8 +57,8 @@ class FairThreads:
 def yield_cores() -> None:
     """Lowers the priority of this thread and of the processes that it starts.
 
-    The threads of a step meet at hundreds of barriers; a thread here that takes the core of one of
-    them delays all of them at each.
+    The threads of a step meet at hundreds of barriers, and each barrier waits for a thread whose
+    core is taken by another one.
     """
     if sys.platform == "linux":  # on other systems a priority belongs to the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

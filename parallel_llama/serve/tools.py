@@ -145,7 +145,7 @@ class ToolGrammar:
     def text_and_calls(self) -> Grammar:
         """Any text, optionally followed by calls. Needs marks to tell calls from text."""
         assert self._form is not None
-        if self._form.is_bare:  # text that begins with a brace would be a call
+        if self._form.is_bare:  # text must not begin with a brace: that starts a call
             return self._with("start: text | calls\n" r"text: /(\s*[^\s{](?s:.*))?/")
         opening = json.dumps(self._form.opening)
         return self._with(

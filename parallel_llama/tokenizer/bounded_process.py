@@ -120,7 +120,7 @@ class BoundedProcess:
 
 
 class _Child:
-    """One process and its two pipes."""
+    """A running process and its pipes."""
 
     def __init__(self, script: list[str]) -> None:
         command = [sys.executable, *script]

@@ -127,7 +127,7 @@ def _byte_level_bpe(vocabulary: GGUFVocabulary) -> TokenizersTokenizer:
             "model's HF folder, whose tokenizer.json defines how text is split"
             + did_you_mean(name, PRE_TOKENIZERS)
         )
-    words = [token for token in tokens if token]  # some files have empty rows
+    words = [token for token in tokens if token]  # some files have empty tokens
     if n_again := len(words) - len(set(words)):
         raise vocabulary.damaged(f"{n_again} tokens appear more than once")
     merges = _merges(vocabulary)

@@ -191,7 +191,7 @@ class JinjaChat:
         return text
 
     def _up_to(self, text: str, answer: str) -> str:
-        """A conversation's text without what the template writes behind its last answer."""
+        """The text of a conversation up to the end of its last answer."""
         before, found, _ = text.rpartition(answer)
         if not found:
             raise UsageError(

@@ -36,7 +36,7 @@ _UNLISTED = (
 )  # fmt: skip
 _LAST_UNLISTED_VERSION = 7
 
-_TOKEN_BYTES = re.compile(rb'"token_bytes"\s*:\s*"')  # in a tokenizer.json a number would follow
+_TOKEN_BYTES = re.compile(rb'"token_bytes"\s*:\s*"')  # a tokenizer.json has a number here
 _SPACES = re.compile(r"\s{32,}")  # shorter runs need no check
 _T = TypeVar("_T")
 
