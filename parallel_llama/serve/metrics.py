@@ -18,6 +18,32 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 30
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 100_000)
 
+_PHASE = "Histogram of time spent in {} phase for request, in seconds."
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Histogram of time to first token in seconds.", _SECONDS),
+    "inter_token_latency_seconds": ("Histogram of inter-token latency in seconds.", _STEP_SECONDS),
+    "request_time_per_output_token_seconds": (
+        "Histogram of time per output token in seconds per request.", _STEP_SECONDS
+    ),
+    "e2e_request_latency_seconds": ("Histogram of e2e request latency in seconds.", _SECONDS),
+    "request_queue_time_seconds": (_PHASE.format("WAITING"), _SECONDS),
+    "request_prefill_time_seconds": (_PHASE.format("PREFILL"), _SECONDS),
+    "request_decode_time_seconds": (_PHASE.format("DECODE"), _SECONDS),
+    "request_inference_time_seconds": (_PHASE.format("RUNNING"), _SECONDS),
+    "iteration_tokens_total": ("Histogram of number of tokens generated per engine step.", _TOKENS),
+    "request_prompt_tokens": ("Number of prefill tokens processed per request.", _TOKENS),
+    "request_generation_tokens": ("Number of generation tokens per choice.", _TOKENS),
+    "step_seconds": ("Histogram of engine step duration in seconds.", _STEP_SECONDS),
+}  # fmt: skip
+# The second item is a label, in addition to the model's name.
+_COUNTERS = {
+    "prompt_tokens": ("Number of prefill tokens processed.",),
+    "generation_tokens": ("Number of generation tokens processed.",),
+    "request_success": ("Count of successfully processed choices.", "finished_reason"),
+    "rejected_requests": ("Count of requests that were not admitted.", "reason"),
+    "rank_token_mismatches": ("Engine failures because ranks sampled different tokens.",),
+}
+
 NOW_S = 5.0
 MINUTE_S = 60.0
 RATE_RESOLUTION_S = 0.05
@@ -57,127 +83,76 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self.labels = {"model_name": model}
-        self._kept: list[MetricWrapperBase] = []
         self.token_rate = Rate()
-        self._first_token_s = self._histogram(
-            "time_to_first_token_seconds", "Histogram of time to first token in seconds.", _SECONDS
-        )
-        self._between_s = self._histogram(
-            "inter_token_latency_seconds",
-            "Histogram of inter-token latency in seconds.",
-            _STEP_SECONDS,
-        )
-        self._per_token_s = self._histogram(
-            "request_time_per_output_token_seconds",
-            "Histogram of time per output token in seconds per request.",
-            _STEP_SECONDS,
-        )
-        self._whole_s = self._histogram(
-            "e2e_request_latency_seconds",
-            "Histogram of e2e request latency in seconds.",
-            _SECONDS,
-        )
-        phase = "Histogram of time spent in {} phase for request, in seconds."
-        self._queue_s = self._histogram(
-            "request_queue_time_seconds", phase.format("WAITING"), _SECONDS
-        )
-        self._prefill_s = self._histogram(
-            "request_prefill_time_seconds", phase.format("PREFILL"), _SECONDS
-        )
-        self._decode_s = self._histogram(
-            "request_decode_time_seconds", phase.format("DECODE"), _SECONDS
-        )
-        self._inference_s = self._histogram(
-            "request_inference_time_seconds", phase.format("RUNNING"), _SECONDS
-        )
-        self._step_tokens = self._histogram(
-            "iteration_tokens_total",
-            "Histogram of number of tokens generated per engine step.",
-            _TOKENS,
-        )
-        self._prompt_sizes = self._histogram(
-            "request_prompt_tokens", "Number of prefill tokens processed per request.", _TOKENS
-        )
-        self._drawn_sizes = self._histogram(
-            "request_generation_tokens", "Number of generation tokens per choice.", _TOKENS
-        )
-        self._step_s = self._histogram(
-            "step_seconds", "Histogram of engine step duration in seconds.", _STEP_SECONDS
-        )
-        self._prompt_tokens = self._counter("prompt_tokens", "Number of prefill tokens processed.")
-        self._drawn_tokens = self._counter(
-            "generation_tokens", "Number of generation tokens processed."
-        )
-        self._ended = self._counter(
-            "request_success", "Count of successfully processed choices.", "finished_reason"
-        )
-        self._rejected = self._counter(
-            "rejected_requests", "Count of requests that were not admitted.", "reason"
-        )
-        self._mismatches = self._counter(
-            "rank_token_mismatches",
-            "Number of engine failures because ranks sampled different tokens.",
-        )
+        histograms = {
+            name: Histogram(name, help, list(self.labels), registry=None, buckets=buckets)
+            for name, (help, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {
+            name: Counter(name, help, [*self.labels, *label], registry=None)
+            for name, (help, *label) in _COUNTERS.items()
+        }
+        self._families: list[MetricWrapperBase] = [*histograms.values(), *self._counters.values()]
+        self._histograms = {name: each.labels(model) for name, each in histograms.items()}
+        for name, (_, *label) in _COUNTERS.items():
+            if not label:
+                self._count(name, 0)  # exported from the start
 
     # Events
 
     def submitted(self, answer: Answer) -> None:
-        self._prompt_tokens.inc(len(answer.request.prompt))
-        self._prompt_sizes.observe(len(answer.request.prompt))
+        self._count("prompt_tokens", len(answer.request.prompt))
+        self._observe("request_prompt_tokens", len(answer.request.prompt))
 
     def rejected(self, reason: str) -> None:
         """Counts a request that was not admitted; `reason` is busy or not_ready."""
-        self._rejected.labels(*self.labels.values(), reason).inc()
+        self._count("rejected_requests", 1, reason)
 
     def stepped(self, message: Stepped) -> None:
-        self._step_s.observe(message.step_s)
+        self._observe("step_seconds", message.step_s)
         n_drawn = sum(len(output.tokens) for output in message.outputs)
         if n_drawn:
-            self._step_tokens.observe(n_drawn)
-            self._drawn_tokens.inc(n_drawn)
+            self._observe("iteration_tokens_total", n_drawn)
+            self._count("generation_tokens", n_drawn)
             self.token_rate.add(n_drawn)
 
     def emitted(self, answer: Answer, output: Output, before_s: float | None) -> None:
         """Counts an answer's output; `before_s` is the time of the tokens before it."""
         if output.tokens and answer.last_token_s is not None:
             if before_s is None:
-                self._first_token_s.observe(answer.last_token_s - answer.submitted_s)
+                first_s = answer.last_token_s - answer.submitted_s
+                self._observe("time_to_first_token_seconds", first_s)
             else:
-                self._between_s.observe(answer.last_token_s - before_s)
+                self._observe("inter_token_latency_seconds", answer.last_token_s - before_s)
         if output.completion is not None:
-            reason = output.completion.finish_reason
-            self._ended.labels(*self.labels.values(), reason).inc()
-            self._drawn_sizes.observe(len(output.completion.tokens))
+            self._count("request_success", 1, output.completion.finish_reason)
+            self._observe("request_generation_tokens", len(output.completion.tokens))
 
     def ended(self, answer: Answer) -> None:
         """Counts an answer whose choices have all ended."""
         now = time.monotonic()
-        self._whole_s.observe(now - answer.submitted_s)
+        self._observe("e2e_request_latency_seconds", now - answer.submitted_s)
         begun_s, first_s = answer.begun_s, answer.first_token_s
         if begun_s is not None:
-            self._queue_s.observe(begun_s - answer.submitted_s)
-            self._inference_s.observe(now - begun_s)
+            self._observe("request_queue_time_seconds", begun_s - answer.submitted_s)
+            self._observe("request_inference_time_seconds", now - begun_s)
         if begun_s is not None and first_s is not None:
-            self._prefill_s.observe(first_s - begun_s)
+            self._observe("request_prefill_time_seconds", first_s - begun_s)
         if first_s is not None:
-            self._decode_s.observe(now - first_s)
+            self._observe("request_decode_time_seconds", now - first_s)
             if (n_after := answer.n_tokens - answer.request.params.n) > 0:
-                self._per_token_s.observe((now - first_s) / n_after)
+                self._observe("request_time_per_output_token_seconds", (now - first_s) / n_after)
 
     def mismatched(self) -> None:
         """Counts an engine failure because ranks sampled different tokens."""
-        self._mismatches.inc(1)
+        self._count("rank_token_mismatches", 1)
 
     def collect(self) -> Iterator[Metric]:
-        for each in self._kept:
+        for each in self._families:
             yield from each.collect()
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(name, help, list(self.labels), registry=None, buckets=buckets)
-        self._kept.append(made)
-        return made.labels(*self.labels.values())
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        made = Counter(name, help, [*self.labels, *labels], registry=None)
-        self._kept.append(made)
-        return made if labels else made.labels(*self.labels.values())
+    def _count(self, name: str, n: int, *labels: str) -> None:
+        self._counters[name].labels(*self.labels.values(), *labels).inc(n)

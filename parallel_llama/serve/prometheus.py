@@ -75,18 +75,18 @@ class _EngineCollector(Collector):
         state, times = step.statistics, step.statistics.times
         n_blocks = state.n_blocks_used + state.n_blocks_cached + state.n_blocks_free
         used = state.n_blocks_used / max(1, n_blocks)
-        running = "Number of choices in model execution batches."
-        yield self._gauge("num_requests_running", running, state.n_running)
-        waiting = "Number of choices waiting to be processed."
-        yield self._gauge("num_requests_waiting", waiting, state.n_waiting)
-        usage = "KV cache usage. 1 means 100 percent usage."
-        yield self._gauge("kv_cache_usage_perc", usage, used)
-        preempted = "Cumulative number of preemptions of choices."
-        yield self._total("num_preemptions", preempted, state.n_preempted)
-        queries = "Prefix cache queries, in terms of number of queried tokens."
-        yield self._total("prefix_cache_queries", queries, state.n_prompt_tokens)
-        hits = "Prefix cache hits, in terms of number of cached tokens."
-        yield self._total("prefix_cache_hits", hits, state.n_prefix_tokens)
+        for name, help, value in (
+            ("num_requests_running", "Number of choices in execution batches.", state.n_running),
+            ("num_requests_waiting", "Number of choices waiting.", state.n_waiting),
+            ("kv_cache_usage_perc", "KV cache usage. 1 means 100 percent usage.", used),
+        ):
+            yield self._gauge(name, help, value)
+        for name, help, count in (
+            ("num_preemptions", "Cumulative number of preemptions.", state.n_preempted),
+            ("prefix_cache_queries", "Prefix cache queries, in tokens.", state.n_prompt_tokens),
+            ("prefix_cache_hits", "Prefix cache hits, in tokens.", state.n_prefix_tokens),
+        ):
+            yield self._total(name, help, count)
         phases = CounterMetricFamily(
             "step_phase_seconds",
             "Time spent in each step phase, in seconds; forward and sample include collectives.",
