@@ -262,18 +262,10 @@ VERB = Verb(
     "Measures prefill and decode speed, and the memory bandwidth that decode reaches.",
     "[MODEL] [flags]",
     (
-        MODEL,
-        PROMPT_TOKENS,
-        MAX_TOKENS,
-        BATCH,
-        REPEAT,
-        SLICE,
-        JSON,
-        *RANKS,
-        RANDOM_WEIGHTS,
+        MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, JSON, *RANKS, RANDOM_WEIGHTS,
         TIMEOUT,
     ),
     "parallel-llama bench --nproc 2",
     prepare,
     placed=MODEL,
-)
+)  # fmt: skip

@@ -88,10 +88,9 @@ SEED: Flag[int | None] = Flag(
     whole(0), "N", default_text="random, and shown", subject="sampling",
 )  # fmt: skip
 VERIFY: Flag[bool] = Flag(
-    "verify",
-    "check every file of the model against its manifest before reading it",
+    "verify", "check every file of the model against its manifest before reading it",
     subject="model",
-)
+)  # fmt: skip
 TIMEOUT: Flag[float | None] = Flag(
     "timeout", "how long a rank waits for another before it fails",
     number(0, 1e6, above=True), "SECONDS", default_text="30 in a step, 60 at the start",

@@ -51,27 +51,22 @@ PLACEMENTS = {
 BAR_WIDTH = 18
 
 NPROC: Flag[list[int] | None] = Flag(
-    "nproc",
-    "ranks to plan for, or a range to compare",
-    count_or_range,
-    "N|A-B",
+    "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
     default_text="1; with --memory or --gpus as many as listed, else the fewest that fit",
     aliases=NPROC_ALIASES,
-)
+)  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
     "memory of every rank in GiB (80; or 24G, 24GB, 24576MiB), or of each rank (80,80,40; "
     "80x4,40x2), which then get work in proportion; GPU memory with --device cuda",
-    memory_sizes,
-    "SIZES",
-)
+    memory_sizes, "SIZES",
+)  # fmt: skip
 GPUS: Flag[int | list[int] | None] = Flag(
     "gpus",
     "plan for CUDA GPUs, one per rank: number and name (8xH200) or number and usable GiB (3x24; "
     "2x80,1x40); without a number (H100) finds the fewest that fit",
-    card_sizes,
-    "GPUS",
-)
+    card_sizes, "GPUS",
+)  # fmt: skip
 BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, 1_000_000), "B", 1)
 
 
@@ -552,20 +547,10 @@ VERB = Verb(
     "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
     "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        MODEL,
-        NPROC,
-        MEMORY,
-        GPUS,
-        MAX_SEQ_LEN,
-        BATCH,
-        DTYPE,
-        QUANT,
-        KV_CACHE_DTYPE,
-        KV_SPLIT,
-        DEVICE,
-        JSON,
+        MODEL, NPROC, MEMORY, GPUS, MAX_SEQ_LEN, BATCH, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT,
+        DEVICE, JSON,
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,
     placed=MODEL,
-)
+)  # fmt: skip

@@ -31,9 +31,8 @@ TOKENS_FILE: Flag[str | None] = Flag(
 STRIDE: Flag[int | None] = Flag(
     "stride",
     "tokens by which the window moves for a text longer than the context (default: half of it)",
-    token_count(1),
-    "N",
-)
+    token_count(1), "N",
+)  # fmt: skip
 
 
 def prepare(flags: Flags) -> Job:

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -70,7 +70,7 @@ async def model(context: RequestContext) -> Response:
 
 
 async def status(context: RequestContext) -> Response:
-    return _json(status_of(context.service))
+    return json_response(status_of(context.service))
 
 
 async def metrics(context: RequestContext) -> Response:
@@ -80,20 +80,20 @@ async def metrics(context: RequestContext) -> Response:
 
 
 async def version(_: RequestContext) -> Response:
-    return _json({"version": parallel_llama.__version__})
+    return json_response({"version": parallel_llama.__version__})
 
 
 async def live(_: RequestContext) -> Response:
-    return _json({"status": "live"})
+    return json_response({"status": "live"})
 
 
 async def ready(context: RequestContext) -> Response:
     engine = context.service.engine
-    return _json({"status": engine.state}, 200 if engine.is_ready else 503)
+    return json_response({"status": engine.state}, 200 if engine.is_ready else 503)
 
 
 async def openapi(_: RequestContext) -> Response:
-    return _json(description(OPERATIONS, parallel_llama.__version__))
+    return json_response(description(OPERATIONS, parallel_llama.__version__))
 
 
 def _post(
@@ -195,10 +195,6 @@ async def _body(request: Request) -> bytes:
 
 def _model(service: Service, name: str) -> Model:
     return Model(id=name, created=service.created, max_model_len=service.inputs.max_seq_len)
-
-
-def _json(value: dict[str, Any], status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 async def _no_route(request: Request, _: Exception) -> Response:

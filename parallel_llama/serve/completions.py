@@ -161,7 +161,7 @@ async def _whole(pending: _Pending) -> bytes:
         completions = [output.completion for output in own if output.completion is not None]
         ended += completions
         for completion in sorted(completions, key=lambda each: each.choice):
-            write = partial(_written, pending, number, own, completion, prompt)
+            write = partial(_choice, pending, number, own, completion, prompt)
             n_bytes = _n_bytes(pending, answer, completion)
             choices.append(await pending.context.serialize(write, n_bytes))
     return pending.reply([], usage_of(pending.answers, ended)).encode_with(choices)
@@ -173,15 +173,10 @@ def _n_bytes(pending: _Pending, answer: Answer, completion: Completion) -> int:
     return _TOKEN_BYTES * n_tokens * (2 + (pending.body.logprobs or 0))
 
 
-def _written(
-    pending: _Pending, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
-) -> bytes:
-    return _choice(pending, number, outputs, completion, prompt).encode()
-
-
 def _choice(
     pending: _Pending, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
-) -> CompletionChoice:
+) -> bytes:
+    """A choice as JSON."""
     answer = pending.answers[number]
     is_prompt_alone = pending.body.max_tokens == 0
     reason, stop_reason = finish_reason(completion)
@@ -189,7 +184,7 @@ def _choice(
     if not is_prompt_alone:
         scored += logprobs_of(outputs, completion.choice)
     at = 0 if pending.body.echo else len(prompt)
-    return CompletionChoice(
+    choice = CompletionChoice(
         index=pending.index(number, completion.choice),
         text=prompt if is_prompt_alone else prompt + completion.text,
         logprobs=pending.logprobs(answer, scored, at),
@@ -198,6 +193,7 @@ def _choice(
         token_ids=pending.token_ids(completion.tokens),
         prompt_token_ids=pending.token_ids(answer.request.prompt),
     )
+    return choice.encode()
 
 
 async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:

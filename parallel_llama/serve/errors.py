@@ -2,6 +2,7 @@
 
 import logging
 import re
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -12,7 +13,7 @@ from parallel_llama.serve.answer import Diverged, Stalled
 from parallel_llama.serve.asgi import REASON
 from parallel_llama.serve.bodies import FIELDS, NESTED_FIELDS, InvalidBody
 from parallel_llama.serve.engine_client import Busy, NotReady
-from parallel_llama.serve.replies import ErrorDetail, ErrorReply, Reply
+from parallel_llama.serve.replies import ErrorDetail, ErrorReply
 from parallel_llama.serve.service import UnknownModel
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,8 @@ def error_reply(error: Exception, prompt: str | None = None) -> tuple[int, Error
     return 500, _reply("internal server error; see the server's log", "server_error")
 
 
-def json_response(reply: Reply, status: int = 200) -> Response:
-    return Response(reply.encode(), status, media_type="application/json")
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def error_response(error: Exception, prompt: str | None = None) -> Response:
