@@ -28,7 +28,7 @@ from parallel_llama.serve.errors import Refused, error_response, json_response
 from parallel_llama.serve.fair_threads import LARGE_WORK
 from parallel_llama.serve.openapi import Operation, description
 from parallel_llama.serve.page_files import page_routes
-from parallel_llama.serve.prometheus import make_registry
+from parallel_llama.serve.prometheus import EngineCollector
 from parallel_llama.serve.replies import (
     ChatChunk,
     ChatReply,
@@ -74,9 +74,8 @@ async def status(context: RequestContext) -> Response:
 
 
 async def metrics(context: RequestContext) -> Response:
-    engine = context.service.engine
-    registry = make_registry(engine.metrics, engine)
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    collector = EngineCollector(context.service.engine)
+    return Response(generate_latest(collector), media_type=CONTENT_TYPE_LATEST)
 
 
 async def version(_: RequestContext) -> Response:
