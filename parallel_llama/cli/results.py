@@ -7,7 +7,7 @@ the missing completions. If the process is killed, at most the line being writte
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,7 @@ class ResultFile:
         return [
             request
             for request in requests
-            if any((request.index, choice) not in self.done for choice in _choices(request))
+            if any((request.index, choice) not in self.done for choice in range(request.params.n))
         ]
 
     def open(self) -> None:
@@ -242,12 +242,8 @@ def _expected(requests: Sequence[Request]) -> dict[Key, int]:
     return {
         (request.index, choice): len(request.prompt)
         for request in requests
-        for choice in _choices(request)
+        for choice in range(request.params.n)
     }
-
-
-def _choices(request: Request) -> Iterator[int]:
-    return iter(range(request.params.n))
 
 
 def _model_digest(model: ModelFiles) -> str:

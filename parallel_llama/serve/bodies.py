@@ -41,6 +41,7 @@ Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
+Prompts = Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Object = dict[str, Any]
 # OpenAI's limits.
@@ -179,13 +180,7 @@ class ChatBody(SamplingBody, kw_only=True):
 class CompletionBody(SamplingBody, kw_only=True):
     """Body of POST /v1/completions."""
 
-    prompt: (
-        Text
-        | Annotated[
-            list[Text | Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)] | TokenIds],
-            Meta(min_length=1, max_length=MAX_TEXT_CHARS),
-        ]
-    )
+    prompt: Text | Prompts
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None

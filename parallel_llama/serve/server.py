@@ -144,12 +144,10 @@ class _Server(uvicorn.Server):
         if counter % _TICKS_PER_LOOK == 0:
             connections = cast(set[BoundedProtocol], self.server_state.connections)
             abort_slow_readers(connections, asyncio.get_running_loop().time())
-            was_full, self._is_full = (
-                self._is_full,
-                len(connections) >= max_connections() + max_others(),
-            )
-            if self._is_full and not was_full:
+            is_full = len(connections) >= max_connections() + max_others()
+            if is_full and not self._is_full:
                 logger.warning("connection limit reached: %d", len(connections))
+            self._is_full = is_full
         if counter % _TICKS_PER_TRIM == 0 and n_kept_bytes() > _MAX_KEPT_BYTES:
             asyncio.get_running_loop().run_in_executor(None, give_back_memory)
         return await super().on_tick(counter)

@@ -42,8 +42,7 @@ _T = TypeVar("_T")
 
 
 class Tekken(NamedTuple):
-    """The contents of a tekken.json: tokens by rank, special tokens by id, and the version of
-    Mistral's chat format."""
+    """The contents of a tekken.json; `version` is that of Mistral's chat format."""
 
     tokens: list[bytes]
     specials: list[str]
