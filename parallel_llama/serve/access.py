@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import expanded, read_private
 from parallel_llama.serve.asgi import HEADER
-from parallel_llama.serve.errors import Refused, error_response
+from parallel_llama.serve.errors import HTTPError, error_response
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
 # Key in the state of a request's scope: admits the request's connection if a slot is free.
@@ -84,8 +84,8 @@ class Access:
         try:
             self._check(scope["path"], Headers(scope=scope))
             if admit is not None and scope["path"] not in OPEN and not admit():
-                raise Refused(503, TOO_MANY)
-        except Refused as refused:
+                raise HTTPError(503, TOO_MANY)
+        except HTTPError as refused:
             response = error_response(refused)
             if refused.status == 401:
                 response.headers["www-authenticate"] = 'Basic realm="parallel_llama"'
@@ -96,14 +96,14 @@ class Access:
             await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Raises: Refused."""
+        """Raises: HTTPError."""
         hosts = headers.getlist("host")
         if len(hosts) != 1:
-            raise Refused(400, f"there are {len(hosts)} Host headers; send one")
+            raise HTTPError(400, f"there are {len(hosts)} Host headers; send one")
         if self._is_local and not is_loopback(_name_of(hosts[0])):
-            raise Refused(403, f"{hosts[0]!r:.200} is not a name of this server; use localhost")
+            raise HTTPError(403, f"{hosts[0]!r:.200} is not a name of this server; use localhost")
         if self._digests and path not in OPEN and not self._has_key(headers):
-            raise Refused(401, "no valid API key; send one as Authorization: Bearer KEY")
+            raise HTTPError(401, "no valid API key; send one as Authorization: Bearer KEY")
 
     def _has_key(self, headers: Headers) -> bool:
         given = _digest(_key_of(headers.get("authorization", "")))

@@ -24,7 +24,7 @@ from parallel_llama.serve.bodies import (
 )
 from parallel_llama.serve.chat import chat
 from parallel_llama.serve.completions import complete
-from parallel_llama.serve.errors import Refused, error_response, json_response
+from parallel_llama.serve.errors import HTTPError, error_response, json_response
 from parallel_llama.serve.fair_threads import LARGE_WORK
 from parallel_llama.serve.openapi import Operation, description
 from parallel_llama.serve.page_files import page_routes
@@ -116,7 +116,7 @@ def _post(
             else:
                 decoded = read_body(decoder, data)
         except UnicodeDecodeError as error:
-            raise Refused(400, f"the body is not valid JSON: {error}") from error
+            raise HTTPError(400, f"the body is not valid JSON: {error}") from error
         return await handler(own, decoded)
 
     return Operation(name, path, summary, endpoint, reply, body, chunk)
@@ -175,13 +175,13 @@ def _client_of(request: Request) -> str:
 async def _body(request: Request) -> bytes:
     """The request's body, checked for its content type and length only.
 
-    Raises: Refused.
+    Raises: HTTPError.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Browsers send other types across origins without a preflight request.
-        raise Refused(415, f"content-type is {kind!r:.80}; send application/json")
-    too_long = Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes; shorten it")
+        raise HTTPError(415, f"content-type is {kind!r:.80}; send application/json")
+    too_long = HTTPError(413, f"the body has more than {MAX_BODY_BYTES} bytes; shorten it")
     if int(request.headers.get("content-length", 0)) > MAX_BODY_BYTES:
         raise too_long
     body = bytearray()
@@ -197,11 +197,11 @@ def _model(service: Service, name: str) -> Model:
 
 
 async def _no_route(request: Request, _: Exception) -> Response:
-    return error_response(Refused(404, f"no route {request.url.path!r:.200}; see /openapi.json"))
+    return error_response(HTTPError(404, f"no route {request.url.path!r:.200}; see /openapi.json"))
 
 
 async def _no_method(request: Request, error: Exception) -> Response:
-    refused = Refused(405, f"{request.url.path!r:.200} does not support {request.method}")
+    refused = HTTPError(405, f"{request.url.path!r:.200} does not support {request.method}")
     response = error_response(refused)
     response.headers.update(getattr(error, "headers", None) or {})  # the Allow header
     return response

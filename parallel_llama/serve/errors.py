@@ -23,7 +23,7 @@ RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARS = 1000
 
 
-class Refused(Exception):
+class HTTPError(Exception):
     """The request is refused before its body is decoded."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -39,7 +39,7 @@ def error_reply(error: Exception, prompt: str | None = None) -> tuple[int, Error
     """
     message = str(error)
     match error:
-        case Refused():
+        case HTTPError():
             type, code = _REFUSALS.get(error.status, ("invalid_request_error", None))
             return error.status, _reply(message, type, code=code)
         case ContextExceeded():

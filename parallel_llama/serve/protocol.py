@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from parallel_llama.serve.access import ADMIT, TOO_MANY
 from parallel_llama.serve.asgi import HEADER, new_request_id
-from parallel_llama.serve.errors import Refused, error_reply, error_response, reason_of
+from parallel_llama.serve.errors import HTTPError, error_reply, error_response, reason_of
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 64 << 10  # total of all names and values
@@ -60,7 +60,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refused: Refused | None = None
+        self._refused: HTTPError | None = None
         self._framing = ""  # the header that frames the body
         self._timer: asyncio.TimerHandle | None = None
         self._unread = bytearray()  # received but not parsed
@@ -102,7 +102,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.n_unsent:
             self.transport.abort()  # the client may never read
         else:
-            self._end_with(Refused(503, TOO_MANY))
+            self._end_with(HTTPError(503, TOO_MANY))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unlimit()
@@ -137,9 +137,11 @@ class BoundedProtocol(HttpToolsProtocol):
             except HttpParserUpgrade:
                 self._read_body_despite_upgrade()
             except HttpParserError:  # from the parser, or from `_refuse` in a callback
-                self._end_with(self._refused or Refused(400, "malformed HTTP/1.1 request"))
+                self._end_with(self._refused or HTTPError(400, "malformed HTTP/1.1 request"))
             if self._n_pending > _MAX_PENDING_BYTES:
-                self._end_with(Refused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes"))
+                self._end_with(
+                    HTTPError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+                )
         if len(self._unread) >= MAX_UNREAD_BYTES:
             self.flow.pause_reading()
             self.flow.is_full = True
@@ -209,7 +211,7 @@ class BoundedProtocol(HttpToolsProtocol):
             sending = (each for each in self._every() if each._n_body and not each._is_head)
             slowest = min(sending, key=lambda each: each._begun_s)
             slowest._n_body = 0
-            slowest._end_with(Refused(503, "too many long bodies are being sent; try again later"))
+            slowest._end_with(HTTPError(503, "too many long bodies at once; try again later"))
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():  # only the head has ended
@@ -244,7 +246,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._framing = chunked if codings else f"content-length: {self._n_body_left}"
 
     def _refuse(self, status: int, message: str) -> NoReturn:
-        self._refused = Refused(status, message)
+        self._refused = HTTPError(status, message)
         raise self._refused  # the parser converts it to HttpParserError
 
     # Time limits
@@ -262,9 +264,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.flow.read_paused:  # this server is not reading, so the client is not late
             self._limit(limit_s)
         elif self._is_head:
-            self._end_with(Refused(408, f"the headers did not arrive within {limit_s:g} s"))
+            self._end_with(HTTPError(408, f"the headers did not arrive within {limit_s:g} s"))
         else:
-            self._end_with(Refused(408, f"the body did not arrive within {limit_s:g} s"))
+            self._end_with(HTTPError(408, f"the body did not arrive within {limit_s:g} s"))
 
     @property
     def n_unsent(self) -> int:
@@ -285,7 +287,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # Closing
 
-    def _end_with(self, refused: Refused) -> None:
+    def _end_with(self, refused: HTTPError) -> None:
         """Closes the connection, with an error response if no other response has been started."""
         self._unlimit()
         cycle = self.cycle
@@ -340,7 +342,7 @@ def max_others() -> int:
     return max(1, min(MAX_OTHERS, max_connections() // 4))
 
 
-def _response(refused: Refused, request_id: str) -> bytes:
+def _response(refused: HTTPError, request_id: str) -> bytes:
     """The bytes of an error response that closes the connection."""
     response = error_response(refused)
     response.headers[HEADER] = request_id
