@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class Meter:
-    """Counts the tokens and completions of some requests.
-
-    Args:
-        clock: returns the time in seconds.
-    """
+    """Counts the tokens and completions of some requests; `clock` returns seconds."""
 
     def __init__(
         self, requests: Sequence[Request], clock: Callable[[], float] = time.monotonic

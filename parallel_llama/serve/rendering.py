@@ -39,11 +39,7 @@ async def _with_error(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 
 
 def finish_reason(completion: Completion) -> tuple[FinishReason, str | int | None]:
-    """OpenAI's finish_reason, and vLLM's stop_reason.
-
-    The stop_reason is the stop string or stop token id, or a finish reason that OpenAI does not
-    have.
-    """
+    """OpenAI's finish_reason; and a stop string, stop token id or reason that OpenAI lacks."""
     match completion.finish_reason:
         case "stop":
             return "stop", completion.stop_reason

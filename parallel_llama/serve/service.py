@@ -31,11 +31,7 @@ class UnknownModel(Exception):
 
 @dataclass(frozen=True)
 class Service:
-    """One model, its input processor and its engine.
-
-    Args:
-        names: names of the model in requests; replies contain the first.
-    """
+    """One model and its engine. Requests may use any of its `names`; replies contain the first."""
 
     names: Sequence[str]
     inputs: InputProcessor

@@ -123,9 +123,8 @@ def _form(template: ChatTemplate | None) -> ToolFormat:
 class ToolGrammar:
     """Grammars of at most `most` calls of some functions, in llguidance's Lark syntax.
 
-    Args:
-        form: the syntax of calls; None if its marks are special tokens, which a grammar cannot
-            express, so that the calls are one list without marks.
+    A grammar cannot express special tokens: if the marks are such, `form` is None, and the calls
+    are one list without marks.
     """
 
     def __init__(
