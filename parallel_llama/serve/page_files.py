@@ -29,10 +29,7 @@ SECURITY_HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """Routes for `/` and `/page/{file}`; the files are read once, by this call.
-
-    Raises: OSError if the installation lacks a file.
-    """
+    """Routes for `/` and `/page/{file}`; the files are read once, by this call."""
     folder = Path(__file__).with_name("page")
     contents = {
         path.relative_to(folder).as_posix(): path.read_bytes()
