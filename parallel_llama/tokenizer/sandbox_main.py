@@ -1,10 +1,10 @@
-"""A process in which untrusted input can do little, as a script: worker.py JOB MAX_EXTRA_BYTES.
+"""A script that processes untrusted input within limits: sandbox_main.py JOB MAX_EXTRA_BYTES.
 
-JOB is the file of a module with a class Job. Like it, this imports nothing of the package, so that
-it starts in a tenth of a second. A request is two JSON objects, a line each, its limits and its
-fields, and as many bytes behind them as the first one says; the answer is one line. What a job can
-do is bounded by the kernel: memory, writing of files, and a timer of CPU time whose signal ends
-the process whatever code it is in. It ends with its parent, whose end closes its input.
+JOB is the file of a module with a class Job. Neither imports anything of the package, so that the
+process starts in 0.1 s. A request is two lines of JSON (its limits and its fields), then `n_bytes`
+bytes of data; the reply is one line of JSON. The kernel enforces the limits: on memory, on written
+files, and on CPU time by a timer whose signal kills the process whatever code it runs. The process
+exits when its parent does, because that closes stdin.
 """
 
 import importlib
@@ -53,7 +53,7 @@ def _limit_process(max_extra_bytes: int) -> None:
         bound = n_pages * resource.getpagesize() + max_extra_bytes
         resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
     except (OSError, ValueError):
-        pass  # not Linux: time is bounded there, memory is not
+        pass  # not Linux: only CPU time is limited
 
 
 if __name__ == "__main__":

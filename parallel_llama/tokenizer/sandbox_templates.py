@@ -1,4 +1,4 @@
-"""Rendering of chat templates: a job of `worker`, whose limits stop what gets past those here."""
+"""Rendering of chat templates, as a job for `sandbox_main`, which adds its own limits."""
 
 import json
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ class RefusedByTemplate(Exception):
 
 
 class BeyondLimit(Exception):
-    """The template asked for more than it may have."""
+    """The template exceeded a limit."""
 
 
 class GenerationTag(Extension):
-    """Accepts {% generation %} blocks, which mark answers for training, as if they were not."""
+    """Ignores {% generation %} tags, which mark a template's answers for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -37,9 +37,9 @@ class GenerationTag(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with bounds on the operators that make large values from small ones.
+    """Jinja's sandbox with bounds on operators that make large values from small ones.
 
-    The limits of the process would stop these too; here they are refused at once, by name.
+    The limits of the process would stop these too, but later and with a less clear message.
     """
 
     intercepted_binops = frozenset(("*", "**", "%"))
@@ -67,7 +67,7 @@ def _bits(value: int) -> int:
 
 
 def _widest(text: str) -> int:
-    """The largest number written in a format string."""
+    """The largest number in a format string."""
     digits = "".join(character if character in "0123456789" else " " for character in text)
     return max((int(number[:9]) for number in digits.split()), default=0)
 
@@ -93,7 +93,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """HF's filter: plain JSON, without the escapes for HTML of jinja's own."""
+    """transformers' filter: plain JSON, without the HTML escapes of jinja's own filter."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -111,7 +111,7 @@ def environment() -> Sandbox:
     return environment
 
 
-@lru_cache(maxsize=4)  # a model has one template or two, and compiling takes longer than rendering
+@lru_cache(maxsize=4)  # compiling takes longer than rendering; a model has one or two templates
 def _compiled(template: str) -> jinja2.Template:
     return environment().from_string(template)
 
@@ -128,10 +128,10 @@ def _render(template: jinja2.Template, context: Mapping[str, Any]) -> str:
 
 
 class Job:
-    """Renders the template of a request with the names of its context."""
+    """Renders the template of each request with its context."""
 
     def answer(self, request: Mapping[str, Any], _: bytes) -> dict[str, str]:
-        """The rendered text under `text`, or the kind of failure and its message."""
+        """`text`, the rendered text; or `failure`, the kind of failure, with `message`."""
         try:
             return {"text": _render(_compiled(request["template"]), request["context"])}
         except RefusedByTemplate as error:

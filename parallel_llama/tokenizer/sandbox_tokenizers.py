@@ -1,6 +1,6 @@
-"""The `tokenizers` library, here for tokenizers that we build, and as a job of `worker` for files.
+"""The `tokenizers` library: called directly for tokenizers we build, in `sandbox_main` for files.
 
-It imports nothing of this package, so that the worker can load it.
+This module imports nothing of the package, so that the sandbox can load it.
 """
 
 import json
@@ -12,11 +12,11 @@ import tokenizers
 
 
 class Library:
-    """A tokenizer that the library runs: ids of texts, and what it is made of as plain data.
+    """A tokenizer of the library: encodes texts, and gives its contents as plain data.
 
-    Truncation and padding that a file may ask for are turned off. Damaged tokenizers also end in a
-    Rust panic, which is a BaseException. Several threads may encode at once only if they all give
-    the same `special`.
+    Truncation and padding that a file sets are turned off. A damaged tokenizer may raise a Rust
+    panic, which is a BaseException. Threads may encode at the same time only with the same
+    `special`.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -25,15 +25,15 @@ class Library:
         self.tokenizer = tokenizer
 
     def encode(self, text: str, special: bool) -> list[int]:
-        if self.tokenizer.encode_special_tokens == special:  # a switch of the whole object
+        if self.tokenizer.encode_special_tokens == special:  # a setting of the tokenizer object
             self.tokenizer.encode_special_tokens = not special
-        # As a batch: for a text alone the library keeps all other threads waiting.
+        # As a batch: for a single text the library does not release the GIL.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
 
     def contents(self) -> dict[str, Any]:
-        """What `TokenizersTokenizer` needs of it, in values that JSON knows."""
+        """What `TokenizersTokenizer` needs to know, as JSON values."""
         decoder = self.tokenizer.decoder
         added = self.tokenizer.get_added_tokens_decoder()
         return {
@@ -44,7 +44,7 @@ class Library:
         }
 
     def _prefix(self) -> list[int]:
-        """The ids that the post-processor puts before a text; those behind it are left out."""
+        """The ids that the post-processor puts before a text; those after it are ignored."""
         encoding = self.tokenizer.encode("a")
         first = encoding.sequence_ids.index(0) if 0 in encoding.sequence_ids else 0
         prefix: list[int] = encoding.ids[:first]
@@ -52,16 +52,16 @@ class Library:
 
 
 class Job:
-    """Loads the tokenizer.json that a request brings, then encodes the text of each further one."""
+    """Loads the tokenizer.json of the first request, then encodes the text of each later one."""
 
     _library: Library
 
     def __init__(self) -> None:
-        # Its threads would take of the memory that this process may have.
+        # Threads would use up this process's memory limit.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def answer(self, request: Mapping[str, Any], data: bytes) -> dict[str, Any]:
-        """Contents or ids; or the reason for a failure."""
+        """The tokenizer's contents, or `ids`, or `failure` with its reason."""
         try:
             if "special" in request:
                 return {"ids": self._library.encode(data.decode(), request["special"])}

@@ -1,8 +1,8 @@
-"""How a grammar is compiled, here and first of all in a process of its own, as a job of `worker`.
+"""Compiles a grammar, and is the job for `sandbox_main` that tries it in a separate process first.
 
-llguidance bounds most of what a grammar can cost, but not all: the intersection of twenty patterns
-takes minutes, and nothing stops it but the end of the process that it runs in. So that process is
-not the model's. It imports nothing of this package, so that it starts in a tenth of a second.
+llguidance does not bound every cost of a grammar: the intersection of twenty patterns takes
+minutes, and only killing the process stops it, so that must not be the model's process. This module
+imports nothing of the package, so that the process starts in 0.1 s.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 CPU_LIMIT_S = 1.0
 MAX_EXTRA_BYTES = 256 << 20
-# A state takes 1 to 2 kB; the others are llguidance's own numbers, kept by name because what a
-# hostile grammar can cost hangs on them. A mask costs at most about 20 ms within them.
+# A lexer state takes 1 to 2 kB. The other numbers are llguidance's defaults, stated because the
+# cost of a hostile grammar depends on them: with these a mask takes at most about 20 ms.
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,
@@ -31,8 +31,8 @@ def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
     """
     match kind:
         case "json_schema":
-            # As overrides, because a schema may carry options of its own under x-guidance.
-            # Whitespace that may go on for ever does so at a high temperature, hence none at all.
+            # Overrides, because a schema may contain its own options under x-guidance. No optional
+            # whitespace: at a high temperature it can go on for ever.
             source = LLMatcher.grammar_from_json_schema(
                 text,
                 overrides={
@@ -57,7 +57,7 @@ def compile_grammar(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 class Job:
-    """Tries the grammar of a request; `problem` is why it cannot be compiled, "" where it can."""
+    """Compiles the grammar of each request; `problem` is why that failed, or ""."""
 
     def __init__(self) -> None:
         self.tokenizer = LLTokenizer("byte")
