@@ -222,7 +222,7 @@ def test_heads_are_normed_in_place_and_nothing_else_is(backend: Backend) -> None
     ops, dtype, device = backend
     around = torch.full((3, 9, 40), 7.0, dtype=dtype, device=device)
     heads = around[:, 2:6].normal_()
-    weight, wide = torch.randn(40, device=device).to(dtype), heads.double()
+    weight, wide = torch.randn(40, device=device).to(dtype), heads.double().clone()
     ops.rms_norm_(heads, weight, 1e-5)
     rms = (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     check(heads, wide / rms * weight.double())
@@ -270,8 +270,8 @@ def test_rotate_and_store(backend: Backend, cache: torch.dtype | None) -> None:
     ops, dtype, device = backend
     n, n_heads, stored = 4, N_KV_HEADS * N_GROUP, cache or dtype
     n_all = n_heads + 2 * N_KV_HEADS
-    around = torch.full((n, n_all + 1, HEAD_DIM), 7.0, dtype=dtype, device=device)
-    qkv = around[:, :n_all].normal_()
+    around = torch.full((n + 1, n_all, HEAD_DIM), 7.0, dtype=dtype, device=device)
+    qkv = around[:n].normal_()
     angles = torch.randn(n, 1, HEAD_DIM // 2, dtype=torch.float64, device=device)
     wide = torch.promote_types(dtype, torch.float32)
     rotations = torch.polar(torch.ones_like(angles), angles).to(wide.to_complex())
@@ -287,7 +287,7 @@ def test_rotate_and_store(backend: Backend, cache: torch.dtype | None) -> None:
     values = qkv[:, -N_KV_HEADS:].transpose(0, 1).clone()
     ops.rotate_and_store(qkv, rotations, slots, k, v)
     check(qkv[:, :n_heads], turned[:, :n_heads])
-    assert (around[:, n_all:] == 7).all()
+    assert (around[n:] == 7).all()
     steps = {torch.bfloat16: 3e-2, torch.int8: 3e-2, torch.float8_e4m3fn: 0.3}
     step = max(TOLERANCE[dtype], steps.get(stored, 0))
     keys = turned[:, n_heads:-N_KV_HEADS].transpose(0, 1)
