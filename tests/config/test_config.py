@@ -559,12 +559,16 @@ def test_the_config_of_smollm2_is_read() -> None:
                 ),
                 ("gptq", {"is_marlin_format": True}, "the format 'marlin'"),
                 ("awq", {"version": "gemv"}, "the format 'gemv' .*; gemm is"),
-                ("awq", {"version": "GEMM", "format": "marlin"}, "the formats 'gemm', 'marlin'"),
+                (
+                    "awq",
+                    {"version": "GEMM", "format": "marlin"},
+                    "names the formats 'gemm', 'marlin'",
+                ),
                 ("awq", {"version": None, "backend": "llm-awq"}, "the format 'llm-awq'"),
                 (
                     "gptq",
                     {"format": "gptq", "checkpoint_format": "gptq_v2"},
-                    "the formats 'gptq', 'g",
+                    "names the formats 'gptq', 'g",
                 ),
                 ("awq", {"bits": "4"}, "bits='4' is not a whole number"),
             )
