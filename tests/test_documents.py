@@ -156,6 +156,15 @@ def test_the_quickstart_prints_what_the_pages_show(clone: Path) -> None:
         assert any(each.startswith(line) for each in printed), line
 
 
+@pytest.mark.parametrize(
+    ("printed", "first"), [("plan --model smollm2", "ranks "), ("plan --model llama", "llama")]
+)
+def test_a_plan_prints_what_the_page_shows(clone: Path, printed: str, first: str) -> None:
+    (shown,) = [text for language, text in BLOCKS if language == "text" and text.startswith(first)]
+    lines = run(command(f"parallel-llama {printed}"), clone).stdout.splitlines()
+    assert not [line for line in shown.splitlines() if line not in lines]
+
+
 @pytest.mark.parametrize("printed", RUN)
 def test_a_command(clone: Path, printed: str) -> None:
     """A later one may need the files of an earlier one, as for a reader of the pages."""
