@@ -144,7 +144,8 @@ class EngineProcess:
     def _compile(self, grammar: Grammar, message: Submit) -> None:
         """In the grammars' thread: have it compiled, so that the engine finds it so."""
         with suppress(UsageError):  # the engine refuses it in its turn
-            self._llm.input_processor.grammars.matcher(grammar)
+            # The front has compiled it before.
+            self._llm.input_processor.grammars.matcher(grammar, is_tried=True)
         self._compiled.append(message)
         os.eventfd_write(self._woken, 1)
 
