@@ -12,7 +12,7 @@ AREAS = {
     "Models and their files": ("checkpoint", "config", "families", "files"),
     "Tokenizers, chat templates and grammars": ("structured", "tokenizer"),
     "Ranks and memory": ("dtypes", "memory", "parallel", "plan"),
-    "Requests": ("async_llm", "engine", "llm", "lm_eval", "request", "sampling"),
+    "Requests": (),  # all other modules
     "The server": ("serve",),
     "Resharding": ("reshard",),
 }
@@ -67,7 +67,7 @@ def by_area() -> dict[str, list[str]]:
     found: dict[str, set[str]] = {area: set() for area in AREAS}
     for room, call in calls:
         if called(call) in errors | WARNINGS | (CLI_ERRORS if room == "cli" else set()):
-            found.setdefault(area_of.get(room, room), set()).add(message_of(call))
+            found[area_of.get(room, "Requests")].add(message_of(call))
     return {area: sorted(each - {""}, key=anchor) for area, each in found.items()}
 
 
