@@ -46,15 +46,16 @@ def add_messages(_: Sphinx, page: str, source: list[str]) -> None:
 
 # A section whose text begins beside its name, as in `Raises: UsageError if ..`.
 SECTION = re.compile(r"((?:Returns|Raises|Collective|Shapes|Units|Source|, )+): (?=\S)")
+SPECIAL_TOKEN = re.compile(r"(?<!`)<\|\w+\|>(?!`)")  # reStructuredText has another meaning of |
 
 
 def separate_sections(*event: object) -> None:
-    """Makes each section of a docstring a paragraph of its own."""
+    """Makes each section of a docstring a paragraph of its own, and special tokens literal."""
     lines = event[-1]
     assert isinstance(lines, list)
     found: list[str] = []
     in_section = False
-    for line in lines:
+    for line in (SPECIAL_TOKEN.sub(r"``\g<0>``", line) for line in lines):
         match = SECTION.match(line)
         in_section = bool(match) or (in_section and bool(line.strip()))
         found += ["", f"**{match[1]}:** {line[match.end() :]}"] if match else [line]

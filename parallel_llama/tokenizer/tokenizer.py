@@ -36,7 +36,7 @@ class Tokenizer(ABC):
     def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
         """Token ids of a text, behind the prefix if `bos` asks for it.
 
-        With `special`, text such as `<|im_start|>` becomes that token; otherwise it stays text.
+        With `special`, text such as <|im_start|> becomes that token, else it stays text.
 
         Raises: UsageError if the text holds half of a surrogate pair.
         """
