@@ -26,8 +26,9 @@ from parallel_llama.checkpoint import (
     random_checkpoint,
     require_whole,
 )
-from parallel_llama.checkpoint.ahead import started_thread
+from parallel_llama.checkpoint.prefetch import started_thread
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
+from parallel_llama.dtypes import default_dtype, kv_format, make_precision
 from parallel_llama.engine import rank_calls
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
@@ -41,23 +42,12 @@ from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_fac
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.memory import bytes_passed_over, values_by_form, weight_bytes, working_bytes
+from parallel_llama.parallel.collectives import Communicator, Slice
 from parallel_llama.parallel.current_device import own_device, use_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.place import is_started_as_rank, local_world, world
-from parallel_llama.parallel.slice import Slice
-from parallel_llama.plan import (
-    KVSplit,
-    ShardPlan,
-    bytes_passed_over,
-    default_dtype,
-    kv_format,
-    make_plan,
-    make_precision,
-    values_by_form,
-    weight_bytes,
-    working_bytes,
-)
+from parallel_llama.plan import KVSplit, ShardPlan, make_plan
 from parallel_llama.request import Completion, Request, SamplingParams, with_outputs
 from parallel_llama.tokenizer import Tokenizer
 
@@ -466,7 +456,7 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode one step of so many sequences.
 
-        Of a slice, its own. See `plan.bytes_passed_over` for those that are not read.
+        Of a slice, its own. See `memory.bytes_passed_over` for those that are not read.
         """
         shares = self.engine.runner.plan.shares
         one = shares[0] if len(shares) == 1 else None
@@ -505,7 +495,7 @@ class LLM:
         """The model, once all ranks have read their weights, however long that takes."""
 
         def note(n_bytes: int) -> None:
-            comm.pulse()
+            comm.keepalive()
             on_bytes(n_bytes)
 
         inputs = self.input_processor
@@ -547,7 +537,7 @@ class LLM:
         """Record the decode steps where the device can play them back."""
 
         def note(n_rows: int) -> None:
-            runner.comm.pulse()
+            runner.comm.keepalive()
             on_graph(n_rows)
 
         if runner.device.type == "cuda":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from parallel_llama.engine.block_pool import BlockPool
-from parallel_llama.plan import blocks_held
+from parallel_llama.memory import blocks_held
 
 # Tokens of one forward pass, by kind of device: enough to make prefill a matter of matrix products
 # and not of weight traffic, few enough that those who decode do not wait long and an interruption

@@ -16,8 +16,7 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.engine import rank_calls
 from parallel_llama.engine.engine import Engine
 from parallel_llama.errors import UsageError
-from parallel_llama.files.fingerprint import fingerprint
-from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.model_files import ModelFiles, fingerprint
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.groups import join
