@@ -210,7 +210,7 @@ def test_two_ranks_share_no_card_and_say_so(
         (found,) = two.generate("Hello", PARAMS)
     (alone,) = llm.generate("Hello", PARAMS)
     assert found.tokens == alone.tokens
-    says = "running on the CPU: 2 ranks on this host and 1 CUDA card, and a rank needs one of its"
+    says = "running on the CPU: 2 ranks on this host and 1 CUDA card, but each rank needs its own card"
     assert [says in record.getMessage() for record in caplog.records] == [True]
 
 
