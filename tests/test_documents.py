@@ -49,7 +49,7 @@ COMMANDS = list({without_comment(line): line for line in PRINTED if line.strip()
 SERVE = "parallel-llama serve --nproc 2"
 PORT = 8000
 # Not run: the suite and the build of these pages, and comparisons that take minutes and need vLLM
-# and llama.cpp, of which only the flags are checked.
+# and llama.cpp: there, only the flags are checked.
 SCRIPTS, COMPARE = ("bash launch/test.sh", "bash launch/docs.sh"), "python -m launch.bench.compare"
 QUICKSTART, GPU = "bash launch/quickstart.sh", "python -m launch.bench.gpu"
 APART = (*SCRIPTS, COMPARE, QUICKSTART, GPU, SERVE, "curl ")
@@ -211,10 +211,10 @@ TABLE = re.compile(r"^\| ([^|]+) \| `([^`]+)` \|(?:.*\| ([0-9, -]+) \|)?", re.M)
 def test_the_families_balance_on_the_numbers_of_ranks_that_the_table_has() -> None:
     rows = [row for row in TABLE.findall((ROOT / "docs/models.md").read_text()) if row[2]]
     families = set()
-    for _, name, told in rows:
+    for _, name, numbers_given in rows:
         args = load_model_args(find_model(name))
         families.add(args.family)
-        spans = [span.split("-") for span in told.split(", ")]
+        spans = [span.split("-") for span in numbers_given.split(", ")]
         numbers = {n for span in spans for n in range(int(span[0]), int(span[-1]) + 1)}
         sizes = range(1, min(8, args.n_heads) + 1)
         assert numbers == {n for n in sizes if make_plan(args, n).balance <= 1.13}, name
