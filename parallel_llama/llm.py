@@ -43,11 +43,10 @@ from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.memory import bytes_passed_over, values_by_form, weight_bytes, working_bytes
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.collectives import Communicator, Slice
 from parallel_llama.parallel.current_device import own_device, use_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.place import is_started_as_rank, local_world, world
-from parallel_llama.parallel.slice import Slice
 from parallel_llama.plan import KVSplit, ShardPlan, make_plan
 from parallel_llama.request import Completion, Request, SamplingParams, with_outputs
 from parallel_llama.tokenizer import Tokenizer
@@ -496,7 +495,7 @@ class LLM:
         """The model, once all ranks have read their weights, however long that takes."""
 
         def note(n_bytes: int) -> None:
-            comm.pulse()
+            comm.keepalive()
             on_bytes(n_bytes)
 
         inputs = self.input_processor
@@ -538,7 +537,7 @@ class LLM:
         """Record the decode steps where the device can play them back."""
 
         def note(n_rows: int) -> None:
-            runner.comm.pulse()
+            runner.comm.keepalive()
             on_graph(n_rows)
 
         if runner.device.type == "cuda":

@@ -34,12 +34,14 @@ from parallel_llama.engine.rank_group import shared_facts
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.parallel.handshake import Card, require_same
+from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
 from parallel_llama.serve.engine_process import EngineProcess
 from parallel_llama.serve.wire import FrameSocket, RankFacts
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SUPPORT = str(ROOT / "tests" / "support")
@@ -208,7 +210,9 @@ def test_two_ranks_share_no_card_and_say_so(
         (found,) = two.generate("Hello", PARAMS)
     (alone,) = llm.generate("Hello", PARAMS)
     assert found.tokens == alone.tokens
-    says = "running on the CPU: 2 ranks on this host and 1 CUDA card, and a rank needs one of its"
+    says = (
+        "running on the CPU: 2 ranks on this host and 1 CUDA card, but each rank needs its own card"
+    )
     assert [says in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -283,7 +287,9 @@ def test_ranks_of_two_devices_do_not_meet(model: Path) -> None:
     args = load_model_args(files, lambda _: 0)
     settings = {"random_weights": None, "device": "auto"}
     cards = [
-        Card.of_this_process(rank, 2, shared_facts(settings, files, args, make_plan(args, 2), kind))
+        RankInfo.of_this_process(
+            rank, 2, shared_facts(settings, files, args, make_plan(args, 2), kind)
+        )
         for rank, kind in enumerate(("cuda", "cpu"))
     ]
     with pytest.raises(RankError, match="device: rank 1 of 2 has cpu and rank 0 has cuda"):

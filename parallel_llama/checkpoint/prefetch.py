@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from parallel_llama.ops.cpu.program import compute_alone, openmp
+from parallel_llama.ops.cpu.jit import compute_alone, openmp
 
 T = TypeVar("T")
 

@@ -182,7 +182,7 @@ class Engine:
 
         Collective: like `step`, for which the others take it.
         """
-        broadcast_bytes(self.comm, StepMessage(call=call).encode(), patient=True)
+        broadcast_bytes(self.comm, StepMessage(call=call).encode(), no_timeout=True)
 
     def step(self) -> list[StepOutput]:
         """Run one forward pass and give every sequence that is through its prompt a token or more.
@@ -214,7 +214,7 @@ class Engine:
 
     def _step(self) -> list[StepOutput]:
         own = self._new_message().encode() if self.comm.rank == 0 else None
-        message = decode_message(broadcast_bytes(self.comm, own, patient=True))
+        message = decode_message(broadcast_bytes(self.comm, own, no_timeout=True))
         self.call = message.call
         outputs = self._carry_out(message)
         self.begun = []

@@ -144,8 +144,8 @@ class EngineProcess:
     def _compile(self, grammar: Grammar, message: Submit) -> None:
         """In the grammars' thread: have it compiled, so that the engine finds it so."""
         with suppress(UsageError):  # the engine refuses it in its turn
-            # The front has compiled it before.
-            self._llm.input_processor.grammars.matcher(grammar, is_tried=True)
+            # The front has checked it.
+            self._llm.input_processor.grammars.matcher(grammar, is_checked=True)
         self._compiled.append(message)
         os.eventfd_write(self._woken, 1)
 

@@ -86,6 +86,7 @@ def test_infinite_scales_are_refused_without_a_warning_of_numpy(tmp_path, kind):
         list(load(opened(files, WIDE), WIDE, shard, precision, CPU))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_type_is_decoded_as_by_the_gguf_package(tmp_path, kind, monkeypatch):
     """Also in small pieces: a slice larger than one piece must not lose rows between them."""
@@ -192,12 +193,14 @@ def assert_reads(path, params, wholes):
             assert torch.equal(checkpoint.read(param, rows).float(), whole), param.name
 
 
+@pytest.mark.slow
 def test_a_real_model_is_read_as_by_the_gguf_package(smollm2):
     ends = ("tok_embeddings.", "layers.0.", "layers.29.", "norm.")
     params = [param for param in parameters(SMOLLM2) if param.name.startswith(ends)]
     assert_reads(smollm2, params, decoded(smollm2, SMOLLM2, params))
 
 
+@pytest.mark.slow
 def test_a_real_model_is_read_as_by_transformers(smollm2, decoded_folder):
     """transformers undoes the rotary order with its own code."""
     model = decoded_smollm2(decoded_folder)

@@ -139,6 +139,7 @@ def test_ranks_cut_channels_between_groups(made):
 # What the model answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers_with_the_values_that_are_meant(kind, made):
     """Decoded to float64 to the last digits; as stored, inputs are rounded to 8 bits as well."""
@@ -154,6 +155,7 @@ def test_logits_are_those_of_transformers_with_the_values_that_are_meant(kind, m
         assert torch.equal(ours.argmax(1), expected.argmax(1))
 
 
+@pytest.mark.slow
 def test_greedy_tokens_on_processes_are_those_of_one_rank(made):
     """The folder needs no flag."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -123,6 +123,7 @@ def test_a_weight_under_both_of_its_names_is_refused(folder: Path) -> None:
         run_on_threads(1, logits_of_models, [(folder, TOKENS)])
 
 
+@pytest.mark.slow
 def test_a_folder_that_transformers_made_of_a_gguf_file_is_read(
     folder: Path, tmp_path: Path
 ) -> None:

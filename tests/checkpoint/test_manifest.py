@@ -58,6 +58,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
+@pytest.mark.slow
 def test_every_single_flipped_bit_is_found(tmp_path: Path) -> None:
     """Also in white space, and in a hash that nothing else would compare."""
     data = bytearray(encode_manifest(SMALL))

@@ -160,6 +160,7 @@ def assert_named(found: list[str], path: Path, at: int, locations: dict[str, ran
         assert stop - start == len(location) * 2 // TINY.ffn_dim  # a unit of two channels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(
     copy: Copy, check: Check, name: str
@@ -716,6 +717,7 @@ def test_a_whole_model_answers_after_verification(
     assert json.loads(capfd.readouterr().out)["tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     ["model.safetensors", "config.json", "tokenizer.json", "manifest.json", "header", "missing"],
@@ -756,4 +758,4 @@ def test_a_model_without_a_manifest_cannot_be_verified(
 def test_random_weights_cannot_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", "llama-2-7b", "--random-weights", "1", *ANSWER]
     assert main(argv) == 2
-    assert "--verify with --random-weights" in capsys.readouterr().err
+    assert "--verify and --random-weights" in capsys.readouterr().err

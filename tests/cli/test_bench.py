@@ -13,6 +13,8 @@ from parallel_llama.cli import bench
 from parallel_llama.cli.main import main
 from parallel_llama.engine.machine import Interruptions
 
+pytestmark = pytest.mark.slow
+
 KEYS = {
     "prefill_tokens_per_s", "decode_tokens_per_s", "decode_ms_per_step", "time_to_first_token_s",
     "start_s", "weight_bytes_per_step", "read_bandwidth_share", "tp_size", "dtype", "quant",
@@ -54,7 +56,7 @@ def test_figures_are_there_and_hang_together(folder, nproc):
 def test_the_table_is_for_people(folder, capsys):
     assert main(["bench", f"--model={folder}", *SIZES]) == 0
     out = capsys.readouterr().out
-    assert "decode, tokens/s" in out and "share of read bandwidth" in out
+    assert "decode, tokens/s" in out and "fraction of read bandwidth" in out
 
 
 def test_busy_cores_are_said_once_by_a_program_that_measures_often(folder, capsys, monkeypatch):

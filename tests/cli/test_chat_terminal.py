@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from tiny_folder import write_chat_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
 PAUSE_S = 0.2  # Python's prompt is shown a moment before it listens to signals
@@ -122,7 +124,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(
 def test_a_setting_and_another_try(open_chat: Open) -> None:
     chat = open_chat(1)
     chat.type("/retry\n")
-    chat.wait_for("nothing was said yet")
+    chat.wait_for("no message yet")
     chat.type("/set temperature 1.5\n")
     chat.wait_for("temperature 1.5")
     chat.type("/set temprature 1\n")

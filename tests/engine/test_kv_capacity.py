@@ -128,6 +128,7 @@ def test_what_is_no_lack_of_memory_stays_what_it_is(error: Exception):
     assert caught.value is error
 
 
+@pytest.mark.slow
 def test_weights_that_find_no_room_end_a_command_with_1():
     """A traceback."""
     program = """

@@ -27,6 +27,8 @@ from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import Request, SamplingParams
 from parallel_llama.sampling.scoring import gather_logits
 
+pytestmark = pytest.mark.slow
+
 WINDOW, BLOCK_SIZE, STEP_TOKENS = 16, 4, 12
 MODELS = {
     "all layers": TinyModel(6, 2, 8, 48, family="mistral", own={"sliding_window": WINDOW}),

@@ -62,6 +62,7 @@ def test_a_downloaded_model_is_found_where_the_hubs_own_library_finds_it(
     assert Path(theirs) == snapshot
 
 
+@pytest.mark.slow
 def test_every_verb_takes_the_name(
     cache: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,8 @@ from parallel_llama.reshard.reshard import reshard
 from parallel_llama.reshard.safetensors_layout import NativeLayout
 from parallel_llama.reshard.target_folder import partial_path
 
+pytestmark = pytest.mark.slow
+
 FLUSHED_AT_ONCE = 4 << 20
 
 

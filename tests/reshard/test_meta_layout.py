@@ -63,6 +63,7 @@ def states(folder: Path) -> list[dict[str, Tensor]]:
     return [torch.load(p, weights_only=True) for p in sorted(folder.glob("*.pth"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_any_number_of_files_is_read_back_exactly(tmp_path: Path, name: str) -> None:
     args = SHAPES[name]

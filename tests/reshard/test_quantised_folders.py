@@ -160,6 +160,7 @@ def test_logits_are_those_of_weights_quantised_at_load(quant, sources, made):
     assert_same_bits(ours, run_on_threads(3, logits_of, sources[quant], quant))
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_weights_quantised_at_load(sources, made):
     """The folder needs no flag, and runs on processes as well."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -385,6 +386,7 @@ def test_what_is_written_is_whole_and_the_same_as_its_blocks(quant, sources, mad
 # Half-written folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.99])
 def test_a_run_goes_on_where_an_error_stopped_it(quant, share, tmp_path, monkeypatch):

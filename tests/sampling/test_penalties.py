@@ -126,13 +126,14 @@ class Case:
         return processed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("favoured")
 def test_kept_sets_and_distributions_are_those_of_transformers_for_400_combinations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In its own order of processors and warpers; few candidates, so that all ways are taken.
 
-    The noise lets the token numbered like the position win wherever it is kept, so VOCAB draws
+    The noise makes the token whose id is the position win if it is kept, so VOCAB draws
     show the kept set through the very path that real draws take, of 1, 2 and 3 ranks in turn.
     """
     monkeypatch.setattr("parallel_llama.sampling.sampler.N_CANDIDATES", 12)
@@ -336,6 +337,7 @@ def test_logprobs_are_of_the_model_whatever_was_changed_before_the_draw() -> Non
             assert [token for token, _ in own.top] == others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 12}])
 def test_ten_thousand_penalized_draws_fit_their_distribution(filters: dict[str, Any]) -> None:
     """False alarms: 1e-4 per case for new noise; without the penalties the fit is below 1e-30."""

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.serve import answer as answers
 from parallel_llama.serve.answer import Answer, Diverged, Stalled
-from parallel_llama.serve.events import unless_gone
+from parallel_llama.serve.asgi import unless_gone
 from parallel_llama.serve.wire import Output
+
+pytestmark = pytest.mark.slow
 
 TOKENS = tuple(range(100, 112))
 TEXTS = [f"<{token}>" if token % 3 else "" for token in TOKENS]  # some tokens show nothing

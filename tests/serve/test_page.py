@@ -15,6 +15,8 @@ from stand_in_server import StandIn, stand_in_server
 
 from parallel_llama.serve import page_files
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGE = Path(page_files.__file__).with_name("page")
 VENDOR = PAGE / "vendor"
@@ -63,9 +65,10 @@ def test_everything_that_the_page_loads_is_served_and_nothing_else(server: Stand
         if "vendor/" not in path:
             left |= {urljoin(path, name) for name in references(path, body.decode())} - found
         name = path.removeprefix("/page/") if path != "/" else "index.html"
-        assert headers["Content-Type"] == page_files.TYPES[name]
-    served = {f"/page/{name}" for name in page_files.TYPES if name != "index.html"} | {"/"}
-    assert found == served
+        assert headers["Content-Type"] == page_files.TYPES[Path(name).suffix]
+    files = [path for path in PAGE.rglob("*") if path.suffix in page_files.TYPES]
+    served = {f"/page/{path.relative_to(PAGE).as_posix()}" for path in files}
+    assert found == served - {"/page/index.html"} | {"/"}
 
 
 def test_references_are_found() -> None:

@@ -1,4 +1,4 @@
-"""GGUF files, each broken in a way of its own, and what an error must say of it."""
+"""Broken GGUF files, each with one fault, and the words that its error must contain."""
 
 import struct
 
@@ -20,7 +20,7 @@ SHORT = GGUF(tensors=[]).to_bytes()
 
 
 def extra(raw: bytes) -> GGUF:
-    """A file with one field more, given as raw bytes."""
+    """A file with one additional field, given as raw bytes."""
     return GGUF(raw_fields=raw, n_fields=len(TINY_FIELDS) + 1)
 
 

@@ -18,14 +18,14 @@ from parallel_llama.ops.cuda_ops import CUDAOps
 DECODED = ((1, 0), (1, 127), (0, 9), (1, 150), (1, 300))
 CHUNKS = ((3, 0), (0, 9), (1, 33), (17, 40), (4, 2))
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-# In the interpreter products in bfloat16 are none.
+# The interpreter has no products in bfloat16.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)[: 3 if torch.cuda.is_available() else 2]
 HEAD_MAPS = [(3, 2), (1, 3, 3, 2), (71,), (8, 8), (1,)]
 PLAIN, CAPPED = Scores(), Scores(scale=0.7, soft_cap=2.0)
 
 
 class Decode(CUDAOps):
-    """Decode steps by so many programs for each query and KV head."""
+    """Decode attention with this number of programs per query and KV head."""
 
     def __init__(self, n_programs, scores=PLAIN):
         super().__init__(scores)
@@ -43,6 +43,7 @@ def check(sample, ops, scores=PLAIN):
     return o
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", HEAD_MAPS, ids=str)
 def test_decoded_queries_of_any_head_map_see_their_keys(device, groups):
     sample = make_sample(DECODED, groups, 16, dtype=torch.float32, device=device)
@@ -50,6 +51,7 @@ def test_decoded_queries_of_any_head_map_see_their_keys(device, groups):
     check(sample, Decode(1 if groups == (71,) else 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", HEAD_MAPS, ids=str)
 def test_chunks_of_any_head_map_see_their_keys(device, groups):
     sample = make_sample(CHUNKS, groups, 16, dtype=torch.float32, device=device)
@@ -78,6 +80,7 @@ def test_a_window_may_be_shorter_than_what_a_program_takes_at_once(device):
     check(make_sample(((100, 7),), (1,), 16, **own), CUDAOps())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_programs", [1, 5])
 def test_more_keys_than_short_splits_have_room_for_are_cut_into_longer_ones(device, n_programs):
     own = {"dtype": torch.float32, "block_size": 16, "device": device}
@@ -92,7 +95,7 @@ def test_keys_may_be_kept_in_bytes(device, cache_dtype):
 
 
 def test_every_byte_of_fp8_is_read_as_torch_reads_it(device):
-    """One key a query, so that its value is the result; a byte that is no number spoils its row."""
+    """With one key per query the result is its value; a NaN byte makes its row NaN."""
     numbers = torch.arange(256, dtype=torch.uint8).repeat(2, 1)
     scales = torch.full((2, 1), 0.5).view(torch.uint8)
     v = torch.cat((numbers, scales), -1).view(torch.float8_e4m3fn)
@@ -106,9 +109,10 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it(device):
     torch.testing.assert_close(out[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_decoded_query_gets_to_the_last_bit_what_it_gets_alone(device, dtype):
-    """Whoever is beside it, however many programs share its keys, and wherever these lie."""
+    """For any batch, number of programs and location of the keys."""
     sample = make_sample(DECODED, (3, 2), 16, dtype=dtype, device=device)
     together = sample.run(Decode(1))
     for n_programs in (2, 3):
@@ -185,6 +189,7 @@ def launches():
             CUDAOps(Scores(soft_cap=cap)).paged_attention(q, cache, cache, queries, heads, q)
 
 
+@pytest.mark.slow
 def test_what_it_computes_with_stays_in_registers():
     kernels = compiled(__file__, "launches")
     assert {kernel.kernel for kernel in kernels} == {"_decode", "_combine", "_attention"}

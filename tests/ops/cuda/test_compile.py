@@ -14,6 +14,8 @@ from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.noise import Noise
 
+pytestmark = pytest.mark.slow
+
 HALF = torch.bfloat16
 
 
@@ -74,7 +76,7 @@ COUNTS = {
     "_lookup": 1,
     "_of_parts": 1,
     "_of_rows": 1,
-    "_leaders_of_parts": 1,
+    "_top_k_of_parts": 1,
     "_merge": 1,
     "_candidates": 1,
     "_draw_filtered": 2,
