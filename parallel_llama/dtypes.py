@@ -114,7 +114,7 @@ class GroupFormat:
     def n_bytes(self, n_values: int) -> int:
         """Bytes of this number of values, a multiple of GROUP_SIZE.
 
-        A block that is cut between ranks counts a fraction of its scale on each of them.
+        A block that is cut between ranks counts a fraction of its scale on each rank.
         """
         n_groups = n_values // GROUP_SIZE
         halves = n_groups * _SCALE_BYTES * (1 + self.has_min) // self.n_shared

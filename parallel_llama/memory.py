@@ -167,7 +167,7 @@ def blocks_held(
     """The largest number of blocks that a sequence of `n_tokens` tokens ever holds in a layer.
 
     In a sliding-window layer these are the blocks of the tokens of one step, of the window before
-    the first of them, and of the `n_sinks` attention sinks; blocks behind the window are reused.
+    the first, and of the `n_sinks` attention sinks; blocks behind the window are reused.
 
     >>> blocks_held(10, 4, None, 2), blocks_held(1000, 4, 16, 2), blocks_held(1000, 1, 16, 2)
     (3, 5, 17)

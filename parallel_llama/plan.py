@@ -93,7 +93,7 @@ class Share:
         return param.expert is None or param.expert in self.experts
 
     def rows_of(self, param: Param) -> range:
-        """The rows (or columns) of a weight on this rank; all of them for a replicated weight."""
+        """The rows (or columns) of a weight on this rank; all if the weight is replicated."""
         if param.axis is None:
             return range(param.shape[param.dim])
         if not self.holds(param):

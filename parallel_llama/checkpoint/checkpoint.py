@@ -102,7 +102,7 @@ def reordered(
 ) -> Tensor:
     """Converts the rows of whole heads from the other rotary order to `order`; a new tensor.
 
-    Only the first `rotary_dim` rows of each head are rotary, or all rows if it is None.
+    Only the first `rotary_dim` rows of each head are rotary; None stands for all rows.
 
     Shapes: rows [n_heads * head_dim, ...], a weight or a bias.
     """

@@ -57,8 +57,8 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
 class Damage:
     """The results of checking a folder with damaged files.
 
-    `args` is None if unreadable. `wrong` names the tensors whose canonical form differs from the
-    manifest; `reasons` are the errors of reading the folder as a model.
+    `args` may be unreadable, and then None. `wrong` names the tensors whose canonical form differs
+    from the manifest; `reasons` are the errors of reading the folder as a model.
     """
 
     folder: Path

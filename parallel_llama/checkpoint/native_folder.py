@@ -54,7 +54,7 @@ class Part:
     """A tensor of a native folder: a plain weight, or one tensor of a quantised weight.
 
     `param` has the name and shape of the tensor, `unit` is in its rows or columns, and `per` is the
-    number of inputs of the weight per value. `dtype` is None for plain weights, which may have any.
+    number of inputs of the weight per value. Plain weights may have any `dtype`, so it is not set.
     """
 
     param: Param
@@ -168,7 +168,7 @@ def axis_units(args: ModelArgs, quant_group: int = 1) -> dict[str, int]:
 
 
 def unit_of(param: Param, units: Mapping[str, int]) -> int:
-    """The rows or columns of one unit of a weight; all of them for a replicated weight."""
+    """The rows or columns of one unit of a weight; all if the weight is replicated."""
     return param.shape[param.dim] if param.axis is None else units[param.axis]
 
 

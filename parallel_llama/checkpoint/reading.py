@@ -172,7 +172,7 @@ def _finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = stored.to(dtype)
     if tensor.numel() == 0:
         return tensor
-    # Minimum and maximum in one pass, both of which propagate NaN. isfinite would allocate a copy.
+    # Minimum and maximum in one pass; NaN propagates to both. isfinite would allocate a copy.
     if all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor)):
         return tensor
     if all(math.isfinite(bound.item()) for bound in torch.aminmax(stored)):
