@@ -39,19 +39,19 @@ class Signature(Generic[ArgumentsT]):
     Args:
         arguments: the dataclass, which may contain others.
         types: the LLVM types of `Numbers`, `Weights` and `Rows`, by their names in lower case.
+
+    Attributes:
+        pack: the arguments as the kernel reads them, 8 bytes each.
     """
 
     def __init__(self, arguments: type[ArgumentsT], types: Mapping[str, ir.Type]) -> None:
         self._arguments = arguments
         self.names, self.types = zip(*_fields(arguments, types), strict=True)
         assert len(self.names) > 1  # attrgetter returns no tuple for one name
-        self._get: Callable[[ArgumentsT], tuple[float, ...]] = attrgetter(*self.names)
-        codes = ("d" if type_ == F64 else "q" for type_ in self.types)
-        self._pack = struct.Struct("".join(codes)).pack
-
-    def pack(self, arguments: ArgumentsT) -> bytes:
-        """The arguments as the kernel reads them, 8 bytes each."""
-        return self._pack(*self._get(arguments))
+        values = attrgetter(*self.names)
+        pack = struct.Struct("".join("d" if type_ == F64 else "q" for type_ in self.types)).pack
+        # A closure and not a method, since each call of a kernel calls it.
+        self.pack: Callable[[ArgumentsT], bytes] = lambda arguments: pack(*values(arguments))
 
     def loaded(self, values: Iterator[Value]) -> Any:
         """An instance of the dataclass with these values, one for each of `types`."""
