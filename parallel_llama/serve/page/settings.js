@@ -60,7 +60,7 @@ export class Settings {
 
   showDefaults(defaults) {
     for (const name of NUMBERS) {
-      this.field(name).placeholder = defaults[name] ?? WITHOUT_DEFAULT[name] ?? "model default";
+      this.field(name).placeholder = defaults[name] ?? WITHOUT_DEFAULT[name] ?? "default";
     }
   }
 
