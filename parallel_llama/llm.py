@@ -34,6 +34,7 @@ from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOut
 from parallel_llama.engine.free_memory import give_back_memory
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_capacity import CacheSize, MemoryFor, memory_of
+from parallel_llama.engine.loop import EngineLoop
 from parallel_llama.engine.machine import Machine, measure, peak_cuda_bytes
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.prompts import Prompt, Prompts, as_prompts
@@ -236,13 +237,11 @@ class LLM:
         checkpoint = _open_weights(files, self.args, random_weights, verify, drawn_on)
         settings["max_seq_len"] = input_processor.max_seq_len
         shared = shared_facts(settings, input_processor.files, self.args, plan, kind)
-        self._group = RankGroup(settings, size)
-        self._end = weakref.finalize(self, self._group.end)
+        self.ranks = RankGroup(settings, size)
+        self._end = weakref.finalize(self, self.ranks.end)
         try:
-            with self._group.explaining():
-                comm = self._group.join(
-                    self.device, {**(facts or {}), **shared}, timeout_s, on_wait
-                )
+            with self.ranks.explaining():
+                comm = self.ranks.join(self.device, {**(facts or {}), **shared}, timeout_s, on_wait)
                 self._present = comm  # the ranks that are there
                 if slice_of is not None:
                     comm = Slice(n_shares)
@@ -250,7 +249,7 @@ class LLM:
                 if kind == "cuda":
                     cache_size.require_room(self._present, memory_of(self.device), weights)
                 runner = self._load(checkpoint, plan, comm, self.device, on_bytes)
-                self.engine = self._group.engine = self._engine(runner, cache_size, max_drafts)
+                self.engine = self.ranks.engine = self._engine(runner, cache_size, max_drafts)
                 self._record(runner, on_graph)
                 cuda_bytes = self._cuda_bytes(runner)
         except BaseException:
@@ -258,7 +257,7 @@ class LLM:
             raise
         input_processor.n_cache_tokens = self.engine.capacity.longest(longest)
         self.statistics = Statistics(weights, cuda_bytes, load_s=time.monotonic() - started)
-        self._runs: dict[int, _Run] = {}
+        self._loop: EngineLoop[tuple[_GenerateCall, int]] = EngineLoop(self.ranks)
         if self.rank > 0:
             rank_calls.serve_rank(self.engine)
             self.close()
@@ -333,53 +332,41 @@ class LLM:
     def run(
         self, requests: Sequence[Request], interrupted: Callable[[], bool] = lambda: False
     ) -> Generator[StepOutput, None, None]:
-        """Run requests that the input processor made, and tell of every step of each.
+        """Run requests of the input processor; yields the output of each step of each request.
 
-        Where `interrupted` says so, or the caller stops iterating, all of them end. Several runs
-        at once share the batch: each step of one is a step of all.
+        Several calls at once share the batch: each step of one call is a step of all.
 
-        Raises: UsageError, before any of them runs, if a request can never fit into the cache.
+        Args:
+            interrupted: asked before each step; once it returns true, all requests end. They also
+                end when the caller stops iterating.
+
+        Raises: UsageError, before any request runs, if one can never fit into the cache.
         """
-        run = _Run()
+        call = _GenerateCall()
         self.statistics.begin()
         try:
             self._require_open()
             for request in requests:
                 self.engine.check(request)
-            for request in requests:
-                ticket = self.engine.submit(request)
-                self._runs[ticket] = run
-                run.open.add(ticket)
-            while run.open or run.inbox:
+            for number, request in enumerate(requests):
+                self._loop.submit((call, number), request)
+                call.unfinished.add(number)
+            while call.unfinished or call.inbox:
                 if interrupted():
-                    self._cancel(run)
-                if not run.inbox:
+                    self._cancel(call)
+                if not call.inbox:
                     self._require_open()
-                    if not self._is_alive(run):
+                    if not self._is_running(call):
                         raise RuntimeError(
-                            "this run's requests ended when another run failed; ask again"
+                            "these requests ended when another run failed; run them again"
                         )
                     self._step_for_all()
-                while run.inbox:
-                    output = run.inbox.popleft()
-                    self.statistics.count(len(output.tokens), time.monotonic() - run.began_s)
+                while call.inbox:
+                    output = call.inbox.popleft()
+                    self.statistics.count(len(output.tokens), time.monotonic() - call.began_s)
                     yield output
-        except BaseException:  # the caller wants no more, or fails: its requests must not go on
-            self._abandon(run)
-            raise
-
-    def step(self) -> list[StepOutput]:
-        """One step of the engine, in which the other ranks take part.
-
-        Raises: NumericalError like `Engine.step`.
-        """
-        self._require_open()
-        use_device(self.device)  # whichever thread this is
-        try:
-            with self._group.explaining():
-                return self.engine.step()
-        except BaseException:
-            self._runs.clear()
+        except BaseException:  # the caller has left early or failed: its requests must end
+            self._abandon(call)
             raise
 
     def score(
@@ -454,14 +441,14 @@ class LLM:
 
     def pids(self) -> dict[int, int]:
         """The processes of the ranks that this host runs for this program, by rank."""
-        return self._group.pids()
+        return self.ranks.pids()
 
     def require_alive(self) -> None:
         """Look whether all ranks are alive, while no step runs; a step finds it out by itself.
 
         Raises: RankError naming a rank that has died.
         """
-        self._group.require_alive()
+        self.ranks.require_alive()
 
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode one step of so many sequences.
@@ -566,11 +553,11 @@ class LLM:
         if not self._end.alive:
             raise UsageError("this LLM is closed; make another one")
 
-    def _abandon(self, run: "_Run") -> None:
-        """End what is left of a run; where a step has failed there is nothing left."""
-        if self._is_alive(run) and self._end.alive:
-            self._cancel(run)
-            while self._is_alive(run):
+    def _abandon(self, call: "_GenerateCall") -> None:
+        """End the unfinished requests of a call, if they are still in the engine."""
+        if self._is_running(call) and self._end.alive:
+            self._cancel(call)
+            while self._is_running(call):
                 self._step_for_all()
 
     def _whole_step(self) -> AbstractContextManager[None]:
@@ -581,23 +568,26 @@ class LLM:
         handler = signal.getsignal(signal.SIGINT)
         return _held_back(handler) if callable(handler) else nullcontext()
 
-    def _is_alive(self, run: "_Run") -> bool:
-        """Whether some of its requests are still in the engine."""
-        return not run.open.isdisjoint(self._runs)
+    def _is_running(self, call: "_GenerateCall") -> bool:
+        """Whether some of a call's requests are in the engine."""
+        return any((call, number) in self._loop for number in call.unfinished)
 
-    def _cancel(self, run: "_Run") -> None:
-        for ticket in run.open:
-            self.engine.cancel(ticket, "interrupted")
+    def _cancel(self, call: "_GenerateCall") -> None:
+        for number in call.unfinished:
+            self._loop.cancel((call, number), "interrupted")
 
     def _step_for_all(self) -> None:
-        """One step, each output of which is put where the run that asked for it finds it."""
+        """Run one step and put each output into the inbox of its call."""
         with self._whole_step():
-            for output in self.step():
-                run = self._runs[output.ticket]
-                run.inbox.append(output)
+            try:
+                result = self._loop.step()
+            except BaseException:
+                self._loop.drop_all()
+                raise
+            for (call, number), output in result.outputs:
+                call.inbox.append(output)
                 if output.is_last:
-                    run.open.remove(output.ticket)
-                    del self._runs[output.ticket]
+                    call.unfinished.remove(number)
 
 
 @contextmanager
@@ -614,10 +604,10 @@ def _held_back(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None
 
 
 @dataclass(eq=False)
-class _Run:
-    """The requests of one call of `run`: those that have not ended, and what came for them."""
+class _GenerateCall:
+    """One call of `run`: its unfinished requests, by number, and outputs not yet yielded."""
 
-    open: set[int] = field(default_factory=set)  # tickets
+    unfinished: set[int] = field(default_factory=set)
     inbox: deque[StepOutput] = field(default_factory=deque)
     began_s: float = field(default_factory=time.monotonic)
 

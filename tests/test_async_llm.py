@@ -15,9 +15,11 @@ import torch
 from llm_program import Counts, soaked, until_idle
 from tiny_folder import write_chat_folder
 
-from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams, async_llm
+from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams
+from parallel_llama.async_llm import Answer
+from parallel_llama.engine.loop import Submit
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.request import Grammar
+from parallel_llama.request import Grammar, Request
 
 ROOT = Path(__file__).parents[1]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
@@ -49,7 +51,7 @@ def run(llm: LLM, talk: Callable[[AsyncLLM], Awaitable[object]]) -> None:
         finally:
             await asyncio.wait_for(engine.close(), LIMIT_S)
         assert not engine._thread.is_alive()
-        assert not engine._answers and not engine._tickets
+        assert not len(engine._loop)
 
     asyncio.run(serve())
 
@@ -399,8 +401,8 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
         while not broken.is_set():  # the event loop stands still: this comes when all is over
             time.sleep(0.001)
         engine._thread.join(LIMIT_S)
-        engine._messages.put(submitted := _message(engine, answers[0].request))
-        tasks.append(asyncio.create_task(submitted.answer.completions()))
+        engine._client.queue.put(submitted := _command(engine, answers[0].request))
+        tasks.append(asyncio.create_task(submitted.key.completions()))
         ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
         assert [str(end) for end in ends] == ["something broke"] * 3
         with pytest.raises(ValueError, match="something broke"):
@@ -416,6 +418,6 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
     asyncio.run(serve())
 
 
-def _message(engine: AsyncLLM, request: object) -> object:
+def _command(engine: AsyncLLM, request: Request) -> Submit[Answer]:
     """What `submit` puts into the queue in the moment in which the engine ends."""
-    return async_llm._Submit(async_llm.Answer(request, engine._messages), None)
+    return Submit(Answer(request, engine._client.queue), request)

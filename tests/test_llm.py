@@ -62,7 +62,7 @@ def llm(model: Path) -> Iterator[LLM]:
 def nothing_is_left(llm: LLM) -> Iterator[None]:
     yield
     assert llm.engine.idle
-    assert llm.engine.pools[0].n_used == 0 and not llm._runs
+    assert llm.engine.pools[0].n_used == 0 and not len(llm._loop)
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
@@ -394,7 +394,7 @@ def test_a_closed_llm_says_so(model: Path) -> None:
         lambda: next(stream),
         lambda: llm.score([[1, 2]]),
         llm.machine,
-        llm.step,
+        llm.ranks.step,
     ):
         with pytest.raises(UsageError, match="this LLM is closed"):
             call()

@@ -14,11 +14,12 @@ import torch
 import parallel_llama
 from parallel_llama.config import ModelArgs
 from parallel_llama.engine import rank_calls
-from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.engine import Engine, StepOutput
 from parallel_llama.errors import UsageError
 from parallel_llama.files.fingerprint import fingerprint
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.groups import join
 from parallel_llama.parallel.launch import MAX_RANKS, LocalRanks, threads_per_rank
@@ -35,7 +36,7 @@ class RankGroup:
     """
 
     def __init__(self, settings: Mapping[str, Any], size: int) -> None:
-        self.engine: Engine | None = None
+        self._engine: Engine | None = None
         self._comm: Communicator | None = None
         self._local_ranks: LocalRanks | None = None
         self._n_threads = torch.get_num_threads()
@@ -65,6 +66,26 @@ class RankGroup:
         self._comm = join(device, place=place, facts=facts, timeout_s=timeout_s, look=look)
         return self._comm
 
+    @property
+    def engine(self) -> Engine:
+        """Raises: UsageError after `end`."""
+        if self._engine is None:
+            raise UsageError("this LLM is closed; make another one")
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def step(self) -> list[StepOutput]:
+        """Run one step of the engine, in which the other ranks take part.
+
+        Raises: as `Engine.step`; RankError with what a rank reported before it ended.
+        """
+        use_device(self.engine.runner.device)  # whichever thread this is
+        with self.explaining():
+            return self.engine.step()
+
     def pids(self) -> dict[int, int]:
         """The processes of this rank, and of those that were started here, by rank."""
         own = {} if self._comm is None else {self._comm.rank: os.getpid()}
@@ -84,11 +105,11 @@ class RankGroup:
     def end(self) -> None:
         """End the other ranks; quietly, for who ends has no use for their faults."""
         with suppress(RankError):
-            if self.engine is not None and self.engine.comm.rank == 0:
-                rank_calls.close(self.engine)
-        if self.engine is not None:
-            self.engine.runner.close()
-        self.engine = None
+            if self._engine is not None and self._engine.comm.rank == 0:
+                rank_calls.close(self._engine)
+        if self._engine is not None:
+            self._engine.runner.close()
+        self._engine = None
         if self._comm is not None:
             self._comm.close()
         if self._local_ranks is not None:

@@ -1,27 +1,27 @@
-"""The engine's side of a server: a loop that steps, and tells the front what each step gave.
+"""The engine's process of a server: runs the engine's loop for the front, over a socket.
 
-It never waits for the front while something runs, and nobody waits for a grammar but whoever
-asked for it: those are compiled in a thread beside the loop.
+The loop never waits for the front while requests run. Grammars are compiled in a thread beside it.
 """
 
 import os
 import select
 import socket
-import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
+from parallel_llama.engine import loop
 from parallel_llama.engine.engine import StepOutput
+from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.llm import LLM
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.request import Grammar, SamplingParams, TokenLogprob
+from parallel_llama.request import Request, SamplingParams, TokenLogprob
 from parallel_llama.serve.fair_threads import yield_cores
 from parallel_llama.serve.wire import (
-    Cancel,
     Failed,
     FrameSocket,
     Loaded,
@@ -46,28 +46,25 @@ class EngineProcess:
     """
 
     def __init__(self, llm: LLM, frames: FrameSocket) -> None:
-        self._llm, self._engine, self._frames = llm, llm.engine, frames
-        self._keys: dict[int, int] = {}  # by ticket
-        self._tickets: dict[int, int] = {}  # by key
+        self._llm, self._frames = llm, frames
+        self._loop: EngineLoop[int] = EngineLoop(llm.ranks)
         self._grammar_thread = ThreadPoolExecutor(1, "grammars", yield_cores)
         self._compiling: set[int] = set()  # keys
         self._compiled: deque[Submit] = deque()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK)
 
     def run(self) -> None:
-        """Serve the front until it goes.
+        """Serve the front until it closes the socket.
 
-        Raises: what ends the engine: RankError and whatever else a step raises.
+        Raises: RankError, and whatever else a step raises except NumericalError.
         """
         self._warm_up()
-        with suppress(BrokenPipeError, ConnectionError):  # the front has gone: nobody listens
+        with suppress(BrokenPipeError, ConnectionError):  # the front has gone
             try:
                 self._frames.send(self._loaded())
-                while True:
-                    self._take_in()
-                    self._step()
+                self._loop.run(self)
             except RankError:
-                # The front hears of it now, and not only when the other ranks have been ended.
+                # Tell the front now rather than after the other ranks have been ended.
                 self._frames.socket.shutdown(socket.SHUT_RDWR)
                 raise
 
@@ -76,13 +73,13 @@ class EngineProcess:
 
         Raises: NumericalError for a model that gives no numbers.
         """
-        longest = self._engine.capacity.longest(self._llm.input_processor.max_seq_len)
+        longest = self._llm.engine.capacity.longest(self._llm.input_processor.max_seq_len)
         if n_prompt := min(_WARM_TOKENS, longest // 2):
             params = SamplingParams(max_tokens=min(3, longest - n_prompt), ignore_eos=True)
             self._llm.generate([[0] * n_prompt], params)
 
     def _loaded(self) -> Loaded:
-        llm, capacity = self._llm, self._engine.capacity
+        llm, capacity = self._llm, self._llm.engine.capacity
         pids = llm.pids()
         weights, on_cards = llm.statistics.weight_bytes, llm.statistics.cuda_bytes
         return Loaded(
@@ -98,25 +95,41 @@ class EngineProcess:
             ),
         )
 
-    def _take_in(self) -> None:
-        """Take what has come, waiting where there is nothing to do."""
-        while True:
-            if self._engine.idle:
-                self._wait()
-            self._frames.flush()
-            for body in self._frames.receive():
-                message = to_engine.decode(body)
-                if isinstance(message, Cancel):
-                    self._cancel(message.key)
+    def commands(self, wait: bool) -> Iterator[loop.Submit[int] | loop.Cancel[int]]:
+        if wait:
+            self._wait()
+        self._frames.flush()
+        for body in self._frames.receive():
+            message = to_engine.decode(body)
+            if isinstance(message, Submit):
+                if self._needs_compiling(message.request):
+                    self._compiling.add(message.key)
+                    self._grammar_thread.submit(self._compile, message)
                 else:
-                    self._begin(message)
-            while self._compiled:
-                ready = self._compiled.popleft()
-                if ready.key in self._compiling:
-                    self._compiling.remove(ready.key)
-                    self._submit(ready)
-            if not self._engine.idle:
-                return
+                    yield loop.Submit(message.key, message.request)
+            elif message.key in self._compiling:
+                self._compiling.remove(message.key)
+                self._frames.send(Refused(message.key, "it was cancelled"))
+            else:
+                yield loop.Cancel(message.key)
+        while self._compiled:
+            ready = self._compiled.popleft()
+            if ready.key in self._compiling:
+                self._compiling.remove(ready.key)
+                yield loop.Submit(ready.key, ready.request)
+
+    def on_step(self, result: StepResult[int]) -> None:
+        for key, output in result.outputs:
+            self._send_prompt_logprobs(key, output)
+        outputs = tuple(_wire_output(key, output) for key, output in result.outputs)
+        statistics = self._llm.engine.statistics()
+        self._frames.send(Stepped(outputs, tuple(result.begun), result.seconds, statistics))
+
+    def on_refused(self, key: int, error: UsageError) -> None:
+        self._frames.send(Refused(key, str(error)))
+
+    def on_failed(self, keys: Sequence[int], error: NumericalError) -> None:
+        self._frames.send(Failed(tuple(keys), str(error)))
 
     def _wait(self) -> None:
         """Until the front, or a grammar, has something for the engine.
@@ -133,63 +146,20 @@ class EngineProcess:
         with suppress(BlockingIOError):
             os.eventfd_read(self._woken)
 
-    def _begin(self, message: Submit) -> None:
-        grammar = message.request.params.grammar
-        if grammar is None or self._llm.input_processor.grammars.is_compiled(grammar):
-            self._submit(message)
-        else:
-            self._compiling.add(message.key)
-            self._grammar_thread.submit(self._compile, grammar, message)
+    def _needs_compiling(self, request: Request) -> bool:
+        grammar = request.params.grammar
+        return grammar is not None and not self._llm.input_processor.grammars.is_compiled(grammar)
 
-    def _compile(self, grammar: Grammar, message: Submit) -> None:
-        """In the grammars' thread: have it compiled, so that the engine finds it so."""
-        with suppress(UsageError):  # the engine refuses it in its turn
+    def _compile(self, message: Submit) -> None:
+        """Compile a request's grammar, in the grammars' thread; the engine then finds it cached."""
+        grammar = message.request.params.grammar
+        assert grammar is not None
+        with suppress(UsageError):  # which `Engine.submit` raises again
             self._llm.input_processor.grammars.matcher(grammar)
         self._compiled.append(message)
         os.eventfd_write(self._woken, 1)
 
-    def _submit(self, message: Submit) -> None:
-        try:
-            ticket = self._engine.submit(message.request)
-        except UsageError as error:
-            self._frames.send(Refused(message.key, str(error)))
-        else:
-            self._keys[ticket], self._tickets[message.key] = message.key, ticket
-
-    def _cancel(self, key: int) -> None:
-        if key in self._compiling:
-            self._compiling.remove(key)
-            self._frames.send(Refused(key, "it was cancelled"))
-        elif key in self._tickets:
-            self._engine.cancel(self._tickets[key])
-
-    def _step(self) -> None:
-        started = time.perf_counter()
-        try:
-            outputs = self._llm.step()
-        except NumericalError as error:  # the engine has begun anew
-            self._frames.send(Failed(tuple(self._tickets), str(error)))
-            self._keys.clear()
-            self._tickets.clear()
-            return
-        begun = tuple(self._keys[ticket] for ticket in self._engine.begun)
-        for output in outputs:
-            self._send_prompt_logprobs(output)
-        told = tuple(map(self._told, outputs))
-        step_s = time.perf_counter() - started
-        self._frames.send(Stepped(told, begun, step_s, self._engine.statistics()))
-
-    def _told(self, output: StepOutput) -> Output:
-        key = self._keys[output.ticket]
-        if output.is_last:
-            del self._keys[output.ticket], self._tickets[key]
-        completion = output.completion
-        if completion is not None:  # the front has these already, from outputs and from Scored
-            completion = replace(completion, logprobs=None, prompt_logprobs=None)
-        logprobs = tuple(map(_unspelled, output.logprobs))
-        return Output(key, output.choice, output.tokens, output.text, logprobs, completion)
-
-    def _send_prompt_logprobs(self, output: StepOutput) -> None:
+    def _send_prompt_logprobs(self, key: int, output: StepOutput) -> None:
         """Send the log-probabilities of a prompt, once for all choices and in bounded frames."""
         completion = output.completion
         if completion is None or completion.choice or completion.prompt_logprobs is None:
@@ -197,9 +167,17 @@ class EngineProcess:
         _first, *scored = completion.prompt_logprobs  # nothing predicts the first token
         for start in range(0, len(scored), _SCORED_ROWS):
             rows = map(_unspelled, filter(None, scored[start : start + _SCORED_ROWS]))
-            self._frames.send(Scored(self._keys[output.ticket], tuple(rows)))
+            self._frames.send(Scored(key, tuple(rows)))
+
+
+def _wire_output(key: int, output: StepOutput) -> Output:
+    completion = output.completion
+    if completion is not None:  # the front has these already, from outputs and from Scored
+        completion = replace(completion, logprobs=None, prompt_logprobs=None)
+    logprobs = tuple(map(_unspelled, output.logprobs))
+    return Output(key, output.choice, output.tokens, output.text, logprobs, completion)
 
 
 def _unspelled(scored: TokenLogprob) -> TokenLogprob:
-    """Without texts, which the front has itself."""
+    """Without texts, which the front decodes itself."""
     return replace(scored, text=None, top_texts=())

@@ -364,15 +364,15 @@ def test_a_run_can_be_closed_after_another_one_failed(folder, monkeypatch):
     fail_once(monkeypatch, llm.engine.runner, NumericalError("the logits are nan"))
     with pytest.raises(NumericalError):
         list(one)
-    step, n_steps = llm.step, iter(range(50))
+    step, n_steps = llm.ranks.step, iter(range(50))
 
     def bounded_step() -> list:
         assert next(n_steps, None) is not None, "steps for nobody"
         return step()
 
-    monkeypatch.setattr(llm, "step", bounded_step)
+    monkeypatch.setattr(llm.ranks, "step", bounded_step)
     other.close()
-    assert not llm._runs
+    assert not len(llm._loop)
 
 
 def test_a_run_that_an_interruption_ends_leaves_nothing_behind(folder):
@@ -381,7 +381,7 @@ def test_a_run_that_an_interruption_ends_leaves_nothing_behind(folder):
     next(run)
     with pytest.raises(KeyboardInterrupt):
         run.throw(KeyboardInterrupt())
-    assert llm.engine.idle and not llm._runs
+    assert llm.engine.idle and not len(llm._loop)
 
 
 def test_a_run_that_cannot_begin_leaves_nothing_behind(folder):
@@ -390,4 +390,4 @@ def test_a_run_that_cannot_begin_leaves_nothing_behind(folder):
     broken = replace(second, params=replace(LONG, grammar=Grammar("regex", "(((")))
     with pytest.raises(UsageError):
         list(llm.run([first, broken]))
-    assert llm.engine.idle and not llm._runs
+    assert llm.engine.idle and not len(llm._loop)

@@ -1,0 +1,161 @@
+"""Runs an engine for its clients: takes commands, steps, and routes each output to its request.
+
+`LLM` drives an EngineLoop in place; `AsyncLLM` runs one on a thread; the server's engine process
+runs one over a socket.
+"""
+
+import time
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from parallel_llama.engine.engine import StepOutput
+from parallel_llama.engine.rank_group import RankGroup
+from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.request import FinishReason, Request
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Submit(Generic[Key]):
+    """Start a request under a key that no other unfinished request has.
+
+    Args:
+        deadline_s: when the request ends with what it has, in seconds on the monotonic clock.
+    """
+
+    key: Key
+    request: Request
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Cancel(Generic[Key]):
+    """End a request at the next step; does nothing if the request has ended."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Close:
+    """Cancel all requests and return from `EngineLoop.run`."""
+
+
+@dataclass(frozen=True)
+class StepResult(Generic[Key]):
+    """The outputs of one step, each with the key of its request.
+
+    `begun` has the keys of requests whose first step it was; `seconds` is the duration of the step.
+    """
+
+    outputs: Sequence[tuple[Key, StepOutput]]
+    begun: Sequence[Key]
+    seconds: float
+
+
+class Client(Protocol[Key]):
+    """Where `EngineLoop.run` takes commands from, and what it reports to."""
+
+    def commands(self, wait: bool) -> Iterable[Submit[Key] | Cancel[Key] | Close]:
+        """The commands that have arrived; with `wait`, blocks until there may be one."""
+
+    def on_step(self, result: StepResult[Key]) -> None: ...
+
+    def on_refused(self, key: Key, error: UsageError) -> None:
+        """The engine cannot run this request."""
+
+    def on_failed(self, keys: Sequence[Key], error: NumericalError) -> None:
+        """A step failed, and with it all requests in the engine; the loop goes on."""
+
+
+class EngineLoop(Generic[Key]):
+    """The requests that one client has in the engine of rank 0, by the client's keys.
+
+    Args:
+        ranks: the ranks of the engine, which take part in each step.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks, self._engine = ranks, ranks.engine
+        self._keys: dict[int, Key] = {}  # by ticket
+        self._tickets: dict[Key, int] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._tickets
+
+    def __len__(self) -> int:
+        """The number of unfinished requests."""
+        return len(self._tickets)
+
+    def submit(self, key: Key, request: Request, timeout_s: float | None = None) -> None:
+        """Raises: UsageError as `Engine.submit`."""
+        ticket = self._engine.submit(request, timeout_s)
+        self._keys[ticket], self._tickets[key] = key, ticket
+
+    def cancel(self, key: Key, reason: FinishReason = "cancelled") -> None:
+        """End a request at the next step; does nothing if the request has ended."""
+        if key in self._tickets:
+            self._engine.cancel(self._tickets[key], reason)
+
+    def step(self) -> StepResult[Key]:
+        """Run one step.
+
+        Raises: whatever the step raises. The requests then stay here until `drop_all`.
+        """
+        began_s = time.perf_counter()
+        outputs = [(self._keys[output.ticket], output) for output in self._ranks.step()]
+        begun = [self._keys[ticket] for ticket in self._engine.begun]
+        for key, output in outputs:
+            if output.is_last:
+                del self._keys[output.ticket], self._tickets[key]
+        return StepResult(outputs, begun, time.perf_counter() - began_s)
+
+    def drop_all(self) -> list[Key]:
+        """Forget all requests, after a step that raised. Returns: their keys."""
+        keys = list(self._tickets)
+        self._keys.clear()
+        self._tickets.clear()
+        return keys
+
+    def run(self, client: Client[Key]) -> None:
+        """Serve a client until it closes.
+
+        Raises: whatever a step raises, except NumericalError, which is reported to the client.
+        """
+        while self._take_commands(client):
+            self._step_for(client)
+        for key in self._tickets:
+            self.cancel(key)
+        while not self._engine.idle:
+            self._step_for(client)
+
+    def _take_commands(self, client: Client[Key]) -> bool:
+        """Apply commands until the engine has work. Returns: False if the client has closed."""
+        while True:
+            for command in client.commands(wait=self._engine.idle):
+                match command:
+                    case Submit():
+                        self._start(command, client)
+                    case Cancel():
+                        self.cancel(command.key)
+                    case Close():
+                        return False
+            if not self._engine.idle:
+                return True
+
+    def _start(self, command: Submit[Key], client: Client[Key]) -> None:
+        deadline_s = command.deadline_s
+        timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
+        try:
+            self.submit(command.key, command.request, timeout_s)
+        except UsageError as error:
+            client.on_refused(command.key, error)
+
+    def _step_for(self, client: Client[Key]) -> None:
+        try:
+            result = self.step()
+        except NumericalError as error:  # the engine has been reset
+            client.on_failed(self.drop_all(), error)
+        else:
+            client.on_step(result)
