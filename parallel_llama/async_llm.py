@@ -13,8 +13,8 @@ from threading import Thread
 
 import torch
 
-from parallel_llama.engine.engine import StepOutput
 from parallel_llama.engine.loop import Cancel, Close, EngineLoop, StepResult, Submit
+from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.prompts import Prompt
 from parallel_llama.engine.statistics import EngineStatistics
 from parallel_llama.errors import UsageError

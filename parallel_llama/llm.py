@@ -30,13 +30,14 @@ from parallel_llama.checkpoint.ahead import started_thread
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
 from parallel_llama.engine import rank_calls
 from parallel_llama.engine.block_group import STEP_TOKENS
-from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine, StepOutput
+from parallel_llama.engine.engine import BLOCK_SIZE, MAX_DRAFTS, Engine
 from parallel_llama.engine.free_memory import give_back_memory
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_capacity import CacheSize, MemoryFor, memory_of
 from parallel_llama.engine.loop import EngineLoop
 from parallel_llama.engine.machine import Machine, measure, peak_cuda_bytes
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.prompts import Prompt, Prompts, as_prompts
 from parallel_llama.engine.rank_group import RankGroup, resolve_size, shared_facts
 from parallel_llama.engine.scheduler import MAX_RUNNING

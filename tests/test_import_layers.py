@@ -41,7 +41,8 @@ TORCH_FREE = {
     "errors", "dtypes", "stop", "files", "families", "config", "plan", "request", "tokenizer",
     "structured", "reshard.target_folder", "engine.block_group", "engine.block_pool",
     "engine.detokenizer", "engine.free_memory", "engine.input_processor", "engine.messages",
-    "engine.prompt_lookup", "engine.prompts", "engine.scheduler", "engine.statistics",
+    "engine.outputs", "engine.prompt_lookup", "engine.prompts", "engine.scheduler",
+    "engine.statistics",
 }  # fmt: skip
 MATH = {"model", "ops"}
 

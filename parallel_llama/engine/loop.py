@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from parallel_llama.engine.engine import StepOutput
+from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.rank_group import RankGroup
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import FinishReason, Request

@@ -14,7 +14,8 @@ import torch
 import parallel_llama
 from parallel_llama.config import ModelArgs
 from parallel_llama.engine import rank_calls
-from parallel_llama.engine.engine import Engine, StepOutput
+from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.errors import UsageError
 from parallel_llama.files.fingerprint import fingerprint
 from parallel_llama.files.model_files import ModelFiles

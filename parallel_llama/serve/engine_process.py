@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from parallel_llama.engine import loop
-from parallel_llama.engine.engine import StepOutput
 from parallel_llama.engine.loop import EngineLoop, StepResult
+from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.llm import LLM
 from parallel_llama.parallel.failures import RankError
