@@ -17,6 +17,7 @@ from parallel_llama.cli.parsers import (
 )
 from parallel_llama.cli.ranks import rank_count
 from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -147,22 +148,25 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     return inputs, n_ranks
 
 
-def llm_options(flags: Flags) -> dict[str, Any]:
-    """The keyword arguments of an LLM that are flags."""
-    return {
-        "dtype": flags[DTYPE],
-        "quant": flags[QUANT],
-        "device": flags[DEVICE],
-        "seed": flags[SEED],
-        "random_weights": flags[RANDOM_WEIGHTS],
-        "verify": flags[VERIFY],
-        "kv_cache_bytes": flags[KV_CACHE_BYTES],
-        "kv_cache_dtype": flags[KV_CACHE_DTYPE],
-        "kv_split": flags[KV_SPLIT],
-        "attention_sinks": flags[ATTENTION_SINKS],
-        "block_size": flags[BLOCK_SIZE],
-        "timeout_s": flags[TIMEOUT],
-    }
+def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
+    """The LLM that the flags describe; `settings` are fields without a flag."""
+    return LLMConfig(
+        model=flags[MODEL],
+        dtype=flags[DTYPE],
+        quant=flags[QUANT],
+        device=flags[DEVICE],
+        max_seq_len=flags[MAX_SEQ_LEN],
+        seed=flags[SEED],
+        random_weights=flags[RANDOM_WEIGHTS],
+        verify=flags[VERIFY],
+        kv_cache_bytes=flags[KV_CACHE_BYTES],
+        kv_cache_dtype=flags[KV_CACHE_DTYPE],
+        kv_split=flags[KV_SPLIT],
+        attention_sinks=flags[ATTENTION_SINKS],
+        block_size=flags[BLOCK_SIZE],
+        timeout_s=flags[TIMEOUT],
+        **settings,
+    )
 
 
 def _verify_metadata(flags: Flags) -> None:

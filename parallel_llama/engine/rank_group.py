@@ -1,71 +1,105 @@
-"""The ranks of one LLM: how many there are, their start, what they must agree on, and their end.
+"""The ranks of one LLM: their start, what they must agree on, their steps, and their end.
 
-Where nobody else has started ranks, the program is rank 0 and starts the others on this host.
+If no other program has started ranks, this process is rank 0 and starts the others on this host.
 """
 
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 
 import parallel_llama
-from parallel_llama.config import ModelArgs
+from parallel_llama.checkpoint.ahead import started_thread
 from parallel_llama.engine import rank_calls
 from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.free_memory import give_back_memory
+from parallel_llama.engine.kv_capacity import MemoryFor, memory_of
+from parallel_llama.engine.machine import peak_cuda_bytes
+from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.outputs import StepOutput
+from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.files.fingerprint import fingerprint
-from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.groups import join
-from parallel_llama.parallel.launch import MAX_RANKS, LocalRanks, threads_per_rank
-from parallel_llama.parallel.place import is_started_as_rank, world
-from parallel_llama.plan import ShardPlan
+from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
+from parallel_llama.parallel.place import is_started_as_rank
+from parallel_llama.parallel.slice import Slice
 
 _LAST_WORDS_S = 1.0
+
+
+@dataclass(frozen=True)
+class StartHooks:
+    """Callbacks that report the progress of a start.
+
+    Args:
+        on_bytes: called with the number of bytes of weights just read.
+        on_wait: called with the ranks that have not arrived yet.
+        on_graph: called with the rows of the CUDA graph that is recorded next.
+    """
+
+    on_bytes: Callable[[int], None] = lambda _: None
+    on_wait: Callable[[Sequence[int]], None] = lambda _: None
+    on_graph: Callable[[int], None] = lambda _: None
 
 
 class RankGroup:
     """The ranks of one LLM from their start to their end.
 
-    Those that nobody else has started are started here, when the group is made.
+    The constructor starts the processes of the other ranks, unless another program has started
+    them; `start` joins them and loads the model.
+
+    Args:
+        setup: the model and its settings on this rank.
     """
 
-    def __init__(self, settings: Mapping[str, Any], size: int) -> None:
+    def __init__(self, setup: ModelSetup) -> None:
+        self.setup, self._facts = setup, shared_facts(setup)
+        self.cuda_bytes: tuple[int, ...] = ()  # taken of each rank's card once the model is ready
         self._engine: Engine | None = None
         self._comm: Communicator | None = None
         self._local_ranks: LocalRanks | None = None
         self._n_threads = torch.get_num_threads()
         if is_started_as_rank():
             return
-        threads = threads_per_rank(size)
+        threads = threads_per_rank(setup.size)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(min(threads, self._n_threads))
-        if size > 1:
-            self._local_ranks = LocalRanks("parallel_llama.cli.serve_rank", settings, size, threads)
+        if setup.size > 1:
+            module, settings = "parallel_llama.engine.rank_process", setup.config.to_json()
+            self._local_ranks = LocalRanks(module, settings, setup.size, threads)
 
-    def join(
-        self,
-        device: torch.device,
-        facts: Mapping[str, str],
-        timeout_s: float | None,
-        on_wait: Callable[[Sequence[int]], None],
-    ) -> Communicator:
-        ranks = self._local_ranks
+    def start(self, facts: Mapping[str, str], hooks: StartHooks) -> None:
+        """Join the other ranks, load the model, and make the engine.
 
-        def look(missing: Sequence[int]) -> None:
-            if ranks is not None:
-                ranks.require_alive()
-            on_wait(missing)
+        Args:
+            facts: what must be the same on all ranks, beside `shared_facts`, by name.
 
-        place = None if ranks is None else ranks.place
-        self._comm = join(device, place=place, facts=facts, timeout_s=timeout_s, look=look)
-        return self._comm
+        Raises: RankError for a rank that does not arrive, fails, or has other facts; UsageError for
+        memory that does not suffice; DamagedWeights for weights that cannot be read.
+        Collective: all ranks call it.
+        """
+        setup = self.setup
+        with self.explaining():
+            self._join({**facts, **self._facts}, hooks.on_wait)
+            if setup.kind == "cuda":
+                memory = memory_of(setup.device)
+                setup.cache_size.require_room(self.comm, memory, setup.weight_bytes)
+            runner = self._load(hooks.on_bytes)
+            self._engine = self._make_engine(runner)
+            if setup.device.type == "cuda":
+                _record(runner, hooks.on_graph)
+            own = peak_cuda_bytes(setup.device)
+            if own is not None:
+                self.cuda_bytes = tuple(self.comm.all_gather(torch.tensor(own)).tolist())
+        capacity, inputs = self._engine.capacity, setup.inputs
+        inputs.n_cache_tokens = capacity.longest(inputs.max_seq_len)
 
     @property
     def engine(self) -> Engine:
@@ -74,28 +108,31 @@ class RankGroup:
             raise UsageError("this LLM is closed; make another one")
         return self._engine
 
-    @engine.setter
-    def engine(self, engine: Engine) -> None:
-        self._engine = engine
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that run; a slice's engine has another communicator."""
+        assert self._comm is not None
+        return self._comm
 
     def step(self) -> list[StepOutput]:
-        """Run one step of the engine, in which the other ranks take part.
+        """Run one step of the engine.
 
-        Raises: as `Engine.step`; RankError with what a rank reported before it ended.
+        Raises: as `Engine.step`; RankError with the message of a rank that has ended.
+        Collective: all ranks take part.
         """
-        use_device(self.engine.runner.device)  # whichever thread this is
+        use_device(self.setup.device)  # whichever thread this is
         with self.explaining():
             return self.engine.step()
 
     def pids(self) -> dict[int, int]:
-        """The processes of this rank, and of those that were started here, by rank."""
+        """The processes of this rank and of the ranks that it has started, by rank."""
         own = {} if self._comm is None else {self._comm.rank: os.getpid()}
         return own | (self._local_ranks.pids() if self._local_ranks else {})
 
     def require_alive(self) -> None:
-        """Look whether the other ranks are alive, while no step runs.
+        """Check that the other ranks are alive, while no step runs.
 
-        Raises: RankError naming a rank that has died, in its own words where it has left any.
+        Raises: RankError naming a rank that has died, with its own message if it left one.
         """
         if self._local_ranks is not None:
             self._local_ranks.require_alive()
@@ -104,7 +141,7 @@ class RankGroup:
                 self._comm.require_alive()
 
     def end(self) -> None:
-        """End the other ranks; quietly, for who ends has no use for their faults."""
+        """End the other ranks. Errors of ranks are suppressed: the LLM is not used any more."""
         with suppress(RankError):
             if self._engine is not None and self._engine.comm.rank == 0:
                 rank_calls.close(self._engine)
@@ -119,7 +156,7 @@ class RankGroup:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Tells of a rank's end in that rank's own words, where it has left any."""
+        """Replaces a RankError by the message of the rank that has ended, if it left one."""
         try:
             yield
         except RankError:
@@ -127,38 +164,87 @@ class RankGroup:
                 self._local_ranks.require_alive(_LAST_WORDS_S)
             raise
 
+    def _join(self, facts: Mapping[str, str], on_wait: Callable[[Sequence[int]], None]) -> None:
+        ranks = self._local_ranks
 
-def resolve_size(wanted: int | None) -> int:
-    """The number of ranks: what was asked for, or those that are there.
+        def look(missing: Sequence[int]) -> None:
+            if ranks is not None:
+                ranks.require_alive()
+            on_wait(missing)
 
-    Raises: UsageError if the two contradict each other, or nobody could run on so many.
-    """
-    _, size = world()
-    if wanted is None or wanted == size:
-        return size
-    if type(wanted) is not int or not 1 <= wanted <= MAX_RANKS:
-        raise UsageError(f"tp_size={wanted!r}: use a whole number from 1 to {MAX_RANKS}")
-    if size > 1 or is_started_as_rank():
-        raise UsageError(
-            f"tp_size={wanted} and there are {size} ranks, which torchrun or another program has "
-            "started; leave tp_size out"
-        )
-    return wanted
+        setup, place = self.setup, None if ranks is None else ranks.place
+        timeout_s = setup.config.timeout_s
+        self._comm = join(setup.device, place=place, facts=facts, timeout_s=timeout_s, look=look)
+
+    def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
+        """Read this rank's weights, then wait for all ranks, without a timeout."""
+        setup, inputs = self.setup, self.setup.inputs
+        slice_of = setup.config.slice_of
+        comm = self.comm if slice_of is None else Slice(slice_of[1])
+
+        def note(n_bytes: int) -> None:
+            comm.pulse()
+            on_bytes(n_bytes)
+
+        with closing(setup.checkpoint), started_thread() as thread:
+            # Beside the weights: most of it runs in another process.
+            tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
+            with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
+                runner = ModelRunner.load(
+                    setup.args,
+                    setup.checkpoint,
+                    setup.plan,
+                    comm,
+                    precision=setup.precision,
+                    device=setup.device,
+                    kv_format=setup.kv_format,
+                    on_bytes=note,
+                )
+            tokenizer.result()
+        give_back_memory()
+        comm.barrier()
+        return runner
+
+    def _make_engine(self, runner: ModelRunner) -> Engine:
+        """Allocate the KV cache, then wait for all ranks."""
+        inputs = self.setup.inputs
+        capacity = self.setup.cache_size.agree(self.comm, memory_of(runner.device))
+        has_text = runner.comm.rank == 0 and inputs.has_tokenizer
+        with MemoryFor("the KV cache", "lower kv_cache_bytes"):
+            engine = Engine(
+                runner,
+                capacity,
+                inputs.tokenizer if has_text else None,
+                inputs.grammars if has_text else None,
+                max_drafts=self.setup.config.max_drafts,
+            )
+        runner.comm.barrier()
+        return engine
 
 
-def shared_facts(
-    settings: Mapping[str, Any], files: ModelFiles, args: ModelArgs, plan: ShardPlan, device: str
-) -> dict[str, str]:
-    """What must be the same on all ranks, for their work to be one."""
-    contents = {} if settings["random_weights"] is not None else fingerprint(files)
+def _record(runner: ModelRunner, on_graph: Callable[[int], None]) -> None:
+    """Record the decode steps as CUDA graphs."""
+
+    def note(n_rows: int) -> None:
+        runner.comm.pulse()
+        on_graph(n_rows)
+
+    with MemoryFor("recorded decode steps", "lower kv_cache_bytes, or use more ranks"):
+        runner.record(on_graph=note)
+    runner.comm.barrier()
+
+
+def shared_facts(setup: ModelSetup) -> dict[str, str]:
+    """What must be the same on all ranks, by name."""
+    files, config = setup.inputs.files, setup.config
+    contents = {} if config.random_weights is not None else fingerprint(files)
     return {
         "version of parallel_llama": parallel_llama.__version__,
         "version of torch": torch.__version__,
-        "device": device,
-        # A path may differ between hosts; what lies there may not.
-        **{name: str(value) for name, value in settings.items() if name not in ("model", "device")},
-        "model's arguments": _digest(args),
-        "plan": _digest(plan),
+        "device": setup.kind,
+        **config.facts(),
+        "model's arguments": _digest(setup.args),
+        "plan": _digest(setup.plan),
         **{f"file {name}": digest for name, digest in contents.items()},
     }
 

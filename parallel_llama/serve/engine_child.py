@@ -14,19 +14,22 @@ from typing import IO, Any
 
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, read_report
 
-_COMMAND = sys.executable, "-m", "parallel_llama.cli.serve_engine"
 _TERM_GRACE_S = 2.0
 _LOOK_S = 0.02
 
 
 class EngineChild:
-    """A running engine, in a session of its own, which no Ctrl-C reaches.
+    """The process of an engine, in a session of its own, so that Ctrl-C does not reach it.
 
-    `settings` are keyword arguments of LLM, `log_format` is one of cli.log's. It ends with the
-    thread that started it.
+    It ends with the thread that started it.
+
+    Args:
+        module: what the process runs, with a socket's number and `log_format` as arguments.
+        settings: an LLMConfig as JSON, which the process reads from stdin.
+        log_format: text or json.
     """
 
-    def __init__(self, settings: Mapping[str, Any], log_format: str) -> None:
+    def __init__(self, module: str, settings: Mapping[str, Any], log_format: str) -> None:
         self.socket, theirs = socket.socketpair()
         self._report: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in `end`
         paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
@@ -37,7 +40,7 @@ class EngineChild:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [*_COMMAND, str(theirs.fileno()), log_format],
+                [sys.executable, "-m", module, str(theirs.fileno()), log_format],
                 stdin=subprocess.PIPE,
                 stdout=2,  # stderr's number
                 env=env,

@@ -16,8 +16,8 @@ from itertools import zip_longest
 from parallel_llama.engine import loop
 from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.engine.outputs import StepOutput
+from parallel_llama.engine.rank_group import RankGroup
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.llm import LLM
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.request import Request, SamplingParams, TokenLogprob
 from parallel_llama.serve.fair_threads import yield_cores
@@ -34,20 +34,24 @@ from parallel_llama.serve.wire import (
     to_engine,
 )
 
-_LOOK_MS = 200  # between two looks at the other ranks while there is nothing to do
-_SCORED_ROWS = 256  # of prompt log-probabilities in one frame, which the front decodes at once
-_WARM_TOKENS = 15  # fewer than a block, of which the prefix cache keeps nothing
+_LOOK_MS = 200  # while idle, between checks that the other ranks are alive
+_SCORED_ROWS = 256  # most prompt log-probabilities of one frame
+_WARM_TOKENS = 15  # less than a block, so that the prefix cache keeps nothing of it
 
 
 class EngineProcess:
-    """A loaded model behind a socket, whose other end is the front's.
+    """The client of an engine's loop whose commands come from the front, through a socket.
 
-    For rank 0; the other ranks serve it in `rank_calls.serve_rank`.
+    For rank 0; the other ranks run `rank_calls.serve_rank`.
+
+    Args:
+        ranks: the ranks of a loaded model.
+        frames: the socket, whose other end is the front's.
     """
 
-    def __init__(self, llm: LLM, frames: FrameSocket) -> None:
-        self._llm, self._frames = llm, frames
-        self._loop: EngineLoop[int] = EngineLoop(llm.ranks)
+    def __init__(self, ranks: RankGroup, frames: FrameSocket) -> None:
+        self._ranks, self._frames, self._inputs = ranks, frames, ranks.setup.inputs
+        self._loop: EngineLoop[int] = EngineLoop(ranks)
         self._grammar_thread = ThreadPoolExecutor(1, "grammars", yield_cores)
         self._compiling: set[int] = set()  # keys
         self._compiled: deque[Submit] = deque()
@@ -69,29 +73,31 @@ class EngineProcess:
                 raise
 
     def _warm_up(self) -> None:
-        """Answer something, so that the first client does not wait for what is made once.
+        """Run one request, so that the first client does not wait for one-time work.
 
-        Raises: NumericalError for a model that gives no numbers.
+        Raises: NumericalError for a model that produces NaN or Inf.
         """
-        longest = self._llm.engine.capacity.longest(self._llm.input_processor.max_seq_len)
+        longest = self._ranks.engine.capacity.longest(self._inputs.max_seq_len)
         if n_prompt := min(_WARM_TOKENS, longest // 2):
             params = SamplingParams(max_tokens=min(3, longest - n_prompt), ignore_eos=True)
-            self._llm.generate([[0] * n_prompt], params)
+            self._loop.submit(0, self._inputs.request(0, [0] * n_prompt, params))
+            while len(self._loop):
+                self._loop.step()
 
     def _loaded(self) -> Loaded:
-        llm, capacity = self._llm, self._llm.engine.capacity
-        pids = llm.pids()
-        weights, on_cards = llm.statistics.weight_bytes, llm.statistics.cuda_bytes
+        setup, capacity, pids = self._ranks.setup, self._ranks.engine.capacity, self._ranks.pids()
         return Loaded(
-            dtype=llm.dtype,
-            quant=llm.quant,
+            dtype=setup.dtype,
+            quant=setup.quant,
             kv_bytes=capacity.n_bytes,
             kv_tokens=capacity.n_tokens,
             block_size=capacity.block_size,
-            longest=capacity.longest(llm.input_processor.max_seq_len),
+            longest=capacity.longest(self._inputs.max_seq_len),
             ranks=tuple(
                 RankFacts(rank, n_bytes, pids.get(rank), on_card)
-                for rank, (n_bytes, on_card) in enumerate(zip_longest(weights, on_cards))
+                for rank, (n_bytes, on_card) in enumerate(
+                    zip_longest(setup.weight_bytes, self._ranks.cuda_bytes)
+                )
             ),
         )
 
@@ -122,7 +128,7 @@ class EngineProcess:
         for key, output in result.outputs:
             self._send_prompt_logprobs(key, output)
         outputs = tuple(_wire_output(key, output) for key, output in result.outputs)
-        statistics = self._llm.engine.statistics()
+        statistics = self._ranks.engine.statistics()
         self._frames.send(Stepped(outputs, tuple(result.begun), result.seconds, statistics))
 
     def on_refused(self, key: int, error: UsageError) -> None:
@@ -132,7 +138,7 @@ class EngineProcess:
         self._frames.send(Failed(tuple(keys), str(error)))
 
     def _wait(self) -> None:
-        """Until the front, or a grammar, has something for the engine.
+        """Wait until the front has sent something or a grammar is compiled.
 
         Raises: RankError as soon as another rank has died.
         """
@@ -142,20 +148,20 @@ class EngineProcess:
             self._frames.socket, select.POLLIN | (select.POLLOUT * self._frames.has_unsent)
         )
         while not poll.poll(_LOOK_MS):
-            self._llm.require_alive()
+            self._ranks.require_alive()
         with suppress(BlockingIOError):
             os.eventfd_read(self._woken)
 
     def _needs_compiling(self, request: Request) -> bool:
         grammar = request.params.grammar
-        return grammar is not None and not self._llm.input_processor.grammars.is_compiled(grammar)
+        return grammar is not None and not self._inputs.grammars.is_compiled(grammar)
 
     def _compile(self, message: Submit) -> None:
         """Compile a request's grammar, in the grammars' thread; the engine then finds it cached."""
         grammar = message.request.params.grammar
         assert grammar is not None
         with suppress(UsageError):  # which `Engine.submit` raises again
-            self._llm.input_processor.grammars.matcher(grammar)
+            self._inputs.grammars.matcher(grammar)
         self._compiled.append(message)
         os.eventfd_write(self._woken, 1)
 
