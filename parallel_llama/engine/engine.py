@@ -20,14 +20,14 @@ from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.draws import draw_each, draws_of, noise_of
 from parallel_llama.engine.kv_capacity import Capacity
+from parallel_llama.engine.machine import tick_of
 from parallel_llama.engine.messages import MAX_SIZE, StepMessage, decode_message, size_of
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.outputs import REASONS, OutputProcessor, SequenceOutput, StepOutput
 from parallel_llama.engine.prompt_lookup import PromptLookup
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
-from parallel_llama.engine.statistics import EngineStatistics, StepTimes
+from parallel_llama.engine.statistics import EngineStatistics, StepClock, StepTimes
 from parallel_llama.engine.step_buffer import RowNoise
-from parallel_llama.engine.step_clock import StepClock, tick_of
 from parallel_llama.errors import DISAGREE, NumericalError
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.model.rope import base_len

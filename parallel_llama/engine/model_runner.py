@@ -18,7 +18,6 @@ from parallel_llama.checkpoint.ahead import ahead
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.chunk import Chunk
-from parallel_llama.engine.cuda_settings import settle_cuda
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.spread_cache import CachePart, mask_of
@@ -441,6 +440,17 @@ class ModelRunner:
 
     def _int64(self, values: Sequence[object]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)
+
+
+def settle_cuda() -> None:
+    """Set torch's CUDA options for this process, whatever was set before."""
+    # On sm_90 torch prefers cuDNN's attention, which builds a plan for each new sequence length.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # Half types accumulate in float32, and float32 is not reduced to TF32: NVIDIA's containers set
+    # an environment variable that would.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.set_float32_matmul_precision("highest")
 
 
 def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> HostRotations:
