@@ -104,7 +104,7 @@ class Engine:
         self._clock = StepClock(self.times, tick_of(runner.device))
         self._outputs = OutputProcessor(tokenizer, grammars)
         self._n_tickets = 0
-        self._ahead: _Ahead | None = None
+        self._in_flight: _InFlightStep | None = None
         runner.reserve(capacity.n_blocks, capacity.block_size)
         self._reset()
 
@@ -195,31 +195,31 @@ class Engine:
         outputs = self._apply(message)
         self.begun = []
         self._clock.lap("messages_s")
-        ahead, self._ahead = self._ahead, None
+        in_flight, self._in_flight = self._in_flight, None
         scheduled: list[ScheduledTokens] = []
         if not self.call:
             # The unfinished sequences of a step that is already launched.
-            scheduled = self.scheduler.schedule_again(ahead.sequences) if ahead else []
-            ahead = ahead if scheduled else None
+            scheduled = self.scheduler.schedule_in_flight(in_flight.sequences) if in_flight else []
+            in_flight = in_flight if scheduled else None
             scheduled = scheduled or self.scheduler.schedule()
         self._clock.lap("schedule_s")
-        return outputs + self._run(scheduled, ahead) if scheduled else outputs
+        return outputs + self._run(scheduled, in_flight) if scheduled else outputs
 
     def _run(
-        self, scheduled: abc.Sequence[ScheduledTokens], ahead: "_Ahead | None"
+        self, scheduled: abc.Sequence[ScheduledTokens], in_flight: "_InFlightStep | None"
     ) -> list[StepOutput]:
         for state in (self._states[item.sequence] for item in scheduled):
             if not state.has_begun and state.output.sequence.number == 0:
                 self.begun.append(state.output.ticket)
             state.has_begun = True
         drawing, scoring = self._wanted_rows(scheduled)
-        if ahead is None:
+        if in_flight is None:
             chunks = [_chunk(item, item.start, item.tokens) for item in scheduled]
             noise = self._noise_of(item for item in scheduled if item.draws)
             others = [row for _, row, _ in scoring]
             logits, hidden = self.runner.step(chunks, drawing, others, noise)
         else:
-            logits = ahead.of(scheduled)
+            logits = in_flight.of(scheduled)
             hidden = logits.values[:0]
         self._clock.lap("forward_s")
         items = [item for item in scheduled if item.draws]
@@ -248,7 +248,7 @@ class Engine:
             context=lambda request: engine._context(request),
             draft=lambda sequence, most: engine._draft(sequence, most),
         )
-        self._ahead = None
+        self._in_flight = None
         self._states: dict[Sequence, _SequenceState] = {}
         self._unfinished: dict[int, list[Sequence]] = {}  # by ticket; the scheduler's own lists
         # On rank 0 alone: what the other ranks have not been sent, and when requests time out.
@@ -373,13 +373,15 @@ class Engine:
             mask = both(masks.get(item.sequence), state.allowed)
             draws.append(draws_of(item, state.history, mask))
         flat = [draw for own in draws for draw in own]
-        if logits.drawn is not None and self._may_look_ahead(flat):
-            return [[drawn] for drawn in self._read_ahead(drawing, flat, logits, logits.drawn)]
+        if logits.drawn is not None and self._may_prepare_next(flat):
+            return [
+                [drawn] for drawn in self._read_after_launch(drawing, flat, logits, logits.drawn)
+            ]
         is_greedy = all(draw.params.is_greedy for draw in flat)
         best = logits.largest if logits.drawn is None and is_greedy else logits.drawn
         return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, best)
 
-    def _read_ahead(
+    def _read_after_launch(
         self,
         drawing: abc.Sequence[ScheduledTokens],
         draws: abc.Sequence[Draw],
@@ -390,16 +392,16 @@ class Engine:
         vocab, vocab_size = self.runner.share.vocab, self.runner.args.vocab_size
         ops = self.runner.model.ops
         pending = PendingDraws(logits.values, drawn, vocab, vocab_size, draws, self.comm, ops)
-        if self.scheduler.look_ahead():
+        if self.scheduler.prepare_next():
             self._clock.lap("sample_s")
-            self._ahead = self._launch(drawing, pending.tokens)
+            self._in_flight = self._launch(drawing, pending.tokens)
             self._clock.lap("forward_s")  # of the next step, which is this one's on the device
         found, were_known = pending.read()
         if not were_known:
-            self._ahead = None  # it started from a wrong token: run the step again
+            self._in_flight = None  # it started from a wrong token: run the step again
         return found
 
-    def _may_look_ahead(self, draws: abc.Sequence[Draw]) -> bool:
+    def _may_prepare_next(self, draws: abc.Sequence[Draw]) -> bool:
         """Whether the next step runs exactly these draws' tokens, whatever they are."""
         is_plain = self._most_drafts() <= 0 and len(draws) == len(self.scheduler.running)
         return self.runner.draws_on_device and is_plain and all(map(can_pend, draws))
@@ -410,11 +412,11 @@ class Engine:
             return []
         return [row for item in items for row in noise_of(item, n_later)]
 
-    def _launch(self, items: abc.Sequence[ScheduledTokens], tokens: Tensor) -> "_Ahead":
+    def _launch(self, items: abc.Sequence[ScheduledTokens], tokens: Tensor) -> "_InFlightStep":
         """Launch the step that runs the tokens which these items have drawn."""
         chunks = [_chunk(item, item.start + len(item.tokens), (0,)) for item in items]
         logits = self.runner.step_ahead(chunks, self._noise_of(items, 1), tokens)
-        return _Ahead([item.sequence for item in items], logits)
+        return _InFlightStep([item.sequence for item in items], logits)
 
     def _exchange_masks(self, drawing: abc.Sequence[ScheduledTokens]) -> dict[Sequence, bytes]:
         """The mask of the tokens that each sequence's grammar allows, from rank 0."""
@@ -493,7 +495,7 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _InFlightStep:
     """A step that is launched: one token of each sequence, and one row of the logits each."""
 
     sequences: abc.Sequence[Sequence]

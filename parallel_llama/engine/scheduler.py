@@ -228,12 +228,11 @@ class Scheduler:
         self._scheduled = {item.sequence.arrival: item for item in scheduled}
         return scheduled
 
-    def look_ahead(self) -> bool:
-        """Find a place for the token after the one that each sequence of this step draws.
+    def prepare_next(self) -> bool:
+        """Allocate blocks for the next step, before this one is committed.
 
-        It is called before the step is committed. False, and nothing done, where the next step is
-        not one such token of each: a sequence waits, reads its prompt or will have ended, or there
-        is no place that is nobody's.
+        Only for a next step that decodes one token of each running sequence. Returns: False, with
+        nothing allocated, if a sequence waits, is in its prompt or ends, or no block is free.
         """
         if self.waiting or len(self._scheduled) < len(self.running):
             return False
@@ -255,8 +254,8 @@ class Scheduler:
             self._extend(item.sequence, stop)
         return True
 
-    def schedule_again(self, sequences: abc.Iterable[Sequence]) -> list[ScheduledTokens]:
-        """The step that has been looked ahead to, of those sequences that are still here."""
+    def schedule_in_flight(self, sequences: abc.Iterable[Sequence]) -> list[ScheduledTokens]:
+        """Schedule the step of `prepare_next`, for those of its sequences that have not ended."""
         assert not self._scheduled, "the last step is not committed"
         items = [_chunk(sequence, 1) for sequence in sequences if sequence in sequence.siblings]
         self._scheduled = {item.sequence.arrival: item for item in items}
