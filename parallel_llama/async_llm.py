@@ -1,6 +1,6 @@
 """Many requests at once from coroutines, run by one LLM on a thread of its own.
 
-For rank 0; the other ranks run `rank_calls.serve_rank`.
+For rank 0; the other ranks run `rank_rpc.serve_rank`.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class AsyncLLM:
     Args:
         llm: the loaded model, on rank 0.
 
-    Collective: the other ranks call `rank_calls.serve_rank`.
+    Collective: the other ranks call `rank_rpc.serve_rank`.
     """
 
     def __init__(self, llm: LLM) -> None:

@@ -42,7 +42,7 @@ _WARM_TOKENS = 15  # less than a block, so that the prefix cache keeps nothing o
 class EngineProcess:
     """The client of an engine's loop whose commands come from the front, through a socket.
 
-    For rank 0; the other ranks run `rank_calls.serve_rank`.
+    For rank 0; the other ranks run `rank_rpc.serve_rank`.
 
     Args:
         ranks: the ranks of a loaded model.

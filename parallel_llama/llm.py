@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-from parallel_llama.engine import rank_calls
+from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.loop import EngineLoop
@@ -123,7 +123,7 @@ class LLM:
         )
         self._loop: EngineLoop[tuple[_GenerateCall, int]] = EngineLoop(self.ranks)
         if self.rank > 0:
-            rank_calls.serve_rank(self.engine)
+            rank_rpc.serve_rank(self.engine)
             self.close()
             raise SystemExit(0)
 
@@ -280,9 +280,9 @@ class LLM:
     ) -> list[float]:
         logprobs: list[float] = []
         n_done = 0
-        for window in rank_calls.windows(len(tokens), longest, stride):
+        for window in rank_rpc.windows(len(tokens), longest, stride):
             with self._whole_step():
-                scored = rank_calls.score_sequence(self.engine, tokens[window.start : window.stop])
+                scored = rank_rpc.score_sequence(self.engine, tokens[window.start : window.stop])
             logprobs += scored[len(logprobs) - window.start :]
             on_tokens(window.stop - n_done)
             n_done = window.stop
@@ -294,7 +294,7 @@ class LLM:
         if self.ranks.comm is not self.engine.comm:  # a slice
             return measure(self.ranks.comm, self.device)
         with self._whole_step():
-            return rank_calls.measure_machine(self.engine)
+            return rank_rpc.measure_machine(self.engine)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.

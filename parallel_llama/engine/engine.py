@@ -70,8 +70,8 @@ class _SequenceState:
 class Engine:
     """Runs requests to completion, on one rank.
 
-    All ranks construct it alike and call `step` equally often; `submit`, `cancel` and `send` are
-    for rank 0. As many requests run at once as the KV cache holds, short prompts first; a long
+    All ranks construct it alike and call `step` equally often; `submit`, `cancel` and `send_rpc`
+    are for rank 0. As many requests run at once as the KV cache holds, short prompts first; a long
     prompt runs in chunks, beside the decode steps of other requests.
 
     Args:
@@ -98,7 +98,7 @@ class Engine:
         self.runner, self.comm, self.capacity = runner, runner.comm, capacity
         self.step_tokens = step_tokens or capacity.step_tokens
         self.max_drafts = max_drafts
-        self.call = b""
+        self.rpc = b""
         self.begun: list[int] = []  # tickets of requests whose first step was the last one
         self.times = StepTimes()
         self._clock = StepClock(self.times, tick_of(runner.device))
@@ -153,18 +153,18 @@ class Engine:
         """End a request at the next step; does nothing if the request has ended."""
         self._outgoing.append((ticket, reason))
 
-    def send(self, call: bytes) -> None:
-        """Send the other ranks a call in place of a step; they find it in `call` after `step`.
+    def send_rpc(self, rpc: bytes) -> None:
+        """Send the other ranks a call in place of a step; they find it in `rpc` after `step`.
 
         Collective: the other ranks call `step`.
         """
-        broadcast_bytes(self.comm, StepMessage(call=call).encode(), patient=True)
+        broadcast_bytes(self.comm, StepMessage(rpc=rpc).encode(), patient=True)
 
     def step(self) -> list[StepOutput]:
         """Run one forward pass and draw tokens for every sequence whose prompt is in the cache.
 
         Ranks above 0 wait for rank 0 without a timeout. If rank 0 sent a call instead, it is in
-        `call` afterwards, which is empty after a step.
+        `rpc` afterwards, which is empty after a step.
 
         Collective: a broadcast of a message; if any tokens run, those of a forward pass, one head
         exchange and one broadcast; two more broadcasts for grammars, and a barrier after an error.
@@ -191,13 +191,13 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         own = self._new_message().encode() if self.comm.rank == 0 else None
         message = decode_message(broadcast_bytes(self.comm, own, patient=True))
-        self.call = message.call
+        self.rpc = message.rpc
         outputs = self._apply(message)
         self.begun = []
         self._clock.lap("messages_s")
         in_flight, self._in_flight = self._in_flight, None
         scheduled: list[ScheduledTokens] = []
-        if not self.call:
+        if not self.rpc:
             # The unfinished sequences of a step that is already launched.
             scheduled = self.scheduler.schedule_in_flight(in_flight.sequences) if in_flight else []
             in_flight = in_flight if scheduled else None

@@ -13,7 +13,7 @@ import torch
 
 import parallel_llama
 from parallel_llama.checkpoint.ahead import started_thread
-from parallel_llama.engine import rank_calls
+from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.free_memory import give_back_memory
 from parallel_llama.engine.kv_capacity import MemoryFor, memory_of
@@ -144,7 +144,7 @@ class RankGroup:
         """End the other ranks. Errors of ranks are suppressed: the LLM is not used any more."""
         with suppress(RankError):
             if self._engine is not None and self._engine.comm.rank == 0:
-                rank_calls.close(self._engine)
+                rank_rpc.close(self._engine)
         if self._engine is not None:
             self._engine.runner.close()
         self._engine = None

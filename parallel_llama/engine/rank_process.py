@@ -8,7 +8,7 @@ import os
 import sys
 from threading import Thread
 
-from parallel_llama.engine import rank_calls
+from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.rank_group import RankGroup, StartHooks
 from parallel_llama.engine.setup import ModelSetup
@@ -25,7 +25,7 @@ def main() -> int:
         ranks = RankGroup(ModelSetup(config))
         try:
             ranks.start({}, StartHooks())
-            rank_calls.serve_rank(ranks.engine)
+            rank_rpc.serve_rank(ranks.engine)
         finally:
             ranks.end()
         return 0

@@ -20,7 +20,7 @@ from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import engine as engine_module
-from parallel_llama.engine import rank_calls
+from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import ModelRunner
@@ -265,8 +265,8 @@ def fail_everywhere(comm: Communicator) -> bool:
         engine.runner.model.norm.weight.values.fill_(torch.nan)
     with pytest.raises(NumericalError):
         engine.step()
-    engine.send(b"call") if comm.rank == 0 else engine.step()
-    return engine.idle and engine.call == (b"call" if comm.rank else b"")
+    engine.send_rpc(b"call") if comm.rank == 0 else engine.step()
+    return engine.idle and engine.rpc == (b"call" if comm.rank else b"")
 
 
 def test_after_a_failure_on_all_ranks_all_can_be_sent_elsewhere():
@@ -348,7 +348,7 @@ def test_a_score_that_fails_gives_its_blocks_back(folder, monkeypatch):
         raise NumericalError("the logits are nan")
 
     llm = LLM(folder, dtype="float64")
-    monkeypatch.setattr(rank_calls, "score", score)
+    monkeypatch.setattr(rank_rpc, "score", score)
     with pytest.raises(NumericalError):
         llm.score([[5] * 60])
     assert llm.engine.pools[0].n_used == 0
