@@ -1,4 +1,4 @@
-"""An engine's process as the front sees it: its start, its socket, its end and its last words."""
+"""The engine's process as the front sees it: its start, socket, end and error report."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ class EngineChild:
         return self._process.pid
 
     async def end(self, grace_s: float = _TERM_GRACE_S) -> tuple[int, str]:
-        """Its exit code and why it ended; it is ended by force where it has not for so long."""
+        """End the process, by force after `grace_s`. Returns: its exit code, and why it ended."""
         self.socket.close()
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = asyncio.get_running_loop().time() + grace_s
@@ -72,13 +72,13 @@ class EngineChild:
 
 
 class AttachedEngine:
-    """An engine that somebody else has started, as torchrun does, and starts again."""
+    """An engine that another program has started, such as torchrun, and restarts."""
 
     def __init__(self, own: socket.socket) -> None:
         self.socket = own
 
     async def end(self, _grace_s: float = 0.0) -> tuple[int, str]:
-        """It ends when nobody holds the socket any more, and says itself why."""
+        """Close the socket, which ends the engine; the engine reports its errors itself."""
         self.socket.close()
         return 1, "the engine has ended"
 
