@@ -1,8 +1,7 @@
-"""The class that users hold: a model on one rank or many, prompts in, completions out.
+"""LLM, the public class: a model on one rank or many, prompts in, completions out.
 
-Where the model runs on several ranks, rank 0 runs the user's program and the others serve it: ranks
-that the LLM starts itself on this host, or those that torchrun has started. It does not know flags
-or terminals.
+With several ranks, rank 0 runs the user's program and the other ranks serve it: ranks that the LLM
+starts itself on this host, or ranks that torchrun has started.
 """
 
 import signal
@@ -36,9 +35,10 @@ _Params = SamplingParams | Sequence[SamplingParams] | None
 
 @dataclass
 class Statistics:
-    """What the last call took. Units: seconds, tokens, bytes on each rank.
+    """Memory and times of an LLM. Units: seconds, tokens, bytes on each rank.
 
-    `cuda_bytes` are those that a model has taken of each card when it is ready.
+    The tokens and times are those of the last call. `cuda_bytes` is the peak memory on each GPU
+    once the model is loaded.
     """
 
     weight_bytes: tuple[int, ...]
@@ -58,7 +58,7 @@ class Statistics:
         self.n_new_tokens, self.first_token_s, self.total_s = 0, 0.0, 0.0
 
     def count(self, n_tokens: int, seconds: float) -> None:
-        """Note tokens that came this long after the beginning."""
+        """Count tokens that arrived this long after `begin`."""
         self.total_s = seconds
         if n_tokens:
             self.n_new_tokens += n_tokens
@@ -134,15 +134,18 @@ class LLM:
         *,
         sampling_params: _Params = None,
     ) -> list[Completion]:
-        """Complete a prompt or a list of them, in one ragged batch.
+        """Complete a prompt or a list of prompts, in one ragged batch.
 
-        A prompt is a text, a list of token ids, a conversation (a list of messages), or vLLM's
-        {"prompt": ..} and {"prompt_token_ids": ..}; they may be mixed. `sampling_params` is vLLM's
-        name of `params`.
+        Args:
+            prompts: a prompt is a string, a list of token ids, a conversation (a list of messages),
+                or vLLM's {"prompt": ..} or {"prompt_token_ids": ..}; a list may mix them.
+            params: sampling parameters for all prompts, or one for each. By default the model's.
+            sampling_params: vLLM's name of `params`.
 
-        Returns: completions in the order of the prompts, the choices of each in their order. With
-            one choice for each prompt the list reads as vLLM's: `.prompt`, `.outputs[0].text`.
-        Raises: UsageError naming what cannot be done, before anything runs; NumericalError.
+        Returns: completions by prompt, then by choice. With one choice per prompt the list reads as
+            vLLM's: `.prompt`, `.outputs[0].text`.
+        Raises: UsageError, before anything runs, for a prompt or parameters that cannot run;
+        NumericalError if the model produces NaN or Inf.
         """
         given = as_prompts(prompts)
         requests = self.input_processor.requests(given, _either(params, sampling_params))
@@ -166,10 +169,13 @@ class LLM:
         documents: Sequence[Mapping[str, Any]] = (),
         template_vars: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """Answer a conversation, or each of a list of them, through the model's chat template.
+        """Answer a conversation, or a list of conversations, through the model's chat template.
 
-        A conversation is a list of messages, {"role": .., "content": ..}. `tools` and `documents`
-        go to the template, as do `template_vars` under their names.
+        Args:
+            messages: a conversation is a list of messages, {"role": .., "content": ..}.
+            tools: JSON schemas of tools, for the template.
+            documents: documents, for the template.
+            template_vars: further variables of the template, by name.
 
         Returns, Raises: as `generate`.
         """
@@ -183,13 +189,13 @@ class LLM:
         *,
         sampling_params: SamplingParams | None = None,
     ) -> Iterator[str]:
-        """Complete one prompt and give its text piece by piece, as it comes.
+        """Complete one prompt and yield its text piece by piece.
 
         Raises: UsageError for more than one choice, whose texts would mix.
         """
         requests = self.input_processor.requests([prompt], _either(params, sampling_params))
         if requests[0].params.n > 1:
-            raise UsageError(f"n={requests[0].params.n}: a stream is one text; use generate")
+            raise UsageError(f"n={requests[0].params.n}: a stream has one choice; use generate")
         for output in self.run(requests):
             yield output.text
 
@@ -239,19 +245,18 @@ class LLM:
         stride: int | None = None,
         on_tokens: Callable[[int], None] = lambda _: None,
     ) -> list[list[float]]:
-        """Natural-log probabilities of every token after the first, given those before it.
+        """Natural-log probabilities of every token after the first, given the tokens before it.
 
-        A sequence longer than the context is scored in windows of the context's length, each
-        `stride` tokens after the one before; by default that is half the context. A token is given
-        as many of those before it as are in the first window that holds it.
+        A sequence longer than the context is scored in windows of the context's length. A token is
+        conditioned on the tokens before it in the first window that contains it.
 
         Args:
             sequences: token ids.
-            stride: 1 to one less than the context. A small stride gives tokens more context and
-                takes more time.
-            on_tokens: called after each window with the number of tokens that it added.
+            stride: tokens between the starts of two windows, 1 to one less than the context. By
+                default half the context. A small stride gives tokens more context and takes longer.
+            on_tokens: called after each window with the number of newly scored tokens.
 
-        Raises: UsageError for a sequence that cannot be scored, or for which the cache has no room.
+        Raises: UsageError for a sequence that cannot be scored or does not fit into the KV cache.
         """
         self._require_open()
         longest = self.input_processor.longest
@@ -268,7 +273,7 @@ class LLM:
                     n_allocatable = group.pool.n_allocatable()
                     if group.n_held(n_tokens) > n_allocatable:
                         raise UsageError(
-                            f"{n_tokens} tokens and the KV cache has room for "
+                            f"{n_tokens} tokens, but the KV cache has room for "
                             f"{n_allocatable * group.pool.block_size}; raise kv_cache_bytes"
                         )
             except UsageError as error:
@@ -289,7 +294,7 @@ class LLM:
         return logprobs
 
     def machine(self) -> Machine:
-        """How fast the ranks read their memory, and how much of it they have held."""
+        """The memory bandwidth of all ranks, and their peak memory."""
         self._require_open()
         if self.ranks.comm is not self.engine.comm:  # a slice
             return measure(self.ranks.comm, self.device)
@@ -304,20 +309,21 @@ class LLM:
         return self.input_processor.tokenizer
 
     def pids(self) -> dict[int, int]:
-        """The processes of the ranks that this host runs for this program, by rank."""
+        """The process ids of this rank and of the ranks that it has started, by rank."""
         return self.ranks.pids()
 
     def require_alive(self) -> None:
-        """Look whether all ranks are alive, while no step runs; a step finds it out by itself.
+        """Check that all ranks are alive, while no step runs; a step checks it itself.
 
         Raises: RankError naming a rank that has died.
         """
         self.ranks.require_alive()
 
     def weight_bytes_per_step(self, batch: int) -> int:
-        """Bytes of weights that all ranks together read to decode one step of so many sequences.
+        """Bytes of weights that all ranks together read to decode a step of `batch` sequences.
 
-        Of a slice, its own. See `plan.bytes_passed_over` for those that are not read.
+        For a slice, those of its one rank. `plan.bytes_passed_over` counts weights that are not
+        read.
         """
         shares = self.engine.runner.plan.shares
         one = shares[0] if len(shares) == 1 else None
@@ -325,9 +331,9 @@ class LLM:
         return sum(self.statistics.weight_bytes) - passed_over
 
     def close(self) -> None:
-        """End the other ranks; it can be called twice, and after a fault.
+        """End the other ranks; may be called twice, and after an error.
 
-        A program that ends without it closes what it holds.
+        A program that ends without it closes its LLMs.
         """
         self._end()
 
@@ -357,7 +363,7 @@ class LLM:
                 self._step_for_all()
 
     def _whole_step(self) -> AbstractContextManager[None]:
-        """Holds Ctrl-C back until a step is over: half a collective would be the group's end."""
+        """Delays Ctrl-C to the end of a step: interrupting a collective would break the group."""
         use_device(self.device)
         if self.tp_size == 1 or threading.current_thread() is not threading.main_thread():
             return nullcontext()
@@ -388,7 +394,7 @@ class LLM:
 
 @contextmanager
 def _held_back(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Ctrl-C comes to its handler afterwards."""
+    """Calls the handler of Ctrl-C afterwards."""
     pressed: list[tuple[int, FrameType | None]] = []
     signal.signal(signal.SIGINT, lambda *press: pressed.append(press))
     try:
@@ -409,9 +415,9 @@ class _GenerateCall:
 
 
 def _either(params: _Params, sampling_params: _Params) -> _Params:
-    """The settings of a call, under whichever of both names.
+    """The sampling parameters of a call, under either name.
 
-    Raises: UsageError where both are given.
+    Raises: UsageError if both are given.
     """
     if params is not None and sampling_params is not None:
         raise UsageError("params and sampling_params are two names of one argument; give one")
