@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from parallel_llama.model.kv_cache import Blocks
 
-# Tokens of a chunk that are decoded one by one: a token and its drafts, so that these get to the
-# last bit what they would get alone.
+# Most tokens of a chunk that are decoded as separate queries: a token and its drafts, so that the
+# results are bitwise those of decoding without drafts.
 MAX_DECODED = 9
 
 
@@ -14,8 +14,8 @@ MAX_DECODED = 9
 class Chunk:
     """Consecutive tokens of one sequence, the first of them at position `start`.
 
-    `tables` are the sequence's block tables, one for each group of layers, as far as the chunk's
-    last token or longer; `n_prompt` is the number of tokens that the sequence began with.
+    `tables` are the sequence's block tables, one for each KV group, at least up to the chunk's last
+    token; `n_prompt` is the length of the sequence's prompt.
     """
 
     tokens: Sequence[int]
@@ -29,5 +29,5 @@ class Chunk:
 
     @property
     def is_decoded(self) -> bool:
-        """Whether each of its tokens is a query of its own, and not all of them tiles."""
+        """Whether its tokens are separate queries, and not tiles of queries."""
         return len(self.tokens) <= MAX_DECODED
