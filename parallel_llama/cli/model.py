@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MODEL: Flag[str] = Flag(
     "model", "a HF folder, a Meta folder, a .gguf file, or the name of a model",
-    filled_text, "PATH_OR_NAME", "smollm2", subject="model",
+    filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
 )  # fmt: skip
 # The names of vLLM for the number of ranks.
 NPROC_ALIASES = "tp", "tensor-parallel-size"
@@ -47,7 +47,7 @@ QUANT: Flag[str | None] = Flag(
     aliases=("quantization",), subject="model",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
-    "device", "auto, cpu or cuda", device_name, "DEVICE", default="auto", subject="ranks"
+    "device", "auto, cpu or cuda", device_name, "DEVICE", default=LLMConfig.device, subject="ranks"
 )
 MAX_SEQ_LEN: Flag[int | None] = Flag(
     "max-seq-len", "most tokens of a sequence, prompt and completion together, such as 4096 or 32k",
@@ -61,22 +61,22 @@ KV_CACHE_BYTES: Flag[int | None] = Flag(
 KV_SPLIT: Flag[KVSplit] = Flag(
     "kv-split",
     "what ranks share out of the KV cache: heads, or tokens where several would hold one head",
-    one_of("heads", "sequence"), "WHAT", default="heads", subject="context and KV cache",
+    one_of("heads", "sequence"), "WHAT", default=LLMConfig.kv_split, subject="context and KV cache",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
     "first tokens that stay visible beside a sliding window, the model's or its context's length; "
     "with them, 4 are usual, a text may grow beyond the context without end",
-    token_count(0), "N", default=0, subject="context and KV cache",
+    token_count(0), "N", default=LLMConfig.attention_sinks, subject="context and KV cache",
 )  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(
-    "block-size", "tokens per block of the paged KV cache", token_count(1, 4096), "N", default=16,
-    subject="context and KV cache",
+    "block-size", "tokens per block of the paged KV cache", token_count(1, 4096), "N",
+    default=LLMConfig.block_size, subject="context and KV cache",
 )  # fmt: skip
 KV_CACHE_DTYPE: Flag[str] = Flag(
     "kv-cache-dtype", "what the KV cache keeps numbers in: auto for the model's dtype, bfloat16, "
     "int8 or fp8, which take a half to a quarter of float32's bytes",
-    kv_dtype_name, "DTYPE", default="auto", subject="context and KV cache",
+    kv_dtype_name, "DTYPE", default=LLMConfig.kv_cache_dtype, subject="context and KV cache",
 )  # fmt: skip
 RANDOM_WEIGHTS: Flag[int | None] = Flag(
     "random-weights", "draw the weights from this seed, for a model that is only a configuration",
@@ -101,6 +101,11 @@ RANKS: tuple[Flag[Any], ...] = (
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
+# Flags with the names of LLMConfig's fields.
+_SETTINGS: tuple[Flag[Any], ...] = (
+    MODEL, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
+    KV_CACHE_DTYPE, KV_SPLIT, ATTENTION_SINKS, BLOCK_SIZE,
+)  # fmt: skip
 
 
 def args_of(files: ModelFiles) -> ModelArgs:
@@ -150,23 +155,8 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
 
 def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
     """The LLM that the flags describe; `settings` are fields without a flag."""
-    return LLMConfig(
-        model=flags[MODEL],
-        dtype=flags[DTYPE],
-        quant=flags[QUANT],
-        device=flags[DEVICE],
-        max_seq_len=flags[MAX_SEQ_LEN],
-        seed=flags[SEED],
-        random_weights=flags[RANDOM_WEIGHTS],
-        verify=flags[VERIFY],
-        kv_cache_bytes=flags[KV_CACHE_BYTES],
-        kv_cache_dtype=flags[KV_CACHE_DTYPE],
-        kv_split=flags[KV_SPLIT],
-        attention_sinks=flags[ATTENTION_SINKS],
-        block_size=flags[BLOCK_SIZE],
-        timeout_s=flags[TIMEOUT],
-        **settings,
-    )
+    own = {flag.name.replace("-", "_"): flags[flag] for flag in _SETTINGS}
+    return LLMConfig(**own, timeout_s=flags[TIMEOUT], **settings)
 
 
 def _verify_metadata(flags: Flags) -> None:

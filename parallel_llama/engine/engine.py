@@ -20,6 +20,7 @@ from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.draws import draw_each, draws_of, noise_of
 from parallel_llama.engine.kv_capacity import Capacity
+from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.machine import tick_of
 from parallel_llama.engine.messages import MAX_SIZE, StepMessage, decode_message, size_of
 from parallel_llama.engine.model_runner import ModelRunner
@@ -46,11 +47,9 @@ from parallel_llama.sampling import (
 from parallel_llama.structured import GrammarCompiler, Matcher
 from parallel_llama.tokenizer import Tokenizer
 
-BLOCK_SIZE = 16
-
-# Draft tokens of one sequence, and the rows of all decoding sequences together: with more rows a
-# step gets slower by more than drafts gain.
-MAX_DRAFTS, _MAX_ROWS = 8, 16
+# Rows of all decoding sequences with their drafts: with more rows a step gets slower by more than
+# drafts gain.
+_MAX_ROWS = 16
 
 # Prompt positions whose logits exist at once.
 SCORE_ROWS = 128
@@ -93,7 +92,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         *,
         step_tokens: int | None = None,
-        max_drafts: int = MAX_DRAFTS,
+        max_drafts: int = LLMConfig.max_drafts,
     ) -> None:
         self.runner, self.comm, self.capacity = runner, runner.comm, capacity
         self.step_tokens = step_tokens or capacity.step_tokens
