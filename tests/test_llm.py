@@ -26,12 +26,12 @@ from tiny_folder import write_chat_folder
 
 import parallel_llama
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.kv_capacity import DeviceMemory
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.rank_group import shared_facts
 from parallel_llama.engine.setup import ModelSetup
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.engine_process import EngineProcess
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.handshake import Card, require_same

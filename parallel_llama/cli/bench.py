@@ -194,7 +194,7 @@ def _slice_figures(
 
 def _count_collectives(llm: "LLM") -> int:
     """How many collectives a step has: counted in one that no graph replays, as a prompt is."""
-    from parallel_llama.engine.chunk import MAX_DECODED
+    from parallel_llama.engine.step_buffer import MAX_DECODED
     from parallel_llama.parallel.slice import Slice
 
     comm = llm.engine.comm

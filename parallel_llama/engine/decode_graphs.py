@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_llama.engine.chunk import Chunk
-from parallel_llama.engine.step_buffer import Paging, RowNoise, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import Chunk, Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.model.batch import Batch
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.parallel.collectives import Communicator

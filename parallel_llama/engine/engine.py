@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from parallel_llama.engine.block_pool import BlockPool
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.draws import draw_each, draws_of, noise_of
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.llm_config import LLMConfig
@@ -28,7 +27,7 @@ from parallel_llama.engine.outputs import REASONS, OutputProcessor, SequenceOutp
 from parallel_llama.engine.prompt_lookup import PromptLookup
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepClock, StepTimes
-from parallel_llama.engine.step_buffer import RowNoise
+from parallel_llama.engine.step_buffer import Chunk, RowNoise
 from parallel_llama.errors import DISAGREE, NumericalError
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.model.rope import base_len

@@ -17,11 +17,10 @@ from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.checkpoint.ahead import ahead
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.spread_cache import CachePart, mask_of
-from parallel_llama.engine.step_buffer import Paging, RowNoise, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import Chunk, Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.families.model_args import layer_groups
 from parallel_llama.model.batch import Batch, GroupBatch, QueryTile, SinkTile
 from parallel_llama.model.decode_program import (

@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from parallel_llama.engine.block_group import BlockTable
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.engine import SCORE_ROWS, Engine
 from parallel_llama.engine.machine import Machine, measure
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import NumericalError
 from parallel_llama.sampling import score
 

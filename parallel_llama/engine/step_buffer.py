@@ -1,4 +1,4 @@
-"""The inputs of a step in one buffer, which is copied to the device at once.
+"""The chunks of a step, and all its inputs in one buffer, which is copied to the device at once.
 
 On a GPU each copy costs more than a small kernel, and a CUDA graph reads its inputs from fixed
 addresses. So a step's tokens, positions, slots, block tables and noise are consecutive in one
@@ -13,15 +13,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.families.model_args import LayerGroup
 from parallel_llama.model.batch import Batch, GroupBatch
+from parallel_llama.model.kv_cache import Blocks
 from parallel_llama.ops import Noise, PagedQueries
 
 _RANGE = 5  # integers of a range of queries, as in PagedQueries
 
+# Most tokens of a chunk that are decoded as separate queries: a token and its drafts, so that the
+# results are bitwise those of decoding without drafts.
+MAX_DECODED = 9
+
 # The key and the temperature of a row's draw, as Noise has them.
 RowNoise = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence, the first of them at position `start`.
+
+    `tables` are the sequence's block tables, one for each KV group, at least up to the chunk's last
+    token; `n_prompt` is the length of the sequence's prompt.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    tables: Sequence[Blocks]
+    n_prompt: int
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + len(self.tokens))
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether its tokens are separate queries, and not tiles of queries."""
+        return len(self.tokens) <= MAX_DECODED
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TINY_MODELS, write_hf
 from torch import Tensor
 
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.model.attention import Attention
 
 NAME = "9/3 attention bias"
