@@ -473,7 +473,7 @@ class Engine:
                 state.history.append(one.token)
             if one.logprobs is not None:
                 state.output.logprobs.append(self._outputs.with_texts(one.logprobs))
-        state.lookup.judge(item.n_drafts, max(0, len(kept) - 1))
+        state.lookup.update(item.n_drafts, max(0, len(kept) - 1))
         self.scheduler.commit(item, ids)
         return self._finish(state.output, ids, text, reason)
 

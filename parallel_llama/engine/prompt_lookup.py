@@ -1,7 +1,7 @@
 """Speculative decoding by prompt lookup: draft tokens copied from earlier in the sequence.
 
-The model verifies the drafts, each of which costs a row of a forward pass. A gate for each sequence
-limits the drafts by their acceptance rate and the cost of rows.
+The model verifies the drafts, each of which costs a row of a forward pass. A budget for each
+sequence limits the drafts by their acceptance rate and the cost of rows.
 
 Source: prompt lookup decoding (Saxena, 2023); speculative decoding, arXiv 2211.17192, section 3.3,
 for the expected number of tokens.
@@ -19,7 +19,7 @@ ROW_COSTS = ((1, 1.0), (2, 1.1), (4, 1.4), (8, 1.55), (16, 1.8))
 MIN_GAIN = 1.05  # tokens per cost, against 1 without drafts
 MEMORY = 0.9  # decay of earlier observations with each new one
 PRIOR_KEPT, PRIOR_TRIED = 1.0, 2.0
-FIRST_WAIT, LONGEST_WAIT = 16, 256  # steps between the probes of a closed gate
+FIRST_WAIT, LONGEST_WAIT = 16, 256  # steps between the probes of an empty budget
 
 
 class PromptLookup:
@@ -34,19 +34,19 @@ class PromptLookup:
     def __init__(self, row_costs: Sequence[tuple[int, float]] = ROW_COSTS) -> None:
         self._following: dict[tuple[int, ...], int] = {}  # run -> position of the token behind it
         self._n_indexed = 0  # tokens that are entered as followers
-        self._gate = Gate(row_costs)
+        self._budget = DraftBudget(row_costs)
 
     def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """At most `most` drafts of what follows `tokens`; none if they would not pay off.
 
         `tokens` must start with the tokens of the previous call.
         """
-        found = self.continuation(tokens, min(most, self._gate.most))
-        return found[: self._gate.admit()] if found else ()
+        found = self.continuation(tokens, min(most, self._budget.most))
+        return found[: self._budget.n_allowed()] if found else ()
 
-    def judge(self, n_drafts: int, n_kept: int) -> None:
+    def update(self, n_drafts: int, n_kept: int) -> None:
         """Update the acceptance rate: the first `n_kept` of a step's drafts were right."""
-        self._gate.judge(n_drafts, n_kept)
+        self._budget.update(n_drafts, n_kept)
 
     def continuation(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         """The tokens after the latest earlier occurrence of the longest suffix that has one."""
@@ -61,10 +61,10 @@ class PromptLookup:
         return ()
 
 
-class Gate:
+class DraftBudget:
     """The number of drafts that maximises expected tokens per cost, by recent acceptance.
 
-    A closed gate lets a single draft through as a probe, ever more rarely while probes fail.
+    An empty budget allows a single draft as a probe, ever more rarely while probes fail.
     """
 
     def __init__(self, row_costs: Sequence[tuple[int, float]]) -> None:
@@ -77,7 +77,7 @@ class Gate:
         """The most drafts of a step."""
         return len(self._costs) - 1
 
-    def admit(self) -> int:
+    def n_allowed(self) -> int:
         """How many drafts to run now."""
         best = self._best()
         if best:
@@ -90,7 +90,7 @@ class Gate:
         self._wait, self._passed = min(2 * self._wait, LONGEST_WAIT), 0
         return 1
 
-    def judge(self, n_drafts: int, n_kept: int) -> None:
+    def update(self, n_drafts: int, n_kept: int) -> None:
         """Update the acceptance rate; drafts after the first wrong one do not count."""
         if n_drafts:
             self._kept = MEMORY * self._kept + n_kept
