@@ -179,7 +179,7 @@ def test_a_logit_bias_is_stored_by_token_id_whatever_it_came_as() -> None:
     [
         ("ebnf", "x", "lark"),
         ("regex", "", "empty"),
-        ("regex", 5, "no text"),
+        ("regex", 5, "must be a string"),
         ("lark", "x" * 65537, "65536"),
         ("json_schema", "\ud800", "surrogate"),
     ],

@@ -134,7 +134,7 @@ class EngineClient:
     def _require_places(self, n_choices: int, is_large: bool) -> None:
         if n_choices > self._max_choices:
             raise UsageError(
-                f"{n_choices} completions at once, and {self._max_choices} are the most; ask for "
+                f"{n_choices} completions at once exceed the limit of {self._max_choices}; ask for "
                 "fewer"
             )
         n_here, most = self.n_choices, self._max_choices
