@@ -6,14 +6,14 @@ For rank 0; the other ranks run `rank_rpc.serve_rank`.
 import asyncio
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Thread
 
 import torch
 
-from parallel_llama.engine.loop import Cancel, Close, EngineLoop, StepResult, Submit
+from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.prompts import Prompt
 from parallel_llama.engine.statistics import EngineStatistics
@@ -28,9 +28,11 @@ class Answer:
     The outputs of all choices arrive in one stream. Cancel an answer that is no longer wanted.
     """
 
-    def __init__(self, request: Request, commands: "_Commands") -> None:
+    def __init__(
+        self, request: Request, commands: "_Commands", deadline_s: float | None = None
+    ) -> None:
         self.request = request
-        self._commands = commands
+        self._commands, self._deadline_s = commands, deadline_s
         self._inbox: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
         self._n_open = request.params.n
 
@@ -45,7 +47,11 @@ class Answer:
     def cancel(self) -> None:
         """End the request at the next step, if it has not ended; its last output still arrives."""
         if self._n_open:
-            self._commands.put(Cancel(self))
+            self._commands.put(_Cancel(self))
+
+    def timeout_s(self) -> float | None:
+        """Seconds from now after which the request ends with what it has."""
+        return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def put(self, output: StepOutput | Exception) -> None:
         """Called by AsyncLLM, in the event loop."""
@@ -65,7 +71,13 @@ class Answer:
                 self.cancel()
 
 
-_Commands = queue.SimpleQueue[Submit[Answer] | Cancel[Answer] | Close]
+@dataclass(frozen=True)
+class _Cancel:
+    answer: Answer
+
+
+# An answer starts its request, None ends the loop.
+_Commands = queue.SimpleQueue[Answer | _Cancel | None]
 
 
 class AsyncLLM:
@@ -83,8 +95,8 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._client = _QueueClient()
         self._loop: EngineLoop[Answer] = EngineLoop(llm.ranks)
+        self._client = _QueueClient(self._loop)
         # Written before the event loop learns of it, and only read there.
         self._error: Exception | None = None
         self._is_closed = False
@@ -121,8 +133,8 @@ class AsyncLLM:
         )
         self._llm.engine.check(request)
         self._require_open()  # nothing is awaited between this and the queue
-        answer = Answer(request, self._client.queue)
-        self._client.queue.put(Submit(answer, request, deadline_s))
+        answer = Answer(request, self._client.queue, deadline_s)
+        self._client.queue.put(answer)
         return answer
 
     async def generate(
@@ -155,7 +167,7 @@ class AsyncLLM:
         Raises: the error that ended the engine, if one did.
         """
         self._is_closed = True
-        self._client.queue.put(Close())
+        self._client.queue.put(None)
         await asyncio.to_thread(self._thread.join)
         self._input_thread.shutdown()
         if self._error is not None:
@@ -182,20 +194,29 @@ class AsyncLLM:
 class _QueueClient:
     """The client of the engine's loop: commands come from a queue, outputs go to the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: EngineLoop[Answer]) -> None:
         self.queue: _Commands = queue.SimpleQueue()
-        self._event_loop = asyncio.get_running_loop()
+        self._loop, self._event_loop = loop, asyncio.get_running_loop()
 
-    def commands(self, wait: bool) -> Iterator[Submit[Answer] | Cancel[Answer] | Close]:
+    def take_commands(self, wait: bool) -> bool:
         while wait or not self.queue.empty():
-            yield self.queue.get()
-            wait = False
+            command, wait = self.queue.get(), False
+            if command is None:
+                return False
+            if isinstance(command, _Cancel):
+                self._loop.cancel(command.answer)
+            else:
+                self._submit(command)
+        return True
+
+    def _submit(self, answer: Answer) -> None:
+        try:
+            self._loop.submit(answer, answer.request, answer.timeout_s())
+        except UsageError as error:
+            self._hand_out([(answer, error)])
 
     def on_step(self, result: StepResult[Answer]) -> None:
         self._hand_out(result.outputs)
-
-    def on_refused(self, key: Answer, error: UsageError) -> None:
-        self._hand_out([(key, error)])
 
     def on_failed(self, keys: Sequence[Answer], error: Exception) -> None:
         self._hand_out([(answer, error) for answer in keys])
@@ -206,8 +227,8 @@ class _QueueClient:
         def refuse() -> None:
             while not self.queue.empty():
                 command = self.queue.get()
-                if isinstance(command, Submit):
-                    command.key.put(error)
+                if isinstance(command, Answer):
+                    command.put(error)
 
         self._call(refuse)
 
@@ -224,4 +245,4 @@ class _QueueClient:
         try:
             self._event_loop.call_soon_threadsafe(function)
         except RuntimeError:  # the event loop has ended without `close`
-            self.queue.put(Close())
+            self.queue.put(None)

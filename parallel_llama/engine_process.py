@@ -7,13 +7,12 @@ import os
 import select
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 
-from parallel_llama.engine import loop
 from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.rank_group import RankGroup
@@ -22,6 +21,7 @@ from parallel_llama.parallel.failures import RankError
 from parallel_llama.request import Request, SamplingParams, TokenLogprob
 from parallel_llama.serve.fair_threads import yield_cores
 from parallel_llama.serve.wire import (
+    Cancel,
     Failed,
     FrameSocket,
     Loaded,
@@ -43,10 +43,6 @@ class EngineProcess:
     """The client of an engine's loop whose commands come from the front, through a socket.
 
     For rank 0; the other ranks run `rank_rpc.serve_rank`.
-
-    Args:
-        ranks: the ranks of a loaded model.
-        frames: the socket, whose other end is the front's.
     """
 
     def __init__(self, ranks: RankGroup, frames: FrameSocket) -> None:
@@ -101,28 +97,25 @@ class EngineProcess:
             ),
         )
 
-    def commands(self, wait: bool) -> Iterator[loop.Submit[int] | loop.Cancel[int]]:
+    def take_commands(self, wait: bool) -> bool:
         if wait:
             self._wait()
         self._frames.flush()
         for body in self._frames.receive():
             message = to_engine.decode(body)
-            if isinstance(message, Submit):
-                if self._needs_compiling(message.request):
-                    self._compiling.add(message.key)
-                    self._grammar_thread.submit(self._compile, message)
-                else:
-                    yield loop.Submit(message.key, message.request)
-            elif message.key in self._compiling:
-                self._compiling.remove(message.key)
-                self._frames.send(Refused(message.key, "it was cancelled"))
+            if isinstance(message, Cancel):
+                self._cancel(message.key)
+            elif self._needs_compiling(message.request):
+                self._compiling.add(message.key)
+                self._grammar_thread.submit(self._compile, message)
             else:
-                yield loop.Cancel(message.key)
+                self._submit(message)
         while self._compiled:
             ready = self._compiled.popleft()
             if ready.key in self._compiling:
                 self._compiling.remove(ready.key)
-                yield loop.Submit(ready.key, ready.request)
+                self._submit(ready)
+        return True
 
     def on_step(self, result: StepResult[int]) -> None:
         for key, output in result.outputs:
@@ -130,9 +123,6 @@ class EngineProcess:
         outputs = tuple(_wire_output(key, output) for key, output in result.outputs)
         statistics = self._ranks.engine.statistics()
         self._frames.send(Stepped(outputs, tuple(result.begun), result.seconds, statistics))
-
-    def on_refused(self, key: int, error: UsageError) -> None:
-        self._frames.send(Refused(key, str(error)))
 
     def on_failed(self, keys: Sequence[int], error: NumericalError) -> None:
         self._frames.send(Failed(tuple(keys), str(error)))
@@ -151,6 +141,19 @@ class EngineProcess:
             self._ranks.require_alive()
         with suppress(BlockingIOError):
             os.eventfd_read(self._woken)
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            self._loop.submit(message.key, message.request)
+        except UsageError as error:
+            self._frames.send(Refused(message.key, str(error)))
+
+    def _cancel(self, key: int) -> None:
+        if key in self._compiling:
+            self._compiling.remove(key)
+            self._frames.send(Refused(key, "it was cancelled"))
+        else:
+            self._loop.cancel(key)
 
     def _needs_compiling(self, request: Request) -> bool:
         grammar = request.params.grammar

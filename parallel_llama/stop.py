@@ -28,12 +28,8 @@ class StopChecker:
     """Finds stop strings in a text that arrives in pieces, and releases only text that is final.
 
     The occurrence that ends first wins, and the longest of those that end together. The text is cut
-    before it, or after it with `shows_stop`, so the result does not depend on how the text is split
+    before it, or after it with `shows_stop`; so the result does not depend on how the text is split
     into pieces. The longest suffix of the text that starts a stop string is held back.
-
-    Args:
-        stop: the stop strings.
-        shows_stop: whether the stop string is a part of the text.
 
     Cost: building takes one step per character of the stop strings; `push` takes an amortised
     constant number of steps per character, independent of the number of stop strings.

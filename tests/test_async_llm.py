@@ -17,9 +17,8 @@ from tiny_folder import write_chat_folder
 
 from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams
 from parallel_llama.async_llm import Answer
-from parallel_llama.engine.loop import Submit
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.request import Grammar, Request
+from parallel_llama.request import Grammar
 
 ROOT = Path(__file__).parents[1]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
@@ -401,8 +400,9 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
         while not broken.is_set():  # the event loop stands still: this comes when all is over
             time.sleep(0.001)
         engine._thread.join(LIMIT_S)
-        engine._client.queue.put(submitted := _command(engine, answers[0].request))
-        tasks.append(asyncio.create_task(submitted.key.completions()))
+        # What `submit` puts into the queue in the moment in which the engine ends.
+        engine._client.queue.put(late := Answer(answers[0].request, engine._client.queue))
+        tasks.append(asyncio.create_task(late.completions()))
         ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
         assert [str(end) for end in ends] == ["something broke"] * 3
         with pytest.raises(ValueError, match="something broke"):
@@ -416,8 +416,3 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
 
     slow_down(llm)
     asyncio.run(serve())
-
-
-def _command(engine: AsyncLLM, request: Request) -> Submit[Answer]:
-    """What `submit` puts into the queue in the moment in which the engine ends."""
-    return Submit(Answer(request, engine._client.queue), request)

@@ -61,12 +61,9 @@ class BlockTable:
 class BlockGroup:
     """The pool of one KV group, and the rules for the tables of its sequences.
 
-    Args:
-        pool: the blocks.
-        window: the number of keys that a token sees, its own included; None for all.
-        step_tokens: the most tokens of a sequence in one step; they are held at once, with the
-            window of the first.
-        n_sinks: the number of first tokens of a sequence that are always visible.
+    `window` is the number of keys that a token sees, its own included; None for all. A step runs at
+    most `step_tokens` tokens of a sequence, which are held at once with the window of the first.
+    The first `n_sinks` tokens of a sequence are always visible.
     """
 
     def __init__(
@@ -136,10 +133,7 @@ class BlockGroup:
         return stop
 
     def extend(self, table: BlockTable, start: int, stop: int, most_tokens: int) -> None:
-        """Allocate blocks for the tokens from `start` to `stop`.
-
-        Args:
-            most_tokens: the length that the sequence may grow to.
+        """Allocate blocks for tokens `start` to `stop`; the sequence may grow to `most_tokens`.
 
         Raises: OutOfBlocks.
         """

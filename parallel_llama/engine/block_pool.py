@@ -34,10 +34,6 @@ class BlockPool:
     least recently used first. The tail of a sequence counts as less recently used than its head,
     since more prompts share the head; so the blocks of an evicted sequence are consecutive again.
 
-    Args:
-        n_blocks: the number of blocks.
-        block_size: slots of a block.
-
     Cost: logarithmic in the number of free runs, for each block that changes its state.
     """
 
@@ -90,13 +86,9 @@ class BlockPool:
     def take(self, n: int, after: int | None = None, room: int = 0) -> list[int]:
         """Allocate `n` blocks, whose contents are undefined.
 
-        They follow block `after` as far as the blocks there are free. The others start where `room`
-        blocks in a row are free, or in the longest free run; the free blocks after them, up to
-        `room`, are promised to the caller.
-
-        Args:
-            after: a block of the caller.
-            room: the number of blocks, these n included, that the caller may need.
+        They follow the caller's block `after` as far as the blocks there are free. The others start
+        where `room` blocks in a row, these n included, are free, or in the longest free run. The
+        free blocks after them, up to `room`, are promised to the caller.
 
         Raises: OutOfBlocks, with the pool unchanged.
         """
@@ -249,9 +241,8 @@ def prefix_keys(
 ) -> list[bytes]:
     """One key per full block of a sequence, a hash of all tokens up to the block's end.
 
-    Args:
-        context: what keys and values depend on beside tokens, and the cache salt.
-        known: the keys of the first blocks.
+    `context` is what keys and values depend on beside tokens, and the cache salt; `known` are the
+    keys of the first blocks.
     """
     keys = list(known)
     # A different hash: a context chosen to look like a block's key must not find that block.

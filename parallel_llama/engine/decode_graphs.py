@@ -44,10 +44,7 @@ class _Graph:
 class DecodeGraphs:
     """A model's captured decode steps over its KV caches; none before `record`.
 
-    Args:
-        paging: what all steps share.
-        longest: the length of the longest sequence.
-        device: the GPU.
+    `longest` is the length of the longest sequence.
     """
 
     def __init__(self, paging: Paging, longest: int, device: torch.device) -> None:
@@ -65,12 +62,9 @@ class DecodeGraphs:
     ) -> None:
         """Capture `step` for each bucket, smallest first, until LIMIT_S have passed or one fails.
 
-        Capturing fails if an operator synchronises with the device, or memory is out.
-
-        Args:
-            step: the step. It is not kept: it holds the model, which must be freed with its LLM.
-            recorder: captures a step.
-            on_graph: called with the number of rows before each capture.
+        `step` is not kept: it holds the model, which must be freed with its LLM. `on_graph` is
+        called with the number of rows before each capture. Capturing fails if an operator
+        synchronises with the device, or memory is exhausted.
 
         Collective: a broadcast and an all_gather for each bucket, and its steps.
         """

@@ -10,10 +10,6 @@ class Detokenizer:
 
     A sequence ends at a stop id or stop string after the request's min_tokens. Neither is a part of
     the text, unless the request has include_stop_str_in_output.
-
-    Args:
-        request: the request of the sequence.
-        tokenizer: None for a model without a tokenizer.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:

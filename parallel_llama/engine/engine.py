@@ -73,12 +73,10 @@ class Engine:
     prompt runs in chunks, beside the decode steps of other requests.
 
     Args:
-        runner: the model of this rank.
-        capacity: the size of the KV cache, the same on all ranks.
         tokenizer: None for a model without a tokenizer, and on ranks above 0.
         grammars: the grammar compiler; None where `tokenizer` is None.
-        step_tokens: the most tokens of one step; by default those of `capacity`.
-        max_drafts: the most draft tokens of a sequence in one step.
+        step_tokens: most tokens of a step; by default those of `capacity`.
+        max_drafts: most draft tokens of a sequence in one step.
 
     Collective: the constructor and `step`.
     """
@@ -132,8 +130,7 @@ class Engine:
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
         """Queue a request, which starts at one of the next steps. Returns: its ticket.
 
-        Args:
-            timeout_s: seconds from now after which the request ends with what it has.
+        After `timeout_s` the request ends with what it has.
 
         Raises: UsageError if it can never fit into the KV cache, or its grammar cannot be used.
         """

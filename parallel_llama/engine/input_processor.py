@@ -43,13 +43,9 @@ logger = logging.getLogger(__name__)
 class InputProcessor:
     """The text side of one model: its tokenizer, chat template, sampling defaults and limits.
 
-    Args:
-        files: the model.
-        args: the model's arguments.
-        max_seq_len: lowers the model's context.
-        seed: seed of requests without a seed; None draws a new one whenever requests are made.
-        attention_sinks: number of first tokens that are always visible; with them sequences may be
-            longer than the context.
+    `max_seq_len` lowers the model's context. `seed` is for requests without a seed; None draws a
+    new one whenever requests are made. With `attention_sinks`, as many first tokens are always
+    visible, and sequences may be longer than the context.
 
     Raises: UsageError if `max_seq_len` is beyond the model's context, or the model does not support
     attention sinks.

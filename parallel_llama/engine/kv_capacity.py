@@ -91,15 +91,8 @@ def memory_of(device: torch.device) -> DeviceMemory:
 class CacheSize:
     """The wanted size of each rank's KV cache: `n_bytes`, or as much as fits.
 
-    Args:
-        args: the model's arguments.
-        plan: the shards of the ranks.
-        form: the format of the cache.
-        block_size: tokens of a block.
-        n_bytes: bytes of each rank's cache; None for as much as fits.
-        max_seq_len: the length of the longest sequences.
-        working: bytes that each rank's GPU must keep free; empty on the CPU.
-        step_tokens: the most tokens of a step.
+    `max_seq_len` is the length of the longest sequences, `working` the bytes that each rank's GPU
+    must keep free (empty on the CPU), `step_tokens` the most tokens of a step.
 
     Raises: UsageError if `n_bytes` is less than one block of each KV group.
     """
@@ -152,8 +145,7 @@ class CacheSize:
     def agree(self, comm: Communicator, memory: DeviceMemory) -> Capacity:
         """The capacity: as many blocks as fit on the rank with the least free memory.
 
-        Args:
-            memory: this rank's free memory, after the weights have been loaded.
+        `memory` is this rank's, after the weights have been loaded.
 
         Raises: UsageError, on all ranks, if not even one block fits, or a rank has less free memory
         than `n_bytes`.

@@ -1,45 +1,20 @@
-"""Runs an engine for its clients: takes commands, steps, and routes each output to its request.
+"""Runs an engine for its clients: takes requests, steps, and routes each output to its request.
 
 `LLM` drives an EngineLoop in place; `AsyncLLM` runs one on a thread; the server's engine process
 runs one over a socket.
 """
 
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.rank_group import RankGroup
-from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.errors import NumericalError
 from parallel_llama.request import FinishReason, Request
 
 Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Submit(Generic[Key]):
-    """Start a request under a key that no other unfinished request has.
-
-    Args:
-        deadline_s: when the request ends with what it has, in seconds on the monotonic clock.
-    """
-
-    key: Key
-    request: Request
-    deadline_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Cancel(Generic[Key]):
-    """End a request at the next step; does nothing if the request has ended."""
-
-    key: Key
-
-
-@dataclass(frozen=True)
-class Close:
-    """Cancel all requests and return from `EngineLoop.run`."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +30,25 @@ class StepResult(Generic[Key]):
 
 
 class Client(Protocol[Key]):
-    """Where `EngineLoop.run` takes commands from, and what it reports to."""
+    """What `EngineLoop.run` serves."""
 
-    def commands(self, wait: bool) -> Iterable[Submit[Key] | Cancel[Key] | Close]:
-        """The commands that have arrived; with `wait`, blocks until there may be one."""
+    def take_commands(self, wait: bool) -> bool:
+        """Submit and cancel requests; with `wait`, block until there may be a command.
+
+        Returns: False to end the loop.
+        """
+        ...
 
     def on_step(self, result: StepResult[Key]) -> None: ...
 
-    def on_refused(self, key: Key, error: UsageError) -> None:
-        """The engine cannot run this request."""
-
     def on_failed(self, keys: Sequence[Key], error: NumericalError) -> None:
-        """A step failed, and with it all requests in the engine; the loop goes on."""
+        """A step failed, and with it all requests of the client; the loop goes on."""
 
 
 class EngineLoop(Generic[Key]):
     """The requests that one client has in the engine of rank 0, by the client's keys.
 
-    Args:
-        ranks: the ranks of the engine, which take part in each step.
+    All ranks take part in each step.
     """
 
     def __init__(self, ranks: RankGroup) -> None:
@@ -119,38 +94,17 @@ class EngineLoop(Generic[Key]):
         return keys
 
     def run(self, client: Client[Key]) -> None:
-        """Serve a client until it closes.
+        """Serve a client until it ends the loop, then cancel its requests.
 
         Raises: whatever a step raises, except NumericalError, which is reported to the client.
         """
-        while self._take_commands(client):
-            self._step_for(client)
+        while client.take_commands(wait=self._engine.idle):
+            if not self._engine.idle:
+                self._step_for(client)
         for key in self._tickets:
             self.cancel(key)
         while not self._engine.idle:
             self._step_for(client)
-
-    def _take_commands(self, client: Client[Key]) -> bool:
-        """Apply commands until the engine has work. Returns: False if the client has closed."""
-        while True:
-            for command in client.commands(wait=self._engine.idle):
-                match command:
-                    case Submit():
-                        self._start(command, client)
-                    case Cancel():
-                        self.cancel(command.key)
-                    case Close():
-                        return False
-            if not self._engine.idle:
-                return True
-
-    def _start(self, command: Submit[Key], client: Client[Key]) -> None:
-        deadline_s = command.deadline_s
-        timeout_s = None if deadline_s is None else deadline_s - time.monotonic()
-        try:
-            self.submit(command.key, command.request, timeout_s)
-        except UsageError as error:
-            client.on_refused(command.key, error)
 
     def _step_for(self, client: Client[Key]) -> None:
         try:

@@ -89,16 +89,7 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Read this rank's shard of a checkpoint, tensor by tensor.
 
-        Args:
-            args: the model's arguments.
-            checkpoint: the weights.
-            plan: the shards of the ranks.
-            comm: the ranks.
-            precision: the formats of the weights.
-            device: where the model runs.
-            kv_format: the format of the KV cache; by default the compute dtype.
-            ops: the model's operators; by default the fastest ones.
-            on_bytes: called with the number of bytes just read.
+        By default `kv_format` is the compute dtype, and `ops` are the fastest operators.
 
         Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights for a
         damaged weight.
@@ -183,10 +174,8 @@ class ModelRunner:
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
         """Run the chunks through the model, concatenated in one batch.
 
-        Args:
-            rows: the output rows, all by default. Fewer rows save most of the last layer's work.
-
-        Returns: the residual stream after the last block, [T, dim] replicated, of the output rows.
+        Returns: the residual stream after the last block, [T, dim] replicated. With `rows` only
+            those rows are computed, in their order, which saves most of the last block's work.
         Collective: those of `Transformer.forward`.
         """
         with _MEMORY:
@@ -204,12 +193,9 @@ class ModelRunner:
         others: Sequence[int] = (),
         noise: Sequence[RowNoise] = (),
     ) -> tuple[Logits, Tensor]:
-        """Run the chunks as `forward`, and compute the logits of the rows that are sampled.
+        """Run the chunks as `forward`; rows that are sampled become logits, others hidden states.
 
-        Args:
-            drawing: the rows that are sampled.
-            others: further output rows, without logits.
-            noise: the noise of the sampled rows, if `draws_on_device`.
+        `noise` is that of the sampled rows, if `draws_on_device`.
 
         Shapes: [len(drawing), V_local] local, which the next step may overwrite; [len(others), dim]
         replicated.

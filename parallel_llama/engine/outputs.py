@@ -103,9 +103,7 @@ class SequenceOutput:
 class OutputProcessor:
     """Turns the tokens of sequences into text and decides when sequences end.
 
-    Args:
-        tokenizer: None for a model without a tokenizer, and on ranks above 0.
-        grammars: compiles the grammars of requests; None where `tokenizer` is None.
+    Ranks above 0 have no tokenizer and no grammars, nor does a model without a tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, grammars: GrammarCompiler | None) -> None:

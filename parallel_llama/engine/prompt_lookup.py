@@ -25,9 +25,6 @@ FIRST_WAIT, LONGEST_WAIT = 16, 256  # steps between the probes of an empty budge
 class PromptLookup:
     """Drafts for one growing sequence: what followed the latest occurrence of its last tokens.
 
-    Args:
-        row_costs: (rows, cost) pairs, as ROW_COSTS.
-
     Cost: amortised constant time and three index entries per token of the sequence.
     """
 

@@ -54,9 +54,6 @@ class RankGroup:
 
     The constructor starts the processes of the other ranks, unless another program has started
     them; `start` joins them and loads the model.
-
-    Args:
-        setup: the model and its settings on this rank.
     """
 
     def __init__(self, setup: ModelSetup) -> None:
@@ -78,8 +75,7 @@ class RankGroup:
     def start(self, facts: Mapping[str, str], hooks: StartHooks) -> None:
         """Join the other ranks, load the model, and make the engine.
 
-        Args:
-            facts: what must be the same on all ranks, beside `shared_facts`, by name.
+        All ranks must have the same `facts`, beside `shared_facts`.
 
         Raises: RankError for a rank that does not arrive, fails, or has other facts; UsageError for
         memory that does not suffice; DamagedWeights for weights that cannot be read.

@@ -122,14 +122,9 @@ class ScheduledTokens:
 class Scheduler:
     """Schedules requests step by step: `schedule`, then `commit` for each sequence that ran.
 
-    Args:
-        pools: the block pool of each KV group; all blocks have the same size.
-        windows: the number of keys that a token sees in each KV group, None for all.
-        n_sinks: the number of first tokens that are always visible.
-        step_tokens: the most tokens of a step.
-        max_running: the most sequences that run at once.
-        context: what a request's keys and values depend on beside its tokens.
-        draft: guesses at most so many next tokens of a sequence.
+    Each KV group has a pool, all with blocks of one size, and a window: the number of keys that a
+    token sees, None for all. `context` returns what a request's keys and values depend on beside
+    its tokens; `draft` guesses at most so many next tokens of a sequence.
     """
 
     def __init__(

@@ -40,9 +40,7 @@ logger = logging.getLogger(__name__)
 class ModelSetup:
     """The plan, precision, device and checkpoint of a model on this rank.
 
-    Args:
-        config: the settings.
-        inputs: the text side of the model, if the caller has made it.
+    `inputs` is the text side of the model, if the caller has made it.
 
     Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used;
     DamagedWeights for files that differ from their manifest.

@@ -175,10 +175,10 @@ class StepBuffer:
     ) -> None:
         """Fill in chunks, at most `size`, and copy them to the device; the rest is padding.
 
-        Args:
-            rows: the output rows.
-            noise: the noise of the first output rows; the others draw the largest logit.
-            tokens: the tokens of the chunks, if only the device knows them. Shape [T] int64.
+        `noise` is that of the first output rows; the others draw the largest logit. `tokens` are
+        the tokens of the chunks if only the device knows them.
+
+        Shapes: tokens [T] int64, on the device.
         """
         self._turn = 1 - self._turn
         words, here = self._host[self._turn], self._here[self._turn]

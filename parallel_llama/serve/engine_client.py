@@ -63,14 +63,9 @@ class EngineEnded(Exception):
 class EngineClient:
     """The engine's process and its requests; `run` keeps it running.
 
-    Args:
-        start: starts an engine.
-        probe: a cheap request, which an idle engine runs now and then.
-        metrics: the server's metrics.
-        max_choices: most choices of unfinished requests.
-        restarts: most restarts within FORGIVEN_AFTER_S. Unfinished requests run again from their
-            prompts.
-        step_timeout_s: an engine with a longer step is ended.
+    Unfinished requests have at most `max_choices` choices together. An engine with a step longer
+    than `step_timeout_s` is ended. It is restarted at most `restarts` times in FORGIVEN_AFTER_S;
+    unfinished requests run again from their prompts. `probe` is a cheap request for an idle engine.
     """
 
     def __init__(
