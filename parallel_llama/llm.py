@@ -22,7 +22,7 @@ from parallel_llama.engine.loop import EngineLoop
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.prompts import Prompt, Prompts, as_prompts
-from parallel_llama.engine.rank_group import RankGroup, StartHooks
+from parallel_llama.engine.rank_group import RankGroup
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.current_device import use_device
@@ -77,7 +77,9 @@ class LLM:
         tensor_parallel_size: vLLM's name of `tp_size`.
         input_processor: the text side of the model, if the caller has made it.
         facts: what else must be the same on all ranks, by name.
-        on_bytes, on_wait, on_graph: see `StartHooks`.
+        on_bytes: called with the number of bytes of weights just read.
+        on_wait: called with the ranks that have not arrived yet.
+        on_graph: called with the rows of the CUDA graph that is recorded next.
         settings: the other fields of `LLMConfig`, by name: tp_size, dtype, quant, device,
             max_seq_len, seed, random_weights, slice_of, verify, kv_cache_bytes, kv_cache_dtype,
             kv_split, attention_sinks, block_size, max_drafts, timeout_s.
@@ -112,7 +114,7 @@ class LLM:
         self.ranks = RankGroup(setup)
         self._end = weakref.finalize(self, self.ranks.end)
         try:
-            self.ranks.start(facts or {}, StartHooks(on_bytes, on_wait, on_graph))
+            self.ranks.start(facts, on_bytes, on_wait, on_graph)
         except BaseException:
             self._end()
             raise
@@ -307,17 +309,6 @@ class LLM:
         Raises: UsageError if the model has none.
         """
         return self.input_processor.tokenizer
-
-    def pids(self) -> dict[int, int]:
-        """The process ids of this rank and of the ranks that it has started, by rank."""
-        return self.ranks.pids()
-
-    def require_alive(self) -> None:
-        """Check that all ranks are alive, while no step runs; a step checks it itself.
-
-        Raises: RankError naming a rank that has died.
-        """
-        self.ranks.require_alive()
 
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode a step of `batch` sequences.

@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -34,21 +33,6 @@ from parallel_llama.parallel.slice import Slice
 _LAST_WORDS_S = 1.0
 
 
-@dataclass(frozen=True)
-class StartHooks:
-    """Callbacks that report the progress of a start.
-
-    Args:
-        on_bytes: called with the number of bytes of weights just read.
-        on_wait: called with the ranks that have not arrived yet.
-        on_graph: called with the rows of the CUDA graph that is recorded next.
-    """
-
-    on_bytes: Callable[[int], None] = lambda _: None
-    on_wait: Callable[[Sequence[int]], None] = lambda _: None
-    on_graph: Callable[[int], None] = lambda _: None
-
-
 class RankGroup:
     """The ranks of one LLM from their start to their end.
 
@@ -72,10 +56,14 @@ class RankGroup:
             module, settings = "parallel_llama.engine.rank_process", setup.config.to_json()
             self._local_ranks = LocalRanks(module, settings, setup.size, threads)
 
-    def start(self, facts: Mapping[str, str], hooks: StartHooks) -> None:
-        """Join the other ranks, load the model, and make the engine.
-
-        All ranks must have the same `facts`, beside `shared_facts`.
+    def start(
+        self,
+        facts: Mapping[str, str] | None = None,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        on_wait: Callable[[Sequence[int]], None] = lambda _: None,
+        on_graph: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Join the other ranks, load the model, and make the engine; arguments as of LLM.
 
         Raises: RankError for a rank that does not arrive, fails, or has other facts; UsageError for
         memory that does not suffice; DamagedWeights for weights that cannot be read.
@@ -83,14 +71,14 @@ class RankGroup:
         """
         setup = self.setup
         with self.explaining():
-            self._join({**facts, **self._facts}, hooks.on_wait)
+            self._join({**(facts or {}), **self._facts}, on_wait)
             if setup.kind == "cuda":
                 memory = memory_of(setup.device)
                 setup.cache_size.require_room(self.comm, memory, setup.weight_bytes)
-            runner = self._load(hooks.on_bytes)
+            runner = self._load(on_bytes)
             self._engine = self._make_engine(runner)
             if setup.device.type == "cuda":
-                _record(runner, hooks.on_graph)
+                _record(runner, on_graph)
             own = peak_cuda_bytes(setup.device)
             if own is not None:
                 self.cuda_bytes = tuple(self.comm.all_gather(torch.tensor(own)).tolist())

@@ -10,7 +10,7 @@ from threading import Thread
 
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.llm_config import LLMConfig
-from parallel_llama.engine.rank_group import RankGroup, StartHooks
+from parallel_llama.engine.rank_group import RankGroup
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.parallel.exit_code import exit_code
 from parallel_llama.parallel.groups import give_up
@@ -24,7 +24,7 @@ def main() -> int:
     def serve() -> int:
         ranks = RankGroup(ModelSetup(config))
         try:
-            ranks.start({}, StartHooks())
+            ranks.start()
             rank_rpc.serve_rank(ranks.engine)
         finally:
             ranks.end()
