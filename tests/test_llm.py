@@ -368,14 +368,16 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_many_ranks_usable(model: Path) ->
     """Half a collective was the end of the group: a notebook had to load the model again."""
     with LLM(str(model), dtype="float64", tp_size=2) as llm:
         before = llm.generate("Hello", PARAMS)
-        reduce = llm.engine.comm.all_reduce
+        runner = llm.engine.runner
+        step = runner.step
 
-        def interrupted(x: torch.Tensor) -> torch.Tensor:
-            llm.engine.comm.all_reduce = reduce
+        # Not in an all-reduce: a recorded step does those without Python.
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            runner.step = step
             signal.raise_signal(signal.SIGINT)
-            return reduce(x)
+            return step(*arguments, **options)
 
-        llm.engine.comm.all_reduce = interrupted
+        runner.step = interrupted
         with pytest.raises(KeyboardInterrupt):
             llm.generate("Hello", PARAMS)
         assert llm.engine.idle

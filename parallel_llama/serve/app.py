@@ -172,7 +172,7 @@ def _post(service: Service, kind: type[B], handler: Handler[B]) -> Endpoint:
     decoder = msgspec.json.Decoder(kind)
 
     async def endpoint(request: Request) -> Response:
-        data = await _body(request)
+        data = await _body(request, service)
         own = service.asked_by(_client_of(request), len(data))
         try:
             if len(data) > LARGE_WORK:
@@ -206,10 +206,13 @@ def _guarded(endpoint: Endpoint, prompt: str | None = None) -> Endpoint:
     return guarded
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, service: Service) -> bytes:
     """The body of a request, which must be JSON and within the limit of size.
 
-    Raises: Refused.
+    A large body is read no faster than others before it are worked on: what is not read stays with
+    its client.
+
+    Raises: Refused; Busy if the work before it takes too long.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -223,6 +226,8 @@ async def _body(request: Request) -> bytes:
         body += piece
         if len(body) > MAX_BODY_BYTES:
             raise too_long
+        if len(body) > LARGE_WORK:
+            await service.room_for_large()
     return bytes(body)
 
 

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 LARGE_WORK = 64 << 10  # bytes of a body: more takes milliseconds and runs in the thread for that
 _NICE = 10  # of threads that yield: they get a tenth of a core that others want
+MAX_LARGE_WAITING = 4 << 20  # bytes of large work that waits or runs; more bodies are not read
 _MAX_CLIENTS = 4096  # whose last work is remembered
 
 
@@ -51,6 +52,15 @@ class FairThreads:
             lane = self._large
         return await lane.run(work, size, client, wait_s)
 
+    async def room_for_large(self, wait_s: float) -> None:
+        """Wait until less than MAX_LARGE_WAITING of large work waits or runs.
+
+        Raises: TimeoutError.
+        """
+        async with asyncio.timeout(wait_s):
+            while self._large.size >= MAX_LARGE_WAITING:
+                await self._large.next_end()
+
 
 def yield_cores() -> None:
     """Let threads of normal priority have the core of this one, and of the processes it starts.
@@ -76,8 +86,26 @@ class _Lane:
         self._numbers = itertools.count()
         self._now = 0
         self._ends: dict[str, int] = {}  # of each client's last work
+        self.size = 0  # of the work that waits or runs
+        self._ended: asyncio.Future[None] | None = None  # done when the next work ends
 
     async def run(self, work: Callable[[], T], size: int, client: str, wait_s: float | None) -> T:
+        self.size += size
+        try:
+            return await self._run(work, size, client, wait_s)
+        finally:
+            self.size -= size
+            if self._ended is not None:
+                self._ended.set_result(None)
+                self._ended = None
+
+    async def next_end(self) -> None:
+        """Wait until some work has ended, or waits no more."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._ended)
+
+    async def _run(self, work: Callable[[], T], size: int, client: str, wait_s: float | None) -> T:
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         start = max(self._now, self._ends.get(client, 0))

@@ -64,9 +64,20 @@ class Service:
                     work, size, self._client, WAIT_LIMIT_S, renders=renders
                 )
             except TimeoutError as error:
-                raise self.engine.busy(
-                    f"no thread was free for this request within {WAIT_LIMIT_S:g} s"
-                ) from error
+                raise self._no_thread() from error
+
+    async def room_for_large(self) -> None:
+        """Wait until more of a large body may be read.
+
+        Raises: Busy if there is no room in WAIT_LIMIT_S.
+        """
+        try:
+            await self._threads.room_for_large(WAIT_LIMIT_S)
+        except TimeoutError as error:
+            raise self._no_thread() from error
+
+    def _no_thread(self) -> Exception:
+        return self.engine.busy(f"no thread was free for this request within {WAIT_LIMIT_S:g} s")
 
     async def written(self, work: Callable[[], T], n_bytes: int) -> T:
         """Write a part of an answer of about so many bytes, in a thread where that takes long."""

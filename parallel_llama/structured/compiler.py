@@ -1,9 +1,5 @@
 """From the text of a grammar to a matcher, within bounds of time and memory."""
 
-import json
-import signal
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from functools import cached_property
@@ -15,11 +11,11 @@ from parallel_llama.request import Grammar
 from parallel_llama.structured import trial
 from parallel_llama.structured.matcher import Matcher
 from parallel_llama.structured.token_table import TokenTable
-from parallel_llama.tokenizer import Tokenizer, worker
+from parallel_llama.tokenizer import Tokenizer
+from parallel_llama.tokenizer.bounded_process import BoundedProcess, OutOfTime, Request, Stopped
 
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 512 << 10
-TRIAL_LIMIT_S = 30.0  # by the clock, for a machine that gives the trial no time at all
 # What llguidance says where a person could not tell from it what to do.
 _REASONS = {
     "NoExtensionBias": "it matches no text",
@@ -38,28 +34,32 @@ class GrammarCompiler:
     words that are no keyword of it. One fault of its own is known: under two bounds with the same
     whole part, an exclusive one that is whole can be drawn itself (7 where 7 < x < 7.5).
 
-    A grammar that is not in the cache first runs in a process of its own, for about 0.1 s and at
-    most `trial.CPU_LIMIT_S` of CPU time, and again here when that went well. Threads may share a
-    compiler.
+    A grammar that is not in the cache is first compiled in a process of its own, within
+    `trial.CPU_LIMIT_S` of CPU time and `trial.MAX_EXTRA_BYTES` of memory, and then in this process.
+    Threads may share a compiler.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._vocabulary = tokenizer, vocab_size, eos_ids
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        self._trial = BoundedProcess(trial.__file__, trial.MAX_EXTRA_BYTES)
 
-    def matcher(self, grammar: Grammar, *, begins_text: bool = False) -> Matcher:
+    def matcher(
+        self, grammar: Grammar, *, begins_text: bool = False, is_tried: bool = False
+    ) -> Matcher:
         """A matcher at the start of a grammar.
 
         `begins_text` says that the prompt spells nothing, so that the completion loses a leading
-        space where the tokenizer has it so.
+        space where the tokenizer has it so. `is_tried` says that another process of this program
+        has compiled the grammar within the limits already.
 
         Raises: UsageError for a grammar that is invalid, unsupported, or beyond the limits.
         """
         with self._lock:
             start = self._compiled.get(grammar)
         if start is None:
-            start = self._compile(grammar)
+            start = self._compile(grammar, is_tried)
         with self._lock:
             self._keep(grammar, start)
             state = start.deep_copy()
@@ -79,8 +79,8 @@ class GrammarCompiler:
     def _tokenizer(self) -> LLTokenizer:
         return self._table.to_llguidance()
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
-        problem = _try(grammar)
+    def _compile(self, grammar: Grammar, is_tried: bool) -> LLMatcher:
+        problem = "" if is_tried else self._try(grammar)
         if not problem:
             try:
                 return trial.compile_grammar(grammar.kind, grammar.text, self._tokenizer)
@@ -90,6 +90,26 @@ class GrammarCompiler:
         reason = next(plain, problem.removesuffix("<non-verbose/>").strip()[:400])
         raise UsageError(f"the {_NAMES[grammar.kind]} cannot be used: {reason}")
 
+    def _try(self, grammar: Grammar) -> str:
+        """Why a grammar cannot be compiled, as the process for that found out; "" where it can."""
+        fields = {"kind": grammar.kind, "text": grammar.text}
+        request = Request(trial.CPU_LIMIT_S, 0.0, fields)
+        try:
+            try:
+                reply = self._trial.ask(request)
+            except OutOfTime:
+                raise
+            except Stopped:  # in a new process, for grammars before this one may have taken memory
+                reply = self._trial.ask(request)
+        except OutOfTime:
+            return f"compiling it takes more than {trial.CPU_LIMIT_S:g} s; simplify it"
+        except Stopped:
+            return (
+                f"compiling it takes more than {trial.MAX_EXTRA_BYTES >> 20} MiB of memory, or "
+                "ends the process that tries it; simplify it"
+            )
+        return str(reply["problem"])
+
     def _keep(self, grammar: Grammar, start: LLMatcher) -> None:
         self._compiled[grammar] = start
         self._compiled.move_to_end(grammar)
@@ -97,30 +117,3 @@ class GrammarCompiler:
         while len(self._compiled) > MAX_CACHED_GRAMMARS or n_chars > MAX_CACHED_CHARS:
             oldest, _ = self._compiled.popitem(last=False)
             n_chars -= len(oldest.text)
-
-
-def _try(grammar: Grammar) -> str:
-    """Why a grammar cannot be compiled, as a process of its own found out; "" where it can."""
-    limits = {"n_bytes": 0, "cpu_s": trial.CPU_LIMIT_S}
-    request = {"kind": grammar.kind, "text": grammar.text}
-    try:
-        done = subprocess.run(
-            [sys.executable, worker.__file__, trial.__file__, str(trial.MAX_EXTRA_BYTES)],
-            input=f"{json.dumps(limits)}\n{json.dumps(request)}\n".encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=TRIAL_LIMIT_S,
-            start_new_session=True,  # so that Ctrl-C at the terminal reaches the parent alone
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"it did not compile within {TRIAL_LIMIT_S:g} s; simplify it"
-    if done.returncode == -signal.SIGPROF:
-        return f"compiling it takes more than {trial.CPU_LIMIT_S:g} s; simplify it"
-    if done.returncode:
-        return (
-            f"compiling it takes more than {trial.MAX_EXTRA_BYTES >> 20} MiB of memory, or ends "
-            "the process that tries it; simplify it"
-        )
-    _ready, reply = done.stdout.splitlines()
-    return str(json.loads(reply)["problem"])

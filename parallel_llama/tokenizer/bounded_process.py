@@ -34,6 +34,10 @@ class Stopped(Exception):
     """The process is no more: it went beyond a limit, or ended, and the message says how."""
 
 
+class OutOfTime(Stopped):
+    """The process took more CPU time than it may, or did not answer in time."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What a job is asked, values that JSON knows and bytes, and the CPU time that it may take."""
@@ -48,12 +52,13 @@ class BoundedProcess:
     """Does one kind of job for any thread, one request after the other, where limits hold.
 
     The process is started when it is needed, in about 0.1 s, and again after it was stopped. `job`
-    is the module beside `worker.py` that does the work; `max_extra_bytes` is the memory that the
-    process may take beyond what it starts with.
+    is the file of the module that does the work, for a module beside `worker.py` its name;
+    `max_extra_bytes` is the memory that the process may take beyond what it starts with.
     """
 
     def __init__(self, job: str, max_extra_bytes: int) -> None:
-        self._command = [str(_WORKER), str(_WORKER.with_name(f"{job}.py")), str(max_extra_bytes)]
+        module = (_WORKER.parent / job).with_suffix(".py")
+        self._command = [str(_WORKER), str(module), str(max_extra_bytes)]
         self._max_extra_bytes = max_extra_bytes
         self._lock = threading.Lock()
         self._child: _Child | None = None
@@ -97,12 +102,12 @@ class BoundedProcess:
         try:
             return self._child.exchange(head + body, limit_s)
         except TimeoutError as error:
-            raise Stopped(f"it does not end within {limit_s:.3g} s") from error
+            raise OutOfTime(f"it does not end within {limit_s:.3g} s") from error
         except OverflowError as error:
             raise Stopped("its result is too long") from error
         except EOFError as error:
             if self._child.end() == -signal.SIGPROF:
-                raise Stopped(f"it takes more than {cpu_s:.3g} s of CPU time") from error
+                raise OutOfTime(f"it takes more than {cpu_s:.3g} s of CPU time") from error
             raise Stopped(
                 f"it needs more than {self._max_extra_bytes >> 20} MiB of memory, or ends the "
                 "process that it runs in"

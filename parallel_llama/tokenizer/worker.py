@@ -9,15 +9,18 @@ the process whatever code it is in. It ends with its parent, whose end closes it
 
 import importlib
 import json
+import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
 def main(path: Path, max_extra_bytes: int) -> None:
     sys.path[0] = str(path.parent)
     job = importlib.import_module(path.stem).Job()
+    _keep_priority()
     _limit_process(max_extra_bytes)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     print(json.dumps({"ready": True}), flush=True)
@@ -29,6 +32,17 @@ def main(path: Path, max_extra_bytes: int) -> None:
         reply = json.dumps(job.answer(fields, data))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(reply, flush=True)
+
+
+def _keep_priority() -> None:
+    """Give this session the priority of the thread that started the process.
+
+    Linux schedules a session as a group, and within it alone a process's own priority counts.
+    Source: sched(7), "The autogroup feature".
+    """
+    if nice := os.getpriority(os.PRIO_PROCESS, 0):
+        with suppress(OSError):  # a kernel without that feature
+            Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def _limit_process(max_extra_bytes: int) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from parallel_llama.serve.events import PIECE_BYTES, JSONBody
-from parallel_llama.serve.fair_threads import LARGE_WORK, FairThreads
+from parallel_llama.serve.fair_threads import LARGE_WORK, MAX_LARGE_WAITING, FairThreads
 from parallel_llama.serve.replies import CompletionChoice, CompletionReply
 from parallel_llama.serve.service import Service
 
@@ -51,6 +51,26 @@ def test_a_client_of_little_work_passes_the_queue_of_one_with_much():
         goes_on.set()
         await asyncio.gather(*tasks)
         assert order == ["fair", *range(9)]
+
+    play(story)
+
+
+def test_large_bodies_wait_while_much_large_work_is_waiting():
+    """They were all read at once, and 100 clients took 900 MB."""
+
+    async def story(threads):
+        await threads.room_for_large(0.05)
+        goes_on = threading.Event()
+        half = MAX_LARGE_WAITING // 2
+        tasks = [await started(threads.run(goes_on.wait, half, str(n))) for n in range(2)]
+        with pytest.raises(TimeoutError):
+            await threads.room_for_large(0.05)
+        waiting = [await started(threads.room_for_large(60)) for _ in range(3)]
+        assert not any(task.done() for task in waiting)
+        tasks[1].cancel()
+        await asyncio.gather(*waiting)
+        goes_on.set()
+        await tasks[0]
 
     play(story)
 

@@ -26,7 +26,7 @@ from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.request import Grammar
 from parallel_llama.structured import GrammarCompiler, Matcher, MatchError, compiler, trial
 from parallel_llama.structured.token_table import TokenTable
-from parallel_llama.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from parallel_llama.tokenizer import StreamDecoder, Tokenizer, bounded_process, load_tokenizer
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
 
 N_PADDING = 13  # rows of the model that no tokenizer knows; not a multiple of 8
@@ -273,7 +273,9 @@ def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tried: list[str] = []
-    monkeypatch.setattr(compiler, "_try", lambda grammar: tried.append(grammar.text) or "")
+    monkeypatch.setattr(
+        GrammarCompiler, "_try", lambda _, grammar: tried.append(grammar.text) or ""
+    )
     monkeypatch.setattr(compiler, "MAX_CACHED_GRAMMARS", 3)
     monkeypatch.setattr(compiler, "MAX_CACHED_CHARS", 100)
     maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset([2]))
@@ -346,20 +348,45 @@ def test_a_grammar_that_takes_too_long_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "limit_s", "reason"),
-    [
-        ("import os; os.abort()", 30, "256 MiB of memory"),
-        ("import time; time.sleep(60)", 0.5, "did not compile within 0.5 s"),
-    ],
+    ("answer", "limit_s", "reason"),
+    [("os.abort()", 30, "256 MiB of memory"), ("time.sleep(60)", 0.5, "takes more than 1 s")],
 )
 def test_a_trial_that_dies_or_hangs_refuses_the_grammar(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit_s: float, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, limit_s: float, reason: str
 ) -> None:
-    (tmp_path / "trial.py").write_text(body)
+    job = f"class Job:\n    def answer(self, *request):\n        {answer}\n"
+    (tmp_path / "trial.py").write_text(f"import os, time\n{job}")
     monkeypatch.setattr(trial, "__file__", str(tmp_path / "trial.py"))
-    monkeypatch.setattr(compiler, "TRIAL_LIMIT_S", limit_s)
+    monkeypatch.setattr(bounded_process, "WALL_BASE_S", limit_s)
+    monkeypatch.setattr(bounded_process, "WALL_PER_CPU_S", 0)
+    maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset([2]))
     with pytest.raises(UsageError, match=reason):
-        smollm2("regex", f"never seen {reason}")
+        maker.matcher(Grammar("regex", "abc"))
+
+
+def test_many_grammars_are_tried_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a process took a hundred times longer than compiling a grammar."""
+    children = []
+    start = bounded_process._Child
+
+    def started(command: list[str]) -> object:
+        children.append(start(command))
+        return children[-1]
+
+    monkeypatch.setattr(bounded_process, "_Child", started)
+    maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset([2]))
+    for n in range(3):
+        maker.matcher(Grammar("regex", f"a{n}b*"))
+    assert len(children) == 1
+    children[0]._process.kill()
+    maker.matcher(Grammar("regex", "cd"))
+    assert len(children) == 2
+
+
+def test_a_grammar_that_was_tried_is_compiled_here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrammarCompiler, "_try", lambda *_: pytest.fail("tried again"))
+    maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset([2]))
+    assert maker.matcher(Grammar("regex", "abc"), is_tried=True).mask()
 
 
 @pytest.mark.xfail(strict=True, reason="llguidance takes the whole exclusive bound for allowed")

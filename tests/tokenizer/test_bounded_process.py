@@ -4,6 +4,7 @@ The job is that of templates, which are an easy way to have it do anything.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -129,6 +130,23 @@ def test_what_is_asked_first_is_asked_of_every_new_process() -> None:
         encode = Request(1.0, 0.0, {"special": True}, b"ba")
         assert process.ask(encode) == {"ids": [1, 0]}
         process.close()
+
+
+def test_a_process_has_the_priority_of_the_thread_that_starts_it(process: BoundedProcess) -> None:
+    """Linux gave its session as much of a core as the whole engine's."""
+    if not Path("/proc/self/autogroup").exists():
+        pytest.skip("this kernel does not schedule sessions as groups")
+
+    def ask() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 7)
+        process.ask(request("x"))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert worker_of(process).nice() == 7
+    session = Path(f"/proc/{worker_of(process).pid}/autogroup").read_text()
+    assert session.split()[-2:] == ["nice", "7"]
 
 
 def test_close_leaves_no_process_behind(process: BoundedProcess) -> None:
