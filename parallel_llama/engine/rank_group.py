@@ -185,6 +185,7 @@ class RankGroup:
                     on_bytes=note,
                 )
             tokenizer.result()
+        del setup.checkpoint  # its headers may be large
         give_back_memory()
         comm.barrier()
         return runner
