@@ -275,7 +275,7 @@ class LLM:
                     n_allocatable = group.pool.n_allocatable()
                     if group.n_held(n_tokens) > n_allocatable:
                         raise UsageError(
-                            f"{n_tokens} tokens, but the KV cache has room for "
+                            f"{n_tokens} tokens and the KV cache has room for "
                             f"{n_allocatable * group.pool.block_size}; raise kv_cache_bytes"
                         )
             except UsageError as error:
