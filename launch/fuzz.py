@@ -1,13 +1,13 @@
-"""Thousands of generated requests at a server, beside one whose answer must stay the same.
+"""Sends thousands of generated requests to a server, beside one whose answer must not change.
 
     python -m venv FUZZ && FUZZ/bin/pip install schemathesis==4.32.5
     PATH=$PATH:FUZZ/bin python -m launch.fuzz [--cases 10000] [--seed 1]
 
-schemathesis makes them from /openapi.json, good ones and bad ones, phase by phase: each field at
-its bounds (coverage), random bodies (fuzzing), and one request after another (stateful). No reply
-may be a 5xx, each has the form that the document gives it, and what the document forbids is
-refused. The model is a tiny one of random weights. One failure is none: for a stream, schemathesis
-holds the event itself, and not its data, to the document (ST108).
+schemathesis generates valid and invalid requests from /openapi.json in three phases: fields at
+their bounds (coverage), random bodies (fuzzing), and sequences of requests (stateful). It checks
+that no reply is a 5xx, that replies match their schemas, and that invalid requests are refused. The
+model is tiny and has random weights. One reported failure is expected: for a stream, schemathesis
+compares the event, and not its data, with the schema (ST108).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 SUPPORT = Path(__file__).parents[1] / "tests/support"
 PHASES = ("coverage", "fuzzing", "stateful")
-# A body can be as the document says and still be refused, such as one beyond the model's context.
+# A body that matches the schema may be refused, for example if it exceeds the model's context.
 EXCLUDED = "positive_data_acceptance"
 CONFIG = """
 [checks.negative_data_rejection]
@@ -28,7 +28,7 @@ expected-statuses = [400, 401, 403, 404, 405, 413, 415]
 
 
 def main() -> int:
-    """1 where a phase failed, 0 otherwise."""
+    """Runs the phases; returns 1 if one failed, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--cases", type=int, default=500, help="for each operation and phase")
     parser.add_argument("--seed", type=int, default=1)
@@ -52,7 +52,7 @@ def main() -> int:
                 canary.check()
                 took_s = time.monotonic() - started
                 print(f"{phase}: exit code {done.returncode} after {took_s:.0f} s", flush=True)
-                print(f"the other answer is what it was, {canary.n_answers} times", flush=True)
+                print(f"the repeated answer was equal {canary.n_answers} times", flush=True)
             print("the server said:", *served.lines, sep="\n  ")
     return min(1, n_failed)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From nothing but Python 3.10 to an answer: a virtual environment in .venv, the package, a small
-# chat model, its plan on two ranks, and one answer computed by both. Two NVIDIA GPUs take a rank
-# each; with one or none both ranks run on the CPU, and with one they say so.
+# Needs only Python 3.10. Makes a virtual environment in .venv, installs the package and a small chat
+# model, and prints the plan of the model on two ranks and one answer that both compute. Each rank
+# uses an NVIDIA GPU if there are two; otherwise both ranks run on the CPU.
 #
 #   bash launch/quickstart.sh [PROMPT...]
 set -euo pipefail

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Style, types and tests in a virtual environment of their own, .venv-test.
+# Checks style and types and runs the tests in the virtual environment .venv-test.
 #
 #   bash launch/test.sh                     everything
-#   bash launch/test.sh --fast              in three minutes, without the tests that start processes or
-#                                           take seconds; tests/conftest.py lists them
+#   bash launch/test.sh --fast              without the tests marked slow
 #   bash launch/test.sh PYTEST_ARGUMENTS    only pytest, with these
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
@@ -24,9 +23,9 @@ if [ "${1:-}" = --fast ]; then
     set -- -m 'not slow' "${@:2}"
 fi
 if [ -n "$types" ]; then
-    # Two files at a time, on a thread each: threads that share a core wait for each other.
+    # Two files at a time with one thread each, because threads that share a core wait for each other.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    # The order of files is tests/conftest.py's.
+    # tests/conftest.py decides the order of files.
     set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
 fi
 code=0

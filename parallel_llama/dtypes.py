@@ -1,24 +1,26 @@
-"""The dtypes that weights may have, and the formats of weights and of the KV cache.
+"""The dtypes and formats of weights and of the KV cache, and the precision of a model.
 
-Pure data: who needs torch's own objects asks `ops.formats`, which stores and applies weights.
+Pure data without torch; `ops.formats` has torch's dtypes and the classes that apply weights.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
+
+from parallel_llama.errors import UsageError
 
 DTypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
 DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
 
-# Bytes of one value.
+# Bytes per value.
 ITEM_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
-# What a weight is to arithmetic: a matrix of a layer, of the embedding or the head, or one that is
-# kept as it is computed with.
+# The kinds of weights that may have different formats: matrices of layers, the embedding and the
+# head, and vectors, which have the dtype of computation.
 Kind = Literal["matrix", "outer", "vector"]
 
-# The names of safetensors files; GGUF has the last three of them.
+# Names of dtypes in safetensors files; GGUF has the last three.
 STORED: dict[str, DTypeName] = {
     "F64": "float64",
     "F32": "float32",
@@ -27,25 +29,23 @@ STORED: dict[str, DTypeName] = {
 }
 STORED_NAMES = {dtype: name for name, dtype in STORED.items()}
 
-
-# What keys and values may be kept in, by vLLM's names; auto is the model's own dtype.
+# dtypes of the KV cache, by vLLM's names; auto is the dtype of the model.
 KV_DTYPES = "auto", "bfloat16", "int8", "fp8"
 
-# Of the float32 that the numbers of one key or value are multiplied by.
+# Bytes of the float32 scale of one quantised key or value.
 KV_SCALE_BYTES = 4
 
-
-# How weights may be quantised when a model is loaded; stored: as its files have them.
+# How weights are quantised when a model is loaded; stored keeps the formats of the files.
 QUANTS = "none", "int8", "int4", "fp8", "stored"
 
-# Consecutive inputs of a matrix that are rounded together in products; ranks never part them.
+# Consecutive inputs of a matrix that products quantise together; they stay on one rank.
 GROUP_SIZE = 32
 _SCALE_BYTES = 2  # a float16
 
 
 @dataclass(frozen=True)
 class DenseFormat:
-    """Weights as plain values of one dtype."""
+    """Unquantised weights of one dtype."""
 
     dtype: str
 
@@ -54,17 +54,23 @@ class DenseFormat:
         return self.dtype
 
     def n_bytes(self, n_values: int) -> int:
-        """The bytes of so many values of a weight."""
+        """Bytes of this number of values."""
         return n_values * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class GroupFormat:
-    """Weights as integers of `n_bits`, with a scale for every `block` inputs of an output.
+    """Quantised weights: integers of `n_bits` with a scale for every `block` inputs of an output.
 
-    With a minimum for each block as well, integers begin at 0, else they lie around it. Each of a
-    group's `n_parts` may have small integers of its own, by which its scale and its minimum are
-    multiplied: factors. Of floats, 8 bits are those of an e4m3 number in place of an integer's.
+    Asymmetric formats store unsigned integers and a minimum per block; symmetric ones store signed
+    integers.
+
+    Args:
+        has_min: whether the format is asymmetric.
+        n_parts: parts of a group of GROUP_SIZE inputs that have factors of their own.
+        scale_factors: whether each part has a small integer that multiplies the scale.
+        min_factors: whether each part has a small integer that multiplies the minimum.
+        is_float: whether the 8 bits are an e4m3 float instead of an integer.
 
     Source: the blocks of GGUF, ggml's docs/gguf.md; e4m3, arXiv 2209.05433.
     """
@@ -87,28 +93,28 @@ class GroupFormat:
 
     @property
     def zero(self) -> int:
-        """What is added to integers, so that the least of them is stored as 0."""
+        """The offset that makes the smallest integer be stored as 0."""
         return 0 if self.has_min or self.is_float else 1 << (self.n_bits - 1)
 
     @property
     def n_shared(self) -> int:
-        """Groups that have one scale."""
+        """Number of groups that share a scale."""
         return self.block // GROUP_SIZE
 
     @property
     def one_scale(self) -> int:
-        """Consecutive inputs that are multiplied by one scale, at least a group."""
+        """Number of consecutive inputs that are multiplied by one number, at least a group."""
         return GROUP_SIZE if self.scale_factors else self.block
 
     @property
     def n_factors(self) -> int:
-        """Factors of a group: those of its parts' scales, then those of their minima."""
+        """Number of factors of a group: those of its scales, then those of its minima."""
         return self.n_parts * (self.scale_factors + self.min_factors)
 
     def n_bytes(self, n_values: int) -> int:
-        """The bytes of so many values of a weight, whole groups of them.
+        """Bytes of this number of values, a multiple of GROUP_SIZE.
 
-        Of a block that ranks cut, each is counted with its part of the scale.
+        A block that is cut between ranks counts a fraction of its scale on each of them.
         """
         n_groups = n_values // GROUP_SIZE
         halves = n_groups * _SCALE_BYTES * (1 + self.has_min) // self.n_shared
@@ -119,14 +125,14 @@ def _in_256(n_bits: Literal[2, 3, 4, 5, 6], n_parts: int, *, has_min: bool) -> G
     return GroupFormat(n_bits, has_min, 256, n_parts, scale_factors=True, min_factors=has_min)
 
 
-# How matrices are quantised when they are asked to be.
+# The formats of the values of `quant`.
 ASKED = {
     "int8": GroupFormat(8),
     "int4": GroupFormat(4, has_min=True),
     "fp8": GroupFormat(8, is_float=True),
 }
 
-# The types of GGUF that are groups already.
+# The GGUF types that are kept in groups without decoding.
 GGUF_GROUPS = {
     "Q8_0": GroupFormat(8),
     "Q5_0": GroupFormat(5),
@@ -145,9 +151,9 @@ MatrixFormat = DenseFormat | GroupFormat
 
 @dataclass(frozen=True)
 class Precision:
-    """What a model computes in, and the format of its layers' matrices.
+    """The dtype of activations and vectors, and the format of the matrices of layers.
 
-    Where matrices are kept as a file has them, `stored` names the format of each.
+    `stored` are the formats of matrices that keep the format of the file, by Meta's names.
     """
 
     computed: DTypeName
@@ -156,7 +162,7 @@ class Precision:
 
     @classmethod
     def plain(cls, dtype: DTypeName) -> "Precision":
-        """Everything in one dtype."""
+        """Weights and computation in one dtype."""
         return cls(dtype, DenseFormat(dtype))
 
     @classmethod
@@ -169,8 +175,8 @@ class Precision:
     ) -> "Precision":
         """The precision on 'cpu' or 'cuda' of a model in this dtype, quantised as one of `QUANTS`.
 
-        A CPU computes in float32 what it reads in 16 bits: the memory sets the pace, and rounding
-        after each product costs digits and saves nothing.
+        A CPU computes in float32 with weights of 16 bits: speed is limited by memory, so rounding
+        after each product would lose digits and save nothing.
         """
         is_half = ITEM_BYTES[dtype] == 2
         computed: DTypeName = "float32" if is_half and device == "cpu" else dtype
@@ -180,7 +186,7 @@ class Precision:
 
     @property
     def dtype(self) -> str:
-        """That of the weights before they were quantised."""
+        """The dtype of the weights before quantisation."""
         return self.matrices.dtype if isinstance(self.matrices, DenseFormat) else self.computed
 
     @property
@@ -192,10 +198,7 @@ class Precision:
 
     @property
     def group_size(self) -> int:
-        """How many channels ranks must not part: the most that have one scale of any matrix.
-
-        1 where none is quantised.
-        """
+        """Number of consecutive channels that must stay on one rank; 1 for unquantised weights."""
         if self.quant == "none":
             return 1
         stored = (self.stored or {}).values()
@@ -205,8 +208,8 @@ class Precision:
     def form_of(self, kind: Kind, name: str) -> MatrixFormat:
         """The format of the weight of this kind and name.
 
-        Where layers have int4 the embedding and the head have int8: their errors reach the choice
-        of a token as they are.
+        With int4 layers the embedding and the head have int8, because their errors reach the logits
+        directly.
         """
         if self.stored is not None and name in self.stored:
             return self.stored[name]
@@ -219,7 +222,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """Keys and values in one of `DTYPES`, or in int8 or fp8 (e4m3) with a scale for each of them.
+    """The KV cache in one of `DTYPES`, or in int8 or fp8 (e4m3) with a scale per key and value.
 
     Source: e4m3, FP8 formats for deep learning, arXiv 2209.05433.
     """
@@ -227,7 +230,84 @@ class KVFormat:
     dtype: str
 
     def n_bytes(self, head_dim: int) -> int:
-        """The bytes of one key or one value."""
+        """Bytes of one key or one value."""
         if self.dtype in ("int8", "fp8"):
             return head_dim + KV_SCALE_BYTES
         return head_dim * ITEM_BYTES[self.dtype]
+
+
+class ModelSizes(Protocol):
+    """The attributes of `ModelArgs` that decide which precisions a model can have."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def make_precision(
+    args: ModelSizes,
+    dtype: str,
+    device: str,
+    quant: str = "none",
+    stored: Mapping[str, MatrixFormat] | None = None,
+) -> Precision:
+    """The precision of a model in one of `DTYPES`, quantised as one of `QUANTS`.
+
+    `device` is 'cpu' or 'cuda', and `stored` the formats of matrices that the files store
+    quantised.
+
+    Raises: UsageError for an unknown name, and for a combination that the model cannot have.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
+    if quant not in QUANTS:
+        raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
+    if quant != "none":
+        _require_groups(args, quant)
+        if dtype == "float64":
+            raise UsageError(
+                f"quant={quant!r} and dtype='float64': quantised weights are computed with in "
+                "float32; use dtype='float32'"
+            )
+    if quant == "stored" and not stored:
+        known = ", ".join(GGUF_GROUPS)
+        raise UsageError(
+            f"quant='stored': the model has no quantised weights ({known} in a GGUF file, GPTQ, "
+            "AWQ, or a quantised native folder); use int8, int4 or fp8"
+        )
+    return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
+
+
+def _require_groups(args: ModelSizes, quant: str) -> None:
+    for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
+        if size % GROUP_SIZE:
+            raise UsageError(
+                f"quant={quant!r}: {name}={size} is not a multiple of the {GROUP_SIZE} values that "
+                "share a scale; use dtype='bfloat16'"
+            )
+
+
+def default_dtype(args: ModelSizes, device: str) -> str:
+    """The default dtype of a model on 'cpu' or 'cuda'.
+
+    float32 on the CPU, because only its matrix products are fast on every processor. A float64
+    model stays in float64 on either device.
+    """
+    if args.dtype == "float64":
+        return "float64"
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:
+    """The format of the KV cache of a model that runs in `dtype`.
+
+    Raises: UsageError for a name that is not in `KV_DTYPES`.
+    """
+    if kv_cache_dtype not in KV_DTYPES:
+        raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: use one of {', '.join(KV_DTYPES)}")
+    return KVFormat(dtype if kv_cache_dtype == "auto" else kv_cache_dtype)

@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 from parallel_llama.engine.loop import EngineLoop, StepResult
 from parallel_llama.engine.outputs import StepOutput
-from parallel_llama.engine.rank_group import RankGroup
+from parallel_llama.engine.ranks import Ranks
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.request import Request, SamplingParams, TokenLogprob
@@ -45,7 +45,7 @@ class EngineProcess:
     For rank 0; the other ranks run `rank_rpc.serve_rank`.
     """
 
-    def __init__(self, ranks: RankGroup, frames: FrameSocket) -> None:
+    def __init__(self, ranks: Ranks, frames: FrameSocket) -> None:
         self._ranks, self._frames, self._inputs = ranks, frames, ranks.setup.inputs
         self._loop: EngineLoop[int] = EngineLoop(ranks)
         self._grammar_thread = ThreadPoolExecutor(1, "grammars", yield_cores)

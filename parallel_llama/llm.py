@@ -22,11 +22,11 @@ from parallel_llama.engine.loop import EngineLoop
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.prompts import Prompt, Prompts, as_prompts
-from parallel_llama.engine.rank_group import RankGroup
+from parallel_llama.engine.ranks import Ranks
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
+from parallel_llama.memory import bytes_passed_over
 from parallel_llama.parallel.current_device import use_device
-from parallel_llama.plan import bytes_passed_over
 from parallel_llama.request import Completion, Request, SamplingParams, with_outputs
 from parallel_llama.tokenizer import Tokenizer
 
@@ -111,7 +111,7 @@ class LLM:
         self.input_processor, self.args, self.device = setup.inputs, setup.args, setup.device
         self.dtype, self.quant, self.precision = setup.dtype, setup.quant, setup.precision
         self.kv_format = setup.kv_format
-        self.ranks = RankGroup(setup)
+        self.ranks = Ranks(setup)
         self._end = weakref.finalize(self, self.ranks.end)
         try:
             self.ranks.start(facts, on_bytes, on_wait, on_graph)
@@ -313,7 +313,7 @@ class LLM:
     def weight_bytes_per_step(self, batch: int) -> int:
         """Bytes of weights that all ranks together read to decode a step of `batch` sequences.
 
-        For a slice, those of its one rank. `plan.bytes_passed_over` counts weights that are not
+        For a slice, those of its one rank. `memory.bytes_passed_over` counts weights that are not
         read.
         """
         shares = self.engine.runner.plan.shares

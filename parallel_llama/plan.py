@@ -1,87 +1,50 @@
 """Units and the shard plan: which rank holds which part of every weight.
 
-Every weight is cut along at most one axis, and every axis counts units. A plan gives each rank one
-half-open range of units per axis. This is the only place with head arithmetic: layers, the KV
-cache, the checkpoint reader and the `plan` command ask the plan and compute nothing themselves.
-Pure integers: no torch, no process group.
+Every weight is cut along at most one axis, and every axis is counted in units. A plan gives each
+rank one half-open range of units per axis. All head arithmetic is here: layers, the KV cache, the
+checkpoint reader and the `plan` command take ranges from the plan. Pure integers: no torch, no
+process group.
 
-    heads        0   1   2   3   4   5   6   7   8        9 query heads, groups of 3
+    heads        0   1   2   3   4   5   6   7   8        9 query heads, 3 per KV head
     kv heads     [    0    ] [    1    ] [    2    ]
     rank 0       [0 ............. 5)                      query heads 0-4, KV heads 0-1
     rank 1                       [5 ............. 9)      query heads 5-8, KV heads 1-2
 
-Ranks cut the channels of every expert of a mixture, or share out the experts, or both: groups of
-ranks hold some experts each, and the ranks of a group some channels of them.
+In a mixture of experts, ranks split the channels of every expert, or the experts, or both: then
+each group of ranks holds some experts, and each rank of the group some of their channels.
 
     experts      0   1   2   3   4   5        6 experts of 768 channels on 5 ranks
-    ranks 0-2    [0 ......... 4)              experts 0-3, each rank 256 channels of them
-    ranks 3-4                    [4 . 6)      experts 4-5, each rank 384 channels of them
+    ranks 0-2    [0 ......... 4)              experts 0-3, 256 channels of each per rank
+    ranks 3-4                    [4 . 6)      experts 4-5, 384 channels of each per rank
 """
 
 import math
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from operator import mul
 from typing import Literal
 
-from parallel_llama.dtypes import (
-    DTYPES,
-    GGUF_GROUPS,
-    GROUP_SIZE,
-    ITEM_BYTES,
-    KV_DTYPES,
-    QUANTS,
-    KVFormat,
-    MatrixFormat,
-    Precision,
-)
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import ModelArgs, layer_groups
-from parallel_llama.families.weights import Axis, Param, layer_parameters, outer_parameters
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.weights import Axis, Param
 
-# A cut between KV heads is kept while the busiest rank does at most this much of the mean work;
-# beyond it the cut goes between query heads, and a KV head may be held by two ranks.
+# Heads are cut between KV heads while the busiest rank does at most this multiple of the mean work.
+# Otherwise they are cut between query heads, and two ranks may hold the same KV head.
 MAX_KV_CUT_IMBALANCE = Fraction(113, 100)
 
-# The least part that layers with a window have of the blocks that those which see all keys have.
-MIN_WINDOW_PART = Fraction(1, 4)
-
-# Ranks share every expert, which balances them whatever the router does, while each has at least so
-# many of its channels. Of fewer, products take about as long as calling them; then ranks share out
-# the experts. The ranks exchange the same either way.
+# Every rank holds part of every expert, which balances the ranks for any routing, while a part has
+# at least this many channels. With fewer, a matrix product takes about as long as its call, so the
+# experts are distributed instead. Both ways exchange the same data between ranks.
 MIN_EXPERT_CHANNELS = 256
 
-
-# What a card needs beside weights, cache and a step's tensors: the workspaces of CUDA's libraries,
-# NCCL's buffers, and what CUDA graphs keep. An allowance; no card has been asked yet.
-CUDA_ALLOWANCE = 1 << 30
-
-# What a process on a CPU holds beside weights, cache and a step's tensors, about: torch's libraries
-# and modules are 220 MiB of it, LLVM 40; the rest is our modules, the tokenizer and buffers.
-# Peaks of SmolLM2 on one and two ranks were 358 to 404 MiB.
-PROCESS_BYTES = 380 << 20
-
-# The fraction of the memory that is free once weights are loaded that KV caches take by default: on
-# the CPU those of all ranks of a host, on a card before what is kept there to work with.
-CPU_SHARE, CUDA_SHARE = 0.5, 0.9
-# On the CPU no more than this without being asked: beside the model there are other programs.
-MAX_CPU_BYTES = 2 << 30
-
-# What weights are counted by: units of an axis, channels of single experts, or ranks.
-Counted = Axis | Literal["expert ffn", "rank"]
-
-
-# What of the KV cache ranks share out: heads, of which several may hold one, or tokens.
+# How the KV cache is sharded: by head (a head may be replicated) or by token.
 KVSplit = Literal["heads", "sequence"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive query heads of one rank that share its KV heads in equal groups.
+    """Consecutive query heads of one rank, with the same number of query heads per KV head.
 
     Both ranges count the rank's own heads from 0, so they index its q, k and v directly.
     """
@@ -92,10 +55,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds: global half-open ranges of heads, ffn channels and vocabulary rows.
+    """The shard of one rank: global half-open ranges of heads, ffn channels and vocabulary rows.
 
-    In a mixture of experts its ffn channels are those of each of its `experts`. Where the tokens
-    of the KV cache are spread, `runs` are of all query heads, over this rank's tokens.
+    In a mixture of experts `ffn` are the channels of each of `experts`. With a KV cache sharded by
+    token, `runs` cover all query heads, for the tokens of this rank.
     """
 
     rank: int
@@ -105,7 +68,7 @@ class Share:
     vocab: range
     runs: tuple[Run, ...]
     experts: range = range(0)
-    peers: tuple[range, ...] = ()  # where tokens are spread: every rank's query heads
+    peers: tuple[range, ...] = ()  # every rank's query heads, if sharded by token
 
     @property
     def n_local_heads(self) -> int:
@@ -113,7 +76,7 @@ class Share:
 
     @property
     def kv_parts(self) -> int:
-        """Ranks over which the tokens of every KV head are spread."""
+        """Number of ranks over which the tokens of a KV head are sharded."""
         return max(1, len(self.peers))
 
     @property
@@ -121,16 +84,16 @@ class Share:
         return len(self.kv_heads)
 
     def extent(self, axis: Axis) -> range:
-        """This rank's range along an axis, in heads, channels or rows."""
-        extent: range = getattr(self, axis)  # the axes have their fields' names
+        """The range of this rank along an axis, in heads, channels or rows."""
+        extent: range = getattr(self, axis)  # axes are named like the fields
         return extent
 
     def holds(self, param: Param) -> bool:
-        """Whether a weight is of this rank's part of the model; not so for others' experts."""
+        """Whether this rank holds the weight; false for experts of other ranks."""
         return param.expert is None or param.expert in self.experts
 
     def rows_of(self, param: Param) -> range:
-        """The rows (or columns) of a weight that this rank holds; all where it is replicated."""
+        """The rows (or columns) of a weight on this rank; all of them for a replicated weight."""
         if param.axis is None:
             return range(param.shape[param.dim])
         if not self.holds(param):
@@ -138,26 +101,13 @@ class Share:
         extent = self.extent(param.axis)
         return range(extent.start * param.unit, extent.stop * param.unit)
 
-    def n_values(self, per_unit: Mapping[Counted, int]) -> int:
-        """Values that this rank holds, of so many in each thing that is counted."""
-        units: Mapping[Counted, int] = {
-            "heads": len(self.heads),
-            "kv_heads": len(self.kv_heads),
-            "ffn": len(self.ffn),
-            "vocab": len(self.vocab),
-            "expert ffn": len(self.experts) * len(self.ffn),
-            "rank": 1,
-        }
-        return sum(n * units[counted] for counted, n in per_unit.items())
-
 
 @dataclass(frozen=True)
 class Placement:
-    """How a mixture's experts are shared out, and why so, for a person.
+    """How experts are distributed over ranks, and the reason in words.
 
     tensor: every rank holds some channels of every expert; expert: each expert is whole on one
-    rank; mixed: groups of ranks hold some experts each, and the ranks of a group some channels of
-    them.
+    rank; mixed: groups of ranks hold some experts each, and each rank some of their channels.
     """
 
     kind: Literal["tensor", "expert", "mixed"]
@@ -166,11 +116,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The shares of all ranks of one tensor-parallel group.
+    """The shards of all ranks of one tensor-parallel group.
 
-    `balance` is the largest of (share of the query heads) / (share of the weight) over the ranks:
-    1.0 is perfect, 1.25 means that the others wait a fifth of each attention for one rank.
-    `placement` is None for a model without experts.
+    Args:
+        balance: the largest ratio over the ranks of the fraction of query heads to the fraction of
+            memory. 1.0 is perfect; at 1.25 the other ranks are idle for a fifth of each attention.
+        placement: None for a model without experts.
     """
 
     shares: tuple[Share, ...]
@@ -184,27 +135,28 @@ class ShardPlan:
 
     @property
     def kv_parts(self) -> int:
-        """Ranks over which the tokens of every KV head are spread."""
+        """Number of ranks over which the tokens of a KV head are sharded."""
         return self.shares[0].kv_parts
 
     def alone(self, rank: int) -> "ShardPlan":
-        """The share of this rank, and no other.
+        """The plan with the shard of this rank only.
 
-        Raises: UsageError where a rank alone would have queries without a key.
+        Raises: UsageError for a KV cache sharded by token, where queries of one rank need keys of
+        another.
         """
         if self.kv_parts > 1:
             raise UsageError(
-                f"rank {rank} of {self.tp_size} alone, with the cache's tokens spread over ranks: "
-                "the first queries of a text would find no key; use a kv_split by heads"
+                f"rank {rank} of {self.tp_size} cannot run alone with kv_split='sequence', because "
+                "the first queries of a text would find no key; use kv_split='heads'"
             )
         return replace(self, shares=(self.shares[rank],))
 
 
 def local_kv_heads(heads: range, group_size: int) -> range:
-    """KV heads that a rank must hold to serve its query heads, as global head numbers.
+    """The global numbers of the KV heads that a rank needs for its query heads.
 
-    A KV head whose group straddles two ranks is held by both, so that every local query head finds
-    its KV head on the same rank, for any split.
+    A KV head whose query heads are on two ranks is held by both, so every query head finds its KV
+    head on its own rank.
 
     >>> local_kv_heads(range(5, 9), 3)
     range(1, 3)
@@ -215,10 +167,10 @@ def local_kv_heads(heads: range, group_size: int) -> range:
 
 
 def equal_runs(heads: range, group_size: int) -> tuple[Run, ...]:
-    """Split a rank's query heads into at most three runs (head, body, tail) of equal group size.
+    """Split the query heads of a rank into at most three runs (head, body, tail).
 
-    Grouped attention needs the same number of query heads on every KV head; 5 query heads over 2
-    KV heads are 3 + 2, so they are two calls.
+    Grouped attention needs the same number of query heads for every KV head of a call. For example
+    5 query heads of 2 KV heads are 3 + 2, so they take two calls.
 
     >>> [(run.heads, run.kv_heads) for run in equal_runs(range(2, 9), 3)]
     [(range(0, 1), range(0, 1)), (range(1, 7), range(1, 3))]
@@ -236,10 +188,10 @@ def equal_runs(heads: range, group_size: int) -> tuple[Run, ...]:
 
 
 def unit_size(size: int, n_heads: int, quant_group: int = 1) -> int:
-    """Channels or rows in one unit of an axis of `size`; a matter of the model alone.
+    """Channels or rows in one unit of an axis of `size`; independent of the number of ranks.
 
-    The quantisation group where there is one, else the largest power of two up to 128 that gives
-    at least 4 n_heads units, else 1.
+    The quantisation group if there is one, else the largest power of two up to 128 that gives at
+    least 4 n_heads units, else 1.
 
     >>> unit_size(1536, n_heads=9), unit_size(49152, n_heads=9), unit_size(30, n_heads=9)
     (32, 128, 1)
@@ -253,9 +205,9 @@ def unit_size(size: int, n_heads: int, quant_group: int = 1) -> int:
 
 
 def apportion(n_units: int, weights: Sequence[int], at_least: int = 0) -> list[int]:
-    """Deal units to ranks in proportion to their weights, by largest remainders.
+    """Distribute units over ranks in proportion to their weights, by largest remainders.
 
-    Shapes: `weights` sums to anything above zero; the result sums to `n_units`.
+    The weights must have a sum above zero. The result sums to `n_units`.
 
     >>> apportion(9, [1, 1]), apportion(8, [6, 1, 1])
     ([5, 4], [6, 1, 1])
@@ -263,14 +215,14 @@ def apportion(n_units: int, weights: Sequence[int], at_least: int = 0) -> list[i
     total = sum(weights)
     counts = [max(at_least, n_units * weight // total) for weight in weights]
 
-    def overpaid(rank: int) -> tuple[int, int]:  # by how many of `total` parts of a unit
+    def overpaid(rank: int) -> tuple[int, int]:  # in units of 1 / total
         return counts[rank] * total - n_units * weights[rank], rank
 
     by_remainder = sorted(range(len(counts)), key=overpaid)
     while sum(counts) < n_units:
         for rank in by_remainder[: n_units - sum(counts)]:
             counts[rank] += 1
-    while sum(counts) > n_units:  # the minimum raised some: take from the most overpaid
+    while sum(counts) > n_units:  # at_least raised some: take from the most overpaid
         givers = [rank for rank in range(len(counts)) if counts[rank] > at_least]
         counts[max(givers, key=overpaid)] -= 1
     return counts
@@ -284,13 +236,16 @@ def make_plan(
     ranks_per_expert: int | None = None,
     kv_split: KVSplit = "heads",
 ) -> ShardPlan:
-    """The plan of a model on `tp_size` ranks, weighted by each rank's memory where that is given.
+    """The shard plan of a model on `tp_size` ranks.
 
-    `ranks_per_expert` is the most ranks that share an expert, where the numbers are not to decide.
-    With a `kv_split` by sequence every rank keeps a part of the tokens for all KV heads, in place
-    of all tokens for its own, where those of several ranks are the same.
+    Args:
+        memory: the memory of each rank in any unit; shards are proportional to it.
+        quant_group: number of consecutive ffn channels that must stay on one rank.
+        ranks_per_expert: the most ranks that split an expert; by default as MIN_EXPERT_CHANNELS
+            requires.
+        kv_split: 'sequence' shards the KV cache by token where sharding by head would replicate KV
+            heads.
 
-    Units: `memory` in any one unit; its proportions alone matter.
     Raises: UsageError if tp_size is not 1 to n_heads, or `memory` is not one positive number per
     rank.
     """
@@ -329,234 +284,24 @@ def make_plan(
     return ShardPlan(shares, cut, balance, placement)
 
 
-def values_by_form(args: ModelArgs, precision: Precision) -> dict[MatrixFormat, Counter[Counted]]:
-    """Values of the weights in each format, in one of each thing that they are counted by."""
-    values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
-
-    def count(params: Iterable[Param], times: int) -> None:
-        for param in params:
-            if not param.expert:  # experts are alike, and the first stands for all
-                counted = param.axis or "rank" if param.expert is None else "expert ffn"
-                form = precision.form_of(param.kind, param.name)
-                values[form][counted] += param.values_per_unit * times
-
-    count(outer_parameters(args), 1)
-    if precision.stored is None:  # layers are alike
-        count(layer_parameters(args, 0), args.n_layers)
-    else:
-        for layer in range(args.n_layers):
-            count(layer_parameters(args, layer), 1)
-    return dict(values)
-
-
-def bytes_passed_over(
-    args: ModelArgs, batch: int, precision: Precision, share: Share | None = None
-) -> int:
-    """Bytes of weights that no rank need read to decode one step of so many sequences.
-
-    Of all ranks together, or of one with a `share`.
-
-    An embedding that is not the head too is looked up; of a mixture's experts those are left out
-    that the batch does not meet, on average where all are chosen equally often.
-    """
-    n_rows = args.vocab_size if share is None else len(share.vocab)
-    embedding = 0 if args.tied_embeddings else n_rows * args.dim
-    n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
-    if args.n_experts:
-        unmet = (1 - args.n_active_experts / args.n_experts) ** batch
-        for form, values in values_by_form(args, precision).items():
-            of_experts = values["expert ffn"] * args.ffn_dim * args.n_experts
-            if share is not None:
-                of_experts = share.n_values({"expert ffn": values["expert ffn"]})
-            n_bytes += form.n_bytes(round(of_experts * unmet))
-    return n_bytes
-
-
-def weight_bytes(share: Share, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
-    """Bytes of weights that a rank holds, of those that `values_by_form` has counted."""
-    return sum(form.n_bytes(share.n_values(per_unit)) for form, per_unit in values.items())
-
-
-def working_bytes(
-    args: ModelArgs, share: Share, precision: Precision, step_tokens: int, n_drawn: int, device: str
-) -> int:
-    """Bytes that a rank needs beside weights and KV cache, on its card or, for 'cpu', in memory.
-
-    They hold the tensors of the largest step, of `step_tokens` tokens, all of a block's at once,
-    and the scores of `n_drawn` rows; and CUDA_ALLOWANCE on a card, PROCESS_BYTES on the CPU.
-    """
-    item = ITEM_BYTES[precision.computed]
-    q_and_kv = (len(share.heads) + 2 * share.n_local_kv_heads) * args.head_dim
-    attention = 2 * q_and_kv + share.n_local_heads * args.head_dim  # rotated, and the heads' sums
-    feed_forward = 4 * len(share.ffn)  # w1 and w3 of x, what the activation takes and gives
-    if args.n_experts:
-        feed_forward = args.n_active_experts * (feed_forward + 2 * args.dim)
-    per_token = 4 * args.dim + max(attention, feed_forward)  # the stream, normed, added to
-    # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
-    per_score = item + 3 * max(item, ITEM_BYTES["float32"])
-    scores = n_drawn * len(share.vocab) * per_score
-    allowance = CUDA_ALLOWANCE if device == "cuda" else PROCESS_BYTES
-    return step_tokens * per_token * item + scores + allowance
-
-
-def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:
-    """Bytes of KV cache that a rank needs for one token, in each group of layers.
-
-    Where tokens are spread over ranks, the mean of those that it keeps and those that it does not.
-    """
-    per_layer = 2 * share.n_local_kv_heads * form.n_bytes(args.head_dim)
-    layers = (len(group.layers) for group in layer_groups(args))
-    return tuple(-(-n * per_layer // share.kv_parts) for n in layers)
-
-
-def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
-    """Bytes that a rank's KV cache takes of `n_free` where --kv-cache-bytes is not given.
-
-    `n_free` are free once weights are loaded: on the rank's card, or for 'cpu' on the host, where
-    `n_ranks` share them. A card keeps `working` bytes of them.
-    """
-    if device == "cuda":
-        return int(n_free * CUDA_SHARE) - working
-    return min(MAX_CPU_BYTES, int(n_free * CPU_SHARE) // n_ranks)
-
-
-def pool_sizes(
-    args: ModelArgs, n_blocks: int, block_size: int, max_seq_len: int, step_tokens: int
-) -> tuple[int, ...]:
-    """Blocks for each group of layers, where there are `n_blocks` for the first.
-
-    Layers with a window get a part of what those that see all keys get: so much that sequences of
-    `max_seq_len` tokens find room in both or in none, but at least a quarter, since most sequences
-    are a few windows long, and enough for the longest sequence that the others have room for.
-    """
-    _, *windowed = layer_groups(args)
-    whole = blocks_held(max_seq_len, block_size, None, step_tokens)
-
-    def size(window: int | None) -> int:
-        part = Fraction(blocks_held(max_seq_len, block_size, window, step_tokens), whole)
-        longest = blocks_held(n_blocks * block_size, block_size, window, step_tokens)
-        return max(math.ceil(n_blocks * max(part, MIN_WINDOW_PART)), longest)
-
-    return (n_blocks, *(size(group.window) for group in windowed))
-
-
-def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], room: int) -> int:
-    """The most blocks of the first group for which all groups' blocks fit into `room` bytes.
-
-    `sizes` gives every group's blocks, the first's own number first, and more for more; one of a
-    group takes so many of `n_bytes`.
-    """
-    most = max(room, 0) // n_bytes[0]
-    if len(n_bytes) == 1:
-        return most
-
-    def taken(n_blocks: int) -> int:
-        return sum(map(mul, sizes(n_blocks), n_bytes))
-
-    return bisect_right(range(most + 1), max(room, 0), key=taken) - 1
-
-
-def blocks_held(
-    n_tokens: int, block_size: int, window: int | None, step_tokens: int, n_sinks: int = 0
-) -> int:
-    """The most blocks that a sequence of so many tokens ever holds in a layer.
-
-    In a layer with a window these are the blocks that the tokens of one step touch, and what the
-    first of them sees, and those of the sequence's first `n_sinks` tokens; a block behind them is
-    used again.
-
-    >>> blocks_held(10, 4, None, 2), blocks_held(1000, 4, 16, 2), blocks_held(1000, 1, 16, 2)
-    (3, 5, 17)
-    """
-    n_blocks = -(-n_tokens // block_size)
-    if window is None:
-        return n_blocks
-    n_live = window - 1 + step_tokens
-    n_kept = -(-n_sinks // block_size)
-    return min(n_blocks, n_kept + (n_live - 2 + block_size) // block_size + 1)
-
-
-def make_precision(
-    args: ModelArgs,
-    dtype: str,
-    device: str,
-    quant: str = "none",
-    stored: Mapping[str, MatrixFormat] | None = None,
-) -> Precision:
-    """The precision of a model in one of `DTYPES` and of `QUANTS`; `device` is 'cpu' or 'cuda'.
-
-    `stored` are the formats that its file has quantised weights in.
-
-    Raises: UsageError for another name, and for what this model cannot have.
-    """
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype={dtype!r}: use one of {', '.join(DTYPES)}")
-    if quant not in QUANTS:
-        raise UsageError(f"quant={quant!r}: use one of {', '.join(QUANTS)}")
-    if quant != "none":
-        _require_groups(args, quant)
-        if dtype == "float64":
-            raise UsageError(
-                f"quant={quant!r} and dtype='float64': what is quantised is computed with in "
-                "float32; use dtype='float32'"
-            )
-    if quant == "stored" and not stored:
-        known = ", ".join(GGUF_GROUPS)
-        raise UsageError(
-            f"quant='stored': the model has no weights in {known} of a GGUF file, nor those of a "
-            "GPTQ, AWQ or quantised native folder; use int8, int4 or fp8"
-        )
-    return Precision.on(device, dtype, quant, stored if quant == "stored" else None)
-
-
-def _require_groups(args: ModelArgs, quant: str) -> None:
-    for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
-        if size % GROUP_SIZE:
-            raise UsageError(
-                f"quant={quant!r}: {name}={size} is no multiple of the {GROUP_SIZE} values that "
-                "share a scale; use dtype='bfloat16'"
-            )
-
-
-def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:
-    """The format of the KV cache of a model that runs in `dtype`.
-
-    Raises: UsageError for another name than those in `KV_DTYPES`.
-    """
-    if kv_cache_dtype not in KV_DTYPES:
-        raise UsageError(f"kv_cache_dtype={kv_cache_dtype!r}: use one of {', '.join(KV_DTYPES)}")
-    return KVFormat(dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
-
-
-def default_dtype(args: ModelArgs, device: str) -> str:
-    """The dtype that a model runs in where none is asked for; `device` is 'cpu' or 'cuda'.
-
-    On the CPU float32: its matrix products are the only ones that every processor has fast code
-    for. A float64 model keeps its digits on either device.
-    """
-    if args.dtype == "float64":
-        return "float64"
-    return "bfloat16" if device == "cuda" else "float32"
-
-
 def _spread(args: ModelArgs, shares: tuple[Share, ...]) -> tuple[Share, ...]:
-    """The same shares with the tokens of the KV cache spread over all ranks, if that is less."""
+    """The shares with a KV cache sharded by token, unless sharding by head replicates nothing."""
     widest = max(share.n_local_kv_heads for share in shares)
     if widest * len(shares) <= args.n_kv_heads:  # nothing to save
         return shares
     if args.attention_sinks:
-        raise UsageError("kv_split='sequence' and attention_sinks: one of them runs")
+        raise UsageError("kv_split='sequence' and attention_sinks cannot be combined; drop one")
     runs = equal_runs(range(args.n_heads), args.n_heads // args.n_kv_heads)
     every, peers = range(args.n_kv_heads), tuple(share.heads for share in shares)
     return tuple(replace(each, kv_heads=every, runs=runs, peers=peers) for each in shares)
 
 
 def _weights(tp_size: int, memory: Sequence[float] | None) -> list[int]:
-    """Whole numbers in the proportions of the ranks' memory."""
+    """Integers proportional to the memory of the ranks."""
     if memory is None:
         return [1] * tp_size
     if len(memory) != tp_size:
-        raise UsageError(f"memory names {len(memory)} ranks and there are {tp_size}; give one each")
+        raise UsageError(f"memory has {len(memory)} sizes for {tp_size} ranks; give one per rank")
     for rank, size in enumerate(memory):
         if not (math.isfinite(size) and size > 0):
             raise UsageError(f"memory of rank {rank} is {size}; give a number above 0")
@@ -573,26 +318,26 @@ def _cut_heads(
         counts = [n * group_size for n in apportion(args.n_kv_heads, weights, at_least=1)]
         balance = _balance(counts, weights)
         if balance <= MAX_KV_CUT_IMBALANCE:
-            return "kv_heads", _ranges(counts), float(balance)
+            return "kv_heads", consecutive(counts), float(balance)
     counts = apportion(args.n_heads, weights, at_least=1)
-    return "heads", _ranges(counts), float(_balance(counts, weights))
+    return "heads", consecutive(counts), float(_balance(counts, weights))
 
 
 def _expert_groups(args: ModelArgs, tp_size: int, ranks_per_expert: int | None) -> list[range]:
-    """The groups of ranks that share experts; one of all ranks where there are none."""
+    """The groups of ranks that hold the same experts; one group for a model without experts."""
     if not args.n_experts:
         return [range(tp_size)]
     most = ranks_per_expert or max(1, args.ffn_dim // MIN_EXPERT_CHANNELS)
     n_groups = min(-(-tp_size // most), args.n_experts)
-    return _ranges(apportion(tp_size, [1] * n_groups))
+    return consecutive(apportion(tp_size, [1] * n_groups))
 
 
 def _cut_experts(args: ModelArgs, groups: list[range], weights: list[int]) -> list[range]:
-    """Each rank's experts: those of its group, as many as the group's part of the weight."""
+    """The experts of each rank, in proportion to the weight of its group."""
     if not args.n_experts:
         return [range(0)] * len(weights)
     of_groups = [sum(weights[group.start : group.stop]) for group in groups]
-    experts = _ranges(apportion(args.n_experts, of_groups, at_least=1))
+    experts = consecutive(apportion(args.n_experts, of_groups, at_least=1))
     return [own for group, own in zip(groups, experts, strict=True) for _ in group]
 
 
@@ -605,13 +350,13 @@ def _placement(args: ModelArgs, groups: list[range], asked: int | None) -> Place
     compared = f"{each} of an expert's {args.ffn_dim} channels on each of {n_ranks} ranks"
     if len(groups) == 1:
         reason = f"every rank works on every expert: {compared}, of at least {MIN_EXPERT_CHANNELS}"
-        return Placement("tensor", "as asked for" if asked else reason)
+        return Placement("tensor", "as requested" if asked else reason)
     are_few = f"{compared} would be fewer than {MIN_EXPERT_CHANNELS}"
     if sizes == [1]:
         reason = f"every rank has whole experts: {are_few}"
-        return Placement("expert", "as asked for" if asked else reason)
-    reason = f"groups of {' or '.join(map(str, sizes))} ranks share out the experts: {are_few}"
-    return Placement("mixed", "as asked for" if asked else reason)
+        return Placement("expert", "as requested" if asked else reason)
+    reason = f"groups of {' or '.join(map(str, sizes))} ranks hold some experts each: {are_few}"
+    return Placement("mixed", "as requested" if asked else reason)
 
 
 def _balance(counts: list[int], weights: list[int]) -> Fraction:
@@ -620,10 +365,11 @@ def _balance(counts: list[int], weights: list[int]) -> Fraction:
 
 
 def _cut_units(size: int, unit: int, weights: list[int]) -> list[range]:
-    """Ranges of channels or rows whose borders lie between units; the last unit may be short."""
-    units = _ranges(apportion(-(-size // unit), weights))
+    """Ranges of channels or rows that end between units; the last unit may be short."""
+    units = consecutive(apportion(-(-size // unit), weights))
     return [range(min(r.start * unit, size), min(r.stop * unit, size)) for r in units]
 
 
-def _ranges(counts: list[int]) -> list[range]:
+def consecutive(counts: Iterable[int]) -> list[range]:
+    """Consecutive ranges of these sizes."""
     return [range(a, b) for a, b in pairwise(accumulate(counts, initial=0))]

@@ -20,6 +20,8 @@ from parallel_llama.async_llm import Answer
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import Grammar
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)

@@ -1,7 +1,7 @@
-"""Rules of the source that a reader could break without any other test noticing.
+"""Rules of the source that no other test would notice being broken.
 
-Each rule is a function from a module's syntax tree to what is wrong with it, and each is shown on
-a small bad source that it can fail.
+Each rule is a function from a module's syntax tree to its violations, and is tested on a small
+source that violates it.
 """
 
 import ast
@@ -19,14 +19,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "parallel_llama"
 
-# A room is a module of the package or a package in it. It imports from lower floors only; rooms of
-# one floor do not import each other, and no modules import each other in a circle.
+# A room is a module or a subpackage of the package. It imports only from lower floors; rooms of one
+# floor do not import each other, and no modules import each other in a circle.
 FLOORS = [
-    {"errors", "dtypes", "stop"},
-    {"files"},
+    {"errors", "stop"},
+    {"dtypes", "files"},
     {"families"},
     {"config", "plan", "request"},
-    {"tokenizer", "parallel"},
+    {"tokenizer", "parallel", "memory"},
     {"ops"},
     {"structured", "sampling", "checkpoint"},
     {"model", "reshard"},
@@ -38,18 +38,18 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
-# Rooms, and modules of rooms, that load without torch.
+# Rooms and modules that load without torch.
 TORCH_FREE = {
-    "errors", "dtypes", "stop", "files", "families", "config", "plan", "request", "tokenizer",
-    "structured", "serve", "parallel.exit_code", "reshard.target_folder", "engine.block_group",
-    "engine.block_pool", "engine.detokenizer", "engine.free_memory", "engine.input_processor",
-    "engine.llm_config", "engine.messages", "engine.outputs", "engine.prompt_lookup",
-    "engine.prompts", "engine.scheduler", "engine.statistics",
+    "errors", "dtypes", "stop", "files", "families", "config", "plan", "memory", "request",
+    "tokenizer", "structured", "serve", "parallel.exit_code", "reshard.target_folder",
+    "engine.block_group", "engine.block_pool", "engine.detokenizer", "engine.free_memory",
+    "engine.input_processor", "engine.llm_config", "engine.messages", "engine.outputs",
+    "engine.prompt_lookup", "engine.prompts", "engine.scheduler", "engine.statistics",
 }  # fmt: skip
 MATH = {"model", "ops"}
 
-# Imported where it is used: what needs a package that not every machine has, so that all else works
-# without; and readers whose packages take long to load, so that other files do not wait for them.
+# Imported inside functions: modules that need an optional package, and readers whose packages are
+# slow to import and only needed for some files.
 OPTIONAL = {"parallel_llama.ops.cuda_ops", "torch.distributed._symmetric_memory"}
 LATE = {"parallel_llama.checkpoint.gguf_file"}
 
@@ -59,7 +59,7 @@ WILDCARDS = {"0.0.0.0", "::", "tcp://*"}
 
 
 def room(module: str) -> str:
-    """The floor's name of a dotted module, 'checkpoint' for parallel_llama.families.names."""
+    """The room of a dotted module name: 'families' for parallel_llama.families.names."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -69,7 +69,7 @@ def is_torch_free(module: str) -> bool:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
-    """Every module that is imported anywhere in a tree; `from a import b` gives a and a.b."""
+    """Every import anywhere in a tree; `from a import b` yields a and a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
@@ -94,7 +94,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 def starts(tree: ast.AST) -> Iterator[tuple[str, ast.Constant]]:
     """Every string that is the name of a module, which another process is started with."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and node.value in module_names():
+        if isinstance(node, ast.Constant) and node.value in modules():
             yield str(node.value), node
 
 
@@ -105,7 +105,7 @@ def imports_only_from_lower_floors(module: str, tree: ast.AST) -> Iterator[str]:
             continue
         other = room(name)
         if other not in FLOOR:
-            yield f"line {node.lineno}: {other} stands on no floor"
+            yield f"line {node.lineno}: {other} is on no floor"
         elif other != own and FLOOR[other] >= FLOOR[own]:
             yield f"line {node.lineno}: {own} imports {other}, which is not below it"
 
@@ -121,7 +121,7 @@ def imports_nothing_inside_functions(module: str, tree: ast.AST) -> Iterator[str
 
 
 def has_no_type_checking_imports(module: str, tree: ast.AST) -> Iterator[str]:
-    """But for `cli` and the package's own face, whose names load torch when they are used."""
+    """Except `cli` and the package's `__init__`, which load torch when it is used."""
     if room(module) == "cli" or module == "parallel_llama":
         return
     for name, node in imports(tree):
@@ -151,7 +151,7 @@ def keeps_process_groups_in_parallel(module: str, tree: ast.AST) -> Iterator[str
 
 
 def keeps_triton_in_one_folder(module: str, tree: ast.AST) -> Iterator[str]:
-    """Nobody who computes on a CPU has it."""
+    """Triton is not installed on machines without a GPU."""
     kernels = "parallel_llama.ops.cuda"
     for name, node in imports(tree):
         is_kernel = name == kernels or name.startswith(f"{kernels}.")
@@ -189,18 +189,18 @@ def runs_no_foreign_code(_module: str, tree: ast.AST) -> Iterator[str]:
 
 
 def asks_the_file_system_in_one_place(module: str, tree: ast.AST) -> Iterator[str]:
-    """pathlib answers that nothing is there, or raises: which of the two, its version decides."""
+    """For unreadable paths pathlib returns False or raises, depending on its version."""
     if module.endswith(".bounded_files"):
         return
     for name, call in calls(tree):
         asks = isinstance(call.func, ast.Attribute) and call.func.attr in ASKS
-        # A path that is spelt out in the source is no path of anybody.
+        # A literal path does not come from a user.
         if asks and not re.fullmatch(r"Path\('[^']+'\)\.\w+\(\)", ast.unparse(call)):
             yield f"line {call.lineno}: {name or ast.unparse(call)}"
 
 
 def keeps_the_dtype_in_the_mathematics(module: str, tree: ast.AST) -> Iterator[str]:
-    """A bare .float() would cut a float64 model down to float32 without a word."""
+    """A bare .float() would silently reduce a float64 model to float32."""
     if room(module) in MATH:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr == "float":
@@ -239,7 +239,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (keeps_process_groups_in_parallel, "layers", "from torch import distributed"),
     (keeps_process_groups_in_parallel, "layers", "import torch\ntorch.distributed.barrier()"),
     (keeps_process_groups_in_parallel, "layers", "from fairscale.nn import model_parallel"),
-    (keeps_triton_in_one_folder, "ops.cpu.norm", "import triton.language as tl"),
+    (keeps_triton_in_one_folder, "ops.cpu.elementwise", "import triton.language as tl"),
     (keeps_triton_in_one_folder, "ops.choice", "from parallel_llama.ops.cuda.norm import x"),
     (keeps_triton_in_one_folder, "ops.choice", "from parallel_llama.ops import cuda"),
     (loads_torch_files_safely, "checkpoint.meta", "import torch\ntorch.load('x')"),
@@ -264,23 +264,23 @@ BROKEN: list[tuple[Rule, str, str]] = [
 RULES = sorted({rule for rule, _, _ in BROKEN}, key=lambda rule: rule.__name__)
 
 
-def modules() -> Iterator[tuple[str, Path]]:
+@cache
+def modules() -> dict[str, tuple[Path, ast.Module]]:
+    """Every module of the package by its name: its file, and its syntax tree."""
+    found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        yield ".".join(["parallel_llama", *(p for p in parts if p != "__init__")]), path
-
-
-@cache
-def module_names() -> frozenset[str]:
-    return frozenset(name for name, _ in modules()) - {"parallel_llama"}
+        name = ".".join(["parallel_llama", *(p for p in parts if p != "__init__")])
+        found[name] = path, ast.parse(path.read_text())
+    return found
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_every_module_keeps_the_rule(rule: Rule) -> None:
     problems = [
         f"{path.relative_to(ROOT)}, {problem}"
-        for module, path in modules()
-        for problem in rule(module, ast.parse(path.read_text()))
+        for module, (path, tree) in modules().items()
+        for problem in rule(module, tree)
     ]
     assert not problems, "\n".join(problems)
 
@@ -291,7 +291,7 @@ def test_the_rule_can_fail(rule: Rule, module: str, source: str) -> None:
 
 
 def test_every_module_stands_on_a_floor() -> None:
-    rooms = {room(module) for module, _ in modules()} - {"__init__"}
+    rooms = {room(module) for module in modules()} - {"__init__"}
     assert rooms <= FLOOR.keys(), f"without a floor: {rooms - FLOOR.keys()}"
 
 
@@ -311,14 +311,9 @@ def circles(trees: Mapping[str, ast.AST]) -> list[str]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """The package's own face is left out: it loads on demand and imports by name."""
-    assert not circles(
-        {
-            module: ast.parse(path.read_text())
-            for module, path in modules()
-            if module != "parallel_llama"
-        }
-    )
+    """The package's `__init__` is left out, because it imports on demand."""
+    trees = {name: tree for name, (_, tree) in modules().items() if name != "parallel_llama"}
+    assert not circles(trees)
 
 
 def test_a_circle_is_found() -> None:
@@ -326,15 +321,44 @@ def test_a_circle_is_found() -> None:
     assert circles({name: ast.parse(source) for name, source in sources.items()})
 
 
+def test_support_of_tests_does_not_import_launch() -> None:
+    """`launch` imports tests/support for its rehearsals, so the reverse would be a circle."""
+    sources = (ROOT / "tests/support").glob("*.py")
+    names = {name for path in sources for name, _ in imports(ast.parse(path.read_text()))}
+    assert not [name for name in names if name.split(".")[0] == "launch"]
+
+
 def test_no_two_test_files_have_the_same_name() -> None:
-    """Folders of tests are no packages: of two files of one name, pytest imports one for both."""
+    """Test folders are not packages, so pytest imports one of two files with equal names."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py"))
     assert [name for name, n in names.items() if n > 1 and name != "conftest.py"] == []
 
 
+def tracked_but_ignored(checkout: Path) -> list[str]:
+    """The tracked files that .gitignore ignores."""
+    command = ["git", "ls-files", "-z", "-c", "-i", "--exclude-per-directory=.gitignore"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_no_ignored_file_is_tracked() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("the source is not a git checkout")
+    assert tracked_but_ignored(ROOT) == []
+
+
+def test_a_tracked_file_that_is_ignored_is_found(tmp_path: Path) -> None:
+    (tmp_path / ".gitignore").write_text("__pycache__/\n*.whl\n")
+    (tmp_path / "kept.py").touch()
+    (tmp_path / "a wheel.whl").touch()
+    for command in ("init -q", "add -f ."):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    assert tracked_but_ignored(tmp_path) == ["a wheel.whl"]
+
+
 def test_the_low_floors_load_without_torch() -> None:
-    """Also through what they import: a library that brings torch along delays every command."""
-    names = [name for name, _ in modules() if is_torch_free(name)]
+    """Neither directly nor through a library, because torch delays every command."""
+    names = [name for name in modules() if is_torch_free(name)]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
@@ -343,7 +367,7 @@ def test_the_low_floors_load_without_torch() -> None:
 
 
 def readme_tree() -> list[str]:
-    """The paths of README's file tree: each line's first word, under its folder."""
+    """The paths of README's file tree."""
     block = re.search(r"```\n(parallel_llama/\n.*?)```", (ROOT / "README.md").read_text(), re.S)
     assert block is not None, "README has no file tree"
     folders: list[str] = []
@@ -351,7 +375,7 @@ def readme_tree() -> list[str]:
     for line in block[1].splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         if not line.strip() or depth > len(folders):
-            continue  # a description that goes on
+            continue  # a continued description
         name = line.split()[0]
         paths.append("/".join([*(folder.rstrip("/") for folder in folders[:depth]), name]))
         folders = [*folders[:depth], name] if name.endswith("/") else folders[:depth]
@@ -366,7 +390,7 @@ def test_every_path_in_the_readme_tree_exists() -> None:
 
 
 def test_the_readme_tree_lists_the_floors_from_below() -> None:
-    """It said so, and `input_processor` stood above what it imports."""
+    """README says so, but `input_processor` was listed above its imports."""
     paths = [path.removeprefix("parallel_llama/") for path in readme_tree()]
     floors = [
         FLOOR[name] for path in paths if (name := path.strip("/").removesuffix(".py")) in FLOOR
@@ -375,9 +399,9 @@ def test_the_readme_tree_lists_the_floors_from_below() -> None:
 
 
 def test_every_module_is_in_the_readme_tree() -> None:
-    """A folder that the tree names without its files stands for all of them."""
+    """A folder that is listed without its files stands for all of them."""
     listed = set(readme_tree())
-    rooms = {path.relative_to(ROOT).parts[:2] for _, path in modules()} - {
+    rooms = {path.relative_to(ROOT).parts[:2] for path, _ in modules().values()} - {
         ("parallel_llama", "__init__.py")
     }
     absent = {

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 from llm_program import PARAMS, fail_once
+from parallel_llama.engine.ranks import shared_facts
 from parity_steps import full_logits
 from tiny_folder import write_chat_folder
 
@@ -29,16 +30,18 @@ from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
 from parallel_llama.engine.kv_capacity import DeviceMemory
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.engine.rank_group import shared_facts
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.engine_process import EngineProcess
+from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.parallel.handshake import Card, require_same
-from parallel_llama.plan import PROCESS_BYTES, make_plan
+from parallel_llama.parallel.handshake import RankInfo, require_same
+from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
 from parallel_llama.serve.wire import FrameSocket, RankFacts
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SUPPORT = str(ROOT / "tests" / "support")
@@ -207,7 +210,9 @@ def test_two_ranks_share_no_card_and_say_so(
         (found,) = two.generate("Hello", PARAMS)
     (alone,) = llm.generate("Hello", PARAMS)
     assert found.tokens == alone.tokens
-    says = "running on the CPU: 2 ranks on this host and 1 CUDA card, and a rank needs one of its"
+    says = (
+        "running on the CPU: 2 ranks on this host and 1 CUDA card, but each rank needs its own card"
+    )
     assert [says in record.getMessage() for record in caplog.records] == [True]
 
 
@@ -219,7 +224,7 @@ def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(
     for name, gives in (
         ("setup.visible_cards", 1),
         ("setup.own_device", torch.device("cpu")),  # stands in for the card
-        ("rank_group.memory_of", DeviceMemory(1 << 29, card=1)),
+        ("ranks.memory_of", DeviceMemory(1 << 29, card=1)),
     ):
         monkeypatch.setattr(f"parallel_llama.engine.{name}", lambda *_, gives=gives: gives)
     with pytest.raises(UsageError, match=f"rank 0 of 1 needs .* which has {1 << 29} free"):
@@ -232,7 +237,7 @@ def test_a_model_says_what_it_has_taken_of_each_card(
 ) -> None:
     with LLM(str(model), dtype="float64") as on_cpu:
         assert on_cpu.statistics.cuda_bytes == ()
-    monkeypatch.setattr("parallel_llama.engine.rank_group.peak_cuda_bytes", lambda _: 9 << 30)
+    monkeypatch.setattr("parallel_llama.engine.ranks.peak_cuda_bytes", lambda _: 9 << 30)
     with LLM(str(model), dtype="float64") as on_card:
         assert on_card.statistics.cuda_bytes == (9 << 30,)
         assert EngineProcess(on_card.ranks, FrameSocket(socket.socket()))._loaded().ranks == (
@@ -282,7 +287,7 @@ def test_ranks_of_two_devices_do_not_meet(model: Path) -> None:
     for rank, kind in enumerate(("cuda", "cpu")):
         setup = ModelSetup(LLMConfig(str(model)))
         setup.kind = kind
-        cards.append(Card.of_this_process(rank, 2, shared_facts(setup)))
+        cards.append(RankInfo.of_this_process(rank, 2, shared_facts(setup)))
     with pytest.raises(RankError, match="device: rank 1 of 2 has cpu and rank 0 has cuda"):
         require_same(cards)
 
@@ -292,7 +297,7 @@ def test_every_thread_that_touches_the_model_uses_its_device(
 ) -> None:
     """A thread begins with card 0, whichever is this rank's."""
     users, readers = set(), set()
-    for name in ("llm", "engine.rank_group", "engine.model_runner", "parallel.groups"):
+    for name in ("llm", "engine.ranks", "engine.model_runner", "parallel.groups"):
         monkeypatch.setattr(
             f"parallel_llama.{name}.use_device", lambda _: users.add(threading.get_ident())
         )
@@ -313,9 +318,7 @@ def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own process says what is wrong with it, and rank 0 saw only that it had gone."""
-    monkeypatch.setattr(
-        "parallel_llama.engine.rank_group.fingerprint", lambda _: {"weights": "other"}
-    )
+    monkeypatch.setattr("parallel_llama.engine.ranks.fingerprint", lambda _: {"weights": "other"})
     began = time.monotonic()
     with pytest.raises(RankError, match="the ranks are not about to do the same"):
         LLM(str(model), tp_size=2, timeout_s=200)

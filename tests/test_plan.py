@@ -1,4 +1,4 @@
-"""The plan covers every axis exactly once, keeps heads with their KV heads, and stays balanced."""
+"""The plan covers every axis once, keeps query heads with their KV heads, and is balanced."""
 
 import math
 from dataclasses import replace
@@ -12,20 +12,16 @@ from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
-from parallel_llama.plan import (
-    apportion,
+from parallel_llama.memory import (
     blocks_held,
     bytes_passed_over,
-    equal_runs,
     kv_bytes_per_token,
-    local_kv_heads,
-    make_plan,
     most_blocks,
     pool_sizes,
-    unit_size,
     values_by_form,
     weight_bytes,
 )
+from parallel_llama.plan import apportion, equal_runs, local_kv_heads, make_plan, unit_size
 
 HALF = Precision.plain("bfloat16")
 
@@ -222,7 +218,7 @@ def test_weight_bytes_are_those_of_every_parameter(case, attention_bias, mlp_bia
 
 
 def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypatch):
-    """Every layer of every share was counted anew: a range of sizes took more than a minute."""
+    """Counting every layer of every share again took more than a minute for a range of sizes."""
     made = []
     monkeypatch.setattr(
         "parallel_llama.families.weights.Param",

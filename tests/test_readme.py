@@ -21,6 +21,8 @@ from parallel_llama.families import FAMILIES
 from parallel_llama.files.model_files import find_model
 from parallel_llama.plan import make_plan
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)

@@ -16,6 +16,8 @@ from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.llm import LLM
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 N_SCORED = 600
 

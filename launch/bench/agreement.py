@@ -1,29 +1,29 @@
-"""Whether the engines gave the same tokens, and where they did not, whether it was a near tie.
+"""Compares the tokens of the engines, and checks whether a difference is a near tie.
 
-Greedy tokens of float32 engines may part where two logits are closer than rounding. From there on
-the texts differ, so that only the tokens up to there can be compared. Of weights in fewer bits the
-tokens may part anywhere; how many are the same tells of them, and no difference is wrong.
+Greedy tokens of float32 engines may differ where two logits are closer than rounding errors. The
+texts differ after that token, so only the tokens before it can be compared. Tokens of quantised
+weights may differ anywhere: they are counted, and no difference is an error.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launch.bench.engines import Run
+from launch.bench.engines import Measurement
 from parallel_llama import LLM
 
-# Nats. Two float32 engines' log-probabilities lie within 2e-4 of each other on 30 layers.
+# Nats. Log-probabilities of two float32 engines differ by at most 2e-4 on 30 layers.
 NEAR_TIE = 1e-3
 
-# The prompts of a turn, by its number.
+# The prompts of a round, by its number.
 Prompts = Callable[[int], list[list[int]]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token, by number, at which an answer leaves the reference's; turns begin at 1."""
+    """The index of the first token that differs from the reference; rounds begin at 1."""
 
-    turn: int
+    round: int
     prompt: int
     token: int
     expected: int
@@ -31,11 +31,11 @@ class Difference:
 
 
 def agreements(
-    model: str, runs: Mapping[str, Sequence[Run]], prompts: Prompts, exact: Collection[str]
+    model: str, runs: Mapping[str, Sequence[Measurement]], prompts: Prompts, exact: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """How far each engine's tokens are those of the first one, of the exact ones if there are any.
+    """Compares each engine's tokens with those of the first exact engine, or of the first engine.
 
-    Differences of those alone are weighed.
+    Only differences of exact engines are checked for near ties.
     """
     first = next((name for name in runs if name in exact), next(iter(runs), None))
     reference = () if first is None else runs[first]
@@ -50,34 +50,36 @@ def agreements(
     }
 
 
-def differences(runs: Sequence[Run], reference: Sequence[Run]) -> Iterator[Difference]:
-    """One for each prompt of each turn whose new tokens are not all the same."""
-    for turn, (run, other) in enumerate(zip(runs, reference, strict=True), 1):
+def differences(
+    runs: Sequence[Measurement], reference: Sequence[Measurement]
+) -> Iterator[Difference]:
+    """One difference for each prompt of each round whose new tokens are not all equal."""
+    for number, (run, other) in enumerate(zip(runs, reference, strict=True), 1):
         for prompt, (drawn, expected) in enumerate(zip(run.tokens, other.tokens, strict=True)):
             pairs = zip(expected, drawn, strict=True)
             parted = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
             if parted is not None:
-                yield Difference(turn, prompt, parted, expected[parted], drawn[parted])
+                yield Difference(number, prompt, parted, expected[parted], drawn[parted])
 
 
 def gaps(
-    model: str, found: Sequence[Difference], prompts: Prompts, reference: Sequence[Run]
+    model: str, found: Sequence[Difference], prompts: Prompts, reference: Sequence[Measurement]
 ) -> dict[Difference, float]:
-    """By how many nats the reference's token is likelier than the other one, in float64."""
+    """The log-probability of the reference's token minus that of the drawn token, in float64."""
     if not found:
         return {}
     result = {}
     with LLM(model, dtype="float64", device="cpu") as llm:
         for each in found:
-            answer = reference[each.turn - 1].tokens[each.prompt]
-            before = prompts(each.turn)[each.prompt] + answer[: each.token]
+            answer = reference[each.round - 1].tokens[each.prompt]
+            before = prompts(each.round)[each.prompt] + answer[: each.token]
             expected, drawn = llm.score([[*before, each.expected], [*before, each.drawn]])
             result[each] = expected[-1] - drawn[-1]
     return result
 
 
-def counts(runs: Sequence[Run], found: Sequence[Difference]) -> dict[str, int]:
-    """Of tokens and of prompts, how many agree."""
+def counts(runs: Sequence[Measurement], found: Sequence[Difference]) -> dict[str, int]:
+    """How many tokens and prompts agree."""
     answers = [tokens for run in runs for tokens in run.tokens]
     n_new = len(answers[0])
     return {
@@ -89,12 +91,12 @@ def counts(runs: Sequence[Run], found: Sequence[Difference]) -> dict[str, int]:
 
 
 def verdict(found: Sequence[Difference], gap: Mapping[Difference, float]) -> dict[str, Any]:
-    """Counts of both kinds of difference; the first one in full."""
+    """The numbers of near ties and of wrong tokens, and the first difference."""
     n_near_ties = sum(abs(gap[each]) < NEAR_TIE for each in found)
     first: dict[str, Any] | None = None
     if found:
         at, nats = found[0], float(f"{gap[found[0]]:.2g}")
-        first = {"turn": at.turn, "prompt": at.prompt, "token": at.token, "gap_nats": nats}
+        first = {"turn": at.round, "prompt": at.prompt, "token": at.token, "gap_nats": nats}
     return {
         "near_ties": n_near_ties,
         "wrong": len(found) - n_near_ties,

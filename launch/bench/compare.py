@@ -1,17 +1,17 @@
-"""Speed beside other runtimes: the same weights, token ids and cores, turn by turn in one run.
+"""Compares speed with other runtimes: equal weights, token ids and cores, alternating in one run.
 
     python -m launch.bench.compare [--task stream|ragged] [--streams 1] [--model smollm2]
                                    [--engines ours:1,transformers,llama-models,..]
                                    [--vllm-python PATH] [--peers-python PATH]
                                    [--repeat 5] [--starts 1] [--plot FILE.svg] [--json]
 
-`stream` is one prompt of 512 tokens and 64 new ones, or as many of them at once as --streams says;
-`ragged` is one batch of 16 prompts, of 16 to 512 tokens, and 64 new ones for each. An engine's name
-may go on with a number of ranks, among which the cores are shared out, and with what its weights
-are kept in, else float32: `ours:2`, `llama.cpp@Q8_0`. One that is not installed, or fails, is left
-out with the reason. Greedy tokens of float32 weights are compared with those of the first such
-engine: the exit code is 1 where they part at more than a near tie, or an engine failed. Of others
-the perplexity of README.md's beginning tells how much they change.
+The task `stream` is one prompt of 512 tokens with 64 new tokens, or --streams of them at once. The
+task `ragged` is one batch of 16 prompts of 16 to 512 tokens, with 64 new tokens each. The name of
+an engine may be followed by a number of ranks, which divide the cores, and by the format of the
+weights (default float32): `ours:2`, `llama.cpp@Q8_0`. An engine that is not installed or fails is
+left out, and the report says why. Greedy tokens of float32 engines are compared with those of the
+first such engine; the exit code is 1 if they differ by more than a near tie or if an engine failed.
+For other formats, the perplexity of the beginning of README.md shows how much the format changes.
 """
 
 import argparse
@@ -28,15 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.agreement import agreements
-from launch.bench.engines import Engine, Run, engines
+from launch.bench.engines import Engine, Measurement, engines
 from launch.bench.machine import Rates, prefill_flops
-from launch.bench.player import ROOT
 from launch.bench.plot import svg
-from launch.bench.report import report
-from launch.bench.roofline import charts
+from launch.bench.report import charts, report
+from launch.bench.rounds import Rounds, measure
 from launch.bench.task import Kind, Spread, Task, make_task, spread
-from launch.bench.turns import Turns, play
 from launch.bench.weights import Weights
+from launch.bench.worker import ROOT
 from parallel_llama.checkpoint import meta_vocab_size
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
@@ -44,8 +43,8 @@ from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.tokenizer import load_tokenizer
 
 TEXT = ROOT / "README.md"
-# Parts of it, each as long as a prompt and its completion: what 8 bits change is a few thousandths,
-# which one part alone does not show.
+# Parts of the text, each as long as a prompt and its completion. One part is too short to show what
+# 8 bits change, which is a few thousandths.
 N_TEXTS = 4
 
 
@@ -55,13 +54,13 @@ def compare(
     prompt_tokens: int,
     n_new: int,
     chosen: Sequence[Engine],
-    n_turns: int,
+    n_rounds: int,
     n_streams: int = 1,
     n_starts: int = 1,
 ) -> dict[str, Any]:
-    """Run the whole comparison and return what it found, ready for JSON.
+    """Runs the whole comparison; returns the report for JSON.
 
-    Raises: UsageError or CheckpointError for a model that cannot be used, or not for this task.
+    Raises: UsageError or CheckpointError if the model cannot be used for this task.
     """
     files = find_model(model)
     files.require_weights()
@@ -76,73 +75,77 @@ def compare(
     cores = tuple(sorted(os.sched_getaffinity(0)))  # `taskset` narrows them
     with tempfile.TemporaryDirectory() as folder:
         weights = Weights(files, args, Path(folder))
-        turns = play(weights, task, chosen, n_turns, n_starts, texts, cores)
+        rounds = measure(weights, task, chosen, n_rounds, n_starts, texts, cores)
     figures = {
-        each.name: engine_figures(each, task, turns, len(cores))
-        | shares(args, task, runs, turns.rates[each.name], turns.step_bytes[each.name])
+        each.name: engine_figures(each, task, rounds, len(cores))
+        | shares(args, task, runs, rounds.rates[each.name], rounds.step_bytes[each.name])
         for each in chosen
-        if (runs := turns.runs.get(each.name))
+        if (runs := rounds.runs.get(each.name))
     }
     exact = [each.name for each in chosen if each.is_exact]
-    for name, agreement in agreements(model, turns.runs, task.prompts, exact).items():
+    for name, agreement in agreements(model, rounds.runs, task.prompts, exact).items():
         figures[name]["agreement"] = agreement
     return {
         "model": model,
         "task": kind,
         "prompt_tokens": task.lengths,
         "new_tokens": n_new,
-        "turns": n_turns,
+        "turns": n_rounds,
         "text_tokens": sum(map(len, texts)),
         "processor": processor(),
         "cores": cores,
-        **machine_rates(turns),
+        **machine_rates(rounds),
         "system": platform.platform(),
         "python": platform.python_version(),
         "engines": figures,
-        "ratios": all_ratios(task, turns),
-        "absent": turns.absent,
-        "failed": turns.failed,
+        "ratios": all_ratios(task, rounds),
+        "absent": rounds.absent,
+        "failed": rounds.failed,
     }
 
 
 def texts_of(files: ModelFiles, length: int) -> list[list[int]]:
-    """What every engine weighs, cut to this length; nothing where the model has no tokenizer."""
+    """The texts for the perplexity, of this length; empty if the model has no tokenizer."""
     try:
         tokens = load_tokenizer(files.path).encode(TEXT.read_text())
     except UsageError:
         return []
-    stop = min(N_TEXTS * length, len(tokens) - 1)  # one token alone has no nats
+    stop = min(N_TEXTS * length, len(tokens) - 1)  # one token alone has no log-probability
     return [tokens[start : start + length] for start in range(0, stop, length)]
 
 
-def engine_figures(engine: Engine, task: Task, turns: Turns, n_cores: int) -> dict[str, Any]:
-    """What was measured of one engine."""
+def engine_figures(engine: Engine, task: Task, rounds: Rounds, n_cores: int) -> dict[str, Any]:
+    """The measurements of one engine."""
     name = engine.name
     return {
         "form": engine.form,
         "ranks": engine.n_ranks,
         "threads": engine.n_threads(n_cores),
-        "versions": turns.players[name].versions,
-        **task.spreads(turns.runs[name]),
-        "start_to_first_token_s": spread(turns.first_token_s[name]),
-        "weight_bytes_per_step": turns.step_bytes[name],
-        "peak_rss_bytes": turns.peak_bytes[name],
-    } | ({"perplexity": float(f"{math.exp(turns.nats[name]):.5g}")} if turns.nats else {})
+        "versions": rounds.workers[name].versions,
+        **task.spreads(rounds.runs[name]),
+        "start_to_first_token_s": spread(rounds.first_token_s[name]),
+        "weight_bytes_per_step": rounds.step_bytes[name],
+        "peak_rss_bytes": rounds.peak_bytes[name],
+    } | ({"perplexity": float(f"{math.exp(rounds.nll[name]):.5g}")} if rounds.nll else {})
 
 
-def machine_rates(turns: Turns) -> dict[str, Spread]:
-    """What the machine gave in the course of the runs, others being on it as well perhaps."""
-    looks = [look for own in turns.rates.values() for look in own]
+def machine_rates(rounds: Rounds) -> dict[str, Spread]:
+    """The rates of the machine during the runs, which other programs may lower."""
+    looks = [look for own in rounds.rates.values() for look in own]
     names = ("read_bytes_per_s", "product_flops_per_s") if looks else ()
     return {name: spread([getattr(look, name) for look in looks]) for name in names}
 
 
 def shares(
-    args: ModelArgs, task: Task, runs: Sequence[Run], rates: Sequence[Rates], step_bytes: int
+    args: ModelArgs,
+    task: Task,
+    runs: Sequence[Measurement],
+    rates: Sequence[Rates],
+    step_bytes: int,
 ) -> dict[str, Spread]:
-    """Which part of its time an engine would take at the rates of the machine around its runs.
+    """Fractions of the machine's rates that an engine reaches, measured around its runs.
 
-    Of a decode step, to read its weights; of prefill, for its products in float32.
+    For decode, of the rate of reading weights; for prefill, of the rate of float32 products.
     """
     found: dict[str, list[float]] = {}
     for speeds, rate in zip(map(task.rates, runs), rates, strict=True):
@@ -156,10 +159,10 @@ def shares(
     return {key: spread(values) for key, values in found.items()}
 
 
-def all_ratios(task: Task, turns: Turns) -> dict[str, dict[str, Any]]:
-    """How many times as fast every engine called ours is as every other engine."""
-    ours = {name: runs for name, runs in turns.runs.items() if name.startswith("ours")}
-    peers = {name: runs for name, runs in turns.runs.items() if name not in ours}
+def all_ratios(task: Task, rounds: Rounds) -> dict[str, dict[str, Any]]:
+    """The speed of every engine called ours divided by that of every other engine."""
+    ours = {name: runs for name, runs in rounds.runs.items() if name.startswith("ours")}
+    peers = {name: runs for name, runs in rounds.runs.items() if name not in ours}
     return {
         name: {peer: task.ratios(own, runs) for peer, runs in peers.items()}
         for name, own in ours.items()
@@ -173,7 +176,7 @@ def processor() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, compare, print; the exit code."""
+    """Parses the command line, compares and prints; returns the exit code."""
     parser = _parser()
     flags = parser.parse_args(arguments)
     chosen = [_located(each, flags) for each in flags.engines]
@@ -191,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _located(engine: Engine, flags: argparse.Namespace) -> Engine:
-    """An engine that knows the Python it runs in, if there is one."""
+    """The engine with the path of its Python, if it is known."""
     shares = engine.shares and _located(engine.shares, flags)
     python = getattr(flags, engine.python_flag) if engine.python_flag else engine.python
     return replace(engine, python=python, shares=shares)
@@ -206,14 +209,14 @@ def _parser() -> argparse.ArgumentParser:
         "--engines",
         type=engines,
         default="ours:1,transformers,llama-models,vllm,llama.cpp,ctranslate2",
-        help="NAME[:RANKS][@FORM], as ours:2 or llama.cpp@Q8_0; the first of float32 gives the "
-        "tokens to agree with",
+        help="NAME[:RANKS][@FORM], as ours:2 or llama.cpp@Q8_0; the first float32 engine "
+        "is the reference for tokens",
     )
     parser.add_argument("--streams", type=_whole, default=1, help="prompts at once of a stream")
-    length = "length of the prompt, or the longest"
+    length = "length of the prompt, or of the longest prompt"
     parser.add_argument("--prompt-tokens", type=_whole, default=512, help=length)
     parser.add_argument("--new-tokens", type=_whole, default=64, help="for each prompt")
-    parser.add_argument("--repeat", type=_whole, default=5, help="turns after the one to warm up")
+    parser.add_argument("--repeat", type=_whole, default=5, help="rounds after a warm-up round")
     parser.add_argument("--starts", type=_whole, default=1, help="fresh processes of each engine")
     parser.add_argument("--vllm-python", metavar="PATH", help="the Python of vLLM's environment")
     parser.add_argument(
@@ -227,10 +230,10 @@ def _parser() -> argparse.ArgumentParser:
 def _whole(text: str) -> int:
     if text.isascii() and text.isdigit() and 0 < int(text) < 10**6:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 999999")
+    raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 to 999999")
 
 
 if __name__ == "__main__":
-    # As on Ctrl-C, no engine is left running: by itself a SIGTERM would leave them all.
+    # SIGTERM ends all engines, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -1,22 +1,22 @@
-"""What a model does on a GPU, in one command of under 8 minutes on one card.
+"""Benchmarks the GPU backend on one card in less than 8 minutes.
 
     python -m launch.bench.gpu --out FOLDER [--dry-run]
 
-It needs torch for CUDA, which brings Triton, this package with what it requires, and, for the
-comparisons, transformers; no network and no checkpoint. Where a machine with a card has no package
-index, wheels of what it lacks can be fetched on another one and taken along:
+It needs torch for CUDA, which includes Triton, this package with its requirements, and transformers
+for the comparisons. It needs no network and no checkpoint. If the machine with the card has no
+package index, download the missing wheels on another machine and copy them:
 
     pip download --only-binary=:all: --no-deps -d WHEELS blake3 msgspec gguf llguidance ...
     pip wheel --no-deps -w WHEELS fairscale
     pip install --no-index --no-deps --target SITE WHEELS/*.whl
     PYTHONPATH=SITE python -m launch.bench.gpu --out FOLDER
 
-Each step runs in a process of its own for a limited time, so that none takes another's figures with
-it. FOLDER gets report.md, report.json, two plots and a log. What computes something wrong gets no
-figure, and makes the exit code 1.
+Each step runs in its own process with a time limit, so that a failure does not affect other steps.
+FOLDER gets report.md, report.json, two plots and a log. A configuration with wrong results gets no
+figure, and the exit code is 1.
 
-With --dry-run every step runs on the CPU in tiny shapes, kernels in Triton's interpreter: that the
-command works can be seen without a card, and its report has no figure.
+With --dry-run every step runs on the CPU in tiny shapes, with kernels in Triton's interpreter. This
+checks the command without a card; the report has no figures.
 """
 
 import argparse
@@ -43,13 +43,13 @@ from launch.bench.plot import svg
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 460.0
 _LOG_BYTES = 8 << 20
-# A rehearsal shares its cores with others, and the interpreter takes its time.
+# A rehearsal gets more time, because the interpreter is slow.
 _SLOWER = 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """A module of `gpu_steps`, and how long it may take."""
+    """A module of `gpu_steps`, after a colon its argument, and its time limit."""
 
     module: str
     title: str
@@ -61,15 +61,15 @@ STEPS = (
     Step("growing", "One growing text: torch's operators beside ours", 45),
     Step("kernels", "Kernels against float64", 75),
     Step("parity", "Whole models", 70),
-    Step("shapes_1b", "Llama 3.2 1B's shape", 60),
-    Step("shapes_8b", "Llama 3 8B's shape", 100),
+    Step("shapes:llama-3.2-1b", "Llama 3.2 1B's shape", 60),
+    Step("shapes:llama-3-8b", "Llama 3 8B's shape", 100),
     Step("slices", "One rank of 8, its work measured and its waits modelled", 70),
     Step("peers", "transformers beside it", 40),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run every step and write the report; the exit code."""
+    """Runs every step and writes the report; returns the exit code."""
     parser = argparse.ArgumentParser(
         "python -m launch.bench.gpu", description=(__doc__ or "").partition("\n")[0]
     )
@@ -83,12 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Row]] = {}
     started = time.monotonic()
-    patience = _SLOWER if given.dry_run else 1
+    slower = _SLOWER if given.dry_run else 1
     log_file = given.out / "log.txt"
     with log_file.open("w") as log:
         for step in STEPS:
-            left_s = patience * LIMIT_S - (time.monotonic() - started)
-            limit_s = min(patience * step.limit_s, left_s)
+            left_s = slower * LIMIT_S - (time.monotonic() - started)
+            limit_s = min(slower * step.limit_s, left_s)
             found[step.title] = list(
                 _run(replace(step, limit_s=limit_s), given.dry_run, found, log)
             )
@@ -102,9 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _missing(is_rehearsal: bool) -> str:
-    """What the machine lacks, and the remedy; nothing where it lacks nothing."""
+    """What the machine lacks, and the remedy; empty if nothing is missing."""
     if find_spec("triton") is None:
-        return "triton is not installed, in which the kernels are written; pip install triton"
+        return "the kernels need triton, which is not installed; pip install triton"
     if not is_rehearsal and not torch.cuda.is_available():
         return (
             "torch sees no CUDA device here; use a machine with one, or --dry-run for a rehearsal"
@@ -115,9 +115,9 @@ def _missing(is_rehearsal: bool) -> str:
 def _run(
     step: Step, is_rehearsal: bool, before: Mapping[str, list[Row]], log: Any
 ) -> Iterator[Row]:
-    """A step's rows as they come, and another where it was ended or failed."""
+    """Yields the rows of a step, and one more if it failed or reached its limit."""
     if step.limit_s < 5:
-        yield Row(step.module, wrong="not run: the steps before it took all the time")
+        yield Row(step.module, wrong="not run: the steps before it used all the time")
         return
     rates = {row.name: row.value for rows in before.values() for row in rows if row.value}
     flags = ["--dry-run"] * is_rehearsal

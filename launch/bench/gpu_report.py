@@ -13,7 +13,7 @@ _REHEARSED = "a rehearsal on the CPU: "
 
 
 def markdown(found: Mapping[str, Sequence[Row]], is_rehearsal: bool, took_s: float) -> str:
-    """One table for each step; of a rehearsal without its figures."""
+    """One table for each step; the table of a rehearsal has no figures."""
     title = "A rehearsal on the CPU: no figure is a GPU's" if is_rehearsal else "On a GPU"
     blocks = [f"# {title}\n\nIn {took_s:.0f} s."]
     for step, rows in found.items():
@@ -35,12 +35,12 @@ def _cells(row: Row, is_rehearsal: bool) -> tuple[str, ...]:
 
 
 def _cell(text: str) -> str:
-    """Text that does not end its cell."""
+    """The text without line breaks and bars, which would end the cell."""
     return " ".join(text.split()).replace("|", "/")
 
 
 def charts(found: Mapping[str, Sequence[Row]], is_rehearsal: bool) -> dict[str, Chart]:
-    """Tokens a second over the batch, and bytes a second over the bytes of a matrix, by name."""
+    """By name: tokens/s over the batch size, and bytes/s over the size of a matrix."""
     decode: dict[str, list[tuple[float, float]]] = defaultdict(list)
     products: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in (row for rows in found.values() for row in rows if row.value):

@@ -1,10 +1,9 @@
-"""What HTTP costs: streams through `parallel-llama serve` beside the same requests without it.
+"""Measures the cost of HTTP: streams of `parallel-llama serve` and the same requests without it.
 
     python -m launch.bench.http [--nproc 2] [--streams 16] [--tokens 128]
 
-A server and an engine without one are loaded side by side and take turns; tokens a second of each
-turn, and the median ratio, go to stdout. The client counts bytes and parses nothing, but it shares
-the machine with the server.
+A server and an engine in this process are loaded and alternate. It prints the tokens/s of each
+round and the median ratio. The client only counts bytes, but it shares the machine with the server.
 """
 
 import argparse
@@ -25,7 +24,7 @@ PROMPT_TOKENS = 64
 
 
 def main() -> None:
-    """Measure, and print a line for each turn and the medians."""
+    """Measures, and prints a line for each round and the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--nproc", type=int, default=2)
@@ -52,14 +51,14 @@ def _compare(
 ) -> None:
     draw = random.Random(0)
     ratios = []
-    for turn in range(repeat + 1):  # the first warms both, and does not count
+    for number in range(repeat + 1):  # the first is a warm-up
         prompts = [
             [draw.randrange(llm.args.vocab_size) for _ in range(PROMPT_TOKENS)]
             for _ in range(n_streams)
         ]
         without_s = _without(llm, prompts, n_tokens)
         with_s = _streamed(address, prompts, n_tokens)
-        if turn:
+        if number:
             n = n_streams * n_tokens
             ratios.append(without_s / with_s)
             print(
@@ -74,7 +73,7 @@ def _compare(
 
 
 def _without(llm: LLM, prompts: list[list[int]], n_tokens: int) -> float:
-    """Seconds of the batch in the engine of this process."""
+    """Seconds for the batch in the engine of this process."""
     params = SamplingParams(max_tokens=n_tokens, ignore_eos=True)
     requests = llm.input_processor.requests(prompts, params)
     started = time.perf_counter()

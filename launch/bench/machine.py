@@ -1,4 +1,4 @@
-"""What the cores can do at the most, so that speeds can be told as shares of it."""
+"""Measures the peak rates of the cores, of which reports give speeds as fractions."""
 
 import math
 import time
@@ -18,7 +18,7 @@ _SIDE, _REPEATS = 2048, 5
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes of memory read in a second, and operations of products of float32 matrices."""
+    """Bytes of memory read per second, and operations of float32 matrix products per second."""
 
     read_bytes_per_s: float
     product_flops_per_s: float
@@ -31,16 +31,16 @@ class Rates:
 
 
 def prefill_flops(args: ModelArgs, lengths: Sequence[int]) -> int:
-    """Multiplications and additions that reading prompts of these lengths takes at the least.
+    """The least number of multiplications and additions that prefill of these lengths takes.
 
-    Those are the products with weights, of which the head's is for each last token alone, and of
-    queries, keys and values that see each other; of a mixture, the experts that tokens go to.
+    It counts products with weights, the head for each last token only, attention between tokens
+    that see each other, and the active experts of a mixture.
     """
     per_token = 0
     for param in parameters(args):
         if param.name not in _OUTER and len(param.shape) > 1:
-            share = 1 if param.expert is None else args.n_active_experts / args.n_experts
-            per_token += round(math.prod(param.shape) * share)
+            part = 1 if param.expert is None else args.n_active_experts / args.n_experts
+            per_token += round(math.prod(param.shape) * part)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     attention = 2 * pairs * args.n_layers * args.n_heads * args.head_dim
     head = len(lengths) * args.dim * args.vocab_size
@@ -48,10 +48,10 @@ def prefill_flops(args: ModelArgs, lengths: Sequence[int]) -> int:
 
 
 def meter(n_threads: int) -> Callable[[], Rates]:
-    """What measures how fast that many threads together read memory, and multiply matrices.
+    """Returns a function that measures the rates of `n_threads` threads.
 
-    torch does both, each time in the same memory: what is given back in a virtual machine goes to
-    its host, and whoever comes next waits for that to come again.
+    It reuses the same memory, because a virtual machine returns freed memory to its host, and new
+    memory is slow at first.
     """
     n_bytes, read = reading(READ_BYTES)
     a, b = torch.ones(2, _SIDE, _SIDE)
@@ -65,7 +65,7 @@ def meter(n_threads: int) -> Callable[[], Rates]:
 
 
 def _least_s(run: Callable[[], object]) -> float:
-    """The seconds of the fastest of some runs."""
+    """The seconds of the fastest of `_REPEATS` runs."""
     seconds = []
     for _ in range(_REPEATS):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Line charts as SVG, both axes logarithmic; no package draws them."""
+"""Line charts as SVG with logarithmic axes, without a plotting package."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ _TICK_WIDTH = 40
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines through points (x, y), each above 0; one of a single point is a dot."""
+    """Lines through points (x, y) above 0; a line with a single point is drawn as a dot."""
 
     title: str
     x_label: str
@@ -23,7 +23,7 @@ class Chart:
 
 
 def svg(charts: Sequence[Chart]) -> str:
-    """The charts side by side."""
+    """An SVG image of the charts side by side."""
     body = "".join(
         f'<g transform="translate({number * WIDTH} 0)">{"".join(_drawn(chart))}</g>\n'
         for number, chart in enumerate(charts)
@@ -39,7 +39,7 @@ def svg(charts: Sequence[Chart]) -> str:
 def _drawn(chart: Chart) -> Iterator[str]:
     points = [point for line in chart.lines.values() for point in line]
     (x_low, x_high), (y_low, y_high) = (_decades(values) for values in zip(*points, strict=True))
-    top = 26 + (len(chart.lines) + 1) // 2 * 15  # below the names, which stand in two columns
+    top = 26 + (len(chart.lines) + 1) // 2 * 15  # below the names, which are in two columns
 
     def place(x: float, y: float) -> tuple[float, float]:
         right = (math.log10(x) - x_low) / (x_high - x_low) * (WIDTH - _LEFT - _RIGHT)
@@ -52,7 +52,7 @@ def _drawn(chart: Chart) -> Iterator[str]:
         x, y = place(10**x_low, value)
         yield f'<path d="M{x} {y}H{WIDTH - _RIGHT}" stroke="#d1d9e0"/>'
         yield _text(x - 6, y + 4, f"{value:g}", anchor="end")
-    free = 0.0  # from here on there is room for the number of another tick
+    free = 0.0  # the position from which there is space for the next tick label
     for at in sorted({x for x, _ in points}):
         x, y = place(at, 10**y_low)
         yield f'<path d="M{x} {y}v4" stroke="#1f2328"/>'
@@ -70,13 +70,13 @@ def _drawn(chart: Chart) -> Iterator[str]:
 
 
 def _decades(values: Sequence[float]) -> tuple[float, float]:
-    """The axis: logarithms of its ends, some room around the values."""
+    """The logarithms of the ends of an axis, with some space around the values."""
     low, high = math.log10(min(values)), math.log10(max(values))
     return low - 0.1, max(high, low + 0.1) + 0.1
 
 
 def _marks(low: float, high: float) -> list[float]:
-    """Round values between two logarithms: more than the powers of 10 where there are few."""
+    """Round values between two logarithms: powers of 10, and more if those are few."""
     decades = range(math.floor(low), math.ceil(high) + 1)
     steps = (1, 2, 5) if high - low < 2 else (1,)
     values = [step * 10.0**decade for decade in decades for step in steps]

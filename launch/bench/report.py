@@ -1,9 +1,11 @@
-"""The result of a comparison as text."""
+"""The result of a comparison as text and as charts of speed over the bytes of the weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# A column: its heading, and how it shows what an engine has under its key.
+from launch.bench.plot import Chart
+
+# By key of an engine's result: the heading of the column, and its formatter.
 Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
 
 
@@ -29,10 +31,15 @@ _COSTS: Columns = {
     "peak_rss_bytes": ("memory at most, MB", lambda n: f"{n / 1e6:.0f}"),
     "perplexity": ("perplexity", "{:.4g}".format),
 }
+_CHARTS = {
+    "decode_tokens_per_s": "decode, tokens/s",
+    "prefill_tokens_per_s": "prefill, tokens/s",
+    "new_tokens_per_s": "new tokens/s",
+}
 
 
 def report(result: dict[str, Any]) -> str:
-    """Tables of speeds, costs, ratios, agreement and versions, and who is not in them."""
+    """Tables of speeds, costs, ratios, agreement and versions, and the engines left out."""
     blocks = [_heading(result)]
     if engines := result["engines"]:
         blocks += [_table("", engines, _SPEEDS), _table("", engines, _COSTS)]
@@ -56,13 +63,13 @@ def _heading(result: dict[str, Any]) -> str:
     return (
         f"{result['model']}; {prompts}; {result['new_tokens']} new for each\n"
         f"{result['processor']}, {len(result['cores'])} cores{_rates(result)}\n"
-        f"turns: {result['turns']}; median (least to most); "
+        f"rounds: {result['turns']}; median (least to most); "
         f"perplexity of {result['text_tokens']} tokens"
     )
 
 
 def _rates(result: dict[str, Any]) -> str:
-    """What the cores gave around the runs; nothing where no engine got so far."""
+    """The rates of the machine during the runs; empty if no engine ran."""
     if "read_bytes_per_s" not in result:
         return ""
     read, multiply = (
@@ -95,7 +102,7 @@ def _agreement(engines: dict[str, Any]) -> str:
         if first := agreement.get("first_difference"):
             text += (
                 f"; {agreement['near_ties']} near ties, {agreement['wrong']} wrong; the first: "
-                f"turn {first['turn']}, prompt {first['prompt']}, token {first['token']}, "
+                f"round {first['turn']}, prompt {first['prompt']}, token {first['token']}, "
                 f"{first['gap_nats']:g} nats apart"
             )
         rows.append([name, text])
@@ -117,3 +124,30 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def charts(result: dict[str, Any]) -> list[Chart]:
+    """One chart for each kind of speed, with a line for each engine through all its formats.
+
+    The chart of decode also has a line for the rate of the memory.
+    """
+    engines, n_prompts = result["engines"], len(result["prompt_tokens"])
+    found = []
+    for key, label in _CHARTS.items():
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for name, own in engines.items():
+            if key in own:
+                point = _megabytes(own["weight_bytes_per_step"]), own[key]["median"]
+                lines.setdefault(name.partition("@")[0], []).append(point)
+        if key == "decode_tokens_per_s":
+            for n_bytes in sorted({own["weight_bytes_per_step"] for own in engines.values()}):
+                limit = n_prompts * result["read_bytes_per_s"]["max"] / n_bytes
+                lines.setdefault("memory's rate", []).append((_megabytes(n_bytes), limit))
+        if any(key in own for own in engines.values()):
+            lines = {name: sorted(points) for name, points in lines.items()}
+            found.append(Chart(f"{label}, {result['model']}", "MB of weights a step", lines))
+    return found
+
+
+def _megabytes(n_bytes: int) -> float:
+    return float(f"{n_bytes / 1e6:.3g}")

@@ -1,7 +1,6 @@
-"""What every engine is asked, and what the time that it took comes to.
+"""The prompts of a comparison, and the rates that follow from the measured times.
 
-Every turn has prompts of its own, so that an engine which keeps the keys and values of earlier
-prompts gains nothing by it.
+Every round has different prompts, so that a prefix cache has no effect.
 """
 
 import random
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.bench.engines import Run
+from launch.bench.engines import Measurement
 from parallel_llama.errors import UsageError
 
 N_RAGGED = 16
@@ -22,7 +21,7 @@ Spread = dict[str, float]
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts of `lengths` tokens, each followed by `n_new` greedy ones, whatever they are."""
+    """Prompts of `lengths` tokens, each with `n_new` greedy tokens; end tokens are ignored."""
 
     kind: Kind
     lengths: tuple[int, ...]
@@ -33,13 +32,13 @@ class Task:
     def max_seq_len(self) -> int:
         return max(self.lengths) + self.n_new
 
-    def prompts(self, turn: int) -> list[list[int]]:
-        """Random token ids; the same for the same turn."""
-        draw = random.Random(turn)
+    def prompts(self, number: int) -> list[list[int]]:
+        """Random token ids, which depend only on the number of the round."""
+        draw = random.Random(number)
         return [[draw.randrange(self.vocab_size) for _ in range(n)] for n in self.lengths]
 
-    def rates(self, run: Run) -> dict[str, float]:
-        """What one run comes to; a decode rate only where there is a token after the first."""
+    def rates(self, run: Measurement) -> dict[str, float]:
+        """The rates of one run; there is a decode rate only if n_new > 1."""
         if self.kind == "ragged":
             n_tokens = len(self.lengths) * self.n_new
             return {"new_tokens_per_s": n_tokens / run.total_s, "total_s": run.total_s}
@@ -50,12 +49,12 @@ class Task:
             figures["decode_tokens_per_s"] = n_tokens / (run.total_s - prefill_s)
         return figures
 
-    def spreads(self, runs: Sequence[Run]) -> dict[str, Spread]:
+    def spreads(self, runs: Sequence[Measurement]) -> dict[str, Spread]:
         figures = [self.rates(run) for run in runs]
         return {key: spread([each[key] for each in figures]) for key in figures[0]}
 
-    def ratios(self, ours: Sequence[Run], peer: Sequence[Run]) -> dict[str, Spread]:
-        """How many times as fast `ours` is, turn by turn: what slows a turn down slows both."""
+    def ratios(self, ours: Sequence[Measurement], peer: Sequence[Measurement]) -> dict[str, Spread]:
+        """The speed of `ours` over that of `peer`, computed within each round."""
         pairs = [(self.rates(a), self.rates(b)) for a, b in zip(ours, peer, strict=True)]
         return {
             key: spread([a[key] / b[key] for a, b in pairs])
@@ -67,20 +66,24 @@ class Task:
 def make_task(
     kind: Kind, prompt_tokens: int, n_new: int, vocab_size: int, n_streams: int = 1
 ) -> Task:
-    """Equal prompts of `prompt_tokens`, or 16 from 16 tokens to that many, evenly spaced.
+    """A stream task with prompts of `prompt_tokens`, or a ragged task of 16 prompts.
 
-    Raises: UsageError where that many are fewer.
+    Lengths of a ragged task are evenly spaced from 16 to `prompt_tokens`.
+
+    Raises: UsageError if `prompt_tokens` of a ragged task is less than 16.
     """
     if kind == "stream":
         return Task(kind, (prompt_tokens,) * n_streams, n_new, vocab_size)
     if prompt_tokens < SHORTEST_RAGGED:
-        raise UsageError(f"--prompt-tokens: ragged prompts begin at {SHORTEST_RAGGED} tokens")
+        raise UsageError(
+            f"--prompt-tokens={prompt_tokens}: use at least {SHORTEST_RAGGED} tokens for ragged"
+        )
     step = (prompt_tokens - SHORTEST_RAGGED) / (N_RAGGED - 1)
     lengths = tuple(round(SHORTEST_RAGGED + step * number) for number in range(N_RAGGED))
     return Task(kind, lengths, n_new, vocab_size)
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Median, least and most, to four significant digits."""
+    """Median, minimum and maximum, to four significant digits."""
     chosen = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {name: float(f"{value:.4g}") for name, value in chosen.items()}

@@ -1,32 +1,41 @@
-"""The same weights for every engine, each in the files that it loads."""
+"""Provides the weights of a model to every engine in the format that it loads."""
 
 import subprocess
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
+
 from launch.bench.engines import Engine, Layout
-from launch.bench.gguf_weights import write_gguf
-from launch.bench.player import ROOT, EngineError
+from launch.bench.worker import ROOT, EngineError
+from parallel_llama.checkpoint import open_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QUANTS, Precision
 from parallel_llama.errors import UsageError
+from parallel_llama.families import family_of, parameters, stored_places
+from parallel_llama.families.model_args import features_of
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.plan import bytes_passed_over, make_plan, values_by_form, weight_bytes
+from parallel_llama.memory import bytes_passed_over, values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 from parallel_llama.reshard.reshard import reshard
+
+# Features that llama.cpp derives from the architecture or from the weights.
+_SAID = {"family", "wo_bias", "qk_norm"}
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's files, and below `folder` what is made of them."""
+    """The files of a model, and a `folder` for converted ones."""
 
     files: ModelFiles
     args: ModelArgs
     folder: Path
 
     def path(self, engine: Engine) -> Path:
-        """What an engine loads, made now if it is not there yet.
+        """The path that an engine loads; it is converted at the first call.
 
-        Raises: EngineError where it cannot be made.
+        Raises: EngineError if the conversion fails.
         """
         if engine.shares is not None:
             return self.path(engine.shares)
@@ -37,17 +46,17 @@ class Weights:
         if not target.exists():
             assert engine.python is not None
             arguments = [engine.module, str(base), str(target), engine.form]
-            command = [engine.python, "-m", "launch.bench.convert", *arguments]
+            command = [engine.python, "-m", "launch.bench.worker", *arguments]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
-                said = (done.stderr.strip() or "nothing").splitlines()
-                raise EngineError(f"its weights could not be made: {said[-1]}")
+                lines = (done.stderr.strip() or "no message").splitlines()
+                raise EngineError(f"its weights could not be made: {lines[-1]}")
         return target
 
     def step_bytes(self, engine: Engine, batch: int) -> int:
-        """Bytes of weights that one decode step of so many sequences must read.
+        """Bytes of weights that one decode step of `batch` sequences must read.
 
-        Of files that an engine has made for itself, the part that the values read are of all.
+        For converted files it is the size of the file times the fraction of values that are read.
         """
         if engine.shares is not None:
             return self.step_bytes(engine.shares, batch)
@@ -59,7 +68,7 @@ class Weights:
         return round(_size(self.path(engine)) * read / whole) if engine.makes else read
 
     def _base(self, layout: Layout) -> Path:
-        """The model in a layout, in float32."""
+        """The model in a layout in float32; it is written at the first call."""
         target = self.folder / layout
         if target.exists():
             return target
@@ -74,7 +83,7 @@ class Weights:
 
 
 def _precision(engine: Engine) -> Precision:
-    """What an engine makes of the numbers of its files as it loads them."""
+    """The precision of the weights after an engine has loaded them."""
     if engine.makes:
         return Precision.plain("float32")
     if engine.form in QUANTS:
@@ -83,5 +92,49 @@ def _precision(engine: Engine) -> Precision:
 
 
 def _size(path: Path) -> int:
-    """Bytes of the file that holds the weights, which CTranslate2 has in a folder."""
+    """The size of the file with the weights, which is in a folder for CTranslate2."""
     return (path / "model.bin" if path.is_dir() else path).stat().st_size
+
+
+def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
+    """Writes the weights of a model and the sizes of its architecture.
+
+    Raises: UsageError for a model with features beyond its sizes.
+    """
+    form = family_of(args).gguf
+    more = sorted(set(features_of(args)) - _SAID) + ["rope_scaling"] * bool(args.rope_scaling)
+    if form is None or more:
+        raise UsageError(
+            f"a GGUF file is only written for plain models; this one has {more or 'no GGUF form'}"
+        )
+    writer = gguf.GGUFWriter(path, form.architecture)
+    _add_sizes(writer, args)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_tokenizer_model("no_vocab")
+    order = family_of(args).rotary_order["gguf"]
+    places = stored_places(args, "gguf")
+    with closing(open_checkpoint(files, args)) as checkpoint:
+        checkpoint.check(args)
+        for param in parameters(args):
+            value = checkpoint.read(param, range(param.shape[param.dim]), order)
+            writer.add_tensor(places[param.name].name, value.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_sizes(writer: gguf.GGUFWriter, args: ModelArgs) -> None:
+    """Adds the sizes of a plain model."""
+    writer.add_context_length(args.max_seq_len)
+    writer.add_embedding_length(args.dim)
+    writer.add_block_count(args.n_layers)
+    writer.add_feed_forward_length(args.ffn_dim)
+    writer.add_head_count(args.n_heads)
+    writer.add_head_count_kv(args.n_kv_heads)
+    writer.add_key_length(args.head_dim)
+    writer.add_value_length(args.head_dim)
+    writer.add_rope_dimension_count(args.head_dim)
+    writer.add_rope_freq_base(args.rope_theta)
+    writer.add_layer_norm_rms_eps(args.norm_eps)
+    writer.add_vocab_size(args.vocab_size)

@@ -1,13 +1,13 @@
-"""Prefill in a layer with a sliding window: our tiles beside three ways of the literature.
+"""Compares prefill of a sliding-window layer: our tiles and three methods of the literature.
 
     python -m launch.bench.windows [--window 512] [--lengths 1024,2048,4096,8192,16384]
                                    [--repeat 3] [--threads 1] [--svg launch/bench/windows.svg]
 
-`tiles` is what the engine does: 512 tokens a step, 64 queries at a time over the keys that they
-see. `mask` has the scores of all pairs and hides those outside the window; `loop` takes one query
-after another; `chunks` is Longformer's way, blocks of as many queries as the window over keys of
-two windows. Time is the median of the turns, memory what a process of its own takes at the most
-beside queries, keys and values. A way that would take more than 512 MiB for its scores is left out.
+`tiles` is the engine's method: steps of 512 tokens, and 64 queries at a time over the keys that
+they see. `mask` computes the scores of all pairs and masks those outside the window. `loop` takes
+one query after another. `chunks` is Longformer's method: blocks of one window of queries over two
+windows of keys. Time is the median of the rounds. Memory is the peak of a separate process, without
+queries, keys and values. A method whose scores would take more than 512 MiB is left out.
 
 Source: Longformer, arXiv 2004.05150, section 3.1 and appendix A.
 """
@@ -39,12 +39,12 @@ from parallel_llama.plan import make_plan
 N_HEADS, HEAD_DIM = 8, 64
 MAX_SCORE_BYTES = 1 << 29
 
-# What makes the result of queries, keys and values. Shapes: each [H, T, D], and the result.
+# Attention of queries, keys and values. Shapes: all and the result [H, T, D].
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def tiles(n_tokens: int, window: int, dtype: torch.dtype) -> Way:
-    """The engine's way; every query head has keys of its own, as the others have."""
+    """The engine's method; every query head has its own KV head, as in the other methods."""
     args = ModelArgs(
         dim=N_HEADS * HEAD_DIM, n_layers=1, n_heads=N_HEADS, n_kv_heads=N_HEADS,
         head_dim=HEAD_DIM, ffn_dim=8, vocab_size=8, sliding_window=window,
@@ -59,7 +59,7 @@ def tiles(n_tokens: int, window: int, dtype: torch.dtype) -> Way:
     )
     runner.reserve([1], n_tokens)
     cache = runner.caches[0]
-    for held in (cache.k, cache.v):  # the engine has it from the start
+    for held in (cache.k, cache.v):  # as when an engine starts
         held.zero_()
 
     def way(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def chunks(n_tokens: int, window: int, dtype: torch.dtype) -> Way:
     n_short = n_chunks * window - n_tokens
     ahead, back = torch.arange(window)[:, None] + window, torch.arange(2 * window)
     hidden = (back > ahead) | (back <= ahead - window)  # [window, 2 window]
-    hidden_first = hidden | (back < window)  # nothing lies before the first chunk
+    hidden_first = hidden | (back < window)  # there are no keys before the first chunk
 
     def way(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         queries = F.pad(q, (0, 0, 0, n_short)).unflatten(1, (n_chunks, window))
@@ -127,20 +127,20 @@ WAYS = {"tiles": tiles, "mask": mask, "loop": loop, "chunks": chunks}
 
 
 def score_bytes(name: str, n_tokens: int, window: int) -> int:
-    """Of all scores that exist at once, in float32."""
+    """Bytes of all scores that exist at the same time, in float32."""
     keys = {"mask": n_tokens, "chunks": 2 * window}.get(name, 0)
     return 4 * N_HEADS * n_tokens * keys
 
 
-def measure(name: str, n_tokens: int, window: int, n_turns: int) -> dict[str, float]:
-    """Seconds of the median turn, and bytes at the most, of one way in this process."""
+def measure(name: str, n_tokens: int, window: int, n_rounds: int) -> dict[str, float]:
+    """Seconds of the median round and peak bytes of one method in this process."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, N_HEADS, n_tokens, HEAD_DIM, generator=generator)
     way = WAYS[name](n_tokens, window, torch.float32)
     before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the most starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     seconds = []
-    for _ in range(n_turns):
+    for _ in range(n_rounds):
         started = time.perf_counter()
         way(q, k, v)
         seconds.append(time.perf_counter() - started)

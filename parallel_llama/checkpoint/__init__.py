@@ -1,13 +1,13 @@
-"""Reading checkpoints: Meta, HF and GGUF files, or random weights, as one rank's tensors.
+"""Reads checkpoints of any layout, or random weights, as the tensors of one rank.
 
-The only place with HF and GGUF names and the only one that opens torch's own files.
+No other package opens torch's own files.
 """
 
 from parallel_llama.checkpoint.checkpoint import Checkpoint
+from parallel_llama.checkpoint.file_manifest import require_whole
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.random_weights import random_checkpoint
 from parallel_llama.checkpoint.reading import load, open_checkpoint
-from parallel_llama.checkpoint.whole_files import require_whole
 
 __all__ = [
     "Checkpoint",

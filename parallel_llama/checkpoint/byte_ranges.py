@@ -1,16 +1,19 @@
-"""Reading exact byte ranges of a file into tensors.
+"""Reads byte ranges of a file into tensors.
 
-Plain reads and no memory map: what a rank reads is then what it owns, a file that shrinks while
-it is read is an error and not a dead process, and only the result takes memory.
+Files are read, not memory-mapped: a rank then reads only its own bytes, a file that shrinks raises
+an error instead of killing the process, and only the result takes memory.
 """
 
 import math
+import mmap
 import os
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,36 +24,36 @@ from parallel_llama.files.bounded_files import open_descriptor
 
 
 @dataclass(frozen=True)
-class Block:
-    """Some rows of a matrix of `n_columns`, and of those some columns."""
+class MatrixBlock:
+    """A block of a matrix that has `n_columns`: a range of rows and a range of columns."""
 
     n_columns: int
     rows: range
     columns: range
 
 
-def as_blocks(param: Param, place: Place, rows: range) -> list[Block]:
-    """The blocks of its stored tensor in which a slice of a parameter lies, in their order.
+def as_blocks(param: Param, place: Place, rows: range) -> list[MatrixBlock]:
+    """The blocks of the stored tensor that hold a slice of a parameter, in order.
 
-    A stored vector is a matrix of one row, so that it is cut along its columns. An empty slice of a
-    matrix is one block all the same, which has no rows or no columns.
+    A stored vector counts as a matrix of one row, so it is cut along its columns. An empty slice of
+    a matrix is one block without rows or columns.
 
     >>> place = Place("ab", (6, 5), first=2, run=4, step=6)
     >>> as_blocks(Param("b", (4, 5), None, 1), place, range(2, 5))
-    [Block(n_columns=5, rows=range(2, 6), columns=range(2, 5))]
+    [MatrixBlock(n_columns=5, rows=range(2, 6), columns=range(2, 5))]
     """
     n_columns = place.shape[-1]
     if len(param.shape) == 1:
-        return [Block(n_columns, range(1), run) for run in place.runs(rows)]
+        return [MatrixBlock(n_columns, range(1), run) for run in place.runs(rows)]
     row_range, columns = (
         (rows, range(n_columns)) if param.dim == 0 else (range(param.shape[0]), rows)
     )
     runs = list(place.runs(row_range)) or [range(0)]
-    return [Block(n_columns, run, columns) for run in runs]
+    return [MatrixBlock(n_columns, run, columns) for run in runs]
 
 
 def sliced_shape(param: Param, rows: range) -> tuple[int, ...]:
-    """The shape of `rows` of a parameter along its `dim`."""
+    """The shape of a slice of a parameter, `rows` along its `dim`."""
     return (*param.shape[: param.dim], len(rows), *param.shape[param.dim + 1 :])
 
 
@@ -58,14 +61,40 @@ Empty = Callable[[int], Tensor]
 
 
 def new_memory(n_bytes: int) -> Tensor:
-    """Bytes of any value, uint8 [n_bytes]."""
+    """An uninitialised tensor. Shapes: uint8 [n_bytes]."""
     return torch.empty(n_bytes, dtype=torch.uint8)
 
 
-class ByteRanges:
-    """One open file, read at any offset, into the memory that `empty` gives.
+class ReusedMemory:
+    """Allocates tensors, reusing the memory of freed tensors of the same size.
 
-    Who drops it without closing it gives the file back too.
+    The system zeroes each new page at its first touch, which takes longer than reading a cached
+    file into it. The memory is released with the last tensor and this object. Any thread may
+    allocate and free tensors.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+
+    def empty(self, n_bytes: int) -> Tensor:
+        """An uninitialised, page-aligned tensor. Shapes: uint8 [n_bytes]."""
+        if n_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        free = self._free[n_bytes]
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A tensor keeps this very array alive, so its memory is free once the array is finalised.
+        array = np.frombuffer(memory, dtype=np.uint8)
+        weakref.finalize(array, free.append, memory).atexit = False
+        return torch.from_numpy(array)
+
+
+class ByteRanges:
+    """An open file that is read at any offset, into tensors allocated by `empty`.
+
+    The file is also closed when this object is garbage-collected.
     """
 
     def __init__(self, path: Path, empty: Empty = new_memory) -> None:
@@ -80,7 +109,7 @@ class ByteRanges:
     def values(
         self, offset: int, dtype: torch.dtype, param: Param, place: Place, rows: range
     ) -> Tensor:
-        """A slice of a parameter whose tensor lies row by row at `offset`, in its stored dtype."""
+        """A slice of a parameter that is stored row-major at `offset`, in its stored dtype."""
         shape, width = sliced_shape(param, rows), dtype.itemsize
         out = self._empty(math.prod(shape) * width)
         buffer = out.numpy().data
@@ -92,11 +121,11 @@ class ByteRanges:
         return out.view(dtype).view(shape)
 
     def matrix(self, offset: int, row_bytes: int, rows: range, columns: range) -> Tensor:
-        """The given rows and byte columns of a matrix that lies row by row at `offset`.
+        """The given rows and byte columns of a matrix that is stored row-major at `offset`.
 
         Returns: uint8 [len(rows), len(columns)], contiguous.
 
-        Raises: DamagedWeights if the file ends before, or cannot be read there.
+        Raises: DamagedWeights if the file is too short or cannot be read.
         """
         out = self._empty(len(rows) * len(columns))
         self._read(out.numpy().data, offset, row_bytes, rows, columns)
@@ -111,7 +140,7 @@ class ByteRanges:
         if len(columns) == row_bytes:
             self._fill(buffer, start)
         else:
-            # One read a row: a vectored read cannot leave out the bytes between.
+            # One read per row, because a vectored read cannot skip the bytes between rows.
             for row in range(len(rows)):
                 piece = buffer[row * len(columns) : (row + 1) * len(columns)]
                 self._fill(piece, start + row * row_bytes)

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors in canonical form: the same bytes and hash whatever the layout.
+"""The tensors of a checkpoint in canonical form, with the same bytes and hash in every layout.
 
-Meta's name, whole, row by row, wq and wk in half-split rotary order, in the stored dtype (float32
-where it was quantised) or one that is asked for. They are read in pieces of rows.
+Canonical are Meta's name, the whole tensor, row-major, wq and wk in half-split rotary order, and
+the stored dtype (float32 if quantised) or a requested one. Tensors are read in pieces of rows.
 """
 
 import math
@@ -20,14 +20,14 @@ from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.ops.groups import Groups
 
-# So few that their memory is used again for the next, and that they are hashed in the cache.
+# Small enough for memory to be reused for the next piece, and for hashing from the CPU cache.
 ROW_PIECE_VALUES = 1 << 22
 
 
 class CanonicalTensor:
-    """A tensor in canonical form and in the target's dtype, of which pieces are taken in order.
+    """A tensor in canonical form and in the dtype of the target, converted piece by piece.
 
-    Its hashes are known with the last piece.
+    Its hashes are complete after the last piece.
     """
 
     def __init__(self, param: Param, dtype: torch.dtype) -> None:
@@ -41,13 +41,13 @@ class CanonicalTensor:
 
     @property
     def source(self) -> str | None:
-        """The hash before a change of dtype, None where there was none."""
+        """The hash before conversion to another dtype, or None without conversion."""
         return self._source.hexdigest() if self._is_converted else None
 
-    def take(self, stored: Tensor) -> Tensor:
-        """The next rows as they were read; returns them in the target's dtype.
+    def update(self, stored: Tensor) -> Tensor:
+        """Convert and hash the next rows; returns them in the dtype of the target.
 
-        Raises: DamagedWeights if a value does not fit into it.
+        Raises: DamagedWeights if a value does not fit into that dtype.
         """
         value = stored
         if stored.dtype != self.dtype:
@@ -58,14 +58,14 @@ class CanonicalTensor:
 
 
 class CanonicalGroups(CanonicalTensor):
-    """A quantised weight, whose canonical form are the values that are meant, in float32."""
+    """A quantised weight, whose canonical form is its dequantised values in float32."""
 
     def __init__(self, param: Param, form: GroupFormat) -> None:
         super().__init__(param, torch.float32)
         self.form = form
 
-    def take_from(self, checkpoint: Checkpoint, rows: range) -> Groups:
-        """The next rows of a checkpoint: as it has them, if in this format, else quantised.
+    def read_rows(self, checkpoint: Checkpoint, rows: range) -> Groups:
+        """Read and hash the next rows, and quantise them unless they are stored in this format.
 
         Raises: DamagedWeights if they cannot be read, or are NaN or Inf.
         """
@@ -82,7 +82,7 @@ class CanonicalGroups(CanonicalTensor):
         return groups
 
 
-# Some rows of a tensor: their values, or the integers, scales and perhaps minima that they lie in.
+# Some rows of a tensor: their values, or their integers, scales and perhaps minima.
 Piece = tuple[Tensor, ...]
 
 
@@ -92,28 +92,28 @@ def canonical_pieces(
     dtypes: Mapping[str, torch.dtype],
     formats: Mapping[str, GroupFormat],
 ) -> Generator[tuple[CanonicalTensor, Piece], None, None]:
-    """The rows of each tensor in turn, some at a time; `formats` are of those to be quantised.
+    """Yields the rows of each tensor in turn, in pieces; `formats` are those of quantised weights.
 
-    Raises: DamagedWeights if one cannot be read, or does not fit into its dtype.
+    Raises: DamagedWeights if a tensor cannot be read, or does not fit into its dtype.
     """
     for param in params:
         form = formats.get(param.name)
         if form is None:
             tensor = CanonicalTensor(param, dtypes[param.name])
             for rows in _row_pieces(param):
-                yield tensor, (tensor.take(checkpoint.read(param, rows)),)
+                yield tensor, (tensor.update(checkpoint.read(param, rows)),)
         else:
             quantised_tensor = CanonicalGroups(param, form)
             for rows in _row_pieces(param):
-                yield quantised_tensor, quantised_tensor.take_from(checkpoint, rows).tensors
+                yield quantised_tensor, quantised_tensor.read_rows(checkpoint, rows).tensors
 
 
 def canonical_entry(
     checkpoint: Checkpoint, param: Param, on_bytes: Callable[[int], None] = lambda _: None
 ) -> TensorEntry:
-    """Shape, dtype and hash of one tensor; holds a bounded piece, or all of one cut on dim 1.
+    """Shape, dtype and hash of one tensor, read in bounded pieces, or at once if cut along dim 1.
 
-    Raises: CheckpointError if it cannot be read.
+    Raises: CheckpointError if the tensor cannot be read.
     """
     hasher = blake3(max_threads=blake3.AUTO)
     dtypes = set()
@@ -127,10 +127,10 @@ def canonical_entry(
 
 
 def _row_pieces(param: Param) -> list[range]:
-    """What to read of a whole tensor, one after the other, to have it row by row.
+    """The pieces of a tensor that together are the whole tensor in row-major order.
 
-    Pieces of rows lie behind each other in the whole; pieces of columns do not, so a tensor that
-    ranks cut by columns is one piece.
+    Pieces of columns are not contiguous in that order, so a tensor that ranks cut by columns is one
+    piece.
     """
     whole = range(param.shape[param.dim])
     return pieces_of(param, whole, ROW_PIECE_VALUES) if param.dim == 0 else [whole]
@@ -147,5 +147,5 @@ def _converted(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _has_infinity(tensor: Tensor) -> bool:
-    """In one pass and without a copy; NaN hides infinities, and such weights are lost anyway."""
+    """One pass without a copy; NaN hides infinities, but then the weights are damaged anyway."""
     return tensor.numel() > 0 and any(map(math.isinf, (b.item() for b in torch.aminmax(tensor))))

@@ -1,11 +1,19 @@
-"""What every reader of weights has in common, wherever they lie."""
+"""The interface of all readers of weights, and the two rotary orders of the rows of wq and wk.
+
+Rotary embedding rotates pairs of rows of each head. Meta's files and the model store the two rows
+of a pair next to each other (interleaved: 0, 1 | 2, 3 | ...). HF's files store them half a head
+apart (half-split: 0, D/2 | 1, D/2+1 | ...), which is also the canonical order of hashes and of
+native folders. The norms of queries and keys follow the same orders.
+
+Source: RoFormer, arXiv 2104.09864, section 3.2.2 (the interleaved order).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint.rotary import is_rotary, reordered
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GroupFormat
 from parallel_llama.errors import CheckpointError, listed
@@ -15,7 +23,7 @@ from parallel_llama.ops.groups import Groups
 
 
 class Checkpoint(ABC):
-    """A model's weights under Meta's names; `stored_order` is that of the rows of wq and wk."""
+    """The weights of a model by Meta's names; `stored_order` is the rotary order of wq and wk."""
 
     def __init__(self, args: ModelArgs, stored_order: RotaryOrder) -> None:
         self.args, self._stored_order = args, stored_order
@@ -24,61 +32,90 @@ class Checkpoint(ABC):
     def check(self, args: ModelArgs) -> None:
         """Compare names, shapes and dtypes with the model, without reading tensor data.
 
-        Raises: CheckpointError that lists every kind of difference.
+        Raises: CheckpointError listing every kind of difference.
         """
 
     def read(self, param: Param, rows: range, order: RotaryOrder = "half") -> Tensor:
-        """`rows` along `param.dim`, all other dimensions whole; needs a checkpoint that passed.
+        """Reads a slice of a weight; only after `check`.
 
-        `order` is that of the rows of wq and wk, of which whole heads are read to reorder them.
+        Args:
+            rows: the slice along `param.dim`; other dimensions are whole.
+            order: the rotary order of the result; whole heads are read to reorder them.
 
-        Returns: a contiguous CPU tensor in the stored dtype (float32 where it was quantised).
+        Returns: a contiguous CPU tensor in the stored dtype (float32 if quantised).
 
         Raises: DamagedWeights if the files changed or disagree.
         """
         if order == self._stored_order or not is_rotary(param.name):
             return self._stored(param, rows)
-        size = self.args.head_dim
-        heads = range(rows.start // size * size, -(-rows.stop // size) * size)
-        value = reordered(self._stored(param, heads), size, order, self.args.rotary_dim)
-        return value[rows.start - heads.start :][: len(rows)]
+        heads = self._whole_heads(rows)
+        return self._reordered(self._stored(param, heads), heads, rows, order)
 
     def groups(
         self, param: Param, rows: range, form: GroupFormat, order: RotaryOrder = "half"
     ) -> Groups | None:
-        """The same as integers with scales, if that is how they are stored, in this very format.
+        """Reads a slice as quantised groups, or returns None if it is not stored in this format.
 
         Raises: as `read`.
         """
         if order == self._stored_order or not is_rotary(param.name):
             return self._stored_groups(param, rows, form)
-        size = self.args.head_dim
-        heads = range(rows.start // size * size, -(-rows.stop // size) * size)
+        heads = self._whole_heads(rows)
         whole = self._stored_groups(param, heads, form)
-        own = slice(rows.start - heads.start, rows.stop - heads.start)
+        if whole is None:
+            return None
+        return whole.each(lambda part: self._reordered(part, heads, rows, order))
 
-        def turned(of_rows: Tensor) -> Tensor:
-            return reordered(of_rows, size, order, self.args.rotary_dim)[own]
+    def _whole_heads(self, rows: range) -> range:
+        size = self.args.head_dim
+        return range(rows.start // size * size, -(-rows.stop // size) * size)
 
-        return None if whole is None else whole.each(turned)
+    def _reordered(self, stored: Tensor, heads: range, rows: range, order: RotaryOrder) -> Tensor:
+        """Selects `rows` of the stored rows `heads`, in another rotary order."""
+        value = reordered(stored, self.args.head_dim, order, self.args.rotary_dim)
+        return value[rows.start - heads.start :][: len(rows)]
 
     def _stored_groups(self, _: Param, __: range, ___: GroupFormat) -> Groups | None:
-        """The same, in the order in which they are stored."""
+        """As `groups`, in the stored rotary order."""
         return None
 
     @abstractmethod
     def _stored(self, param: Param, rows: range) -> Tensor:
-        """The same, in the order in which they are stored."""
+        """As `read`, in the stored rotary order."""
 
     def close(self) -> None:  # noqa: B027 (random weights have nothing to close)
-        """Give the files back; nothing can be read afterwards."""
+        """Close the files; nothing can be read afterwards."""
 
 
 def refuse_difference(where: object, difference: Mapping[str, Sequence[str]]) -> None:
-    """Raise one CheckpointError for all kinds of difference that are not empty."""
+    """Raise a CheckpointError if a kind of difference is not empty."""
     parts = [f"{kind}: {listed(names)}" for kind, names in difference.items() if names]
     if parts:
         raise CheckpointError(
             f"{where}: the tensors do not fit the model's configuration; {'; '.join(parts)}; "
             "use the configuration that belongs to these weights, or fetch the files again"
         )
+
+
+def reordered(
+    rows: Tensor, head_dim: int, order: RotaryOrder, rotary_dim: int | None = None
+) -> Tensor:
+    """Converts the rows of whole heads from the other rotary order to `order`; a new tensor.
+
+    Only the first `rotary_dim` rows of each head are rotary, or all rows if it is None.
+
+    Shapes: rows [n_heads * head_dim, ...], a weight or a bias.
+    """
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
+    rotated, kept = heads[:, :rotary_dim], heads[:, rotary_dim or head_dim :]
+    n_pairs = rotated.shape[1] // 2
+    pairs = (n_pairs, 2) if order == "half" else (2, n_pairs)
+    swapped = rotated.reshape(-1, *pairs, *rows.shape[1:]).transpose(1, 2).reshape(rotated.shape)
+    if kept.numel():
+        swapped = torch.cat([swapped, kept], dim=1)
+    return swapped.reshape(rows.shape)
+
+
+def is_rotary(name: str) -> bool:
+    """Whether the rows of the weight with this name come in rotary pairs."""
+    return any(f".attention.{part}." in name for part in ("wq", "wk", "q_norm", "k_norm"))

@@ -1,6 +1,6 @@
-"""Reading a GGUF file: plain values as they are stored, quantised blocks as float32 or as they are.
+"""Reads GGUF files: plain values in the stored dtype, and blocks as groups or decoded to float32.
 
-Only the blocks that a slice touches are read. Decoding is the gguf package's.
+Only the blocks that overlap a slice are read. The gguf package decodes blocks to float32.
 
 Source: ggml's docs/gguf.md.
 """
@@ -8,7 +8,6 @@ Source: ggml's docs/gguf.md.
 import math
 from concurrent.futures import Executor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,52 +15,42 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from parallel_llama.checkpoint.ahead import workers
 from parallel_llama.checkpoint.byte_ranges import (
-    Block,
     ByteRanges,
     Empty,
+    MatrixBlock,
     as_blocks,
     new_memory,
     sliced_shape,
 )
-from parallel_llama.checkpoint.gguf_groups import groups_of
+from parallel_llama.checkpoint.prefetch import workers
+from parallel_llama.checkpoint.quantised import decode_gguf
 from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GGUF_GROUPS, STORED, GroupFormat
-from parallel_llama.errors import CheckpointError
 from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
-from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.ops.groups import Groups, joined
 
-# Values that a thread decodes at once, in some 10 MB beside the result. With twice as many the
-# system often takes the memory back after each piece, and gives it anew page by page; with half,
-# calls cost more.
+# Values that a thread decodes at once, which take about 10 MB on top of the result. With twice as
+# many the system often takes the memory back after each piece and zeroes it again; with half as
+# many the overhead of calls grows.
 DECODED_AT_ONCE = 1 << 19
 
 
 class GGUFFile(TensorFiles):
-    """The tensors of a GGUF file, or of the parts that it was split into.
+    """The tensors of a GGUF file.
 
-    Raises: CheckpointError if a file is damaged or a tensor is in two of them.
+    Raises: CheckpointError if the file is damaged.
     """
 
     layout = "gguf"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
-        tensors: dict[str, tuple[Path, FileTensor]] = {}
-        for path in files.weights:
-            for name, t in read_gguf_header(path).tensors.items():
-                if name in tensors:
-                    raise CheckpointError(
-                        f"{path}: tensor {name!r:.200} is in an earlier part as well"
-                    )
-                tensors[name] = path, FileTensor(name, t.type_name, t.shape, t.offset, t.n_bytes)
-        super().__init__(files, args, tensors, empty)
-        # They start when there is something to decode, and spend their time outside Python.
+        super().__init__(files, args, empty)
+        # The threads start at the first decoding, and run outside the GIL.
         self._decoders = workers()
 
     def close(self) -> None:
@@ -76,7 +65,7 @@ class GGUFFile(TensorFiles):
             place = self._places[param.name]
             values = _decoded(file, tensor, param, place, rows, self._decoders)
         if param.name.endswith("norm.weight") and self.args.norm_offset:
-            values -= self.args.norm_offset  # llama.cpp has the sum in its files
+            values -= self.args.norm_offset  # llama.cpp stores the sum
         return values
 
     def _stored_groups(self, param: Param, rows: range, form: GroupFormat) -> Groups | None:
@@ -91,7 +80,7 @@ class GGUFFile(TensorFiles):
             byte_columns = range(held.start * n_bytes, held.stop * n_bytes)
             row_bytes = block.n_columns // size * n_bytes
             data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
-            whole = groups_of(tensor.dtype, data.view(len(data), len(held), n_bytes))
+            whole = decode_gguf(tensor.dtype, data.view(len(data), len(held), n_bytes))
             first = held.start * size
             parts.append(whole.columns(range(columns.start - first, columns.stop - first)))
         return joined(parts, dim=0)
@@ -100,7 +89,7 @@ class GGUFFile(TensorFiles):
 def _decoded(
     file: ByteRanges, tensor: FileTensor, param: Param, place: Place, rows: range, threads: Executor
 ) -> Tensor:
-    """A slice of a quantised weight in float32, decoded some rows at a time."""
+    """A slice of a quantised weight in float32, decoded in pieces of rows."""
     out = torch.empty(sliced_shape(param, rows), dtype=torch.float32)
     left = out.view(-1)
     for block in as_blocks(param, place, rows):
@@ -109,41 +98,41 @@ def _decoded(
         size, _ = _sizes(tensor)
         row_values = len(_touched(block.columns, size)) * size
         step = max(1, DECODED_AT_ONCE // max(1, row_values))
-        # Waits for each, and raises what it has raised.
+        # Waits for every piece, and raises its exception.
         list(threads.map(partial(_decode, file, tensor), *_pieces(block, block_out, step)))
         left = left[math.prod(shape) :]
     return out
 
 
-def _pieces(block: Block, out: Tensor, step: int) -> tuple[list[Block], list[Tensor]]:
-    """So many rows of a block at a time, and of the matrix that it is to become."""
+def _pieces(block: MatrixBlock, out: Tensor, step: int) -> tuple[list[MatrixBlock], list[Tensor]]:
+    """Pieces of `step` rows of a block, and the rows of `out` that they are decoded into."""
     starts = range(0, len(block.rows) if out.numel() else 0, step)
     rows = [block.rows[start : start + step] for start in starts]
-    blocks = [Block(block.n_columns, own, block.columns) for own in rows]
+    blocks = [MatrixBlock(block.n_columns, own, block.columns) for own in rows]
     return blocks, [out[start : start + step] for start in starts]
 
 
-def _decode(file: ByteRanges, tensor: FileTensor, block: Block, out: Tensor) -> None:
-    """Decode a block of a quantised tensor into a matrix of its shape."""
+def _decode(file: ByteRanges, tensor: FileTensor, block: MatrixBlock, out: Tensor) -> None:
+    """Decode a block of a quantised tensor into `out`, which has its shape."""
     columns = block.columns
     size, n_bytes = _sizes(tensor)
     groups = _touched(columns, size)
     byte_columns = range(groups.start * n_bytes, groups.stop * n_bytes)
-    skipped = columns.start - groups.start * size  # columns of the first group left of the slice
+    skipped = columns.start - groups.start * size  # columns of the first group before the slice
     row_bytes = block.n_columns // size * n_bytes
     data = file.matrix(tensor.offset, row_bytes, block.rows, byte_columns)
-    # As one long row: groups do not know their rows, and the decoder is slow on short ones.
-    with np.errstate(all="ignore"):  # scales may be infinite, which is refused later with a name
+    # Decoded as one long row, because groups are independent and the decoder is slow on short rows.
+    with np.errstate(all="ignore"):  # infinite scales are refused later
         values = dequantize(data.view(1, -1).numpy(), GGMLQuantizationType[tensor.dtype])
     decoded = torch.from_numpy(values).view(len(block.rows), -1)
     out.copy_(decoded[:, skipped : skipped + len(columns)])
 
 
 def _sizes(tensor: FileTensor) -> tuple[int, int]:
-    """The values of a group of a quantised tensor, and the bytes."""
+    """Values and bytes of a block of a quantised tensor."""
     return GGML_QUANT_SIZES[GGMLQuantizationType[tensor.dtype]]
 
 
 def _touched(columns: range, size: int) -> range:
-    """The groups of a row in which some of its columns lie."""
+    """The blocks of a row that overlap a range of columns."""
     return range(columns.start // size, -(-columns.stop // size))

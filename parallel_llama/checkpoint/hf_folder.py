@@ -1,4 +1,4 @@
-"""Reading a Hugging Face folder: one file or an index of many, safetensors or torch's own."""
+"""Reads Hugging Face folders: one file or an index of several, safetensors or torch's own."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, as_blocks, new_memory
-from parallel_llama.checkpoint.hf_groups import PACKED_DTYPES, PackedMatrix, read_groups
-from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged
-from parallel_llama.checkpoint.torch_file import read_torch_header
+from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, read_packed
+from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged, read_header
 from parallel_llama.config import ModelArgs
-from parallel_llama.config.hf_groups import hf_packing, packed_weights
+from parallel_llama.config.quantised import hf_packing, packed_weights
 from parallel_llama.dtypes import STORED, GroupFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_places
@@ -24,26 +23,23 @@ from parallel_llama.files.model_files import MAX_INDEX_BYTES, ModelFiles
 from parallel_llama.files.safetensors_header import (
     DTYPE_BITS,
     FileTensor,
-    read_safetensors_header,
 )
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.groups import Groups, joined
 
-# How the tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints end, which config.json should tell.
+# Suffixes of tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints.
 _QUANTISED = (".qweight", ".qzeros", ".absmax", ".weight_scale", ".weight_scale_inv")
 _INSTEAD = "use the unquantised model, or a GGUF file of it"
 
-READERS = {".safetensors": read_safetensors_header, ".bin": read_torch_header}
-
 
 class HFFolder(TensorFiles):
-    """The tensors of a HF folder; a matrix that GPTQ or AWQ quantised lies in several of them.
+    """The tensors of a HF folder; a matrix quantised by GPTQ or AWQ has several.
 
     Raises: CheckpointError if a file is damaged, or the files and their index disagree.
     """
 
     layout = "hf"
-    readable = f"readable are {', '.join(STORED)}, for scales of groups F16; {_INSTEAD}"
+    readable = f"readable are {', '.join(STORED)}, and F16 for scales; {_INSTEAD}"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
         headers = {path: _header(path, args) for path in files.weights}
@@ -56,15 +52,15 @@ class HFFolder(TensorFiles):
         if packing is not None:
             for name in packed_weights(args, tensors):
                 self._packed[name] = PackedMatrix(packing, stored_places(args, "hf")[name])
-        super().__init__(files, args, tensors, empty)
+        super().__init__(files, args, empty, tensors)
 
     def check(self, args: ModelArgs) -> None:
         known = {place.name for place in self._placed(args).values()}
         for name, (path, _) in self._tensors.items():
             if name.endswith(_QUANTISED) and name not in known:
                 raise CheckpointError(
-                    f"{path}: tensor {name!r:.200} is part of a quantised weight of which "
-                    f"config.json says nothing that can be read; {_INSTEAD}"
+                    f"{path}: tensor {name!r:.200} is part of a quantised weight, and "
+                    f"config.json states no supported quantisation; {_INSTEAD}"
                 )
         super().check(args)
         for matrix in self._packed.values():
@@ -75,7 +71,7 @@ class HFFolder(TensorFiles):
         places = {name: p for name, p in super()._placed(args).items() if name not in self._packed}
         own = {place.name for place in places.values()}
         for matrix in self._packed.values():
-            for end, shape in {**matrix.shapes, **matrix.more_shapes}.items():
+            for end, shape in {**matrix.shapes, **matrix.optional_shapes}.items():
                 name = matrix.base + end
                 if end in matrix.shapes or (name in self._tensors and name not in own):
                     places[name] = whole(name, shape)
@@ -95,14 +91,14 @@ class HFFolder(TensorFiles):
         return self._groups(param, rows) if is_so else None
 
     def _groups(self, param: Param, rows: range) -> Groups:
-        """Some of a quantised weight; of one that is cut by columns whole groups of 32."""
+        """A slice of a quantised weight; slices of columns must be whole groups of 32."""
         matrix = self._packed[param.name]
         read, blocks = partial(self._part, matrix), as_blocks(param, matrix.place, rows)
-        parts = [read_groups(matrix.packing, block, read) for block in blocks]
+        parts = [read_packed(matrix.packing, block, read) for block in blocks]
         return parts[0] if len(parts) == 1 else joined(parts, dim=0)
 
     def _part(self, matrix: PackedMatrix, end: str, rows: range, columns: range) -> Tensor:
-        """Some of one of the tensors of a quantised weight, as bytes."""
+        """A block of one tensor of a quantised weight, as bytes."""
         path, tensor = self._tensors[matrix.base + end]
         width = DTYPE_BITS[tensor.dtype] // 8
         of_columns = range(columns.start * width, columns.stop * width)
@@ -110,7 +106,7 @@ class HFFolder(TensorFiles):
         return self._files[path].matrix(tensor.offset, row_bytes, rows, of_columns)
 
     def _require_order(self, matrix: PackedMatrix) -> None:
-        """Refuse a matrix whose groups are not of inputs side by side."""
+        """Refuse a matrix whose groups are not consecutive inputs."""
         name, n_inputs = matrix.base + "g_idx", matrix.place.shape[1]
         if name not in self._tensors:
             return
@@ -121,15 +117,15 @@ class HFFolder(TensorFiles):
             at = int(others[0])
             raise CheckpointError(
                 f"{self._tensors[name][0]}: {name!r:.200} has input {at} in group "
-                f"{int(groups[at])}, expected {at // size}: groups are read whose {size} inputs "
-                "lie side by side; use a model that was quantised with desc_act=false, or a GGUF "
-                "file of it"
+                f"{int(groups[at])}, expected {at // size}: the {size} inputs of a group must be "
+                "consecutive; use a model that was quantised with desc_act=false, or a GGUF file "
+                "of it"
             )
 
     def _require_no_bias(self, matrix: PackedMatrix) -> None:
-        """Refuse a bias that the model has no place for, unless it is the zeros that many write."""
+        """Refuse a bias that the model does not have, unless it is zero, as many programs write."""
         name = matrix.base + "bias"
-        if name not in self._places:  # under its own name stands none of the model's
+        if name not in self._places:  # without an entry the file has no such bias
             return
         path, tensor = self._tensors[name]
         bias = self._part(matrix, "bias", range(1), range(matrix.place.shape[0]))
@@ -141,14 +137,14 @@ class HFFolder(TensorFiles):
 
 
 def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:
-    """A file's tensors under the names that they have in a model with a head."""
+    """The tensors of a file by their names in a model with a head."""
     tensors: dict[str, FileTensor] = {}
-    for name, tensor in READERS[path.suffix](path).items():
+    for name, tensor in read_header(path).items():
         full_name = hf_full_name(name, family_of(args).names)
         if full_name in tensors:
             base = full_name.partition(".")[0]
             raise CheckpointError(
-                f"{path}: holds {full_name!r:.200} with and without the '{base}.'; remove one"
+                f"{path}: has {full_name!r:.200} with and without '{base}.'; remove one"
             )
         tensors[full_name] = tensor
     return tensors
@@ -157,7 +153,7 @@ def _header(path: Path, args: ModelArgs) -> dict[str, FileTensor]:
 def _require_index(
     index: Path, headers: dict[Path, dict[str, FileTensor]], args: ModelArgs
 ) -> None:
-    """Check that the index names every tensor of the files, each in the file that holds it."""
+    """Check that the index names every tensor, with the file that holds it."""
     weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: needs a weight_map from tensor names to file names")

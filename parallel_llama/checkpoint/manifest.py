@@ -1,8 +1,8 @@
-"""The manifest: what the files and the tensors of a folder hash to, kept in the folder itself.
+"""The manifest: the hashes of a folder's files and tensors, stored in the folder.
 
-It has exactly one spelling, and carries a hash of its own text: a changed byte of it is found like
-one of any other file. A tensor is hashed in its canonical form (see `canonical`), so folders of
-different layouts can be compared. It knows nothing of layouts beyond their names.
+Its encoding is unique and includes a hash of its own text, so a changed byte of the manifest is
+detected too. Tensors are hashed in canonical form (see `canonical`), so folders of different
+layouts can be compared.
 """
 
 import os
@@ -29,7 +29,7 @@ FORMAT = "parallel_llama manifest 1"
 MAX_MANIFEST_BYTES = 100_000_000
 
 _BUFFER_BYTES = 8 << 20
-# Below this size, waking other threads costs more than they bring.
+# Below this size, starting threads takes longer than it saves.
 _THREADED_BYTES = 1 << 20
 
 LayoutName = Literal["hf", "meta", "native", "gguf"]
@@ -38,7 +38,7 @@ Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor in its canonical form; `blake3` is of its bytes."""
+    """A tensor in canonical form, with the hash of its bytes."""
 
     dtype: DTypeName
     shape: Annotated[tuple[Size, ...], Meta(max_length=8)]
@@ -46,16 +46,16 @@ class TensorEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileEntry(Struct, frozen=True, forbid_unknown_fields=True):
-    """A file as it lies in the folder."""
+    """The size and hash of a file."""
 
     bytes: Size
     blake3: Digest
 
 
 class Source(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a folder was made from.
+    """The source of a converted folder.
 
-    `files` gives sizes by name; `tensors` the hashes that a change of dtype made different.
+    `files` are sizes of the files of weights; `tensors` the hashes of tensors whose dtype changed.
     """
 
     layout: LayoutName
@@ -71,13 +71,14 @@ class Manifest(
     tag_field="format",
     tag=FORMAT,
 ):
-    """The contents of manifest.json.
+    """The content of manifest.json.
 
-    `units` has, for native folders, the hash of every unit of a tensor as it lies in its file.
-    `files` are all files of the folder but the manifest. `own` is the hash of the manifest's text
-    with that field left out; `write_manifest` fills it in.
+    Args:
+        files: all files of the folder except the manifest.
+        units: in native folders, the hashes of the units of each stored tensor.
+        own: the hash of the manifest's text without this field; set by `write_manifest`.
 
-    Raises: ValueError for a file name that leads out of the folder.
+    Raises: ValueError for a file name outside the folder.
     """
 
     layout: LayoutName
@@ -91,11 +92,11 @@ class Manifest(
         for name in self.files:
             path = PurePosixPath(name)
             if not name or path.is_absolute() or ".." in path.parts or re.search(r"[\0\\]", name):
-                raise ValueError(f"names the file {name[:200]!r}, which lies outside the folder")
+                raise ValueError(f"names the file {name[:200]!r}, which is outside the folder")
 
 
 class Hasher(Protocol):
-    """A hash that is computed from one piece of data after the other."""
+    """An incremental hash function."""
 
     def update(self, data: memoryview, /) -> object: ...
 
@@ -103,12 +104,12 @@ class Hasher(Protocol):
 
 
 def hash_bytes(data: bytes | bytearray | memoryview) -> str:
-    """The BLAKE3 hash of some bytes, in hexadecimal."""
+    """The BLAKE3 hash of bytes, in hexadecimal."""
     return blake3(data, max_threads=_threads(len(data))).hexdigest()
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """A CPU tensor's bytes, row by row; a contiguous tensor is not copied."""
+    """The bytes of a CPU tensor, row-major; a contiguous tensor is not copied."""
     data: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
     return data
 
@@ -121,9 +122,9 @@ def hash_file(
 ) -> str:
     """The hash of a file, or of a span of its bytes, read once from front to back.
 
-    `on_bytes` is told of every piece; `hasher` is BLAKE3's unless another one is given.
+    `on_bytes` gets the size of each piece; `hasher` is BLAKE3 by default.
 
-    Raises: CheckpointError if it cannot be read, or ends before the span does.
+    Raises: CheckpointError if the file cannot be read, or ends before the span does.
     """
     with open_file(path) as file:
         span = range(os.fstat(file.fileno()).st_size) if span is None else span
@@ -144,7 +145,7 @@ def feed(
     n_bytes: int,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> int:
-    """Hash the next bytes of a file; returns their number, which is less where the file ends."""
+    """Hash the next bytes of a file; returns their number, less than `n_bytes` at its end."""
     buffer = memoryview(bytearray(min(n_bytes, _BUFFER_BYTES)))
     done = 0
     while done < n_bytes and (count := file.readinto(buffer[: n_bytes - done])):
@@ -155,16 +156,16 @@ def feed(
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Put a manifest into a folder: after a crash it is there whole, or as it was before."""
+    """Write the manifest of a folder; after a crash it is complete or unchanged."""
     growing = folder / f".{MANIFEST}.partial"
     replace_file(folder / MANIFEST, growing, encode_manifest(manifest))
     sync(folder)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None where there is none.
+    """The manifest of a folder, or None if it has none.
 
-    Raises: CheckpointError unless it is, byte for byte, one that `write_manifest` wrote.
+    Raises: CheckpointError unless `write_manifest` wrote exactly these bytes.
     """
     path = folder / MANIFEST
     if not is_file(path):
@@ -175,22 +176,24 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        raise CheckpointError(f"{path}: damaged: {error}; write it anew with reshard") from error
+        raise CheckpointError(
+            f"{path}: damaged: {error}; write the folder again with reshard"
+        ) from error
     if encode_manifest(manifest) != data:
         raise CheckpointError(
-            f"{path}: damaged or edited: its text does not have the hash that it carries; "
-            "write it anew with reshard"
+            f"{path}: damaged or edited: its text does not match its own hash; write the folder "
+            "again with reshard"
         )
     return manifest
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The one spelling of a manifest, its own hash filled in."""
+    """The unique encoding of a manifest, with its own hash."""
     bare = replace(manifest, own=None)
-    return _spelled(replace(bare, own=hash_bytes(_spelled(bare))))
+    return _encoded(replace(bare, own=hash_bytes(_encoded(bare))))
 
 
-def _spelled(manifest: Manifest) -> bytes:
+def _encoded(manifest: Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
 
 

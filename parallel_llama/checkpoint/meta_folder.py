@@ -1,28 +1,30 @@
-"""Reading a Meta folder: consolidated.NN.pth, each file the shard of one rank of the past.
+"""Reads Meta's folders (consolidated.NN.pth) and Mistral's (consolidated.safetensors).
 
-Any number of files gives any number of ranks. Which way a tensor was cut is told from its shapes.
-The files are mapped, so only the pages of a slice are touched.
+Each file of a Meta folder is the shard of one rank of the run that wrote it. Any number of files
+can be read by any number of ranks: the shapes of a tensor's shards show the dimension along which
+it was cut. The files are memory-mapped, so only the pages of the requested slice are read.
+Mistral's files use Meta's names and store every weight whole.
 """
 
 import logging
 import re
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import sliced_shape
 from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
+from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.checkpoint.torch_file import open_torch_file
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import DTYPES
+from parallel_llama.dtypes import DTYPES, STORED
 from parallel_llama.errors import CheckpointError, DamagedWeights, listed
 from parallel_llama.families import family_of, parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import torch_dtype
-from parallel_llama.plan import local_kv_heads
+from parallel_llama.plan import consecutive, local_kv_heads
 
 _DTYPES = tuple(map(torch_dtype, DTYPES))
 
@@ -31,13 +33,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Split:
-    """How a tensor is split over the files: the range of it along `dim` that each of them holds.
+    """The range along `dim` that each file holds of a tensor.
 
-    The ranges are in order and leave nothing out. Where they overlap, the files hold copies.
+    The ranges are in order and cover the tensor. Where ranges overlap, the files hold copies.
     """
 
     dim: int
     ranges: list[range]
+
+
+class MistralFolder(TensorFiles):
+    """The tensors of a Mistral folder.
+
+    Raises: CheckpointError if a file is damaged or two files hold the same tensor.
+    """
+
+    layout = "meta"
+    readable = f"readable are {', '.join(STORED)}; use the unquantised model"
 
 
 class MetaFolder(Checkpoint):
@@ -87,7 +99,7 @@ class MetaFolder(Checkpoint):
         self._states = []
 
     def embeddings_dim(self) -> int:
-        """The dimension along which the embeddings are cut; 0 if there is one file."""
+        """The dimension along which the files cut the embeddings; 0 for a single file."""
         split = self._split(next(parameters(self.args)))
         return split.dim if split else 0
 
@@ -96,7 +108,7 @@ class MetaFolder(Checkpoint):
             return self._states[0][param.name].new_empty(sliced_shape(param, rows))
         split = self._split(param)
         assert split is not None, "the checkpoint passed its check"
-        # Across the files' own cut every file gives these rows; along it, what it holds of them.
+        # Along the dimension of the files' cut, a file holds part of the rows; along another, all.
         wanted = rows if split.dim == param.dim else range(param.shape[split.dim])
 
         def piece(file: int, part: range) -> Tensor:
@@ -116,24 +128,24 @@ class MetaFolder(Checkpoint):
             if new:
                 pieces.append(piece(file, new))
                 done = new.stop
-        return torch.cat(pieces, split.dim)  # copies, so that nothing keeps the map alive
+        return torch.cat(pieces, split.dim)  # a copy, so that no tensor keeps the file mapped
 
     def _compare(self, param: Param, first: int, taken: Tensor, file: int, other: Tensor) -> None:
-        """Two files' copies of the same part: KV heads must be equal, other weights should be.
+        """Compare two files' copies of the same rows, and warn if they differ.
 
-        Raises: DamagedWeights if KV heads differ.
+        Raises: DamagedWeights if copies of KV heads differ.
         """
         if torch.equal(taken, other):
             return
         if param.axis is not None:
             raise DamagedWeights(
                 f"{self._paths[file]}: {param.name} differs from its copy in "
-                f"{self._paths[first].name}; files of one checkpoint hold equal KV heads"
+                f"{self._paths[first].name}; files of one checkpoint have equal KV heads"
             )
         if not self._warned:
             logger.warning(
-                "%s differs between %s and %s by up to %g; the first file's is taken, here and "
-                "for any other replicated tensor",
+                "%s differs between %s and %s by up to %g; the first file's copy is used, here "
+                "and for any other replicated tensor",
                 param.name,
                 self._paths[first].name,
                 self._paths[file].name,
@@ -145,7 +157,7 @@ class MetaFolder(Checkpoint):
         return [tuple(state[name].shape) for state in self._states]
 
     def _split(self, param: Param) -> Split | None:
-        """How the tensor is split over the files; None if its shapes do not add up."""
+        """How the files split a tensor, or None if the shapes of the parts do not fit together."""
         shapes = self._shapes(param.name)
         if param.axis is None:
             same = set(shapes) == {param.shape}
@@ -153,16 +165,17 @@ class MetaFolder(Checkpoint):
         # Llama 1 and 2 cut the embeddings along dim 1, Llama 3 along dim 0.
         for dim in (0, 1) if param.name == "tok_embeddings.weight" else (param.dim,):
             if _joined(shapes, dim) == param.shape:
-                return Split(dim, _runs([shape[dim] for shape in shapes]))
+                return Split(dim, consecutive([shape[dim] for shape in shapes]))
         ranges = self._kv_ranges(param) if param.axis == "kv_heads" else []
         fit = shapes == [(len(held), *param.shape[1:]) for held in ranges]
         return Split(0, ranges) if fit else None
 
     def _kv_ranges(self, param: Param) -> list[range]:
-        """The rows of KV heads that each file's query heads need; none if those do not add up.
+        """The rows of KV heads that the query heads of each file need.
 
-        With twice as many files as KV heads they hold heads 0, 0, 1, 1, and where files cut a
-        group of query heads 0 1, 1 2.
+        For example, four files of 2 KV heads hold heads 0, 0, 1, 1. If files cut between the query
+        heads of a KV head, two files may hold heads 0 1 and 1 2. Empty if the query heads of the
+        files do not add up to those of the model.
         """
         head_dim, group_size = self.args.head_dim, self.args.n_heads // self.args.n_kv_heads
         queries = re.sub(r"\.w[kv]\.", ".wq.", param.name)
@@ -171,14 +184,16 @@ class MetaFolder(Checkpoint):
         rows = [state[queries].shape[0] for state in self._states]
         if any(count % head_dim for count in rows) or sum(rows) != self.args.n_heads * head_dim:
             return []
-        needed = (local_kv_heads(run, group_size) for run in _runs([n // head_dim for n in rows]))
+        needed = (
+            local_kv_heads(run, group_size) for run in consecutive([n // head_dim for n in rows])
+        )
         return [range(kv.start * head_dim, kv.stop * head_dim) for kv in needed]
 
 
 def meta_vocab_size(files: ModelFiles) -> int:
-    """Rows of the embeddings over all files, for params.json files that say vocab_size -1.
+    """The number of rows of the embeddings of all files, for a params.json with vocab_size -1.
 
-    Raises: CheckpointError if a file is damaged or lacks the embeddings or the last norm.
+    Raises: CheckpointError if a file is damaged, or lacks the embeddings or the last norm.
     """
     shapes: list[tuple[int, ...]] = []
     dim = 0
@@ -203,13 +218,8 @@ def _listed_shapes(shapes: list[tuple[int, ...]]) -> str:
     return listed([str(list(shape)) for shape in shapes])
 
 
-def _runs(sizes: list[int]) -> list[range]:
-    """The ranges of these sizes, one behind the other."""
-    return [range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-
-
 def _joined(shapes: list[tuple[int, ...]], dim: int) -> tuple[int, ...] | None:
-    """The shape of the parts joined along `dim`; None if they do not fit together."""
+    """The shape of the parts concatenated along `dim`, or None if they do not fit together."""
     others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     if len(others) != 1 or any(len(shape) <= dim for shape in shapes):
         return None

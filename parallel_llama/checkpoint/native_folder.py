@@ -1,17 +1,17 @@
-"""Native folders: every unit of every weight is one range of bytes, for any number of ranks.
+"""Native folders, in which any range of units of a weight is one range of bytes.
 
-Weights that ranks cut by rows are that as they are. Those that they cut by columns (wo and w2) are
-in unit-major order: all columns of unit 0 come first, row by row, then those of unit 1; a last unit
-may be short. So any range of units is one range of bytes, whoever owns it:
+Weights that ranks cut by rows have this property in row-major order. Those cut by columns (wo and
+w2) are stored in unit-major order: the columns of unit 0, row by row, then those of unit 1, and so
+on. The last unit may be short.
 
     row-major   a0 a1 | b0 b1 | c0        unit-major   a0 a1 a2 a3 | b0 b1 b2 b3 | c0 c1
                 a2 a3 | b2 b3 | c1
 
-A matrix that is quantised lies in two or three tensors, each in that order: `NAME.integers`
-[out, in] int8, `NAME.scales` [out, in / 32] float16 and, where the format has them, `NAME.mins`
-alike. Integers of 4 bits lie two in a byte, [out, in / 2] uint8: the first of two neighbours is the
-lower half. Where there are no minima 8 is added to them, so that the least, -8, is stored as 0. One
-in fp8 has `NAME.floats` [out, in] e4m3 in the place of integers.
+A quantised matrix is stored as two or three tensors in the same order: `NAME.integers` [out, in]
+int8, `NAME.scales` [out, in / 32] float16 and, for asymmetric formats, `NAME.mins` of the shape of
+scales. 4-bit integers are packed in pairs, [out, in / 2] uint8, the first in the low half of the
+byte; symmetric formats add 8, so that -8 is stored as 0. fp8 has `NAME.floats` [out, in] e4m3
+instead of integers.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,27 +22,28 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory
-from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged
+from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded
 from parallel_llama.config import ModelArgs
-from parallel_llama.config.native import native_formats, native_units
+from parallel_llama.config.native import native_units
+from parallel_llama.config.quantised import native_formats
 from parallel_llama.dtypes import GROUP_SIZE, STORED, GroupFormat
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.places import Place, whole
 from parallel_llama.families.weights import Param
+from parallel_llama.files.fields import naming
 from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.groups import Groups
 from parallel_llama.plan import unit_size
 
-# Bytes of one block of units on the way out: large writes, and memory that is used again.
+# Bytes of one block of units when writing: large writes, and memory that is reused.
 BLOCK_BYTES = 8 << 20
 
-# Of the tensors in which a quantised weight lies; the dtypes by their names in the files.
+# Suffixes of the tensors of a quantised weight, and their dtypes by the names in the files.
 _SUFFIXES = ".integers", ".floats", ".scales", ".mins"
-_INTEGERS = {8: "I8", 5: "I8", 4: "U8"}  # 5 bits have a byte
+_INTEGERS = {8: "I8", 5: "I8", 4: "U8"}  # 5-bit integers take a byte
 _FLOAT = "F8_E4M3"
 _HALF = "F16"
 BYTE_DTYPES = {"I8": torch.int8, "U8": torch.uint8, _FLOAT: torch.float8_e4m3fn}
@@ -50,11 +51,10 @@ BYTE_DTYPES = {"I8": torch.int8, "U8": torch.uint8, _FLOAT: torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a native folder: a weight, or a part of one that is quantised.
+    """A tensor of a native folder: a plain weight, or one tensor of a quantised weight.
 
-    `param` has the tensor's own name and shape, `unit` is in its own rows or columns, and `per` is
-    how many inputs of the weight one of its values is for. `dtype` is that in the files, None for
-    plain values, which have one of their own.
+    `param` has the name and shape of the tensor, `unit` is in its rows or columns, and `per` is the
+    number of inputs of the weight per value. `dtype` is None for plain weights, which may have any.
     """
 
     param: Param
@@ -64,18 +64,18 @@ class Part:
 
     @classmethod
     def of(cls, weight: Param, unit: int, suffix: str, per: int, dtype: str) -> "Part":
-        """One with a value for every so many inputs of a matrix."""
+        """The tensor with one value for every `per` inputs of a matrix."""
         n_rows, n_columns = weight.shape
         param = replace(weight, name=weight.name + suffix, shape=(n_rows, n_columns // per))
         return cls(param, unit // per if weight.dim == 1 else unit, per, dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That in the file."""
+        """The shape in the file."""
         return stored_shape(self.param, self.unit)
 
     def rows(self, of_weight: range) -> range:
-        """Its own rows or columns, for those of the weight; whole groups of columns."""
+        """The rows or columns of the tensor for those of the weight, which are whole groups."""
         if self.param.dim == 0:
             return of_weight
         return range(of_weight.start // self.per, of_weight.stop // self.per)
@@ -84,21 +84,18 @@ class Part:
 class NativeFolder(TensorFiles):
     """The tensors of a native folder.
 
-    Raises: CheckpointError if a file is damaged or native.json does not say how it was written.
+    Raises: CheckpointError if a file or native.json is damaged.
     """
 
-    readable = f"a native folder has {', '.join(STORED)}, and what native.json says is quantised"
+    readable = f"a native folder has {', '.join(STORED)}, and the quantised weights of native.json"
 
     def __init__(self, files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> None:
-        try:
-            values = read_json_object(files.config)
+        values = read_json_object(files.config)
+        with naming(files.config, CheckpointError):
             self._units, self._formats = native_units(values), native_formats(values, args)
             if self._formats:
                 _require_whole_groups(self._units)
-        except UsageError as error:
-            raise CheckpointError(f"{files.config}: {error}") from error
-        headers = {path: read_safetensors_header(path) for path in files.weights}
-        super().__init__(files, args, merged(files.path, headers), empty)
+        super().__init__(files, args, empty)
 
     def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
         parts = [part for param in parameters(args) for part in self._parts(param)]
@@ -127,7 +124,7 @@ class NativeFolder(TensorFiles):
         return self._groups(param, rows, form) if self._group_format(param) == form else None
 
     def _groups(self, param: Param, rows: range, form: GroupFormat) -> Groups:
-        """Some of a quantised weight; of one that is cut by columns whole groups."""
+        """A slice of a quantised weight; slices of columns must be whole groups."""
         parts = (self._values(part, part.rows(rows)) for part in self._parts(param))
         integers, scales, *mins = parts
         if form.n_bits == 4:
@@ -135,7 +132,7 @@ class NativeFolder(TensorFiles):
         return Groups(form, integers.view(torch.int8), scales, mins[0] if mins else None)
 
     def _values(self, part: Part, rows: range) -> Tensor:
-        """Some rows or columns of a tensor."""
+        """Rows or columns of a tensor."""
         if is_unit_major(part.param):
             return self._columns(part, rows)
         file, tensor = self._held(part.param)
@@ -143,7 +140,7 @@ class NativeFolder(TensorFiles):
         return file.values(tensor.offset, dtype_of(tensor.dtype), part.param, place, rows)
 
     def _columns(self, part: Part, rows: range) -> Tensor:
-        """Some columns of a tensor in unit-major order; the units that hold them are read."""
+        """Columns of a tensor in unit-major order; reads the units that overlap them."""
         file, tensor = self._held(part.param)
         n_rows, n_columns = part.param.shape
         unit, dtype = part.unit, dtype_of(tensor.dtype)
@@ -158,9 +155,9 @@ class NativeFolder(TensorFiles):
 
 
 def axis_units(args: ModelArgs, quant_group: int = 1) -> dict[str, int]:
-    """The rows or columns in one unit of each axis: a matter of the model alone.
+    """The rows or columns in one unit of each axis; independent of the number of ranks.
 
-    Where weights are quantised, no group of `quant_group` inputs is cut.
+    Units are multiples of `quant_group` inputs.
     """
     return {
         "heads": args.head_dim,
@@ -171,15 +168,12 @@ def axis_units(args: ModelArgs, quant_group: int = 1) -> dict[str, int]:
 
 
 def unit_of(param: Param, units: Mapping[str, int]) -> int:
-    """The rows or columns of one unit of a weight; all of them where it is replicated."""
+    """The rows or columns of one unit of a weight; all of them for a replicated weight."""
     return param.shape[param.dim] if param.axis is None else units[param.axis]
 
 
 def parts_of(param: Param, units: Mapping[str, int], form: GroupFormat | None = None) -> list[Part]:
-    """The tensors in which a weight lies.
-
-    If it is quantised they are integers, or floats, then scales, and perhaps minima.
-    """
+    """The tensors of a weight; if quantised: integers or floats, scales, and perhaps minima."""
     unit = unit_of(param, units)
     if form is None:
         return [Part(param, unit)]
@@ -194,19 +188,19 @@ def parts_of(param: Param, units: Mapping[str, int], form: GroupFormat | None = 
 
 
 def dtype_of(in_file: str) -> torch.dtype:
-    """torch's dtype of one of the files."""
+    """The torch dtype for a name in the files."""
     return BYTE_DTYPES.get(in_file) or torch_dtype(STORED[in_file])
 
 
 def weight_of(tensor: str) -> str:
-    """The name of the weight that a tensor of a native folder is, or is a part of."""
+    """The name of the weight that a tensor of a native folder belongs to."""
     for suffix in _SUFFIXES:
         tensor = tensor.removesuffix(suffix)
     return tensor
 
 
 def packed(integers: Tensor, form: GroupFormat) -> Tensor:
-    """Integers of 4 bits, two in a byte. Shapes: [out, in] int8 -> [out, in / 2] uint8."""
+    """Pack 4-bit integers in pairs. Shapes: [out, in] int8 -> [out, in / 2] uint8."""
     pairs = (integers + form.zero).view(torch.uint8)
     pairs = pairs.view(len(pairs), pairs.shape[1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
@@ -218,10 +212,7 @@ def unpacked(pairs: Tensor, form: GroupFormat) -> Tensor:
 
 
 def unit_spans(held: range, param: Param, units: Mapping[str, int]) -> list[range]:
-    """The bytes of each unit of a weight whose bytes are `held`, in the order of the file.
-
-    They may be those of a part of the weight.
-    """
+    """The bytes of each unit of a tensor that is stored in the bytes `held`, in order."""
     size, unit, n_bytes = param.shape[param.dim], unit_of(param, units), len(held)
     return [
         held[start * n_bytes // size : min(start + unit, size) * n_bytes // size]
@@ -237,7 +228,7 @@ def is_unit_major(param: Param) -> bool:
 def stored_shape(param: Param, unit: int) -> tuple[int, ...]:
     """The shape of a weight in its file: [n_units, rows, unit] in unit-major order.
 
-    With a short last unit there is no such shape, and the values are one row.
+    With a short last unit the values are stored flat.
     """
     if not is_unit_major(param):
         return param.shape
@@ -248,7 +239,7 @@ def stored_shape(param: Param, unit: int) -> tuple[int, ...]:
 
 
 def unit_major_blocks(value: Tensor, unit: int) -> Iterator[Tensor]:
-    """A matrix in unit-major order, some units at a time, each block as one row."""
+    """Yields a matrix in unit-major order, in flat blocks of several units."""
     n_rows, n_columns = value.shape
     step = max(1, BLOCK_BYTES // max(1, n_rows * unit * value.itemsize)) * unit
     whole = n_columns // unit * unit
@@ -260,7 +251,7 @@ def unit_major_blocks(value: Tensor, unit: int) -> Iterator[Tensor]:
 
 
 def from_unit_major(data: Tensor, n_rows: int, unit: int) -> Tensor:
-    """The matrix of some units that lie behind each other, row by row; a new tensor.
+    """The row-major matrix of consecutive units; a new tensor.
 
     Shapes: data [n_rows * n_columns]; only the last unit may be short.
     """
@@ -274,10 +265,10 @@ def from_unit_major(data: Tensor, n_rows: int, unit: int) -> Tensor:
 
 
 def _require_whole_groups(units: Mapping[str, int]) -> None:
-    """Raises: UsageError if a group of inputs would lie in two units."""
+    """Raises: UsageError if a group of inputs would be in two units."""
     for axis in ("heads", "ffn"):
         if units[axis] % GROUP_SIZE:
             raise UsageError(
-                f"units of {axis} are of size {units[axis]}, no multiple of the {GROUP_SIZE} "
+                f"units of {axis} have size {units[axis]}, not a multiple of the {GROUP_SIZE} "
                 "inputs that share a scale"
             )

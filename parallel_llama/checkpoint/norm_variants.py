@@ -1,8 +1,8 @@
-"""Norms of which the files of a Meta folder hold different copies.
+"""Replicated norms that differ between the files of a Meta folder.
 
-Ranks that trained apart by a rounding left them in Meta's own 70B files. A model has one of each,
-the first file's; the others are kept in a small file beside the weights, so that nothing of the
-source is lost and the same number of files gets its own copies back.
+Meta's 70B files have them, because rounding differed between the ranks of its training. The model
+uses the copy of the first file. The others are kept in a small file beside the weights, so that the
+conversion is lossless and the same number of Meta files gets its own copies back.
 """
 
 import logging
@@ -26,20 +26,18 @@ logger = logging.getLogger(__name__)
 
 
 def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
-    """The copies of each norm that differ, by Meta's name, one for each file of the source.
+    """The copies of norms that differ, by Meta's names, one for each file of the original folder.
 
-    A folder that was made from one whose copies differ still carries them. Warns if there are any.
+    A converted folder keeps the copies of its source. Logs a warning if there are any.
 
     Raises: CheckpointError if a file is damaged.
     """
-    variants = differing_norms(files) if files.kind == "meta" and files.is_pickled else {}
-    if not variants and files.kind in ("meta", "hf", "native"):
-        variants = _kept(files)
+    variants = (differing_norms(files) if files.is_pickled else {}) or _kept(files)
     if variants:
         name, gap = max(((name, _gap(v)) for name, v in variants.items()), key=lambda item: item[1])
         logger.warning(
             "%s: %d replicated norms differ between its %d files, most of all %s, by up to %g; the "
-            "first file's are taken",
+            "first file's copies are used",
             files.path,
             len(variants),
             len(variants[name]),
@@ -50,16 +48,13 @@ def norm_variants(files: ModelFiles) -> dict[str, list[Tensor]]:
 
 
 def as_bytes(variants: Mapping[str, Sequence[Tensor]]) -> bytes:
-    """The content of the file that keeps them: [n_files, dim] under each name."""
+    """The content of the file NORM_VARIANTS: a tensor [n_files, dim] for each norm."""
     data: bytes = save({name: torch.stack(list(copies)) for name, copies in variants.items()})
     return data
 
 
 def differing_norms(files: ModelFiles) -> dict[str, list[Tensor]]:
-    """The norms of which the files hold different copies, with the copy of each file.
-
-    Compared byte for byte, so that what is kept of them is exact.
-    """
+    """The norms that differ between the files, byte for byte, with the copy of each file."""
     states = [open_torch_file(path) for path in files.weights]
     held = sorted(set.intersection(*map(set, states)))
     norms = {
@@ -81,7 +76,7 @@ def _kept(files: ModelFiles) -> dict[str, list[Tensor]]:
     data = read_bytes(path, MAX_BYTES)
     try:
         stacks: dict[str, Tensor] = load(data)
-    except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
+    except (SafetensorError, KeyError) as error:  # KeyError: a dtype unknown to torch
         raise CheckpointError(f"{path}: damaged ({error}); fetch it again") from error
     if any(s.dim() != 2 for s in stacks.values()) or len({len(s) for s in stacks.values()}) != 1:
         raise CheckpointError(f"{path}: damaged; fetch it again")
@@ -89,6 +84,6 @@ def _kept(files: ModelFiles) -> dict[str, list[Tensor]]:
 
 
 def _gap(copies: Sequence[Tensor]) -> float:
-    """The largest difference from the first copy."""
+    """The largest absolute difference from the first copy."""
     first = copies[0].double()
     return max(float((copy.double() - first).abs().max()) for copy in copies)

@@ -1,8 +1,8 @@
-"""Random weights for a model's shape: the same values for every number of ranks.
+"""Random weights for the shape of a model, with the same values for every number of ranks.
 
-Values are drawn in fixed chunks of rows (or columns, where the model is cut by columns), each with
-its own key, so that a rank draws little more than its own share and never a whole tensor. Another
-kind of device draws other values.
+Values are drawn in fixed chunks of rows (or columns, for weights cut by columns), each with a key
+of its own, so a rank draws little more than its own shard and never a whole tensor. Values differ
+between kinds of devices.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import torch_dtype
 
-CHUNK = 64  # rows or columns under one key; part of what a seed means
+CHUNK = 64  # rows or columns per key; changing it changes the weights of every seed
 
-STD = 0.02  # of matrices and biases: activations keep their size over many layers
+STD = 0.02  # of matrices and biases; activations keep their scale over many layers
 NORM_STD = 0.1  # of norms, around 1
 
 _CPU = torch.device("cpu")
 
 
 class RandomCheckpoint(Checkpoint):
-    """Weights drawn from a seed on a device, as if they were read."""
+    """Weights drawn from a seed on a device."""
 
     def __init__(self, args: ModelArgs, seed: int, device: torch.device) -> None:
         super().__init__(args, "half")
@@ -33,7 +33,7 @@ class RandomCheckpoint(Checkpoint):
         self._dtype = torch_dtype(args.dtype)
 
     def check(self, args: ModelArgs) -> None:
-        """Nothing to compare: it holds whatever the model asks for."""
+        """Nothing to compare: random weights fit every model."""
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         out = torch.empty(sliced_shape(param, rows), dtype=self._dtype, device=self._device)
@@ -59,5 +59,5 @@ class RandomCheckpoint(Checkpoint):
 
 
 def random_checkpoint(args: ModelArgs, seed: int, device: torch.device = _CPU) -> RandomCheckpoint:
-    """Random weights in the shape of a model, stored in `args.dtype`, drawn on a device."""
+    """Random weights for the shape of a model, in `args.dtype`, drawn on a device."""
     return RandomCheckpoint(args, seed, device)

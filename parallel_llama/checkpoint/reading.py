@@ -1,7 +1,7 @@
-"""From a checkpoint to one rank's tensors.
+"""Loads the tensors of one rank from a checkpoint.
 
-Every weight passes through here once: cut to the rank's share, converted, and looked at for NaN
-and Inf. Beside its share a rank holds one bounded piece at a time.
+Every weight is cut to the rank's shard, converted, and checked for NaN and Inf. In addition to its
+shard a rank holds one bounded piece at a time.
 """
 
 import math
@@ -10,13 +10,12 @@ from collections.abc import Callable, Generator
 import torch
 from torch import Tensor
 
-from parallel_llama.checkpoint.ahead import workers
 from parallel_llama.checkpoint.byte_ranges import Empty, new_memory, sliced_shape
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.hf_folder import HFFolder
-from parallel_llama.checkpoint.meta_folder import MetaFolder
-from parallel_llama.checkpoint.mistral_folder import MistralFolder
+from parallel_llama.checkpoint.meta_folder import MetaFolder, MistralFolder
 from parallel_llama.checkpoint.native_folder import NativeFolder
+from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GroupFormat, Precision
 from parallel_llama.errors import CheckpointError, DamagedWeights
@@ -27,40 +26,46 @@ from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.groups import Groups, joined, quantise
 from parallel_llama.plan import Share
 
-# Values read at once; a share of more is read in pieces and copied together. At most 256 MB (in
-# float64), and more than most ranks hold of one weight.
+# Values read at once: at most 256 MB (in float64), and more than most ranks hold of one weight. A
+# larger shard is read in pieces and concatenated.
 PIECE_VALUES = 1 << 25
 
-# Pieces begin where quantised blocks do (of 256 values at most) and where heads do, so nothing is
+# Pieces start at boundaries of quantised blocks (at most 256 values) and of heads, so nothing is
 # decoded or read twice.
 PIECE_ALIGNMENT = 256
 
-# Values quantised at once by a thread: in float32 their many copies fit into the cache of a core.
+# Values that a thread quantises at once; its float32 copies then fit into the cache of a core.
 QUANTISED_AT_ONCE = 1 << 17
-
-_READERS = {"hf": HFFolder, "meta": MistralFolder, "native": NativeFolder}
 
 
 def open_checkpoint(files: ModelFiles, args: ModelArgs, empty: Empty = new_memory) -> Checkpoint:
-    """The checkpoint in a model's files; reads headers only. What is read lies in `empty` memory.
+    """Opens the checkpoint of a model's files, reading headers only; `empty` allocates its tensors.
 
     Raises: CheckpointError if a file is damaged, or there are no weights.
     """
-    if files.kind == "config":
+    if not files.weights:
         raise CheckpointError(
-            f"{files.path}: a configuration without weights; give a folder or a file that has "
-            "them, or ask for random weights"
+            f"{files.path}: a configuration without weights; use a folder or file with weights, or "
+            "random weights"
         )
     try:
-        if files.kind == "meta" and files.is_pickled:
-            return MetaFolder(files, args)
-        if files.kind == "gguf":
-            from parallel_llama.checkpoint.gguf_file import GGUFFile
-
-            return GGUFFile(files, args, empty)
         return _READERS[files.kind](files, args, empty)
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _meta(files: ModelFiles, args: ModelArgs, empty: Empty) -> Checkpoint:
+    return MetaFolder(files, args) if files.is_pickled else MistralFolder(files, args, empty)
+
+
+def _gguf(files: ModelFiles, args: ModelArgs, empty: Empty) -> Checkpoint:
+    from parallel_llama.checkpoint.gguf_file import GGUFFile
+
+    return GGUFFile(files, args, empty)
+
+
+# By the names of `config.layouts`.
+_READERS = {"hf": HFFolder, "meta": _meta, "native": NativeFolder, "gguf": _gguf}
 
 
 def load(
@@ -71,12 +76,13 @@ def load(
     device: torch.device,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Generator[tuple[str, Tensor | Groups], None, None]:
-    """One rank's part of every weight, as the model wants it, in the order of the forward pass.
+    """Yields name and shard of every weight of a rank, in the order of the forward pass.
 
-    `on_bytes` is told of every piece; the sum is what `plan.weight_bytes` says.
+    Args:
+        on_bytes: called with the size of each loaded piece; the sum is `memory.weight_bytes`.
 
     Raises: CheckpointError if the checkpoint does not fit the model; DamagedWeights if a weight is
-    NaN or Inf or too large for its dtype.
+    NaN or Inf, or too large for its dtype.
     """
     checkpoint.check(args)
     for param in filter(share.holds, parameters(args)):
@@ -90,7 +96,7 @@ def load(
 
 
 def quantised(param: Param, values: Tensor, form: GroupFormat) -> Groups:
-    """A matrix, or some of it, quantised; in memory for a bounded piece a thread.
+    """Quantises rows of a matrix; each thread works on a bounded piece.
 
     Raises: DamagedWeights if a value is NaN or Inf.
     """
@@ -137,7 +143,7 @@ def _converted(
 ) -> Tensor:
     rows = share.rows_of(param)
     pieces = pieces_of(param, rows, PIECE_VALUES)
-    if len(pieces) == 1:  # the usual case: what was read is the result, without a copy
+    if len(pieces) == 1:  # the usual case: returns the read tensor without a copy
         tensor = _finite(param, checkpoint.read(param, rows, "interleaved"), dtype)
         on_bytes(tensor.nbytes)
         return tensor.to(device)
@@ -150,7 +156,7 @@ def _converted(
 
 
 def pieces_of(param: Param, rows: range, n_values: int) -> list[range]:
-    """Cut a range of rows so that no piece has many more than `n_values` values."""
+    """Cut a range of rows into aligned pieces of about `n_values` values."""
     per_row = math.prod(param.shape) // max(1, param.shape[param.dim])
     alignment = math.lcm(PIECE_ALIGNMENT, param.unit)
     step = max(1, n_values // max(1, per_row) // alignment) * alignment
@@ -162,11 +168,11 @@ def pieces_of(param: Param, rows: range, n_values: int) -> list[range]:
 
 
 def _finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in `dtype`, refused if a value is not finite there."""
+    """Converts a tensor to `dtype`; raises DamagedWeights if a value is not finite in it."""
     tensor = stored.to(dtype)
     if tensor.numel() == 0:
         return tensor
-    # Least and greatest in one pass; NaN comes through either. isfinite would take a copy.
+    # Minimum and maximum in one pass, both of which propagate NaN. isfinite would allocate a copy.
     if all(math.isfinite(bound.item()) for bound in torch.aminmax(tensor)):
         return tensor
     if all(math.isfinite(bound.item()) for bound in torch.aminmax(stored)):
@@ -176,6 +182,6 @@ def _finite(param: Param, stored: Tensor, dtype: torch.dtype) -> Tensor:
         )
     count = int((~torch.isfinite(stored)).sum())
     raise DamagedWeights(
-        f"{param.name}: {count} of {stored.numel()} values read are NaN or Inf; the weights are "
+        f"{param.name}: {count} of {stored.numel()} values are NaN or Inf; the weights are "
         "damaged, fetch them again"
     )

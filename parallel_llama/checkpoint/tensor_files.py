@@ -1,12 +1,13 @@
-"""Reading files whose headers say where each tensor lies, whole: HF's, GGUF's and native ones."""
+"""The base class of readers whose files store every tensor unsharded: HF, GGUF and native."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty
+from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty, new_memory
 from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
+from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GROUP_SIZE, STORED
 from parallel_llama.errors import CheckpointError
@@ -14,30 +15,45 @@ from parallel_llama.families import family_of, stored_places
 from parallel_llama.families.names import Layout
 from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
+from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.files.safetensors_header import FileTensor
+from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.groups import Groups
 
 HeldTensors = Mapping[str, tuple[Path, FileTensor]]
 
+HEADER_READERS: dict[str, Callable[[Path], Mapping[str, FileTensor]]] = {
+    ".safetensors": read_safetensors_header,
+    ".bin": read_torch_header,
+    ".pth": read_torch_header,
+    ".gguf": lambda path: read_gguf_header(path).tensors,
+}
+
 
 class TensorFiles(Checkpoint):
-    """Some tensors, by the files' own names, each with the file that holds it.
+    """Tensors by their names in the files.
 
-    `layout` has the names, the places and the rotary order; without one every weight has a tensor
-    of its own under the model's name, half-split. `readable` ends the line that refuses a dtype;
-    without one all dtypes are read.
+    `layout` defines names, places and rotary order. Without a layout every weight has a tensor of
+    its own under the model's name, in half-split order. `readable` is the end of the error for an
+    unreadable dtype; without it every dtype is readable.
     """
 
     layout: Layout | None = None
     readable: str | None = None
 
     def __init__(
-        self, files: ModelFiles, args: ModelArgs, tensors: HeldTensors, empty: Empty
+        self,
+        files: ModelFiles,
+        args: ModelArgs,
+        empty: Empty = new_memory,
+        tensors: HeldTensors | None = None,
     ) -> None:
         super().__init__(args, family_of(args).rotary_order[self.layout] if self.layout else "half")
-        self.path, self._tensors = files.path, tensors
+        self.path = files.path
+        if tensors is None:
+            tensors = merged(files.path, {path: read_header(path) for path in files.weights})
+        self._tensors = tensors
         self._places = self._placed(args)
         self._files = {path: ByteRanges(path, empty) for path in files.weights}
 
@@ -76,21 +92,32 @@ class TensorFiles(Checkpoint):
         return file.values(tensor.offset, dtype, param, place, rows)
 
     def _held(self, param: Param) -> tuple[ByteRanges, FileTensor]:
-        """The file that holds a weight, and the tensor there that it lies in."""
+        """The file that holds a weight, and its stored tensor."""
         path, tensor = self._tensors[self._places[param.name].name]
         return self._files[path], tensor
 
     def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
-        assert self.layout is not None, "who has no such layout says where weights lie"
+        assert self.layout is not None, "a reader without a layout overrides this method"
         return stored_places(args, self.layout)
 
-    def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (most have the same for all)
-        """The dtypes that a tensor of the files may have."""
+    def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (subclasses use it)
+        """The readable dtypes of a stored tensor."""
         return STORED
 
 
+def read_header(path: Path) -> Mapping[str, FileTensor]:
+    """The locations of all tensors of a file of weights, by name.
+
+    Raises: CheckpointError if the file is damaged, or has another suffix than HEADER_READERS.
+    """
+    read = HEADER_READERS.get(path.suffix.lower())
+    if read is None:
+        raise CheckpointError(f"{path}: not a file of weights")
+    return read(path)
+
+
 def decoded(param: Param, rows: range, groups: Callable[[range], Groups]) -> Tensor:
-    """The values of some rows or columns of a matrix, of which `groups` has whole groups."""
+    """Dequantised rows or columns of a matrix; `groups` reads whole groups."""
     if param.dim == 0:
         return groups(rows).values()
     held = range(rows.start // GROUP_SIZE * GROUP_SIZE, -(-rows.stop // GROUP_SIZE) * GROUP_SIZE)
@@ -101,9 +128,9 @@ def decoded(param: Param, rows: range, groups: Callable[[range], Groups]) -> Ten
 def merged(
     where: Path, headers: Mapping[Path, Mapping[str, FileTensor]]
 ) -> dict[str, tuple[Path, FileTensor]]:
-    """Every tensor of some files, with the file that holds it.
+    """All tensors of several files by name, each with its file.
 
-    Raises: CheckpointError if two files hold the same one.
+    Raises: CheckpointError if two files hold the same tensor.
     """
     tensors: dict[str, tuple[Path, FileTensor]] = {}
     for path, header in headers.items():

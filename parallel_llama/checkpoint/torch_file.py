@@ -1,8 +1,8 @@
-"""Opening a file of torch.save (.pth, .bin) safely: no code runs, and no byte is taken for another.
+"""Opens files of torch.save (.pth, .bin) without running code, and checks what tensors map to.
 
-torch maps the file without checking it, so the zip's own records are compared with the storages
-that the tensors got: a forged archive could otherwise pass bytes of one record, or of no record,
-for a weight.
+torch maps the file without checking it. So the records of the zip archive are compared with the
+storages of the tensors; otherwise a forged archive could map a weight to bytes of another record,
+or of none.
 """
 
 import os
@@ -30,7 +30,7 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")  # magic, ..., length of the name, len
 
 
 def open_torch_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of torch.save, mapped and not read.
+    """The tensors of a file of torch.save, memory-mapped and not read.
 
     Raises: CheckpointError for anything but a zip archive of torch.save that holds one dictionary
     of names to CPU tensors.
@@ -39,21 +39,21 @@ def open_torch_file(path: Path) -> dict[str, Tensor]:
 
 
 def read_torch_header(path: Path) -> dict[str, FileTensor]:
-    """Where all tensors of such a file lie, by name; two may share their bytes.
+    """The locations of all tensors of such a file, by name; two tensors may share bytes.
 
-    Raises: CheckpointError as in `open_torch_file`, or if a tensor is not stored row by row.
+    Raises: CheckpointError as in `open_torch_file`, or if a tensor is not stored row-major.
     """
     state, records = _opened(path)
     storages = [tensor.untyped_storage() for tensor in state.values()]
     mapped = [storage.data_ptr() for storage in storages if storage.nbytes()]
-    # The map's address is not known; its first storage is the first record.
+    # The address of the map is unknown, but its first storage is the first record.
     shift = min((offset for offset, _ in records), default=0) - min(mapped, default=0)
     located = {}
     for name, tensor in state.items():
         if not tensor.is_contiguous():
             raise CheckpointError(
-                f"{path}: tensor {name!r:.200} is not stored row by row; load the model where you "
-                "trust it and save it anew"
+                f"{path}: tensor {name!r:.200} is not contiguous; load the model where you trust "
+                "it, and save it again"
             )
         offset = tensor.data_ptr() + shift if tensor.numel() else 0
         dtype = _NAMES.get(tensor.dtype, str(tensor.dtype))
@@ -62,15 +62,15 @@ def read_torch_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _opened(path: Path) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-    """The tensors, and offset and size of the records that they lie in."""
+    """The tensors, and offset and size of the records of the archive."""
     records = _storage_records(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # an unpickler fed with hostile bytes can raise nearly anything
+    except Exception as error:  # hostile bytes can raise nearly anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path}: cannot be read as plain weights ({reason:.500})") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__}, expected names and tensors")
+        raise CheckpointError(f"{path}: has a {type(state).__name__}, expected a dict of tensors")
     for name, tensor in state.items():
         _require_plain(path, name, tensor)
     _require_own_records(path, list(state.values()), records)
@@ -78,7 +78,7 @@ def _opened(path: Path) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
 
 
 def _storage_records(path: Path) -> list[tuple[int, int]]:
-    """Offset and size of the records that hold tensor data, checked to lie inside the file."""
+    """Offset and size of the records of tensor data, checked to be inside the file."""
     with open_file(path) as file:
         magic, size = file.read(4), os.fstat(file.fileno()).st_size
     if not _is_zip(path):
@@ -89,7 +89,7 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
             )
         raise CheckpointError(
             f"{path}: not a zip archive; files from before torch 1.6 cannot be read without "
-            "running code: load it where you trust it and save it anew with torch.save, or use "
+            "running code: load it where you trust it and save it again with torch.save, or use "
             "safetensors"
         )
     try:
@@ -116,8 +116,8 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
             file.seek(offset)
             if file.read(len(b"little")) != b"little":
                 raise CheckpointError(
-                    f"{path}: its numbers are not in the byte order of this machine; load it "
-                    "where it was written and save it as safetensors"
+                    f"{path}: its byte order is not that of this machine; load it where it was "
+                    "written, and save it as safetensors"
                 )
     return [
         (offset, member.file_size)
@@ -127,14 +127,14 @@ def _storage_records(path: Path) -> list[tuple[int, int]]:
 
 
 def _in_archive(member: zipfile.ZipInfo) -> str:
-    """A record's name without the archive's own, which torch puts before it."""
+    """The name of a record without the prefix of the archive name."""
     return member.filename.partition("/")[2]
 
 
 def _is_zip(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # a directory that contradicts itself: opening it says how
+    except zipfile.BadZipFile:  # a contradictory directory; opening the archive reports the error
         return True
 
 
@@ -149,7 +149,7 @@ def _data_offset(path: Path, file: BufferedReader, member: zipfile.ZipInfo) -> i
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size:
-        raise refuse("begins behind the end of the file")
+        raise refuse("begins after the end of the file")
     magic, name_length, extra_length = _LOCAL_HEADER.unpack(header)
     if magic != b"PK\x03\x04":
         raise refuse("does not begin where the archive says")
@@ -167,9 +167,9 @@ def _require_plain(path: Path, name: object, tensor: object) -> None:
 
 
 def _require_own_records(path: Path, tensors: list[Tensor], records: list[tuple[int, int]]) -> None:
-    """Check that the tensors' storages are the archive's records, one to one and byte for byte.
+    """Check that the storages of the tensors are exactly the records of the archive.
 
-    The map's address is not known, so offsets are compared relative to the first of each.
+    The address of the map is unknown, so offsets are compared relative to the first one.
     """
     storages = {
         (storage.data_ptr(), storage.nbytes())
@@ -178,7 +178,7 @@ def _require_own_records(path: Path, tensors: list[Tensor], records: list[tuple[
     }
     if _relative(list(storages)) != _relative(records):
         raise CheckpointError(
-            f"{path}: its tensors do not lie in the records of the archive; forged or damaged"
+            f"{path}: its tensors are not the records of the archive; forged or damaged"
         )
 
 

@@ -1,7 +1,7 @@
-"""Is what lies on the disk the model that was written? Its files, structure and tensors.
+"""Verifies the files, structure and tensors of a model against its manifest or another model.
 
-Whatever is wrong with a file becomes a line of the report, never an exception, unless the system
-does not let it be read: then there is no verdict. Nothing is written.
+A fault of a file becomes a line of the report, not an exception, unless the system refuses to read
+the file. Nothing is written.
 """
 
 import math
@@ -11,12 +11,17 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from parallel_llama.checkpoint.canonical import canonical_entry
-from parallel_llama.checkpoint.checklist import CHECKLISTS, check_files
-from parallel_llama.checkpoint.damage import Damage
+from parallel_llama.checkpoint.file_manifest import (
+    CHECKLISTS,
+    Report,
+    check_listed_files,
+    damaged_files,
+    present_files,
+)
+from parallel_llama.checkpoint.locate_damage import Damage
 from parallel_llama.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from parallel_llama.checkpoint.meta_folder import meta_vocab_size
 from parallel_llama.checkpoint.reading import open_checkpoint
-from parallel_llama.checkpoint.whole_files import Report, damaged_files, present_files
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.config.hf import llama3_from_factors
 from parallel_llama.errors import UsageError
@@ -26,19 +31,13 @@ from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, find_model
 
 METADATA = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
-    "native.json",
-    "params.json",
-    "pytorch_model.bin.index.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
+    "config.json", "generation_config.json", "model.safetensors.index.json", "native.json",
+    "params.json", "pytorch_model.bin.index.json", "special_tokens_map.json", "tokenizer.json",
     "tokenizer_config.json",
-)
+)  # fmt: skip
 
-# Given by the layout more than by the model: a tied head is compared as the tensor that it is, and
-# every tensor's own dtype counts. A family is its features, and llama.cpp calls a Mistral a Llama.
+# Arguments that depend on the layout and are not compared: a tied head is compared as a tensor, the
+# dtype per tensor, and the family by its features, since llama.cpp stores a Mistral as a Llama.
 UNCOMPARED = ("tied_embeddings", "dtype", "family")
 
 OnBytes = Callable[[int], None]
@@ -46,28 +45,29 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Seen:
-    """A model whose structure is as it should be, and those of its tensors that can be read."""
+    """A model with a valid structure, and its readable tensors."""
 
     is_meta: bool
     args: ModelArgs
     tensors: dict[str, TensorEntry]
 
     def unlike(self, manifest: Manifest | None) -> list[str]:
-        """The names of a manifest's tensors that are others here, or not here."""
+        """The names of a manifest's tensors that differ or are missing here."""
         expected = manifest.tensors if manifest else {}
         return [name for name, entry in expected.items() if self.tensors.get(name) != entry]
 
 
 def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _: None) -> Report:
-    """Check the files of a model, and compare its tensors with those of another one.
+    """Check the files of a model, and compare its tensors with those of the model `against`.
 
-    `on_bytes` is told of all that is read, files and tensors alike.
+    Args:
+        on_bytes: called with the size of each piece that is read, of files and of tensors.
 
-    Raises: UsageError if there is no such file or folder; UnreadableFile if one may not be read.
+    Raises: UsageError if a file or folder does not exist; UnreadableFile if it cannot be read.
     """
     path, other = _path_of(model), None if against is None else _path_of(against)
     report = Report()
-    inner = Report()  # structure and tensors; where a file is damaged, these are consequences
+    inner = Report()  # structure and tensors; consequences if a file is damaged
     manifest = _manifest(path, report)
     damaged = _check_files(path, manifest, report, on_bytes)
     is_whole = report.ok and not damaged
@@ -81,7 +81,7 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
         for name in damaged:
             report.problems += known.lines(name, is_only_one=len(damaged) == 1)
         if is_whole:
-            report.problems += [f"{name}: is not what {MANIFEST} says" for name in wrong]
+            report.problems += [f"{name}: differs from {MANIFEST}" for name in wrong]
     if is_whole or manifest is None:
         report.problems += [line for line in inner.problems if line not in report.problems]
     if other is not None and mine:
@@ -91,7 +91,7 @@ def verify(model: str, against: str | None = None, on_bytes: OnBytes = lambda _:
 
 
 def _path_of(model: str) -> Path:
-    """The folder or file that is meant: a path, or the name of a model that has weights."""
+    """The folder or file of a model, given as a path or a name."""
     path = Path(model)
     if is_folder(path) or (path.suffix.lower() == ".gguf" and is_file(path)):
         return path
@@ -109,7 +109,7 @@ def _manifest(path: Path, report: Report) -> Manifest | None:
 def _check_files(
     path: Path, manifest: Manifest | None, report: Report, on_bytes: OnBytes
 ) -> list[str]:
-    """The names of damaged files; everything else that is wrong with files is reported."""
+    """The names of damaged files; reports all other faults of files."""
     present: dict[str, int] = {}
     with report.noting(path):
         present = present_files(path)
@@ -124,7 +124,7 @@ def _check_files(
     for name in CHECKLISTS:
         if name in present:
             with report.noting(path / name):
-                check_files(path / name, on_bytes, report)
+                check_listed_files(path / name, on_bytes, report)
     return damaged
 
 
@@ -143,7 +143,7 @@ def _seen(path: Path, report: Report, on_bytes: OnBytes, with_tensors: bool = Tr
 
 
 def _args(path: Path) -> ModelArgs | None:
-    """The arguments alone, which may be whole where the weights are not; None if they are not."""
+    """The arguments, or None if they cannot be read; they may be valid where weights are not."""
     with Report().noting(path):
         return load_model_args(find_model(str(path)), meta_vocab_size)
     return None
@@ -156,8 +156,8 @@ def _compare(mine: Seen, other: Path, report: Report, on_bytes: OnBytes) -> None
     theirs = _seen(other, found, on_bytes)
     if theirs:
         wrong = theirs.unlike(manifest)
-        found.problems += [f"{other}: {name} is not what its {MANIFEST} says" for name in wrong]
-        # params.json has no word for the context: what it does not say is no difference.
+        found.problems += [f"{other}: {name} differs from its {MANIFEST}" for name in wrong]
+        # params.json cannot state the context, so a different context is not a fault.
         is_silent = mine.is_meta or theirs.is_meta
         for name, line in _different_args(mine.args, theirs.args):
             is_fault = not (is_silent and name == "max_seq_len")
@@ -168,24 +168,24 @@ def _compare(mine: Seen, other: Path, report: Report, on_bytes: OnBytes) -> None
 
 
 def _different_args(mine: ModelArgs, theirs: ModelArgs) -> Iterator[tuple[str, str]]:
-    """The name of every argument that differs, and in what."""
+    """The name of every argument that differs, and a line about it."""
     mine, theirs = _with_llama3(mine), _with_llama3(theirs)
     for name in (field.name for field in fields(ModelArgs) if field.name not in UNCOMPARED):
         a, b = getattr(mine, name), getattr(theirs, name)
-        # GGUF files keep these numbers in float32.
+        # GGUF files store these numbers in float32.
         close = isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6)
         if a != b and not close:
             yield name, f"{name} is {a} here and {b} there"
 
 
 def _with_llama3(args: ModelArgs) -> ModelArgs:
-    """The arguments with the llama3 scaling that a GGUF file's rotary factors stand for."""
+    """The arguments with llama3 scaling in place of the equal rotary factors of a GGUF file."""
     scaling = args.rope_scaling
     if scaling is None or scaling.kind != "factors":
         return args
     try:
         return replace(args, rope_scaling=llama3_from_factors(args, scaling.factors))
-    except UsageError:  # factors of another origin are compared as they are
+    except UsageError:  # other factors are compared directly
         return args
 
 
@@ -205,7 +205,7 @@ def _different_tensors(
 
 
 def _with_head(model: Seen) -> dict[str, TensorEntry]:
-    """The tensors with the head under its own name, also where the embeddings serve as it."""
+    """The tensors with the head under its own name, also if it is tied to the embeddings."""
     embeddings = model.tensors.get("tok_embeddings.weight")
     if model.args.tied_embeddings and embeddings is not None:
         return {**model.tensors, "output.weight": embeddings}

@@ -27,8 +27,9 @@ from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import size, table
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
+from parallel_llama.memory import kv_bytes_per_token
 from parallel_llama.parallel.place import is_started_as_rank
-from parallel_llama.plan import kv_bytes_per_token, make_plan
+from parallel_llama.plan import make_plan
 from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _slice_figures(
 def _count_collectives(llm: "LLM") -> int:
     """How many collectives a step has: counted in one that no graph replays, as a prompt is."""
     from parallel_llama.engine.step_buffer import MAX_DECODED
-    from parallel_llama.parallel.slice import Slice
+    from parallel_llama.parallel.collectives import Slice
 
     comm = llm.engine.comm
     assert isinstance(comm, Slice)

@@ -7,29 +7,24 @@ from operator import mul
 
 from parallel_llama.cli.model import BLOCK_SIZE
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision
+from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision, kv_format, make_precision
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
 from parallel_llama.families.model_args import layer_groups
-from parallel_llama.parallel.device_choice import DeviceKind
-from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.plan import (
-    KVSplit,
-    ShardPlan,
-    Share,
+from parallel_llama.memory import (
     blocks_held,
     default_cache_bytes,
     kv_bytes_per_token,
-    kv_format,
-    make_plan,
-    make_precision,
     most_blocks,
     pool_sizes,
     values_by_form,
     weight_bytes,
     working_bytes,
 )
+from parallel_llama.parallel.device_choice import DeviceKind
+from parallel_llama.parallel.launch import MAX_RANKS
+from parallel_llama.plan import KVSplit, ShardPlan, Share, make_plan
 
 # The default of --block-size.
 BLOCK_TOKENS: int = BLOCK_SIZE.initial

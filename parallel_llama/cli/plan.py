@@ -35,10 +35,12 @@ from parallel_llama.cli.ranks import Job
 from parallel_llama.cli.remedies import Remedy, find_remedies
 from parallel_llama.cli.terminal import DIM, GREEN, RED, bar, bar_fills, painted, size, table
 from parallel_llama.config import ModelArgs, context_length, default_quant, stored_formats
+from parallel_llama.dtypes import default_dtype
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import find_model
+from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, count_cards
-from parallel_llama.plan import CUDA_ALLOWANCE, PROCESS_BYTES, ShardPlan, default_dtype
+from parallel_llama.plan import ShardPlan
 
 WIDTH = 80
 LABEL_WIDTH = 11

@@ -9,10 +9,9 @@ from typing import Any
 
 from parallel_llama.cli.estimate import Estimate, PlanRequest
 from parallel_llama.cli.terminal import size
-from parallel_llama.dtypes import ITEM_BYTES
+from parallel_llama.dtypes import ITEM_BYTES, kv_format
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.plan import kv_format
 
 # Changes of a request's fields, and the flags that are not named as the fields are.
 Change = dict[str, Any]

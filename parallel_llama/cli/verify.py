@@ -14,7 +14,7 @@ from parallel_llama.files.bounded_files import is_folder
 from parallel_llama.files.model_files import find_model
 
 if TYPE_CHECKING:
-    from parallel_llama.checkpoint.whole_files import Report
+    from parallel_llama.checkpoint.file_manifest import Report
 
 MAX_LINES = 100
 

@@ -1,14 +1,12 @@
-"""How a model's authors want its tokens drawn: generation_config.json and what stands in for it."""
+"""The sampling defaults and special ids of generation_config.json, config.json and GGUF files."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import is_file
-from parallel_llama.files.fields import Fields
+from parallel_llama.files.fields import Fields, naming
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
@@ -17,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKEN_ID = 2**31 - 1
 
-# Settings of generation_config.json that change the tokens and are not offered, with the values
-# that leave them off.
+# Unsupported settings of generation_config.json that change the tokens, with the values that turn
+# them off.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (1, 1.0),
     "no_repeat_ngram_size": (0,),
@@ -38,7 +36,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """How the authors of a model want its tokens drawn; None where their files do not say."""
+    """A model's sampling defaults and special ids; None where its files do not state a value."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -50,36 +48,37 @@ class GenerationDefaults:
 
     @property
     def sampling(self) -> dict[str, float]:
-        """The sampling settings that are stated, under their names."""
+        """The stated sampling settings, by name."""
         names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-def load_generation_defaults(files: ModelFiles) -> GenerationDefaults:
-    """The sampling defaults and special ids that a model's files state.
+def gguf_defaults(files: ModelFiles) -> GenerationDefaults:
+    """The defaults of a GGUF file, and `files.sampling` for the settings that it does not state.
 
-    Meta's own state none, and a generation_config.json beside them counts. Settings that a GGUF
-    file does not state are taken from `files.sampling`.
-
-    Raises: UsageError for a value of the wrong type; CheckpointError if a file is damaged.
+    Raises: UsageError for a value of the wrong type; CheckpointError if the file is damaged.
     """
-    if files.kind in ("hf", "native", "meta"):
-        return _from_hf(files)
-    if files.kind == "gguf":
-        fields = Fields(read_gguf_header(files.config).fields)
-        stated = _with_path(files.config, fields, _from_gguf)
-        sampling: dict[str, Any] = {**files.sampling, **stated.sampling}
-        return replace(stated, **sampling)
-    return GenerationDefaults()
+    fields = Fields(read_gguf_header(files.config).fields)
+    with naming(files.config):
+        stated = _from_gguf(fields)
+    sampling: dict[str, Any] = {**files.sampling, **stated.sampling}
+    return replace(stated, **sampling)
 
 
-def _from_hf(files: ModelFiles) -> GenerationDefaults:
-    """generation_config.json, and config.json for the ids that it does not state."""
+def folder_defaults(files: ModelFiles) -> GenerationDefaults:
+    """The defaults of generation_config.json, and the ids of config.json that it does not state.
+
+    Raises: as `gguf_defaults`.
+    """
     path = files.path / "generation_config.json"
     stated = GenerationDefaults()
     if is_file(path):
-        stated = _with_path(path, Fields(read_json_object(path)), _sampling_from_hf)
-    own = _with_path(files.config, Fields(read_json_object(files.config)), _ids_from_hf)
+        fields = Fields(read_json_object(path))
+        with naming(path):
+            stated = _sampling_from_hf(fields)
+    fields = Fields(read_json_object(files.config))
+    with naming(files.config):
+        own = _ids_from_hf(fields)
     return replace(
         stated,
         eos_ids=stated.eos_ids or own.eos_ids,
@@ -88,10 +87,10 @@ def _from_hf(files: ModelFiles) -> GenerationDefaults:
 
 
 def _sampling_from_hf(fields: Fields) -> GenerationDefaults:
-    """Without `do_sample: true` it asks for greedy decoding, whatever filters it names.
+    """The settings of generation_config.json, which mean greedy decoding without `do_sample: true`.
 
-    That is transformers' reading, and penalties count in both. With it, the filters that the file
-    names are on; transformers adds a top_k of 50 of its own, which no file says.
+    This follows transformers: filters apply only with `do_sample`, penalties always. Its default
+    top_k of 50 is not used, because no file states it.
     """
     ignored = [
         key
@@ -100,7 +99,7 @@ def _sampling_from_hf(fields: Fields) -> GenerationDefaults:
     ]
     if ignored:
         logger.warning(
-            "generation_config.json asks for %s, which is not supported and left out",
+            "generation_config.json has %s, which is not supported and is ignored",
             ", ".join(ignored),
         )
     always = replace(
@@ -125,7 +124,7 @@ def _ids_from_hf(fields: Fields) -> GenerationDefaults:
 
 
 def _from_gguf(fields: Fields) -> GenerationDefaults:
-    """The ids that end a text, a turn and a message, and the sampling that newer files carry."""
+    """The ids that end a text, a turn or a message, and the sampling settings of newer files."""
     ends = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = [token for key in ends for token in _token_ids(fields, f"tokenizer.ggml.{key}")]
     return GenerationDefaults(
@@ -139,18 +138,9 @@ def _from_gguf(fields: Fields) -> GenerationDefaults:
 
 
 def _token_ids(fields: Fields, key: str) -> tuple[int, ...]:
-    """The ids under a key, one or a list of them, without the -1 that stands for none."""
+    """The ids under a key, which holds one id or a list; -1 stands for none."""
     ids = fields.integers(key)
     for token in ids:
         if not -1 <= token <= MAX_TOKEN_ID:
             raise UsageError(f"{key}={token} is not a token id")
     return tuple(dict.fromkeys(token for token in ids if token >= 0))
-
-
-def _with_path(
-    path: Path, fields: Fields, read: Callable[[Fields], GenerationDefaults]
-) -> GenerationDefaults:
-    try:
-        return read(fields)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error

@@ -1,12 +1,12 @@
-"""A GGUF header's fields under its architecture, and the one tensor of the configuration."""
+"""Reads `ModelArgs` from the fields of a GGUF header and its rope_freqs.weight."""
 
 import math
 import struct
 from pathlib import Path
 
-from parallel_llama.dtypes import GGUF_GROUPS, STORED, MatrixFormat
+from parallel_llama.dtypes import STORED
 from parallel_llama.errors import CheckpointError, UsageError
-from parallel_llama.families import FAMILIES, Family, parameters, stored_places
+from parallel_llama.families import FAMILIES, Family
 from parallel_llama.families.family import GGUFForm
 from parallel_llama.families.model_args import (
     MAX_SIZES,
@@ -17,48 +17,30 @@ from parallel_llama.families.model_args import (
 )
 from parallel_llama.files.bounded_files import open_file
 from parallel_llama.files.fields import Fields
-from parallel_llama.files.gguf_header import GGUFHeader, read_gguf_header
-from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.gguf_header import GGUFHeader
 
 _RELATIVE_FACTOR, _ABSOLUTE_FACTOR = "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"
 
-# Under the architecture's own prefix, as in llama.block_count.
+# Known keys, after the prefix of the architecture, as in llama.block_count.
 _KEYS = {
-    "vocab_size", "context_length", "embedding_length", "block_count",
-    "feed_forward_length", "attention.head_count", "attention.head_count_kv",
-    "attention.key_length", "attention.value_length",
-    "attention.layer_norm_rms_epsilon", "rope.dimension_count",
-    "rope.freq_base", "rope.scale_linear", "rope.scaling.type",
-    "rope.scaling.factor", "rope.scaling.original_context_length",
-    "rope.scaling.finetuned", _RELATIVE_FACTOR, _ABSOLUTE_FACTOR, "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "tensor_data_layout", "expert_count",
-    "expert_used_count",
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length",
+    "attention.value_length", "attention.layer_norm_rms_epsilon", "rope.dimension_count",
+    "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", _RELATIVE_FACTOR,
+    _ABSOLUTE_FACTOR, "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "tensor_data_layout", "expert_count", "expert_used_count",
 }  # fmt: skip
 
 
-def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
-    """The formats of the matrices that a GGUF file has quantised in groups.
-
-    Raises: CheckpointError if the file is damaged.
-    """
-    types = {
-        name: tensor.type_name
-        for path in files.weights
-        for name, tensor in read_gguf_header(path).tensors.items()
-    }
-    places = stored_places(args, "gguf")
-    kinds = {param.name: types.get(places[param.name].name) for param in parameters(args)}
-    return {name: GGUF_GROUPS[kind] for name, kind in kinds.items() if kind in GGUF_GROUPS}
-
-
 def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
-    """The arguments that a GGUF header states.
+    """The arguments of a GGUF header.
 
     Raises: UsageError as in `load_model_args`; CheckpointError if rope_freqs.weight is damaged.
     Source: ggml's docs/gguf.md; defaults as in llama.cpp.
     """
     fields = Fields(header.fields)
-    arch = fields.text("general.architecture")
+    arch = fields.string("general.architecture")
     n_experts = fields.integer(f"{arch}.expert_count", 0)
     family, form = _family(arch, has_experts=n_experts > 0)
     if (n_parts := fields.integer("split.count", 1)) > 1:
@@ -92,7 +74,7 @@ def args_from_gguf(header: GGUFHeader, path: Path) -> ModelArgs:
 
 
 def _family(arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
-    """The family of an architecture; Llama's has two, with experts and without."""
+    """The family of an architecture; llama has one with experts and one without."""
     forms = [(family, family.gguf) for family in FAMILIES.values() if family.gguf is not None]
     for family, form in forms:
         if (form.architecture, form.has_experts) == (arch, has_experts):
@@ -105,7 +87,7 @@ def _family(arch: str, *, has_experts: bool) -> tuple[Family, GGUFForm]:
 
 
 def _sizes(own: Fields, arch: str) -> dict[str, int]:
-    """Layers and heads."""
+    """Number and sizes of layers and heads."""
     dim_key, heads_key = f"{arch}.embedding_length", f"{arch}.attention.head_count"
     dim, n_heads = own.integer(dim_key), own.integer(heads_key)
     head_dim = own.optional_integer(f"{arch}.attention.key_length")
@@ -113,7 +95,7 @@ def _sizes(own: Fields, arch: str) -> dict[str, int]:
         head_dim = head_size(dim_key, dim, heads_key, n_heads)
     for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
         if (size := own.integer(key, head_dim)) != head_dim:
-            raise UsageError(f"{key}={size} and heads of {head_dim}: they must be equal")
+            raise UsageError(f"{key}={size} must equal the head size of {head_dim}")
     return {
         "dim": dim,
         "n_layers": require_size("n_layers", own.integer(f"{arch}.block_count")),
@@ -124,8 +106,8 @@ def _sizes(own: Fields, arch: str) -> dict[str, int]:
 
 
 def _gguf_dtype(header: GGUFHeader) -> str:
-    """The type of all matrices where they share one that is not quantised, else float32."""
-    stored = {tensor.type_name for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    """The dtype of all matrices if they have one unquantised dtype, else float32."""
+    stored = {tensor.dtype for tensor in header.tensors.values() if len(tensor.shape) > 1}
     return STORED.get(stored.pop(), "float32") if len(stored) == 1 else "float32"
 
 
@@ -133,8 +115,8 @@ def _gguf_rope(
     own: Fields, arch: str, header: GGUFHeader, path: Path, max_seq_len: int
 ) -> RopeScaling | None:
     factor = own.number(f"{arch}.rope.scaling.factor", own.number(f"{arch}.rope.scale_linear", 0.0))
-    # A factor alone is linear scaling, and a factor of 0 none, as llama.cpp reads them.
-    kind = own.text(f"{arch}.rope.scaling.type", "linear" if factor else "none")
+    # As in llama.cpp, a factor without a type means linear scaling, and a factor of 0 none.
+    kind = own.string(f"{arch}.rope.scaling.type", "linear" if factor else "none")
     if kind not in ("none", "linear", "yarn"):
         raise UsageError(
             f"{arch}.rope.scaling.type={kind[:80]!r} is not supported; "
@@ -147,7 +129,7 @@ def _gguf_rope(
     if "rope_freqs.weight" in header.tensors:
         if scales:
             raise UsageError(
-                f"has rope_freqs.weight and {kind} rope scaling; one of them is supported"
+                f"has rope_freqs.weight and {kind} rope scaling, which cannot be combined"
             )
         return RopeScaling("factors", factors=_rope_factors(header, path))
     if not scales:
@@ -165,14 +147,14 @@ def _gguf_rope(
 
 
 def _yarn_attention_factor(own: Fields, arch: str, factor: float) -> float | None:
-    """The factor of queries and keys under yarn; None is YaRN's own, 1 + 0.1 ln(factor).
+    """The scale of queries and keys under YaRN; None stands for YaRN's 1 + 0.1 ln(factor).
 
-    The converter stores attention_factor, beta_fast and beta_slow of config.json under yarn_ keys;
-    they mean what they mean to transformers. llama.cpp reads these keys for few architectures (not
-    for those supported here), so its logits differ from transformers' in such files. attn_factor is
-    another key, which llama.cpp multiplies by YaRN's own factor.
+    The converter stores attention_factor, beta_fast and beta_slow of config.json under yarn_ keys
+    with their meaning in transformers. llama.cpp does not read these keys for the architectures
+    supported here, so its logits differ from transformers' for such files. The key attn_factor is
+    relative: llama.cpp multiplies it by YaRN's own factor.
 
-    Raises: UsageError if both are stated.
+    Raises: UsageError if both keys are stated.
     """
     absolute = own.optional_number(f"{arch}.{_ABSOLUTE_FACTOR}")
     relative = own.number(f"{arch}.{_RELATIVE_FACTOR}", 1.0)
@@ -188,13 +170,15 @@ def _yarn_attention_factor(own: Fields, arch: str, factor: float) -> float | Non
 
 def _rope_factors(header: GGUFHeader, path: Path) -> tuple[float, ...]:
     tensor = header.tensors["rope_freqs.weight"]
-    if tensor.type_name != "F32" or len(tensor.shape) != 1:
+    if tensor.dtype != "F32" or len(tensor.shape) != 1:
         raise UsageError(
-            f"rope_freqs.weight is {tensor.type_name} of shape {list(tensor.shape)}; "
-            "one row of F32 can be read"
+            f"rope_freqs.weight is {tensor.dtype} of shape {list(tensor.shape)}; "
+            "only one row of F32 is supported"
         )
     if tensor.shape[0] > MAX_SIZES["head_dim"]:
-        raise UsageError(f"rope_freqs.weight has {tensor.shape[0]} values, more than any head")
+        raise UsageError(
+            f"rope_freqs.weight has {tensor.shape[0]} values; at most {MAX_SIZES['head_dim']}"
+        )
     with open_file(path) as file:
         file.seek(tensor.offset)
         data = file.read(tensor.n_bytes)

@@ -1,4 +1,4 @@
-"""HF's config.json: read in the form of transformers 5 or the one before it, and written."""
+"""Reads and writes HF's config.json, in the form of transformers 4 and 5."""
 
 import logging
 import math
@@ -7,8 +7,8 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from parallel_llama.config.generation import GenerationDefaults
-from parallel_llama.config.hf_groups import packing_of
 from parallel_llama.config.hf_keys import check_keys
+from parallel_llama.config.quantised import packing_of
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES, Family, family_of
 from parallel_llama.families.family import every_layer_has_the_window
@@ -18,9 +18,12 @@ from parallel_llama.files.fields import Fields, did_you_mean
 
 logger = logging.getLogger(__name__)
 
+# Sizes of the model, in the order of writing.
+_SIZES = "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size"
+
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
-# transformers' names of the activations; the first of each is written.
+# Activations by transformers' names; the first name of each is written.
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -30,9 +33,9 @@ _ACTIVATIONS = {
 }
 
 _TRAINED = "original_max_position_embeddings"
-# The base of layers with a window, before transformers 5.
+# The rotary base of sliding-window layers, before transformers 5.
 _LOCAL_ROPE = "rope_local_base_freq"
-# What each type of rope scaling reads beside _ROPE_COMMON, in the order in which it is written.
+# The keys of each type of rope scaling other than _ROPE_COMMON, in the order of writing.
 _ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -44,30 +47,30 @@ _ROPE_TYPES: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 _ROTARY_PART = "partial_rotary_factor"
-# The first YaRN models say `finetuned`, which is how they were trained.
+# The first YaRN models have the key `finetuned`, which does not change the model.
 _ROPE_COMMON = {"rope_type", "type", "rope_theta", _ROTARY_PART, "finetuned"}
 
-# Trained contexts that llama3 scaling is looked for with; Llama 3.1 to 3.3 were trained on 8192.
+# Trained contexts that `llama3_from_factors` tries; Llama 3.1 to 3.3 have 8192.
 _TRAINED_CONTEXTS = [1 << power for power in (*range(13, 4, -1), *range(14, 21))]
 
-# GGUF files carry factors computed in float32; those of another trained context are far from them.
+# Tolerance for factors that were computed in float32; other trained contexts differ far more.
 _SAME_FACTOR = 1e-4
 
 
 def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
-    """The arguments that HF's config.json states, with transformers' defaults for what it omits.
+    """The arguments of HF's config.json, with transformers' defaults for missing keys.
 
-    The shape itself has no defaults: a config.json without it is not of any model.
+    The sizes of the model have no defaults.
 
     Raises: UsageError as in `load_model_args`.
     Source: transformers 5.23, its configurations of the families.
     """
     fields = Fields(values)
     family = _family(fields)
-    packing_of(values)  # refused here, before weights are looked for
+    packing_of(values)  # refuses unsupported quantisation before weights are searched for
     check_keys(fields, family.reads.union(family.keys.values()))
     if fields.has("auto_map"):
-        logger.warning("config.json names code of its own (auto_map), which is never run")
+        logger.warning("config.json names Python code (auto_map), which is never run")
     stated = _sizes(fields, family)
     stated |= _hf_rope(fields, family, stated["max_seq_len"])
     stated |= family.features(fields)
@@ -75,16 +78,16 @@ def args_from_hf(values: Mapping[str, Any]) -> ModelArgs:
         stated["activation"] = _activation(fields, family.key("activation"))
     stated |= _windows(fields, family, stated["n_layers"], stated["max_seq_len"])
     if "sliding_window" not in stated:
-        stated.pop("local_rope_theta", None)  # of no layer
+        stated.pop("local_rope_theta", None)  # no layer uses it
     return ModelArgs(
-        dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
+        dtype=fields.string("dtype", fields.string("torch_dtype", "float32")),
         family=family.name,
         **stated,
     )
 
 
 def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
-    """The shape of the model, of which the family's features may say more."""
+    """The sizes of the model; the family's features may override them."""
     dim_key, heads_key, head_key = (family.key(name) for name in ("dim", "n_heads", "head_dim"))
     dim, n_heads = require_size("dim", fields.integer(dim_key)), fields.integer(heads_key)
     head_dim = fields.integer(head_key, family.defaults.get("head_dim", 0))
@@ -111,7 +114,7 @@ def _is_tied(fields: Fields, family: Family) -> bool:
 
 
 def _activation(fields: Fields, key: str) -> str:
-    name = fields.text(key, "silu")
+    name = fields.string(key, "silu")
     if name not in _ACTIVATIONS:
         raise UsageError(
             f"{key}={name[:80]!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
@@ -120,13 +123,11 @@ def _activation(fields: Fields, key: str) -> str:
 
 
 def _family(fields: Fields) -> Family:
-    """The family that model_type and architectures name, which must agree."""
-    architectures, model_type = fields.texts("architectures"), fields.text("model_type", "")
+    """The family that model_type and architectures name; both must agree."""
+    architectures, model_type = fields.strings("architectures"), fields.string("model_type", "")
     supported = ", ".join(family.architecture for family in FAMILIES.values())
     if not model_type and not architectures:
-        raise UsageError(
-            f"says neither its model_type nor its architectures; supported: {supported}"
-        )
+        raise UsageError(f"has neither model_type nor architectures; supported: {supported}")
     names = {
         name: family
         for family in FAMILIES.values()
@@ -151,33 +152,31 @@ def _family(fields: Fields) -> Family:
         if names[architecture] is not family:
             raise UsageError(
                 f"the architecture {architecture!r} and model_type={model_type!r} differ; "
-                "take the config.json that belongs to the weights"
+                "use the config.json that belongs to the weights"
             )
     if architectures == [family.base_architecture] and not _is_tied(fields, family):
         raise UsageError(
-            f"the architecture {family.base_architecture!r} is a base model without a head, and "
-            "its embeddings are not tied to serve as one; fetch or save it as "
+            f"the architecture {family.base_architecture!r} is a base model without a head and "
+            "without tied embeddings; fetch or save it as "
             f"{family.architecture}"
         )
     return family
 
 
 def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) -> dict[str, Any]:
-    """The window over the keys, and the layers that see all of them nonetheless."""
+    """The sliding window, and the full-attention layers."""
     layer_types = _layer_types(fields, n_layers)
     if family.full_layers is None:
         _require_no_window(fields, family, layer_types, max_seq_len)
         return {}
     is_on = family.window_switch is None or fields.flag(family.window_switch, False)
-    # A null says that there is none, and a key that is missing says nothing.
+    # A null means no window; a missing key means the default of the family.
     window = fields.optional_integer("sliding_window")
     if "sliding_window" not in fields.values:
         window = family.defaults["sliding_window"]
     if window is None or not is_on:
         if _SLIDING in layer_types:
-            raise UsageError(
-                f"layer_types has {_SLIDING!r} and there is no sliding_window; state it"
-            )
+            raise UsageError(f"layer_types has {_SLIDING!r} without a sliding_window; add the key")
         return {}
     full = tuple(family.full_layers(fields, n_layers))
     is_uniform = family.full_layers is every_layer_has_the_window
@@ -188,14 +187,14 @@ def _windows(fields: Fields, family: Family, n_layers: int, max_seq_len: int) ->
         )
     if layer_types:
         full = tuple(layer for layer, kind in enumerate(layer_types) if kind == _FULL)
-    # A window that the context does not fill hides nothing.
+    # A window at least as long as the context has no effect.
     if len(full) == n_layers or (not full and window >= max_seq_len):
         return {}
     return {"sliding_window": window, "full_layers": full}
 
 
 def _layer_types(fields: Fields, n_layers: int) -> list[str]:
-    layer_types = fields.texts("layer_types")
+    layer_types = fields.strings("layer_types")
     for layer_type in layer_types:
         if layer_type not in (_FULL, _SLIDING):
             raise UsageError(
@@ -203,7 +202,7 @@ def _layer_types(fields: Fields, n_layers: int) -> list[str]:
             )
     if layer_types and len(layer_types) != n_layers:
         raise UsageError(
-            f"layer_types is of {len(layer_types)} layers and num_hidden_layers={n_layers}; "
+            f"layer_types has {len(layer_types)} layers and num_hidden_layers={n_layers}; "
             "use the config.json that belongs to the weights"
         )
     return layer_types
@@ -212,10 +211,10 @@ def _layer_types(fields: Fields, n_layers: int) -> list[str]:
 def _require_no_window(
     fields: Fields, family: Family, layer_types: list[str], max_seq_len: int
 ) -> None:
-    """Refuse a window over the keys that is shorter than the context.
+    """Refuse a sliding window that is shorter than the context.
 
-    transformers' Llama attends to all keys whatever is stated, and yet caches no more than the
-    window: what it answers then depends on how it was asked.
+    transformers' Llama ignores the window in attention but limits the cache to it, so its output
+    depends on how the prompt was split into calls.
     """
     if _SLIDING in layer_types:
         raise UsageError(
@@ -231,16 +230,17 @@ def _require_no_window(
 
 
 def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]:
-    """Base and scaling from the form of transformers 5 (rope_parameters) or the one before it.
+    """Rotary base and scaling from rope_parameters (transformers 5) or rope_scaling (4).
 
-    Where several places state a value, the order is that of transformers. Keys that no type has
-    are refused; those of another type change nothing, and are named in a warning.
+    Values stated twice have transformers' priority. Keys that no type has are refused. Keys of
+    another type have no effect, and a warning names them.
+
     Source: transformers 5.23, modeling_rope_utils.py.
     """
     rope = Fields(fields.mapping("rope_scaling") or fields.mapping("rope_parameters"))
     if _LOCAL_ROPE in family.reads and rope.has(_FULL):
-        rope = Fields(rope.mapping(_FULL))  # beside those of the layers with a window
-    kind = rope.text("rope_type", rope.text("type", "default"))
+        rope = Fields(rope.mapping(_FULL))  # sliding-window layers have their own
+    kind = rope.string("rope_type", rope.string("type", "default"))
     if kind not in _ROPE_TYPES:
         raise UsageError(
             f"rope_type={kind[:80]!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
@@ -252,10 +252,10 @@ def _hf_rope(fields: Fields, family: Family, max_seq_len: int) -> dict[str, Any]
         raise UsageError(f"among the rope settings: {error}") from error
     read = _ROPE_COMMON.union(_ROPE_TYPES[kind])
     if unread := [key for key in rope.values if key not in read]:
-        logger.warning("rope scaling %r does not use %s", kind, ", ".join(unread))
+        logger.warning("rope scaling %r ignores %s", kind, ", ".join(unread))
     for place in (rope, fields):
         if (rotary := place.number(_ROTARY_PART, 1.0)) != 1 and _ROTARY_PART not in family.reads:
-            raise UsageError(f"{_ROTARY_PART}={rotary}: {family.name!r} rotates whole heads, 1")
+            raise UsageError(f"{_ROTARY_PART}={rotary} is not supported in {family.name!r}; 1 is")
     default = family.defaults.get("rope_theta", 10000.0)
     theta = rope.number("rope_theta", fields.number("rope_theta", default))
     return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, fields, max_seq_len)}
@@ -279,19 +279,19 @@ def _scaling(kind: str, rope: Fields, fields: Fields, max_seq_len: int) -> RopeS
         "yarn",
         rope.number("factor", max_seq_len / trained),
         trained,
-        beta_fast=rope.number("beta_fast", 32.0) or 32.0,  # 0 means the default, too
+        beta_fast=rope.number("beta_fast", 32.0) or 32.0,  # 0 means the default
         beta_slow=rope.number("beta_slow", 1.0) or 1.0,
         attention_factor=rope.optional_number("attention_factor"),
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
-        truncate=bool(rope.values.get("truncate", True)),  # a null here is false to transformers
+        truncate=bool(rope.values.get("truncate", True)),  # transformers reads a null as false
     )
 
 
 def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[str, Any]:
-    """The content of config.json, in the form that transformers 4 and 5 both read.
+    """The content of config.json, in the form that transformers 4 and 5 read.
 
-    Raises: UsageError for a rope scaling, or a feature, that config.json has no words for.
+    Raises: UsageError for a feature or rope scaling that config.json cannot express.
     """
     ids, family = ids or GenerationDefaults(), family_of(args)
     eos = list(ids.eos_ids)
@@ -299,13 +299,7 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
     config = {
         "architectures": [family.architecture],
         "model_type": family.name,
-        family.key("dim"): args.dim,
-        family.key("n_layers"): args.n_layers,
-        family.key("n_heads"): args.n_heads,
-        family.key("n_kv_heads"): args.n_kv_heads,
-        family.key("head_dim"): args.head_dim,
-        family.key("ffn_dim"): args.ffn_dim,
-        family.key("vocab_size"): args.vocab_size,
+        **{family.key(name): getattr(args, name) for name in _SIZES},
         family.key("activation"): activation,
         family.key("norm_eps"): args.norm_eps,
         "rope_theta": args.rope_theta,
@@ -318,34 +312,34 @@ def hf_config(args: ModelArgs, ids: GenerationDefaults | None = None) -> dict[st
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "torch_dtype": args.dtype,
     }
-    config.pop("", None)  # what the family has no key for
+    config.pop("", None)  # arguments that the family has no key for
     _require_same(args, args_from_hf(config))
     return config
 
 
-def _require_same(args: ModelArgs, told: ModelArgs) -> None:
-    """Refuse a model of which config.json tells something else than it is.
+def _require_same(args: ModelArgs, read_back: ModelArgs) -> None:
+    """Refuse a model whose config.json reads back as another model.
 
-    Rope scaling apart, which may be told in another form.
+    Rope scaling is not compared, because it may be written in another form.
 
     Raises: UsageError.
     """
     for name in (field.name for field in dataclass_fields(ModelArgs)):
-        value, other = getattr(args, name), getattr(told, name)
+        value, other = getattr(args, name), getattr(read_back, name)
         if name == "rope_scaling" or value == other:
             continue
         if isinstance(value, float) and isinstance(other, float) and math.isclose(value, other):
             continue
         raise UsageError(
-            f"{name}={value}: config.json of {args.family!r} has no words for it, only for "
-            f"{other}; use --format native"
+            f"{name}={value}: config.json of {args.family!r} cannot express it, only {other}; use "
+            "--format native"
         )
 
 
 def llama3_from_factors(args: ModelArgs, factors: tuple[float, ...]) -> RopeScaling:
-    """The llama3 scaling that gives these factors, which GGUF files carry in its place.
+    """The llama3 scaling with these frequency factors, which GGUF files store instead.
 
-    Raises: UsageError if there is none.
+    Raises: UsageError if no llama3 scaling has them.
     """
     for trained in _TRAINED_CONTEXTS:
         scaling = RopeScaling("llama3", factors[-1], trained, 1.0, 4.0)
@@ -357,7 +351,7 @@ def llama3_from_factors(args: ModelArgs, factors: tuple[float, ...]) -> RopeScal
             return scaling
     raise UsageError(
         f"its {len(factors)} rotary factors (rope_freqs.weight) are not those of llama3 scaling, "
-        "and config.json has no words for others; use --format native"
+        "and config.json cannot express others; use --format native"
     )
 
 
@@ -370,7 +364,7 @@ def _rope_scaling(args: ModelArgs) -> dict[str, Any] | None:
     if scaling.kind == "dynamic" and scaling.original_max_seq_len != args.max_seq_len:
         raise UsageError(
             f"dynamic rope scaling from a context of {scaling.original_max_seq_len} in a model of "
-            f"{args.max_seq_len}: config.json has no words for it; use --format native"
+            f"{args.max_seq_len}: config.json cannot express it; use --format native"
         )
     stated = {**vars(scaling), _TRAINED: scaling.original_max_seq_len}
     keys = [key for key in _ROPE_TYPES[scaling.kind] if stated[key] is not None]
@@ -378,13 +372,13 @@ def _rope_scaling(args: ModelArgs) -> dict[str, Any] | None:
 
 
 def _llama3_factors(args: ModelArgs, scaling: RopeScaling) -> list[float]:
-    """By what each rotary frequency is divided, as Meta's program computes it."""
+    """The divisor of each rotary frequency, as Meta's program computes it."""
     assert scaling.original_max_seq_len is not None
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     factors = []
     for pair in range(args.head_dim // 2):
         wavelength = 2 * math.pi * args.rope_theta ** (2 * pair / args.head_dim)
         turns = scaling.original_max_seq_len / wavelength
-        share = min(1.0, max(0.0, (turns - low) / (high - low)))  # of the frequency left as it is
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))  # fraction that is kept
         factors.append(1 / ((1 - share) / scaling.factor + share))
     return factors

@@ -1,16 +1,15 @@
-"""Which keys of config.json count, and what becomes of the others.
+"""Decides which unknown keys of config.json are ignored and which are refused.
 
-The judge is transformers' model of the family: what it passes over cannot change its tokens. So a
-key that is not read (READ, and what the family reads beside) is ignored, and named in a warning
-unless it is well known (IGNORED) or begins with an underscore. Two kinds of key are refused all the
-same, unless they hold a null:
+A key that transformers' model of the family ignores cannot change its tokens. So a key that is
+neither in READ nor read by the family is ignored, with a warning unless it is in IGNORED or begins
+with an underscore. Two kinds of keys with a value other than null are refused:
 
-* one by which other architectures, or corners of transformers, compute something else, with a value
-  that does not turn it off (OFF): the weights were surely trained with it;
-* one that is nearly a key that is read, or of OFF: a misspelling. Somebody meant it to count.
+* a key in OFF with a value that does not turn it off, because other architectures compute something
+  else with it and the weights were probably trained with it;
+* a key spelt almost like a key in READ or OFF, because it is probably a misspelling.
 
-What comes with tensors of its own (experts, norms of q and k) would be refused later at any rate,
-when the tensors are compared with the model.
+Features with tensors of their own (experts, norms of q and k) are also refused later, when the
+tensors are compared with the model.
 """
 
 import logging
@@ -27,20 +26,19 @@ READ = {
     "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "rms_norm_eps",
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     "max_position_embeddings", "original_max_position_embeddings", "tie_word_embeddings",
-    "hidden_act", "dtype", "torch_dtype", "layer_types",
-    "sliding_window", "quantization_config",
+    "hidden_act", "dtype", "torch_dtype", "layer_types", "sliding_window", "quantization_config",
 }  # fmt: skip
 
 _SWITCHES_AND_SIZES = (
     "add_cross_attention", "alibi", "apply_residual_connection_post_layernorm",
-    "attention_chunk_size", "attention_multiplier",
-    "attn_logit_softcapping", "attn_temperature_tuning", "clip_qkv", "compression_config",
-    "dim_model_base", "final_logit_softcapping", "fusion_config", "is_encoder_decoder",
-    "kv_sharing_modes", "n_routed_experts", "no_rope_layer_interval", "no_rope_layers",
-    "num_experts", "num_kv_shared_layers", "num_local_experts", "parallel_attn",
-    "parallel_residual", "per_layer_config", "pruned_heads", "qk_layernorm", "qk_norm",
-    "quantization", "query_pre_attn_scalar", "rope_interleave", "rope_interleaved", "rotary_dim",
-    "scale_depth", "scale_embedding", "sliding_window_pattern", "softmax_scale", "text_config",
+    "attention_chunk_size", "attention_multiplier", "attn_logit_softcapping",
+    "attn_temperature_tuning", "clip_qkv", "compression_config", "dim_model_base",
+    "final_logit_softcapping", "fusion_config", "is_encoder_decoder", "kv_sharing_modes",
+    "n_routed_experts", "no_rope_layer_interval", "no_rope_layers", "num_experts",
+    "num_kv_shared_layers", "num_local_experts", "parallel_attn", "parallel_residual",
+    "per_layer_config", "pruned_heads", "qk_layernorm", "qk_norm", "quantization",
+    "query_pre_attn_scalar", "rope_interleave", "rope_interleaved", "rotary_dim", "scale_depth",
+    "scale_embedding", "sliding_window_pattern", "softmax_scale", "text_config",
     "transformers_weights", "use_alibi", "use_bidirectional_attention", "use_parallel_residual",
     "use_post_norm", "use_qk_norm", "use_sliding_window",
 )  # fmt: skip
@@ -50,15 +48,15 @@ _FACTORS = (
 )  # fmt: skip
 _ACTIVATIONS = ("activation_function", "hidden_activation")
 
-# The values, beside null, with which a key changes nothing.
+# The values other than null that turn a key off.
 OFF: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_SWITCHES_AND_SIZES, (0, [], {})),  # 0 is false as well
+    **dict.fromkeys(_SWITCHES_AND_SIZES, (0, [], {})),  # 0 also equals False
     **dict.fromkeys(_FACTORS, (1,)),
     **dict.fromkeys(_ACTIVATIONS, ("silu", "swish")),
     "is_causal": (True,),
 }
 
-# How a model was trained, saved or should be sampled, and switches of transformers itself.
+# Keys of training, saving and sampling, and switches of transformers itself.
 IGNORED = {
     "add_bos_token", "add_eos_token", "attention_dropout", "attn_implementation", "auto_map",
     "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
@@ -67,31 +65,31 @@ IGNORED = {
     "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
     "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range", "is_decoder",
     "is_llama_config", "label2id", "length_penalty", "max_length", "max_sequence_length",
-    "min_length",
-    "model_max_length", "neftune_alpha", "neftune_noise_alpha", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_labels", "num_return_sequences", "output_attentions",
-    "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
-    "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
-    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
-    "tie_encoder_decoder", "tie_last_hidden_states", "tokenizer_class", "top_k", "top_p",
-    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unk_token_id",
-    "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "min_length", "model_max_length", "neftune_alpha", "neftune_noise_alpha",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_router_logits", "output_scores",
+    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "router_aux_loss_coef",
+    "router_jitter_noise", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+    "tf_legacy_loss", "tie_encoder_decoder", "tie_last_hidden_states", "tokenizer_class", "top_k",
+    "top_p", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
+    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 }  # fmt: skip
 
-MAX_KEYS = 1000  # comparing spellings takes a while
+MAX_KEYS = 1000  # comparing spellings is slow
 
-# The share of letters that two spellings have in common (difflib's ratio): `num_kv_heads` and
-# `num_key_value_heads` are 0.77 alike.
+# Minimum similarity of a misspelling (difflib's ratio); `num_kv_heads` and `num_key_value_heads`
+# have 0.77.
 _NEARLY = 0.75
 
 
 def check_keys(fields: Fields, reads: Collection[str]) -> None:
-    """Hold the keys of config.json to the rule above, with one warning for all that are ignored.
+    """Apply the rules above to config.json, with one warning for all ignored keys.
 
-    `reads` are those that its family reads beside READ.
+    Args:
+        reads: keys that the family reads in addition to READ.
 
-    Raises: UsageError for a key that is refused, or too many of them.
+    Raises: UsageError for a refused key, or too many keys.
     """
     if len(fields.values) > MAX_KEYS:
         raise UsageError(f"has {len(fields.values)} keys, at most {MAX_KEYS} are read")
@@ -111,8 +109,8 @@ def check_keys(fields: Fields, reads: Collection[str]) -> None:
         near = nearest(key, known, _NEARLY)
         if near in read or near in OFF:
             raise UsageError(
-                f"unknown key {shown(key)}; did you mean {near!r}? If it is neither that nor "
-                "changes the model, remove it"
+                f"unknown key {shown(key)}; did you mean {near!r}? If not, and it does not change "
+                "the model, remove it"
             )
         ignored.append(shown(key) + (f" (near {near!r})" if near else ""))
     if ignored:

@@ -1,8 +1,8 @@
-"""Meta's params.json, the form of configs/models as well, and config.json beside it.
+"""Reads and writes Meta's params.json, and the config.json that `reshard` writes beside it.
 
-The keys of params.json cannot say ties, biases, the context, every rope scaling or the width of a
-head. The config.json beside it can. It is HF's with one key more, by which it is told from one that
-somebody else put there: only ours is known to belong to the weights.
+params.json, whose keys configs/models also uses, cannot express tied embeddings, biases, the
+context, most rope scalings or the head size. The config.json beside it can. It is HF's with one
+more key, which marks it as ours: a config.json of another origin might not belong to the weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ META_CONFIG_FORMAT = "parallel_llama meta 1"
 _OWN_KEY = "parallel_llama"
 _SHARED = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")
 
-# Keys of params.json that size Meta's own program and do not touch the model.
+# Keys of params.json that configure Meta's program and do not change the model.
 _PARAMS_IGNORED = {"max_batch_size"}
 _PARAMS_KEYS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier",
@@ -37,24 +37,23 @@ _PARAMS_REFUSED = {
 
 MAX_FFN_DIM_MULTIPLIER = 1000
 
-# Features that change nothing by themselves, or are told in other words.
-_TOLD = ("family", "wo_bias")
+# Features that `beyond_meta` does not list: without effect, or listed in other words.
+_UNLISTED = ("family", "wo_bias")
 
-# (dim, n_layers) of Llama 3.2 1B and 3B. Their params.json does not tell them from Llama 3.1, but
-# they were trained with a factor of 32 (config.json of the same models at HF; with 8 they fail
-# beyond 80k tokens, meta-llama/llama-models issues 166 and 241).
+# (dim, n_layers) of Llama 3.2 1B and 3B. Their params.json looks like that of Llama 3.1, but they
+# were trained with a factor of 32 (config.json of the same models at HF; with 8 they fail beyond
+# 80k tokens, meta-llama/llama-models issues 166 and 241).
 _LLAMA_3_2 = {(2048, 16), (3072, 28)}
 
 
 def args_from_params(
     values: Mapping[str, Any], count_vocab: Callable[[], int] | None = None
 ) -> ModelArgs:
-    """The arguments that Meta's params.json states.
+    """The arguments of Meta's params.json.
 
-    Meta's folders of every Llama up to 3.2 store output.weight, so nothing is tied.
+    Embeddings are never tied: Meta's folders of every Llama up to 3.2 store output.weight.
 
-    Raises: UsageError as in `load_model_args`, also if the vocabulary is open (-1) and
-    `count_vocab` is not there to close it.
+    Raises: UsageError as in `load_model_args`, and for vocab_size=-1 without `count_vocab`.
     """
     fields = Fields(values)
     fields.refuse(_PARAMS_REFUSED)
@@ -64,8 +63,8 @@ def args_from_params(
     if vocab_size == -1:
         if count_vocab is None:
             raise UsageError(
-                "vocab_size=-1 leaves the vocabulary open; write the number of rows of "
-                "tok_embeddings.weight in its place, 32000 for Llama 1 and 2"
+                "vocab_size=-1 is a placeholder; replace it with the number of rows of "
+                "tok_embeddings.weight, 32000 for Llama 1 and 2"
             )
         vocab_size = count_vocab()
     return ModelArgs(
@@ -86,7 +85,7 @@ def args_from_params(
 
 
 def meta_ffn_dim(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Meta's formula, with its two roundings down and the last one up.
+    """The feed-forward width of Meta's formula, which rounds down twice and then up.
 
     >>> meta_ffn_dim(4096, 256, None), meta_ffn_dim(4096, 1024, 1.3)
     (11008, 14336)
@@ -116,15 +115,15 @@ def _meta_rope(fields: Fields, dim: int) -> RopeScaling | None:
 
 
 def meta_rope_scaling(dim: int, n_layers: int) -> RopeScaling:
-    """What use_scaled_rope alone means; Meta's program has its numbers in its code."""
+    """The scaling that use_scaled_rope stands for; Meta's program has its numbers in its code."""
     factor = 32.0 if (dim, n_layers) in _LLAMA_3_2 else 8.0
     return RopeScaling("llama3", factor, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 
 
 def _meta_context(fields: Fields) -> int:
-    """The trained context, which params.json does not state: told from what else differs.
+    """The trained context, inferred from other keys because params.json does not state it.
 
-    Llama 1 65B cannot be told from Llama 2; the key max_seq_len says it.
+    Llama 1 65B has the same keys as Llama 2; set max_seq_len there.
     """
     rope_theta = fields.number("rope_theta", 10000.0)
     if fields.flag("use_scaled_rope", False):
@@ -139,18 +138,14 @@ def _meta_context(fields: Fields) -> int:
 
 
 def meta_params(args: ModelArgs) -> dict[str, Any]:
-    """The content of params.json, in the keys that Meta's own program takes.
+    """The content of params.json, with the keys that Meta's program accepts.
 
-    The context is not among them: Meta's program is told it when it starts.
+    There is no key for the context, which is an argument of Meta's program.
 
-    Raises: UsageError for a width of the feed-forward that Meta's formula cannot give.
+    Raises: UsageError for a feed-forward width that Meta's formula cannot express.
     """
     return {
-        "dim": args.dim,
-        "n_layers": args.n_layers,
-        "n_heads": args.n_heads,
-        "n_kv_heads": args.n_kv_heads,
-        "vocab_size": args.vocab_size,
+        **{key: getattr(args, key) for key in _SHARED},
         "multiple_of": 1,
         "ffn_dim_multiplier": _ffn_dim_multiplier(args),
         "norm_eps": args.norm_eps,
@@ -160,9 +155,9 @@ def meta_params(args: ModelArgs) -> dict[str, Any]:
 
 
 def beyond_meta(args: ModelArgs) -> list[str]:
-    """What of a model params.json cannot say and Meta's own program cannot compute."""
+    """The features of a model that params.json cannot express and Meta's program cannot compute."""
     scaling = args.rope_scaling
-    told = {
+    others = {
         f"head_dim={args.head_dim} where dim / n_heads is {args.dim / args.n_heads:g}": (
             args.head_dim * args.n_heads != args.dim
         ),
@@ -171,17 +166,17 @@ def beyond_meta(args: ModelArgs) -> list[str]:
         "a mixture of experts": args.n_experts > 0,
         f"{scaling.kind if scaling else 'no'} rope scaling": not _is_meta_rope(args),
     }
-    features = {name: value for name, value in features_of(args).items() if name not in _TOLD}
+    features = {name: value for name, value in features_of(args).items() if name not in _UNLISTED}
     return [
-        *(what for what, is_so in told.items() if is_so),
+        *(what for what, is_so in others.items() if is_so),
         *(f"{name}={value}" for name, value in features.items()),
     ]
 
 
 def _ffn_dim_multiplier(args: ModelArgs) -> float:
-    """A multiplier from which Meta's formula, with a multiple of 1, gives exactly `ffn_dim`."""
+    """A multiplier for which Meta's formula, with multiple_of=1, gives exactly `ffn_dim`."""
     base = meta_ffn_dim(args.dim, 1, None)
-    # The plain ratio reads best; rounded down it may miss by one, and a half more cannot.
+    # The plain ratio is the readable one, but rounding down may lose 1; adding a half avoids that.
     for multiplier in (args.ffn_dim / base, (args.ffn_dim + 0.5) / base):
         if (
             multiplier <= MAX_FFN_DIM_MULTIPLIER
@@ -189,13 +184,13 @@ def _ffn_dim_multiplier(args: ModelArgs) -> float:
         ):
             return multiplier
     raise UsageError(
-        f"ffn_dim={args.ffn_dim} and dim={args.dim}: params.json states it as a multiple of "
-        f"{base} of at most {MAX_FFN_DIM_MULTIPLIER}; use --format hf or native"
+        f"ffn_dim={args.ffn_dim} and dim={args.dim}: params.json can only express multiples of "
+        f"{base} up to {MAX_FFN_DIM_MULTIPLIER}; use --format hf or native"
     )
 
 
 def _is_meta_rope(args: ModelArgs) -> bool:
-    """Whether params.json can say the rope scaling: none, or the one in Meta's own program."""
+    """Whether params.json can express the rope scaling: none, or the one of Meta's program."""
     scaling = args.rope_scaling
     if scaling is None:
         return True
@@ -207,30 +202,30 @@ def _is_meta_rope(args: ModelArgs) -> bool:
 def meta_config(args: ModelArgs) -> dict[str, Any]:
     """The content of config.json in a Meta folder.
 
-    Raises: UsageError for a rope scaling that config.json has no words for.
+    Raises: UsageError for a rope scaling that config.json cannot express.
     """
     own = {"format": META_CONFIG_FORMAT, "beyond_params_json": beyond_meta(args)}
     return {**hf_config(args), _OWN_KEY: own}
 
 
 def is_meta_config(values: Mapping[str, Any]) -> bool:
-    """Whether a config.json was written for the params.json beside it."""
+    """Whether `reshard` wrote a config.json for the params.json beside it."""
     return isinstance(values.get(_OWN_KEY), dict)
 
 
 def args_from_meta_config(values: Mapping[str, Any], params: Mapping[str, Any]) -> ModelArgs:
-    """The arguments that config.json states, after a look at what params.json says as well.
+    """The arguments of config.json, checked against those of params.json.
 
-    Raises: UsageError as in `args_from_hf`, for another format, or if the two disagree.
+    Raises: UsageError as in `args_from_hf`, for another format, or if the two files disagree.
     """
-    version = Fields(Fields(values).mapping(_OWN_KEY)).text("format")
+    version = Fields(Fields(values).mapping(_OWN_KEY)).string("format")
     if version != META_CONFIG_FORMAT:
-        raise UsageError(f"has the format {version[:80]!r}; {META_CONFIG_FORMAT!r} is read")
+        raise UsageError(f"the format {version[:80]!r} is not supported; {META_CONFIG_FORMAT!r} is")
     args = args_from_hf({key: value for key, value in values.items() if key != _OWN_KEY})
     for key in _SHARED:
         if (stated := params.get(key)) != getattr(args, key):
             raise UsageError(
-                f"says {key}={getattr(args, key)} and params.json beside it {str(stated)[:80]}; "
+                f"has {key}={getattr(args, key)} and params.json beside it {str(stated)[:80]}; "
                 "use the two files that were written together"
             )
     return args

@@ -1,7 +1,7 @@
-"""Mistral's own params.json, which stands beside consolidated.safetensors.
+"""Reads Mistral's params.json, which belongs to consolidated.safetensors.
 
-Its keys are Meta's for the most part; it is told from Meta's by the width of the feed-forward,
-which Meta's states as a multiplier.
+Most keys are Meta's. The key hidden_dim marks it as Mistral's, because Meta's states the
+feed-forward width as a multiplier.
 
 Source: TransformerArgs of mistral-inference.
 """
@@ -28,7 +28,7 @@ _REFUSED = {
     "multimodal": "a model of images or sound, and only text is supported",
 }
 
-# What no params.json says: 7B 0.1 to 0.3 and Mixtral 8x7B were trained on it, later ones on more.
+# The trained context where params.json has none: that of 7B 0.1 to 0.3 and Mixtral 8x7B.
 _CONTEXT = 32768
 
 
@@ -38,7 +38,7 @@ def is_mistral_params(values: Mapping[str, Any]) -> bool:
 
 
 def args_from_mistral_params(values: Mapping[str, Any]) -> ModelArgs:
-    """The arguments that Mistral's params.json states.
+    """The arguments of Mistral's params.json.
 
     Raises: UsageError as in `load_model_args`.
     """
@@ -46,8 +46,8 @@ def args_from_mistral_params(values: Mapping[str, Any]) -> ModelArgs:
     fields.refuse(_REFUSED)
     fields.require_known(_KEYS | _IGNORED)
     if fields.flag("use_biases", False):
-        raise UsageError("use_biases=true is not supported; no model of Mistral's has biases")
-    if (kind := fields.text("model_type", "transformer")) != "transformer":
+        raise UsageError("use_biases=true is not supported; no Mistral model has biases")
+    if (kind := fields.string("model_type", "transformer")) != "transformer":
         raise UsageError(f"model_type={kind[:80]!r} is not supported; only 'transformer' is")
     dim, n_heads = fields.integer("dim"), fields.integer("n_heads")
     head_dim = fields.optional_integer("head_dim")
@@ -65,11 +65,11 @@ def args_from_mistral_params(values: Mapping[str, Any]) -> ModelArgs:
         ffn_dim=fields.integer("hidden_dim"),
         vocab_size=fields.integer("vocab_size"),
         norm_eps=fields.number("norm_eps", 1e-5),
-        # 7B 0.1, the one with a window, was the last with the old base.
+        # 7B 0.1, the only one with a window, was the last with the old base.
         rope_theta=fields.number("rope_theta", 1e6 if window is None else 1e4),
         max_seq_len=max_seq_len,
         tied_embeddings=fields.flag("tied_embeddings", False),
-        # A window that the context does not fill hides nothing.
+        # A window at least as long as the context has no effect.
         sliding_window=None if window is None or window >= max_seq_len else window,
         n_experts=experts.integer("num_experts") if experts.values else 0,
         n_active_experts=experts.integer("num_experts_per_tok") if experts.values else 0,

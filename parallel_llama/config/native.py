@@ -1,4 +1,4 @@
-"""native.json: the arguments of a native folder, as they are and with nothing to interpret."""
+"""Reads and writes native.json, which states the fields of `ModelArgs` directly."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -6,19 +6,13 @@ from typing import Any
 
 import msgspec
 
-from parallel_llama.dtypes import ASKED, GROUP_SIZE, GroupFormat, MatrixFormat
-from parallel_llama.errors import UsageError, listed
-from parallel_llama.families import FAMILIES, parameters
+from parallel_llama.dtypes import GroupFormat
+from parallel_llama.errors import UsageError
+from parallel_llama.families import FAMILIES
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, features_of
 from parallel_llama.files.fields import Fields
 
 NATIVE_FORMAT = "parallel_llama native 1"
-
-# The formats in which a native folder may have matrices, under the names that it gives them.
-NATIVE_GROUPS = {
-    form.name: form
-    for form in (*(GroupFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
-}
 
 _KEYS = {"format", "args", "units", "quantised"}
 _ARGS = {field.name: field.default for field in fields(ModelArgs)}
@@ -28,9 +22,9 @@ _SCALING = {field.name for field in fields(RopeScaling)}
 def native_config(
     args: ModelArgs, units: Mapping[str, int], formats: Mapping[str, GroupFormat] | None = None
 ) -> dict[str, Any]:
-    """The content of native.json; `units` are the sizes along the axes that it was written in.
+    """The content of native.json, with rows or columns per unit of each axis.
 
-    `formats` are those of the weights that are quantised, each of `NATIVE_GROUPS`.
+    `formats` are those of the quantised weights, each one of `quantised.NATIVE_GROUPS`.
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file
@@ -42,13 +36,13 @@ def native_config(
 
 
 def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
-    """The arguments that native.json states.
+    """The arguments of native.json.
 
     Raises: UsageError for another format, or a key that is unknown, missing or of a wrong type.
     """
     top = Fields(values)
-    if (version := top.text("format")) != NATIVE_FORMAT:
-        raise UsageError(f"has the format {version[:80]!r}; {NATIVE_FORMAT!r} is read")
+    if (version := top.string("format")) != NATIVE_FORMAT:
+        raise UsageError(f"the format {version[:80]!r} is not supported; {NATIVE_FORMAT!r} is")
     top.require_known(_KEYS)
     stated = top.mapping("args")
     Fields(stated).require_known(_ARGS)
@@ -63,38 +57,13 @@ def args_from_native(values: Mapping[str, Any]) -> ModelArgs:
 
 
 def native_units(values: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of the units that a native folder is stored in, by axis.
+    """The unit sizes of a native folder, by axis.
 
-    Raises: UsageError unless each is a number above zero.
+    Raises: UsageError for a size below 1.
     """
     units = Fields(Fields(values).mapping("units"))
     sizes = {axis: units.integer(axis) for axis in ("heads", "kv_heads", "ffn", "vocab")}
     for axis, size in sizes.items():
         if size < 1:
-            raise UsageError(f"units of {axis} are of size {size}; at least 1")
+            raise UsageError(f"units of {axis} have size {size}; at least 1")
     return sizes
-
-
-def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, MatrixFormat]:
-    """The formats of the weights that a native folder has quantised, by Meta's names.
-
-    Raises: UsageError for an unknown format, and for what is no matrix of the model.
-    """
-    stated = Fields(values).mapping("quantised")
-    matrices = {
-        param.name
-        for param in parameters(args)
-        if param.kind != "vector" and param.shape[1] % GROUP_SIZE == 0
-    }
-    if strange := [repr(name[:80]) for name in stated if name not in matrices]:
-        raise UsageError(
-            f"quantised: {listed(strange)}: no matrix of the model, or none of whole groups of "
-            f"{GROUP_SIZE} inputs"
-        )
-    unknown = {str(form)[:80] for form in stated.values() if form not in [*NATIVE_GROUPS]}
-    if unknown:
-        raise UsageError(
-            f"quantised: the format {listed(sorted(unknown))} is not supported; "
-            f"{', '.join(NATIVE_GROUPS)} are"
-        )
-    return {name: NATIVE_GROUPS[form] for name, form in stated.items()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from parallel_llama.engine.block_pool import BlockPool
-from parallel_llama.plan import blocks_held
+from parallel_llama.memory import blocks_held
 
 # Most tokens of one forward pass, by kind of device: enough to make prefill compute-bound, and few
 # enough that decoding sequences and Ctrl-C do not wait long.

@@ -153,7 +153,7 @@ class Engine:
 
         Collective: the other ranks call `step`.
         """
-        broadcast_bytes(self.comm, StepMessage(rpc=rpc).encode(), patient=True)
+        broadcast_bytes(self.comm, StepMessage(rpc=rpc).encode(), no_timeout=True)
 
     def step(self) -> list[StepOutput]:
         """Run one forward pass and draw tokens for every sequence whose prompt is in the cache.
@@ -185,7 +185,7 @@ class Engine:
 
     def _step(self) -> list[StepOutput]:
         own = self._new_message().encode() if self.comm.rank == 0 else None
-        message = decode_message(broadcast_bytes(self.comm, own, patient=True))
+        message = decode_message(broadcast_bytes(self.comm, own, no_timeout=True))
         self.rpc = message.rpc
         outputs = self._apply(message)
         self.begun = []

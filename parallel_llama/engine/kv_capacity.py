@@ -17,18 +17,18 @@ from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.families.model_args import layer_groups
-from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.parallel.failures import RankError
-from parallel_llama.plan import (
+from parallel_llama.memory import (
     CPU_SHARE,
     MAX_CPU_BYTES,
-    ShardPlan,
     blocks_held,
     default_cache_bytes,
     kv_bytes_per_token,
     most_blocks,
     pool_sizes,
 )
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.plan import ShardPlan
 
 _NO_MEMORY = re.compile(
     r"can('t|not) allocate memory|not enough memory|out of memory", re.IGNORECASE

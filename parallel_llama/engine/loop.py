@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from parallel_llama.engine.outputs import StepOutput
-from parallel_llama.engine.rank_group import RankGroup
+from parallel_llama.engine.ranks import Ranks
 from parallel_llama.errors import NumericalError
 from parallel_llama.request import FinishReason, Request
 
@@ -51,7 +51,7 @@ class EngineLoop(Generic[Key]):
     All ranks take part in each step.
     """
 
-    def __init__(self, ranks: RankGroup) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks, self._engine = ranks, ranks.engine
         self._keys: dict[int, Key] = {}  # by ticket
         self._tickets: dict[Key, int] = {}

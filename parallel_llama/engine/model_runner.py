@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint import Checkpoint, load
-from parallel_llama.checkpoint.ahead import ahead
+from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
@@ -109,7 +109,7 @@ class ModelRunner:
             # Concurrently with reading the weights.
             compiled = thread.submit(ops.compile, has_experts=args.n_experts > 0)
             weights = load(checkpoint, args, share, precision, device, on_bytes)
-            with closing(ahead(weights, _READ_AHEAD, own)) as read:
+            with closing(prefetch(weights, _READ_AHEAD, own)) as read:
                 for name, value in read:
                     model.assign(name, value)
             model.complete()

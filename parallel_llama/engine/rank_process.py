@@ -1,4 +1,4 @@
-"""`python -m parallel_llama.engine.rank_process`: a rank above 0, started by an LLM's RankGroup.
+"""`python -m parallel_llama.engine.rank_process`: a rank above 0, started by an LLM's Ranks.
 
 It reads its LLMConfig from stdin, as one line of JSON, and serves rank 0 until rank 0 closes. It
 ends when stdin ends: then the program that started it has ended.
@@ -10,7 +10,7 @@ from threading import Thread
 
 from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.llm_config import LLMConfig
-from parallel_llama.engine.rank_group import RankGroup
+from parallel_llama.engine.ranks import Ranks
 from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.parallel.exit_code import exit_code
 from parallel_llama.parallel.groups import give_up
@@ -22,7 +22,7 @@ def main() -> int:
     Thread(target=_end_with_stdin, daemon=True).start()
 
     def serve() -> int:
-        ranks = RankGroup(ModelSetup(config))
+        ranks = Ranks(ModelSetup(config))
         try:
             ranks.start()
             rank_rpc.serve_rank(ranks.engine)

@@ -13,6 +13,7 @@ from parallel_llama.checkpoint import (
     require_whole,
 )
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
+from parallel_llama.dtypes import default_dtype, kv_format, make_precision
 from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.engine.kv_capacity import CacheSize
@@ -20,19 +21,12 @@ from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
 from parallel_llama.parallel.current_device import own_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.launch import MAX_RANKS
 from parallel_llama.parallel.place import is_started_as_rank, local_world, world
-from parallel_llama.plan import (
-    default_dtype,
-    kv_format,
-    make_plan,
-    make_precision,
-    values_by_form,
-    weight_bytes,
-    working_bytes,
-)
+from parallel_llama.plan import make_plan
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""Files of anybody: read within bounds, told apart, and found by what --model says. No torch."""
+"""Untrusted files: bounded readers of their headers, and the files of a model. No torch."""

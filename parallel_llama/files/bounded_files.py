@@ -1,8 +1,7 @@
-"""Files of anybody: the one place where the file system is asked about them.
+"""Access to untrusted files; no other module queries the file system about them.
 
-What it does not let us see is an error, and never the answer that nothing is there. Only regular
-files are opened: reading a pipe, a device or a socket could wait for ever. Contents are read with a
-bound on their size.
+A path that the system refuses to show is an error, never treated as missing. Only regular files are
+opened, because reading a pipe, a device or a socket could block forever. Reads have a maximum size.
 """
 
 import errno
@@ -20,16 +19,16 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,6})")
 
 
 def is_there(path: Path) -> bool:
-    """Whether a path leads to anything, links followed.
+    """Whether a path exists, following links.
 
-    Raises: UnreadableFile if the system does not say: no permission, a loop of links. So do all
-    functions here.
+    Raises: UnreadableFile if the system does not tell (no permission, a loop of links), as all
+    functions of this module.
     """
     return _mode(path) != 0
 
 
 def is_file(path: Path) -> bool:
-    """Whether a path leads to a regular file."""
+    """Whether a path is a regular file, following links."""
     return stat.S_ISREG(_mode(path))
 
 
@@ -38,7 +37,7 @@ def is_folder(path: Path) -> bool:
 
 
 def has_short_name(path: Path) -> bool:
-    """Whether something could lie at a path, as far as the length of its name goes."""
+    """Whether the name of a path is short enough for the file system."""
     try:
         path.lstat()
     except OSError as error:
@@ -47,7 +46,7 @@ def has_short_name(path: Path) -> bool:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of what lies in a folder, in order."""
+    """The names of a folder's entries, sorted."""
     try:
         return sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -55,7 +54,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def expanded(path: str) -> Path:
-    """The path with a leading ~ or ~user replaced, as far as there is such a user."""
+    """The path with a leading ~ or ~user expanded, if that user exists."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -63,7 +62,7 @@ def expanded(path: str) -> Path:
 
 
 def resolved(path: Path) -> Path:
-    """The path with all links followed."""
+    """The path with all links resolved."""
     try:
         return path.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
@@ -71,12 +70,12 @@ def resolved(path: Path) -> Path:
 
 
 def open_descriptor(path: Path) -> int:
-    """The descriptor of a regular file, opened for reading; child processes do not inherit it.
+    """A descriptor of a regular file, opened for reading, that child processes do not inherit.
 
-    Raises: UnreadableFile also for anything but a regular file, without waiting for it.
+    Raises: UnreadableFile also for anything but a regular file, without blocking.
     """
-    # What was opened is checked, for the path may lead elsewhere by now; without O_NONBLOCK the
-    # opening itself would wait until somebody writes to the pipe.
+    # The type is checked on the descriptor, because the path may change after a check. Without
+    # O_NONBLOCK, opening a pipe would block until somebody writes to it.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     try:
         descriptor = os.open(path, flags)
@@ -90,19 +89,19 @@ def open_descriptor(path: Path) -> int:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """A regular file, opened to read its bytes."""
+    """Opens a regular file for reading bytes."""
     return os.fdopen(open_descriptor(path), "rb")
 
 
 def is_input(path: Path) -> bool:
-    """Whether `open_input` opens what is at a path."""
+    """Whether `open_input` can open a path."""
     return is_file(path) or (_own_descriptor(path) is not None and is_there(path))
 
 
 def open_input(path: Path) -> BufferedReader:
-    """A file that the command line names: a regular one, or a descriptor this process has open.
+    """Opens a path of the command line: a regular file, or an open descriptor of this process.
 
-    The latter, /dev/stdin or /dev/fd/N, may be a pipe, as in the shell's <(...).
+    A descriptor (/dev/stdin or /dev/fd/N) may be a pipe, as in the shell's <(...).
     """
     descriptor = _own_descriptor(path)
     if descriptor is None:
@@ -115,7 +114,7 @@ def open_input(path: Path) -> BufferedReader:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A block that reads an open file; what the system refuses there is a CheckpointError."""
+    """Turns an OSError in a block that reads an open file into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -132,19 +131,19 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def read_bounded(file: BufferedReader, path: Path, max_bytes: int) -> bytes:
-    """What is left in an open file; `path` is for the errors, which are those of `read_bytes`."""
+    """The rest of an open file; `path` is named in errors, which are those of `read_bytes`."""
     with reading(path):
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the most that is read")
+        raise CheckpointError(f"{path}: larger than {max_bytes} bytes, the maximum")
     return data
 
 
 def read_private(path: Path, max_bytes: int) -> bytes:
-    """The content of a file that others must not see.
+    """The content of a file with a secret.
 
-    Raises: UsageError for a file of this user that others can read, as ssh does; CheckpointError
-    like `read_bytes`.
+    Raises: UsageError if other users can read a file of this user, as ssh does; CheckpointError as
+    `read_bytes`.
     """
     with open_input(path) as file:
         data, status = read_bounded(file, path, max_bytes), os.fstat(file.fileno())
@@ -157,19 +156,19 @@ def read_private(path: Path, max_bytes: int) -> bytes:
 
 
 def _mode(path: Path) -> int:
-    """The kind and permissions of what a path leads to; 0 where there is nothing."""
+    """The type and permissions of a path, following links; 0 if it does not exist."""
     try:
         return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
         return 0
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # then nothing can have it
+        if error.errno == errno.ENAMETOOLONG:  # no file can have this name
             return 0
         raise _unreadable(path, error) from error
 
 
 def _own_descriptor(path: Path) -> int | None:
-    """The number of the descriptor that a path stands for; None for all other paths."""
+    """The descriptor that a path such as /dev/fd/3 names; None for other paths."""
     if str(path) == "/dev/stdin":
         return 0
     match = _DESCRIPTOR.fullmatch(str(path))

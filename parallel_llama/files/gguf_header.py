@@ -1,8 +1,7 @@
-"""The header of a GGUF file: its metadata and where each tensor lies.
+"""A bounded reader of GGUF headers: metadata fields, and the location of each tensor.
 
-A small bounded reader. It does not know what the fields mean and never touches tensor data; the
-blocks of quantised tensors are decoded by the gguf package, in `checkpoint`. Every length in the
-file is checked against the bytes that are left before anything is allocated.
+It does not interpret the fields and never reads tensor data. Every length in the file is checked
+against the remaining bytes before memory is allocated.
 
 Source: the GGUF specification of ggml (docs/gguf.md), versions 2 and 3.
 """
@@ -20,17 +19,18 @@ from typing import Any, BinaryIO
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.files.bounded_files import open_file, reading
+from parallel_llama.files.safetensors_header import FileTensor
 
 MAX_FIELDS = 65_536
 MAX_TENSORS = 100_000
 MAX_HEADER_BYTES = 256 << 20
 MAX_NAME_BYTES = 4096
-MAX_STRING_BYTES = 64 << 20  # as much as a tokenizer.json may have, which some files hold whole
-MAX_ARRAY_VALUES = 1 << 23  # of all arrays together: as Python objects up to 60 bytes each
+MAX_STRING_BYTES = 64 << 20  # some files contain a whole tokenizer.json
+MAX_ARRAY_VALUES = 1 << 23  # of all arrays; up to 60 bytes each as Python objects
 MAX_DIMS = 4
 WINDOW_BYTES = 1 << 18
-# A second change within one tick of a file system's clock shows in none of a file's properties, so
-# the header of a file that has just been written is not kept.
+# A second change within one tick of the file system's clock changes no attribute of the file, so
+# the header of a recently written file is not cached.
 SETTLED_NS = 2_000_000_000
 
 _SCALARS = {
@@ -50,7 +50,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
-# Types that nothing here decodes: removed from ggml, not for weights, or new to the gguf package.
+# Unsupported types: removed from ggml, not for weights, or unknown to the gguf package.
 _REFUSED_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
     28: "F64", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
@@ -59,43 +59,24 @@ _REFUSED_TYPES = {
 
 
 @dataclass(frozen=True)
-class GGUFTensor:
-    """One tensor's place in the file.
-
-    Shapes: `shape` is in row-major order (torch's), the reverse of the order in the file.
-    Units: `offset` is in bytes from the start of the file, `n_bytes` in bytes.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    type_number: int
-    offset: int
-    n_bytes: int
-
-    @property
-    def type_name(self) -> str:
-        return GGML_TYPES[self.type_number][0]
-
-
-@dataclass(frozen=True)
 class GGUFHeader:
-    """All metadata fields and tensor places of one GGUF file; nobody changes them."""
+    """The metadata fields and tensors of a GGUF file; shared by all callers, so never modified."""
 
     fields: dict[str, Any]
-    tensors: dict[str, GGUFTensor]
+    tensors: dict[str, FileTensor]
 
 
 class _Cursor:
-    """Reads forward through the header, a window at a time, and never past its end or its limit.
+    """Reads the header forward through a window, never past its end or MAX_HEADER_BYTES.
 
-    The window is of bounded size, but for a single value that is larger.
+    The window has WINDOW_BYTES, or the size of a single larger value.
     """
 
     def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
         self.file, self.path = file, path
         self.limit = min(size, MAX_HEADER_BYTES)
         self.window, self.at = b"", 0
-        self.window_end = 0  # in the file
+        self.window_end = 0  # offset in the file
         self.array_values = 0
 
     @property
@@ -110,7 +91,7 @@ class _Cursor:
         return self.window[start : self.at]
 
     def _advance(self, n_bytes: int, what: str) -> None:
-        """Move the window to where the cursor stands, and make it hold this many bytes."""
+        """Move the window to the cursor, so that it holds this many bytes."""
         rest = self.window[self.at :]
         wanted = min(max(n_bytes, WINDOW_BYTES) - len(rest), self.limit - self.window_end)
         data = self.file.read(wanted)
@@ -120,7 +101,7 @@ class _Cursor:
         self.window_end += wanted
 
     def room(self, n_bytes: int, what: str) -> None:
-        """Check that the header may still hold this many bytes."""
+        """Check that this many bytes remain."""
         left = self.limit - self.position
         if n_bytes > left:
             raise CheckpointError(
@@ -133,7 +114,7 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
     def name(self, what: str) -> str:
-        """A string that errors quote, and therefore short."""
+        """A short string, for names that errors quote."""
         return self.string(what, MAX_NAME_BYTES)
 
     def string(self, what: str, max_bytes: int = MAX_STRING_BYTES) -> str:
@@ -149,11 +130,11 @@ class _Cursor:
             raise CheckpointError(f"{self.path}: {what} is not UTF-8 text") from error
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Many strings: those that lie in the window, in one loop that calls nothing of ours."""
+        """Many strings; those in the window are read in one loop without calls, for speed."""
         self.room(count * 8, what)
         values: list[str] = []
         while len(values) < count:
-            values.append(self.string(what))  # moves the window, and names what is wrong
+            values.append(self.string(what))  # moves the window, and raises errors
             window, end, length = self.window, len(self.window), _LENGTH.unpack_from
             with contextlib.suppress(UnicodeDecodeError):
                 for _ in range(count - len(values)):
@@ -200,6 +181,7 @@ def _tensor(cursor: _Cursor, index: int) -> tuple[str, tuple[int, ...], int, int
     n_dims = cursor.number("I", what)
     if not 1 <= n_dims <= MAX_DIMS:
         raise CheckpointError(f"{cursor.path}: {what} has {n_dims} dimensions, allowed 1 to 4")
+    # Row-major as in torch, the reverse of the order in the file.
     shape = tuple(cursor.number("Q", what) for _ in range(n_dims))[::-1]
     return name, shape, cursor.number("I", what), cursor.number("Q", what)
 
@@ -210,7 +192,7 @@ def _n_bytes(shape: tuple[int, ...], type_number: int, fail: Callable[[str], Non
         shown = f"{name} ({type_number})" if name else str(type_number)
         known = ", ".join(name for name, _, _ in GGML_TYPES.values())
         fail(
-            f"has the ggml type {shown}, which cannot be read; take a file in another, such as "
+            f"has the ggml type {shown}, which is not supported; use a file in another, such as "
             f"Q8_0; supported: {known}"
         )
     _, block, block_bytes = GGML_TYPES[type_number]
@@ -220,13 +202,13 @@ def _n_bytes(shape: tuple[int, ...], type_number: int, fail: Callable[[str], Non
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Read metadata and tensor places of a GGUF file, in time and memory bounded by its header.
+    """Reads the header of a GGUF file, in time and memory bounded by the header's size.
 
-    The header read last is kept, and is the answer as long as the file's inode, size and time of
-    change stay the same: all who ask share it, so none may change it.
+    The last header is cached and returned again while the file's inode, size and modification time
+    are unchanged. Callers share it and must not modify it.
 
-    Raises: CheckpointError for anything that is not a whole, well-formed little-endian GGUF file
-    of version 2 or 3 with tensor types that can be read.
+    Raises: CheckpointError unless the file is a complete, well-formed little-endian GGUF file of
+    version 2 or 3 with supported tensor types.
     """
     with reading(path):
         stat = path.stat()
@@ -247,7 +229,7 @@ def _read(path: Path, size: int) -> GGUFHeader:
             raise CheckpointError(f"{path}: not a GGUF file (it does not begin with 'GGUF')")
         version = cursor.number("I", "the version")
         if version not in (2, 3):
-            raise CheckpointError(f"{path}: GGUF version {version}; versions 2 and 3 can be read")
+            raise CheckpointError(f"{path}: GGUF version {version} is not supported; 2 and 3 are")
         n_tensors = cursor.number("Q", "the tensor count")
         n_fields = cursor.number("Q", "the field count")
         for count, limit, noun in (
@@ -275,9 +257,9 @@ def _read(path: Path, size: int) -> GGUFHeader:
 
 def _placed(
     path: Path, places: list[tuple[str, tuple[int, ...], int, int]], data_start: int, size: int
-) -> dict[str, GGUFTensor]:
-    """Absolute places of all tensors, each checked to lie inside the file and to be alone there."""
-    tensors: dict[str, GGUFTensor] = {}
+) -> dict[str, FileTensor]:
+    """The tensors at absolute offsets, checked to be inside the file and not to overlap."""
+    tensors: dict[str, FileTensor] = {}
     for name, shape, type_number, offset in places:
 
         def fail(why: str, name: str = name) -> None:
@@ -294,7 +276,7 @@ def _placed(
                 f"needs bytes {start} to {start + n_bytes} and the file has {size}; "
                 "it is truncated or damaged, fetch it again"
             )
-        tensors[name] = GGUFTensor(name, shape, type_number, start, n_bytes)
+        tensors[name] = FileTensor(name, GGML_TYPES[type_number][0], shape, start, n_bytes)
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
     for before, after in itertools.pairwise(ordered):
         if before.offset + before.n_bytes > after.offset:

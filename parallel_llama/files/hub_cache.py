@@ -1,7 +1,7 @@
-"""What the tools of the Hugging Face hub have downloaded: where it lies, and which models it is.
+"""Finds models in the download cache of the Hugging Face hub.
 
-The layout is the hub's, and so are the variables of the environment that move it. Nothing is
-fetched, and nothing of the hub's is imported.
+The folder layout and the environment variables are the hub's. Nothing is downloaded, and
+huggingface_hub is not imported.
 
 Source: huggingface_hub 2.4, constants.py and its guide to the cache.
 """
@@ -21,7 +21,7 @@ _REVISION = re.compile(r"\w[\w.-]*", re.ASCII)
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether the hub could have a model of this name.
+    """Whether a name is valid for a model on the hub.
 
     >>> is_hub_name("HuggingFaceTB/SmolLM2-135M-Instruct"), is_hub_name("./model")
     (True, False)
@@ -30,7 +30,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def hub_folder(name: str) -> Path:
-    """Where the hub keeps what it has of a model, downloaded or not."""
+    """The cache folder of a model, which need not exist."""
     caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = _followed(os.environ.get("HF_HOME", f"{caches}/huggingface"))
     cache = os.environ.get("HUGGINGFACE_HUB_CACHE", f"{home}/hub")  # the older name
@@ -38,11 +38,11 @@ def hub_folder(name: str) -> Path:
 
 
 def find_snapshot(name: str) -> Path | None:
-    """The folder of a model's files, as its main branch was when it was last downloaded.
+    """The folder of the snapshot of a model's main branch, or None if nothing was downloaded.
 
-    Where that is not noted it is the only snapshot there. None if nothing was downloaded.
+    Without refs/main it is the only snapshot.
 
-    Raises: UsageError if several are there, or not the one that is noted.
+    Raises: UsageError if there is no single snapshot, or not the one that refs/main names.
     """
     folder = hub_folder(name)
     snapshots, main = folder / "snapshots", folder / "refs" / "main"
@@ -51,9 +51,9 @@ def find_snapshot(name: str) -> Path | None:
     held = [revision for revision in names_in(snapshots) if is_folder(snapshots / revision)]
     wanted = [_noted(main)] if is_there(main) else held
     if len(wanted) != 1 or wanted[0] not in held:
-        meant = f"wants {wanted[0][:80]!r}" if is_there(main) else "is not there"
+        meant = f"names {wanted[0][:80]!r}" if is_there(main) else "is missing"
         raise UsageError(
-            f"{folder}: has {len(held)} snapshots, and refs/main, which says which one is meant, "
+            f"{folder}: has {len(held)} snapshots, and refs/main, which selects one, "
             f"{meant}; run: hf download {name}"
         )
     return snapshots / wanted[0]
@@ -62,7 +62,9 @@ def find_snapshot(name: str) -> Path | None:
 def _noted(main: Path) -> str:
     text = read_bytes(main, MAX_REVISION_BYTES).decode(errors="replace").strip()
     if not _REVISION.fullmatch(text):
-        raise UsageError(f"{main}: {text[:80]!r} is no revision; remove the file, or download anew")
+        raise UsageError(
+            f"{main}: {text[:80]!r} is not a revision; remove the file, or download the model again"
+        )
     return text
 
 

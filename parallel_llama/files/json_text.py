@@ -1,6 +1,7 @@
-"""JSON of anybody: what is broken, too large or nested too deeply is refused in words."""
+"""Untrusted JSON: malformed, too large or deeply nested text is refused with a clear error."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ _Hook = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value; ValueError says where it is broken."""
+    """A JSON value. Raises: ValueError with the position of an error."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -26,16 +27,16 @@ def parse_json(text: str) -> Any:
 def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The object in a JSON file.
 
-    Raises: CheckpointError if the file cannot be read, is larger than `max_bytes`, is not JSON or
-    not an object, or gives a key twice.
+    Raises: CheckpointError if the file cannot be read, is larger than `max_bytes`, is not a JSON
+    object, or repeats a key.
     """
-    return json_object(path, read_bytes(path, max_bytes), _without_repeats)
+    return json_object(path, read_bytes(path, max_bytes), without_repeats)
 
 
 def json_object(path: Path, data: str | bytes, hook: _Hook | None = None) -> dict[str, Any]:
-    """The object in a file's content, whose keys and values `hook` makes into a mapping.
+    """The object in the content of a file; `hook` makes mappings from pairs of keys and values.
 
-    Raises: CheckpointError if it is not JSON or not an object.
+    Raises: CheckpointError if the content is not a JSON object.
     """
     try:
         value = json.loads(data, object_pairs_hook=hook)
@@ -46,10 +47,11 @@ def json_object(path: Path, data: str | bytes, hook: _Hook | None = None) -> dic
     return value
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A hook for json.loads. Raises: ValueError for a repeated key."""
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        repeated = next(key for key in keys if keys.count(key) > 1)
+        counts = Counter(key for key, _ in pairs)
+        repeated = next(key for key, count in counts.items() if count > 1)
         raise ValueError(f"the key {shown(repeated, 80)} appears twice")
     return value

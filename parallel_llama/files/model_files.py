@@ -1,9 +1,10 @@
-"""Which files a model consists of, found by a path or by a name.
+"""Finds the files of a model by a path or a name, and fingerprints them.
 
-It looks at names and at an index, and opens no weights. A path that exists comes before a name of
-the same spelling. No torch.
+File names and an index decide; no weights are opened to find a model. An existing path has priority
+over an equal name. No torch.
 """
 
+import hashlib
 import importlib.util
 import logging
 import re
@@ -21,6 +22,8 @@ from parallel_llama.files.bounded_files import (
     is_folder,
     is_there,
     names_in,
+    open_file,
+    reading,
     resolved,
 )
 from parallel_llama.files.fields import did_you_mean
@@ -30,28 +33,36 @@ from parallel_llama.files.json_text import read_json_object
 MAX_INDEX_BYTES = 100_000_000
 MAX_NATIVE_FILES = 99_999
 SMOLLM2 = "smollm2"
-# What its authors sample with in their model card; the GGUF file that is installed states nothing.
+# The sampling settings of its model card; the installed GGUF file states none.
 _SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 
-# Of a folder's tokenizers, the first in this order is taken: HF's tokenizer.json is what its users
-# run, then come Mistral's own files, the newest first, and tokenizer.model is the oldest form.
+# The first of these that a folder has is its tokenizer: HF's tokenizer.json, then Mistral's own
+# files, the newest first, and last the oldest format, tokenizer.model.
 TOKENIZER_FILES = (
     "tokenizer.json", "tekken.json", "tokenizer.model.v7m1", "tokenizer.model.v7",
     "tokenizer.model.v3", "tokenizer.model.v2", "tokenizer.model.v1", "tokenizer.model",
 )  # fmt: skip
 _CONFIG, _PARAMS, _NATIVE = "config.json", "params.json", "native.json"
-# HF's weights: one file or an index of many; what comes first is read, as in transformers.
+# HF's weights: one file or an index of several; the first of these is read, as in transformers.
 _HF_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-# Mistral's weights, whole under Meta's names.
+    "model.safetensors", "model.safetensors.index.json",
+    "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+# Mistral's weights, unsharded, under Meta's names.
 _MISTRAL_WEIGHTS = ("consolidated.safetensors", "consolidated.safetensors.index.json")
 _CONSOLIDATED = re.compile(r"consolidated\.(\d{1,4})\.pth")
 _NATIVE_PART = re.compile(r"weights-(\d{5})-of-(\d{5})\.safetensors")
 _GGUF_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+
+# Files beside the weights that change what the model reads or says.
+_TEXT_SUFFIXES = (".json", ".jinja")
+
+_HEAD_BYTES = 256 << 10  # the header of most files
+_TAIL_BYTES = 64 << 10  # the directory of a .pth file
+_SAMPLE_BYTES = 64
+_MAX_SAMPLES = 1024  # of all weight files together
+_STRIDE_BYTES = 1 << 20
+_WHOLE_BYTES = 64 << 20  # tokenizers and manifests are read as a whole
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +71,14 @@ logger = logging.getLogger(__name__)
 class ModelFiles:
     """The files of one model.
 
-    kind `config` is a shape without weights (configs/models), for `plan` and random weights.
-    `path` is the folder or the file; `config` is its config.json, params.json, native.json, GGUF
-    file or shape; `weights` are in order, and empty for a shape; `index` is the index that names
-    them, where there is one.
+    Args:
+        kind: the file layout, one of `config.layouts`. `config` is a shape without weights
+            (configs/models), for `plan` and random weights.
+        path: the folder, or the single file.
+        config: config.json, params.json, native.json, the GGUF file, or the shape.
+        weights: the files of weights in order; empty for a shape.
+        index: the index that lists `weights`, if there is one.
+        sampling: sampling settings that the files do not state.
     """
 
     kind: Literal["hf", "meta", "gguf", "native", "config"]
@@ -75,12 +90,12 @@ class ModelFiles:
 
     @property
     def is_pickled(self) -> bool:
-        """Whether the weights are in torch's own files, as Meta's are and Mistral's are not."""
-        return self.weights[0].suffix == ".pth"
+        """Whether the weights are in .pth files, as Meta's are and Mistral's are not."""
+        return any(path.suffix == ".pth" for path in self.weights)
 
     def require_weights(self) -> None:
         """Raises: UsageError for a shape without weights."""
-        if self.kind == "config":
+        if not self.weights:
             raise UsageError(
                 f"{self.path.stem} is a shape without weights; add --random-weights SEED to try "
                 "it, or give the folder that holds its weights"
@@ -90,10 +105,10 @@ class ModelFiles:
 def find_model(name: str) -> ModelFiles:
     """The files of a model, given as a folder, a .gguf file or a name.
 
-    A name is `smollm2`, one in configs/models, or a downloaded model's name on the HF hub.
+    A name is `smollm2`, a name in configs/models, or the hub name of a downloaded model.
 
-    Raises: UsageError if nothing is there, or what is there is not a whole model; CheckpointError
-    if it cannot be read, or an index is damaged.
+    Raises: UsageError if the model does not exist or is incomplete; CheckpointError if it cannot be
+    read, or an index is damaged.
     """
     path = expanded(name)
     if name and is_there(path):
@@ -113,7 +128,7 @@ def find_model(name: str) -> ModelFiles:
 
 
 def model_names() -> list[str]:
-    """The names that `find_model` knows without looking at a path or a download."""
+    """The names that `find_model` knows apart from paths and downloads."""
     return [SMOLLM2, *_shapes()]
 
 
@@ -129,7 +144,7 @@ def _downloaded(name: str, path: Path) -> ModelFiles:
 
 
 def _neighbours(path: Path) -> list[str]:
-    """What lies where a missing path was looked for, spelt as that path was."""
+    """The paths beside a missing path."""
     try:
         return [str(path.parent / other) for other in names_in(path.parent)]
     except (UnreadableFile, ValueError):  # ValueError: a NUL in the name
@@ -181,7 +196,7 @@ def _single_file(path: Path) -> ModelFiles:
 
 
 def _in_folder(folder: Path) -> ModelFiles:
-    """The model of a folder; HF's files where it holds both layouts, as other programs do."""
+    """The model of a folder; HF's if the folder has both layouts, as in other programs."""
     names = names_in(folder)
     has_config, has_params = is_file(folder / _CONFIG), is_file(folder / _PARAMS)
     if is_file(folder / _NATIVE):
@@ -227,7 +242,7 @@ def _why_no_weights(names: list[str], has_config: bool) -> str:
 
 
 def _files_held(folder: Path, held: str) -> tuple[tuple[Path, ...], Path | None]:
-    """The weights that are the file `held`, or the files that this index names, and the index."""
+    """The files of weights and their index; `held` is the only file, or the index."""
     index = folder / held
     if index.suffix != ".json":
         return (index,), None
@@ -235,7 +250,7 @@ def _files_held(folder: Path, held: str) -> tuple[tuple[Path, ...], Path | None]
     if not isinstance(weight_map, dict) or not weight_map:
         raise UsageError(f"{index}: has no weight_map; fetch it again")
     if not all(isinstance(file, str) for file in weight_map.values()):
-        raise UsageError(f"{index}: its weight_map names something that is not a file name")
+        raise UsageError(f"{index}: its weight_map has a value that is not a file name")
     files = sorted(set(weight_map.values()))
     _require_inside(index, files)
     missing = [file for file in files if not is_file(folder / file)]
@@ -248,24 +263,24 @@ def _files_held(folder: Path, held: str) -> tuple[tuple[Path, ...], Path | None]
 
 
 def _require_inside(index: Path, files: list[str]) -> None:
-    """Refuse names that lead out of the folder: an index is data, no reason to read elsewhere."""
+    """Refuse file names outside the folder, because an index is untrusted."""
     suffix = Path(index.name.removesuffix(".index.json")).suffix
     for file in files:
         if not file.endswith(suffix) or "\0" in file:
             raise UsageError(f"{index}: names {file[:200]!r}, not a {suffix} file")
         if not lies_within(index.parent, file):
             raise UsageError(
-                f"{index}: names {file[:200]!r}, which lies outside the folder; put the "
+                f"{index}: names {file[:200]!r}, which is outside the folder; put the "
                 "file itself into the folder"
             )
 
 
 def lies_within(folder: Path, file: str) -> bool:
-    """Whether a name leads to a place inside the folder, links followed.
+    """Whether a file name leads to a path inside the folder, following links.
 
-    A snapshot in the cache of the HF hub is a folder of links into the `blobs` beside it.
+    A snapshot of the hub's cache may also link into the `blobs` folder beside it.
 
-    Raises: UnreadableFile for links that go round in circles.
+    Raises: UnreadableFile for a loop of links.
     """
     relative, home = Path(file), resolved(folder)
     if relative.is_absolute() or ".." in relative.parts:
@@ -297,7 +312,7 @@ def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
     totals = sorted({match[2] for match in parts})
     if len(totals) > 1:
         raise UsageError(
-            f"{folder}: holds weights of {listed(totals, 5)} files each; remove those that do not "
+            f"{folder}: has weights of {listed(totals, 5)} files each; remove those that do not "
             "belong to this model"
         )
     n_files = int(totals[0]) if totals else 1
@@ -308,6 +323,46 @@ def _native_folder(folder: Path, names: list[str]) -> ModelFiles:
         if number not in held
     ]
     if missing or len(parts) != n_files:
-        raise UsageError(f"{folder}: its weights are not whole, missing {listed(missing, 5)}")
+        raise UsageError(f"{folder}: its weights are incomplete, missing {listed(missing, 5)}")
     weights = tuple(folder / match[0] for match in parts)
     return ModelFiles("native", folder, folder / _NATIVE, weights)
+
+
+def fingerprint(files: ModelFiles) -> dict[str, str]:
+    """A digest of each file by its name; of a file of weights only its size and samples are hashed.
+
+    Weights of two models of one shape have different samples. A flipped bit may be missed; the
+    hashes of the manifest find it.
+
+    Raises: CheckpointError if a file cannot be read.
+    """
+    n_samples = max(1, _MAX_SAMPLES // max(1, len(files.weights)))
+    weights = {path: _sampled(path, n_samples) for path in files.weights}
+    others = [files.config]
+    if is_folder(files.path):
+        others = [files.path / name for name in names_in(files.path)]
+    texts = {
+        path: _sampled(path, 0)
+        for path in others
+        if (path.suffix in _TEXT_SUFFIXES or path.name in TOKENIZER_FILES)
+        and path not in weights
+        and is_file(path)
+    }
+    return {path.name: digest for path, digest in (texts | weights).items()}
+
+
+def _sampled(path: Path, n_samples: int) -> str:
+    """A digest of a file's size, beginning, end and samples; of all its bytes if n_samples is 0."""
+    digest = hashlib.blake2b(digest_size=32)
+    with open_file(path) as file, reading(path):
+        size = file.seek(0, 2)
+        digest.update(size.to_bytes(8, "little"))
+        places = [(0, _HEAD_BYTES if n_samples else _WHOLE_BYTES)]
+        if n_samples:
+            stride = max(_STRIDE_BYTES, size // n_samples)
+            places += [(at, _SAMPLE_BYTES) for at in range(stride // 2, size, stride)]
+            places.append((max(0, size - _TAIL_BYTES), _TAIL_BYTES))
+        for at, n_bytes in places:
+            file.seek(at)
+            digest.update(file.read(n_bytes))
+    return digest.hexdigest()

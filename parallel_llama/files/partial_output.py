@@ -1,6 +1,6 @@
-"""Output that --resume goes on with: one writer at a time, whole lines, files that are replaced.
+"""Output that --resume continues: a lock for one writer, complete lines, and atomic replacement.
 
-Whatever ends a writer, what it wrote before can be trusted.
+However a writer ends, its earlier output stays valid.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ from parallel_llama.files.bounded_files import open_file
 
 
 def take_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed or the process ends; False if another one has it.
+    """Lock an open file until it is closed or the process ends; False if it is already locked.
 
     Raises: OSError on a file system without locks.
     """
@@ -25,18 +25,18 @@ def take_lock(descriptor: int) -> bool:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file with their ends, but for a last one that its writer did not finish."""
+    """The lines of a file with their newlines, without an incomplete last line."""
     with open_file(path) as file:
         yield from (line for line in file if line.endswith(b"\n"))
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first key in which two runs differ."""
+    """The first key whose values differ between two runs."""
     return next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
 
 
 def replace_file(path: Path, growing: Path, data: bytes) -> None:
-    """Write a file by way of another one beside it: after a crash it is whole, or as before."""
+    """Write a file through another file beside it: after a crash it is complete or unchanged."""
     with growing.open("wb") as file:
         file.write(data)
         file.flush()
@@ -45,7 +45,7 @@ def replace_file(path: Path, growing: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

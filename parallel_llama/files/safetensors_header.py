@@ -1,7 +1,7 @@
-"""The header of a safetensors file: where each tensor lies, of which dtype and shape.
+"""A bounded reader of safetensors headers: location, dtype and shape of each tensor.
 
-Every number in the header is checked against the file before it is used: the tensors cover the
-data exactly, without gap or overlap. It never touches tensor data.
+Every number is checked against the file before it is used. Tensors must cover the data exactly,
+without gaps or overlaps. Tensor data is never read.
 
 Source: the safetensors format description (an 8-byte length, a JSON object, the data).
 """
@@ -15,12 +15,13 @@ from typing import Any
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.files.bounded_files import open_file
+from parallel_llama.files.json_text import without_repeats
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 100_000
 MAX_DIMS = 8
 
-# Bits of one value of each dtype of the format; those that a model may use are in `dtypes`.
+# Bits per value of each dtype of the format; `dtypes.STORED` has those of models.
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8,
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
@@ -30,9 +31,9 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor's place in its file, row by row; `dtype` may be one that no model has.
+    """The location of a row-major tensor in a safetensors, GGUF or .pth file.
 
-    Units: `offset` is in bytes from the start of the file, `n_bytes` in bytes.
+    `dtype` is the name in the file, such as BF16 or Q4_K; `offset` counts from the file's start.
     """
 
     name: str
@@ -43,9 +44,9 @@ class FileTensor:
 
 
 def read_safetensors_header(path: Path) -> dict[str, FileTensor]:
-    """The places of all tensors of a safetensors file, by name.
+    """The locations of all tensors of a safetensors file, by name.
 
-    Raises: CheckpointError for anything but a whole, well-formed file.
+    Raises: CheckpointError unless the file is complete and well-formed.
     """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -74,20 +75,11 @@ def read_safetensors_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
-    # Counted before parsing, so that a hostile header costs no more than its own size.
+    # Counted before parsing, to bound the memory that a hostile header takes.
     if text.count(b'"data_offsets"') > MAX_TENSORS:
         raise CheckpointError(f"{path}: claims more than {MAX_TENSORS} tensors")
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            raise CheckpointError(f"{path}: a name appears twice in the header")
-        return entries
-
     try:
-        entries = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except CheckpointError:
-        raise
+        entries = json.loads(text.decode("utf-8"), object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not valid JSON ({error})") from error
     if not isinstance(entries, dict):
@@ -109,7 +101,7 @@ def _tensor(path: Path, name: str, entry: object, data_start: int) -> FileTensor
     if not _are_sizes(shape) or len(shape) > MAX_DIMS:
         raise refuse(f"has the shape {shape!r:.200}, not a list of at most {MAX_DIMS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise refuse(f"has the data_offsets {offsets!r:.200}, not two rising numbers")
+        raise refuse(f"has the data_offsets {offsets!r:.200}, not two ascending numbers")
     start, stop = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (stop - start) * 8:
@@ -124,7 +116,7 @@ def _are_sizes(value: object) -> bool:
 
 
 def _require_cover(path: Path, tensors: list[FileTensor], data_start: int, size: int) -> None:
-    """Check that the tensors lie one behind the other from the data's start to the file's end."""
+    """Check that the tensors cover the bytes from `data_start` to the end of the file."""
     position = data_start
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.n_bytes)):
         if tensor.offset != position:
@@ -140,6 +132,6 @@ def _require_cover(path: Path, tensors: list[FileTensor], data_start: int, size:
         )
     if position < size:
         raise CheckpointError(
-            f"{path}: has {size} bytes, expected {position}: bytes are left over behind the last "
+            f"{path}: has {size} bytes, expected {position}: there are bytes after the last "
             "tensor; the file is damaged"
         )

@@ -5,7 +5,7 @@ never asks which device it is on. torch's are always there, and what all others 
 """
 
 from parallel_llama.ops.choice import choose_ops
-from parallel_llama.ops.cpu import NotRecorded, Recording
+from parallel_llama.ops.cpu.replay import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
 from parallel_llama.ops.decode_batch import DecodeBatch, DecodeRoom, DecodeRows
 from parallel_llama.ops.noise import Noise

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import torch
 
 from parallel_llama.dtypes import GroupFormat
-from parallel_llama.ops.cpu import computes
+from parallel_llama.ops.cpu.jit import computes
 from parallel_llama.ops.cpu_ops import CPUOps
 from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps

@@ -8,41 +8,30 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import GroupFormat
-from parallel_llama.ops.cpu import (
-    MAX_ROWS,
-    AttentionKernel,
-    ChunkAttentionKernel,
-    KernelsOnly,
-    Pieces,
-    Recording,
-    RotaryKernel,
-    Run,
-    TileAttentionKernel,
-    TileLinearKernel,
-    at_once,
+from parallel_llama.ops.cpu.all_reduce import make_all_reduce
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
+from parallel_llama.ops.cpu.elementwise import (
     make_add,
-    make_attention,
-    make_block_linear,
-    make_chunk_attention,
-    make_group_linear,
-    make_group_lookup,
     make_largest,
-    make_linear,
-    make_lookup,
     make_norm,
-    make_rotary,
-    make_route,
-    make_routed_linear,
-    make_routes,
     make_silu_and_mul,
-    make_tile_attention,
-    make_tile_linear,
-    make_turn,
-    make_unpack,
-    make_walk,
     make_weighted_sum,
-    this_machine,
 )
+from parallel_llama.ops.cpu.embedding import make_group_lookup, make_lookup
+from parallel_llama.ops.cpu.gemm import make_gemm
+from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, make_gemm_amx
+from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
+from parallel_llama.ops.cpu.jit import Run, at_once, this_machine
+from parallel_llama.ops.cpu.kv_rows import make_unpack
+from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel, make_prefill_attention
+from parallel_llama.ops.cpu.prefill_attention_amx import (
+    PrefillAttentionAMXKernel,
+    make_prefill_attention_amx,
+)
+from parallel_llama.ops.cpu.quant_gemm import make_quant_gemm
+from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, Recording, make_executor
+from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
+from parallel_llama.ops.cpu.route import make_route, make_routes
 from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.query_chunk import QueryChunk
@@ -73,25 +62,25 @@ class CPUOps(TorchOps):
         self.panel_rows = this_machine().lanes(torch.float32).width
         self._run: Run = at_once
         self._recording: Recording | None = None
-        self._pieces = Pieces()
+        self._arena = Arena()
 
     def compile(self, *, has_experts: bool = False) -> None:
         """Make the kernels, which are kept for all models; a second time it costs nothing."""
         for form in self._matrices:
             if isinstance(form, GroupFormat):
-                make_group_linear(form)
+                make_quant_gemm(form)
                 make_group_lookup(form)
                 continue
-            make_linear(self._dtype, form)
-            make_block_linear(self._dtype, form)
+            make_gemv(self._dtype, form)
+            make_gemm(self._dtype, form)
             make_lookup(self._dtype, form)
             if has_experts:
-                make_routed_linear(self._dtype, form)
+                make_routed_gemv(self._dtype, form)
         if torch.bfloat16 in self._matrices:
-            make_tile_linear()
+            make_gemm_amx()
         for kernel in (make_norm, make_silu_and_mul, make_add, make_largest):
             kernel(self._dtype)
-        make_walk()
+        make_executor()
         if has_experts:
             make_route(self._dtype)
             make_routes()
@@ -109,10 +98,10 @@ class CPUOps(TorchOps):
 
         Raises: NotRecorded where an operator, or what is between them, is torch's.
         """
-        recording = Recording(self._pieces)
+        recording = Recording(self._arena)
         self._recording, self._run = recording, recording.run
         try:
-            with KernelsOnly(self._pieces):
+            with KernelsOnly(self._arena):
                 yield recording
         finally:
             self._recording, self._run = None, at_once
@@ -127,17 +116,17 @@ class CPUOps(TorchOps):
         if len(x) > MAX_ROWS:
             y = self._linear_of_many(x, weight)
         else:
-            y = make_linear(self._dtype, weight.dtype)(x, weight, self._run)
+            y = make_gemv(self._dtype, weight.dtype)(x, weight, self._run)
         return y if bias is None else self.add_(y, bias)
 
     def _linear_of_many(self, x: Tensor, weight: Tensor) -> Tensor:
-        tiles = make_tile_linear() if TileLinearKernel.takes(weight) else None
+        tiles = make_gemm_amx() if GemmAMXKernel.takes(weight) else None
         if tiles is not None and x.dtype == torch.float32:
             return tiles(x, weight, self._run)
-        return make_block_linear(self._dtype, weight.dtype)(x, weight, self._run)
+        return make_gemm(self._dtype, weight.dtype)(x, weight, self._run)
 
     def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-        make_group_linear(shape.form)(x, panels, shape, out, self._run)
+        make_quant_gemm(shape.form)(x, panels, shape, out, self._run)
 
     def group_lookup(
         self, tokens: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int, first: int = 0
@@ -149,7 +138,7 @@ class CPUOps(TorchOps):
     ) -> tuple[Tensor, Tensor]:
         # For any number of rows: a token's experts must not hang on how many others there are, nor
         # on the threads of the rank.
-        scores = make_linear(self._dtype, self._dtype)(x, gate, self._run)
+        scores = make_gemv(self._dtype, self._dtype)(x, gate, self._run)
         return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
 
     def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
@@ -160,7 +149,7 @@ class CPUOps(TorchOps):
         if not _has_few_rows(routes) or any(weight.dtype != stored for weight in weights):
             return super().routed_linear(x, weights, routes)
         table = self._table([weight.data_ptr() for weight in weights])
-        kernel = make_routed_linear(self._dtype, stored)
+        kernel = make_routed_gemv(self._dtype, stored)
         return kernel(x, table, len(weights[0]), routes, self._run)
 
     def weighted_sum(self, parts: Tensor, shares: Tensor) -> Tensor:
@@ -182,9 +171,9 @@ class CPUOps(TorchOps):
             return super().all_reduce(x, comm)
         turn = comm.turn_of(x) if isinstance(comm, SharedMemory) else None
         if turn is None:
-            self._recording.leave(self._recording.later(x, comm.all_reduce))
+            self._recording.host_call(self._recording.deferred(x, comm.all_reduce))
         else:
-            make_turn(self._dtype)(x, turn, self._recording)
+            make_all_reduce(self._dtype)(x, turn, self._recording)
         return x
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
@@ -220,17 +209,19 @@ class CPUOps(TorchOps):
     def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
         return make_rotary(self._dtype, cache_dtype, self._head_dim)
 
-    def _attention(self, cache_dtype: torch.dtype, n_group: int) -> AttentionKernel:
-        return make_attention(self._dtype, cache_dtype, self._head_dim, n_group, self._scores)
+    def _attention(self, cache_dtype: torch.dtype, n_group: int) -> DecodeAttentionKernel:
+        return make_decode_attention(
+            self._dtype, cache_dtype, self._head_dim, n_group, self._scores
+        )
 
     def _chunk_attention(
         self, cache_dtype: torch.dtype
-    ) -> ChunkAttentionKernel | TileAttentionKernel:
+    ) -> PrefillAttentionKernel | PrefillAttentionAMXKernel:
         if self._dtype == torch.float32 and cache_dtype == torch.bfloat16:
-            tiles = make_tile_attention(self._head_dim, self._scores)
+            tiles = make_prefill_attention_amx(self._head_dim, self._scores)
             if tiles is not None:
                 return tiles
-        return make_chunk_attention(self._dtype, cache_dtype, self._head_dim, self._scores)
+        return make_prefill_attention(self._dtype, cache_dtype, self._head_dim, self._scores)
 
 
 def _has_few_rows(routes: Routes) -> bool:

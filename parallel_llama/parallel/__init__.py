@@ -1,5 +1,5 @@
-"""Ranks that compute together: groups, collectives, and the start of ranks on one host.
+"""Process groups, collectives, and the launch of ranks on one host.
 
-The only room that knows torch.distributed and fairscale's groups. It shows its modules and no names
-of its own, so that `parallel.launch` starts ranks without torch.
+Only this package uses torch.distributed and fairscale's groups. It exports modules and no names, so
+that `parallel.launch` can start ranks without importing torch.
 """

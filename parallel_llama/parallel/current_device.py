@@ -1,4 +1,4 @@
-"""The device of this rank, and of the threads that launch work on it."""
+"""The device of this rank, and the current device of its threads."""
 
 import torch
 
@@ -6,20 +6,20 @@ from parallel_llama.parallel.device_choice import DeviceKind
 
 
 def visible_cards() -> int:
-    """The CUDA cards that torch sees in this process; 0 where none can be used."""
+    """The number of CUDA cards that torch sees in this process; 0 if none can be used."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def own_device(kind: DeviceKind, local_rank: int) -> torch.device:
-    """The CPU, or the card of this number among the host's ranks."""
+    """The CPU, or the card with the index `local_rank`."""
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
 def use_device(device: torch.device) -> None:
-    """Make a card the current one of this thread; without an index the device is its current card.
+    """Makes `device` the current card of this thread, if it is a card with an index.
 
-    Every thread begins with card 0; a kernel that it launches runs on the current one, wherever its
-    tensors are. Whatever starts a thread that launches work calls this in it.
+    Every thread begins with card 0, and kernels run on the current card of the thread that launches
+    them, wherever their tensors are. So every thread that launches kernels calls this first.
     """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""Which device a host's ranks compute on: a CUDA card each, or the CPU. Imports no torch."""
+"""Chooses the device of the ranks of a host: one CUDA card each, or the CPU. Imports no torch."""
 
 import os
 from itertools import takewhile
@@ -11,14 +11,17 @@ DeviceKind = Literal["cpu", "cuda"]
 
 
 def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
-    """The device of `n_ranks` ranks on a host of `n_cards` CUDA cards, for auto, cpu or cuda.
+    """The kind of device for `n_ranks` ranks on a host with `n_cards` CUDA cards.
 
-    Ranks never share a card: NCCL refuses two on one.
+    Two ranks never share a card, because NCCL does not support that.
+
+    Args:
+        asked: "auto", "cpu" or "cuda".
 
     >>> [choose_device("auto", n_ranks=2, n_cards=n) for n in (0, 1, 2)]
     ['cpu', 'cpu', 'cuda']
 
-    Raises: UsageError for cuda with too few cards, and for another name.
+    Raises: UsageError for "cuda" with too few cards, and for any other value.
     """
     if asked == "auto":
         return "cuda" if n_ranks <= n_cards else "cpu"
@@ -37,21 +40,23 @@ def choose_device(asked: str, n_ranks: int, n_cards: int) -> DeviceKind:
 
 
 def too_few(n_ranks: int, n_cards: int) -> str:
-    """Why ranks get no cards, for a person."""
+    """The part of an error message that says why the ranks cannot use cards."""
     cards = f"{n_cards} CUDA card{'s' * (n_cards != 1)}"
-    return f"{n_ranks} ranks on this host and {cards}, and a rank needs one of its own"
+    return f"{n_ranks} ranks on this host and {cards}, but each rank needs its own card"
 
 
 def count_cards(root: Path = Path("/"), visible: str | None = None) -> int:
-    """The CUDA cards that a process would see, as far as that shows without torch.
+    """The number of CUDA cards that a process would see, counted without torch.
 
-    `visible` stands for the environment's CUDA_VISIBLE_DEVICES where it is given.
+    Args:
+        root: the root of the file system.
+        visible: used instead of the environment's CUDA_VISIBLE_DEVICES if given.
     """
     n_cards = len(list(root.glob("dev/nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
     if visible is None or n_cards == 0:
         return n_cards
-    # As the driver reads it: nothing is seen from the first name on that is no card's.
+    # Like the driver: the first invalid name hides itself and all names after it.
     numbers = {str(number) for number in range(n_cards)}
     names = (name.strip() for name in visible.split(","))
     seen = takewhile(lambda name: name in numbers or name.startswith(("GPU-", "MIG-")), names)

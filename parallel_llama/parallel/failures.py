@@ -1,7 +1,7 @@
-"""How the failure of a rank reaches the person who started it. Imports no torch.
+"""Reports the failure of a rank to the launcher that started it. Imports no torch.
 
-A rank that torchrun or `launch` started leaves one message in the file that
-TORCHELASTIC_ERROR_FILE names, torchrun's own convention; whoever started it shows the first.
+A rank of torchrun or of `launch` writes one message to the file that TORCHELASTIC_ERROR_FILE names,
+which is torchrun's convention. The launcher shows the first message.
 """
 
 import json
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from parallel_llama.errors import listed_ranks
 
-# A report is one message to a person; more than this in the file was not written by `report_error`.
+# A report is one message. More bytes than this were not written by `report_error`.
 MAX_REPORT_BYTES = 1 << 16
 
 
 class RankError(RuntimeError):
-    """A rank that the others need has died, is late, or has gone another way."""
+    """Another rank has died, is late, or has called another collective."""
 
 
 def late(ranks: Iterable[int], size: int, limit_s: float) -> str:
@@ -29,22 +29,22 @@ def late(ranks: Iterable[int], size: int, limit_s: float) -> str:
 
 
 def first_line(error: Exception, limit: int) -> str:
-    """What torch says of an error, without its page of C++."""
+    """The first line of an error's message; torch appends a C++ stack trace."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:limit]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a failed rank had to say. Units: nanoseconds of the host's clock since boot."""
+    """The message of a failed rank. `when_ns` is the host's monotonic clock in nanoseconds."""
 
     message: str
     when_ns: int
 
 
 def report_error(message: str) -> None:
-    """Tell the person what went wrong: through whoever started this rank, else on stderr.
+    """Writes a message to the launcher's error file, or to stderr if no launcher started this rank.
 
-    Where stderr is closed it is said on stdout, and where neither can be written, not at all.
+    If stderr is closed, the message goes to stdout; if neither can be written, it is dropped.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -53,15 +53,15 @@ def report_error(message: str) -> None:
                 stream.write(f"parallel-llama: {message}\n")
                 stream.flush()
         return
-    # torchrun reads message and timestamp; the launcher orders reports by the finer clock.
+    # torchrun reads message and timestamp; `launch` orders reports by the finer clock.
     body = {"message": message, "timestamp": int(time.time()), "monotonic_ns": time.monotonic_ns()}
     Path(path).write_bytes(json.dumps(body).encode()[:MAX_REPORT_BYTES])
 
 
 def report_crash(error: BaseException) -> None:
-    """Show the traceback of an error that nobody expected, and report it in one line.
+    """Prints the traceback of an unexpected error and reports its last line.
 
-    One write, headed by the rank: lines of several ranks do not mix.
+    The traceback is one write with the rank as its header, so that ranks' lines do not mix.
     """
     rank = os.environ.get("RANK")
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -74,7 +74,7 @@ def report_crash(error: BaseException) -> None:
 
 
 def read_report(data: bytes) -> Report | None:
-    """The report in an error file's content; None for an empty file or one of another kind."""
+    """The report in the content of an error file; None if it does not hold one."""
     try:
         body = json.loads(data[:MAX_REPORT_BYTES])
         return Report(str(body["message"]), int(body["monotonic_ns"]))

@@ -1,8 +1,7 @@
-"""How a rank finds the others and becomes part of their group.
+"""Connects the ranks and forms their group.
 
-The only place that initialises torch.distributed and fairscale. Under torchrun the ranks meet at
-torchrun's own store; elsewhere at a store of rank 0, which listens at the address of MASTER_ADDR
-alone.
+Only this module initialises torch.distributed and fairscale. Under torchrun the ranks use the store
+of torchrun's agent; otherwise rank 0 owns a store that listens only at MASTER_ADDR.
 """
 
 import errno
@@ -27,14 +26,13 @@ from fairscale.nn.model_parallel import initialize as fairscale_groups
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
-from parallel_llama.parallel.by_device import ByDevice
-from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
+from parallel_llama.parallel.collectives import ByDevice, Communicator, Solo, Timeouts
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError, first_line
 from parallel_llama.parallel.handshake import (
-    Card,
-    meet,
+    RankInfo,
     read_objection,
+    rendezvous,
     say_goodbye,
     tell,
     telling,
@@ -56,10 +54,10 @@ from parallel_llama.parallel.process_group import ProcessGroup, within
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
 
-_KNOCK_S = 0.05
+_CONNECT_S = 0.05
 _LISTEN_S = 0.1
-_SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
-# For a rank that gives up before it joins, until the other ranks have come to read why.
+_SIOCGIFADDR = 0x8915  # Linux: get the address of an interface
+# A rank that gives up before it joins waits so long for the others to read why.
 _TELL_S = 15.0
 
 _CPU = torch.device("cpu")
@@ -76,16 +74,18 @@ def join(
     timeout_s: float | None = None,
     look: Callable[[Sequence[int]], None] = lambda _: None,
 ) -> Communicator:
-    """The group of all ranks; one rank alone where nobody has started others.
+    """Joins the group of all ranks; a process that is not started as a rank gets a group of one.
 
-    `device` is where the model's tensors will be. `place` is this process's own, and without it the
-    environment's. `facts` must be the same on all ranks. `look` is called with the ranks that are
-    missing while they are awaited, and may raise. No rank is waited for longer than `timeout_s`, or
-    the default of `Timeouts`.
+    Args:
+        device: the device of the model's tensors.
+        place: the place of this process; by default that of the environment.
+        facts: must be equal on all ranks.
+        timeout_s: the limit for other ranks; by default the limits of `Timeouts`.
+        look: called with the missing ranks while this waits; it may raise.
 
-    Raises: UsageError for an incomplete environment; RankError naming ranks that never came, or
-    that are about to do something else.
-    Collective: every rank calls it, once.
+    Raises: UsageError for an incomplete environment; RankError naming ranks that did not come or
+    whose facts differ.
+    Collective: every rank calls it once.
     """
     global _has_begun
     _has_begun = True
@@ -98,20 +98,22 @@ def join(
     if is_under_torchrun():
         end_with_parent()
     if place.rank > 0 and threading.current_thread() is threading.main_thread():
-        # Ctrl-C reaches every process of the terminal; rank 0 alone decides what it means.
+        # Ctrl-C reaches every process of the terminal, but only rank 0 handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     timeouts = Timeouts.of(timeout_s)
     missing = set(range(place.size))
 
-    heard: list[str] = []  # why another rank has given up
+    heard: list[str] = []  # the reason why another rank has given up
     ended = threading.Event()
 
     def come_together() -> Communicator:
-        use_device(device)  # this is a thread of its own
+        use_device(device)  # this is another thread
         store = _open_store(place, timeouts.start_s)
         with telling(store, place.rank, place.size):
-            meet(store, Card.of_this_process(place.rank, place.size, facts or {}), missing)
-            # gloo waits for a rank that has given up, as long as for one that is late.
+            rendezvous(
+                store, RankInfo.of_this_process(place.rank, place.size, facts or {}), missing
+            )
+            # gloo would wait for a rank that has given up until the timeout.
             how = place, timeouts.start_s, ended, heard
             threading.Thread(target=_listen, args=how, daemon=True).start()
             with _gloo_on_interface_to(place):
@@ -129,7 +131,7 @@ def join(
     except dist.DistNetworkError as error:
         others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
         raise RankError(
-            f"{_keeper(place)} has died or given up, and with it the store where the ranks meet"
+            f"{_store_owner(place)} has died or given up, which ended the store of the ranks"
             f"{others}"
         ) from error
     finally:
@@ -137,10 +139,10 @@ def join(
 
 
 def give_up(why: str) -> None:
-    """Tell the other ranks why this one will never join; returns when they have read it.
+    """Tells the other ranks why this rank will not join; returns when they have read it.
 
-    Only where nobody else ends ranks when one fails, as torchrun and our own launcher do. Rank 0
-    keeps the store for them meanwhile. It waits `_TELL_S` seconds at the most.
+    It does nothing under torchrun and our launcher, which end all ranks when one fails. Rank 0
+    keeps the store open meanwhile. It waits at most `_TELL_S` seconds.
     """
     if _has_begun or is_watched():
         return
@@ -154,7 +156,7 @@ def give_up(why: str) -> None:
 
     with suppress(
         UsageError, CheckpointError, RuntimeError, TimeoutError
-    ):  # nobody is there to read it
+    ):  # no other rank can read it
         within(_TELL_S, tell_all)
 
 
@@ -166,15 +168,16 @@ def form_group(
     timeouts: Timeouts = Timeouts(),  # noqa: B008, it is frozen
     shared_memory: bool = True,
 ) -> Communicator:
-    """The group of `size` ranks that have a store in common.
+    """Forms the group of `size` ranks that share a store.
 
-    Without `shared_memory` the ranks of one host talk through gloo, as those of several do.
+    Args:
+        shared_memory: if false, ranks of one host use gloo, like ranks of several hosts.
 
-    Raises: RankError if they cannot connect.
-    Collective: every rank calls it, with the same arguments but `rank`.
+    Raises: RankError if the ranks cannot connect.
+    Collective: every rank calls it, with equal arguments except `rank`.
     """
     timeout = timedelta(seconds=timeouts.start_s)
-    # Both back ends under CUDA: what is not a tensor of the model travels on the CPU.
+    # Under CUDA both back ends: tensors that are not the model's are on the CPU.
     has_card = device.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if has_card else "gloo"
     try:
@@ -191,9 +194,8 @@ def form_group(
         raise
     except RuntimeError as error:
         raise RankError(
-            f"rank {rank} of {size} met the others and cannot connect to them: "
-            f"{first_line(error, 300)}; where hosts have several networks, GLOO_SOCKET_IFNAME "
-            "names the one to use"
+            f"rank {rank} of {size} cannot connect to the other ranks: {first_line(error, 300)}; "
+            "where hosts have several networks, GLOO_SOCKET_IFNAME names the one to use"
         ) from error
     group = fairscale_groups.get_model_parallel_group()
     for own in (
@@ -206,14 +208,14 @@ def form_group(
     abort = partial(_abort, group, device) if has_card else None
     comm = ProcessGroup(group, store, timeouts, _leave, abort)
     try:
-        # Nobody goes on before all have met: the store may end with rank 0.
+        # No rank continues before all have connected, because the store may end with rank 0.
         comm.barrier()
         host = share(comm, timeouts) if shared_memory else comm
         if not has_card:
             return host
         comm.all_gather(torch.zeros(1, device=device))  # NCCL connects at the first collective
         cards: Communicator = comm
-        if host is not comm:  # all on one host, where cards may read each other's memory
+        if host is not comm:  # all on one host, whose cards may read each other's memory
             shared = partial(symmetric_memory, group, device)
             cards = with_one_shot_sums(comm, device, shared, seconds_on_card)
         return ByDevice(host, cards, comm.require_whole)
@@ -224,11 +226,11 @@ def form_group(
 
 @contextmanager
 def _nccl_leaves_errors_to_us() -> Iterator[None]:
-    """Keeps torch's watchdog from ending the process of a rank whose peer is lost.
+    """Disables the watchdog of torch, which kills the process of a rank whose peer is lost.
 
-    It would end a user's program 30 s later, with a page of C++. Nor may its threads look for
-    dumps at the store, which is Python's and out of reach once the interpreter ends. torch reads
-    these once, when it makes a group.
+    It would kill a user's program 30 s later with a C++ stack trace. Its threads must not ask the
+    store for dumps either: the store is a Python object, which is invalid after the interpreter has
+    ended. torch reads these variables when it forms a group.
     """
     names = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
     added = [name for name in names if name not in os.environ]
@@ -242,10 +244,10 @@ def _nccl_leaves_errors_to_us() -> Iterator[None]:
 
 @contextmanager
 def _gloo_on_interface_to(place: Place) -> Iterator[None]:
-    """Lets gloo use the network by which this rank reaches the store.
+    """Makes gloo use the network interface by which this rank reaches the store.
 
-    By itself it takes the address of the host's name, often 127.0.1.1, which no other host reaches.
-    GLOO_SOCKET_IFNAME goes first where it is set.
+    By default gloo uses the address of the host's name, often 127.0.1.1, which other hosts cannot
+    reach. GLOO_SOCKET_IFNAME has precedence if it is set.
     """
     name = "GLOO_SOCKET_IFNAME"
     found = None if name in os.environ else _interface_to(place)
@@ -260,14 +262,14 @@ def _gloo_on_interface_to(place: Place) -> Iterator[None]:
 
 
 def _interface_to(place: Place) -> str | None:
-    """The interface by which this rank reaches the store; None where that is not by IPv4."""
+    """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((place.host, place.port))  # sends nothing
             own = ipaddress.IPv4Address(probe.getsockname()[0])
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode())
-                with suppress(OSError):  # it has no address
+                with suppress(OSError):  # the interface has no address
                     reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                     address = ipaddress.IPv4Address(reply[20:24])
                     if address == own or (address.is_loopback and own.is_loopback):
@@ -278,13 +280,13 @@ def _interface_to(place: Place) -> str | None:
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    """End what is queued on this rank's card, and with it the group."""
+    """Aborts the collectives that are queued on the card, and with them the group."""
     group._get_backend(device).abort()
 
 
 @contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """Keeps libraries from announcing themselves where answers go: fairscale, and gloo from C++."""
+    """Discards what fairscale, and gloo from C++, print to stdout."""
     try:
         kept = os.dup(1)
     except OSError:  # it is closed
@@ -304,15 +306,15 @@ def _silent_stdout() -> Iterator[None]:
 
 
 def _open_store(place: Place, limit_s: float) -> Store:
-    """The store where the ranks meet: rank 0 keeps it, unless torchrun does."""
+    """The store of the ranks, owned by rank 0 or by torchrun."""
     bound = None if place.is_served or place.rank > 0 else _bound_socket(place)
     return _connect(place, limit_s, bound)
 
 
 def _connect(place: Place, limit_s: float, bound: int | None = None) -> Store:
-    """A connection to the store; with a socket that is `bound`, the store itself."""
+    """A connection to the store, or the store itself if a `bound` socket is given."""
     if bound is None:
-        _knock(place, limit_s)
+        _wait_for_store(place, limit_s)
     store = TCPStore(
         place.host,
         place.port,
@@ -325,9 +327,9 @@ def _connect(place: Place, limit_s: float, bound: int | None = None) -> Store:
 
 
 def _listen(place: Place, limit_s: float, ended: threading.Event, heard: list[str]) -> None:
-    """Add to `heard` why another rank gives up, until this rank has `ended` its start.
+    """Appends to `heard` why another rank gives up, until `ended` is set.
 
-    By a connection of its own: the rank's other one waits for gloo.
+    It needs its own connection, because gloo waits on the other one.
     """
     with suppress(RuntimeError, TimeoutError):  # the store has ended
         store = _connect(place, limit_s)
@@ -339,9 +341,9 @@ def _listen(place: Place, limit_s: float, ended: threading.Event, heard: list[st
 
 
 def _bound_socket(place: Place) -> int | None:
-    """The number of a socket bound to the meeting place; None if another process listens there.
+    """The descriptor of a socket bound to the store's address; None if the address is in use.
 
-    Torch's own would listen on every interface, without any authorisation.
+    A socket of torch would listen on every interface.
     """
     if place.bound is not None:
         return place.bound
@@ -351,7 +353,7 @@ def _bound_socket(place: Place) -> int | None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address[4])
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:  # another rank 0, perhaps: it is met there
+        if error.errno == errno.EADDRINUSE:  # perhaps another rank 0, which the rendezvous detects
             return None
         raise RankError(
             f"rank 0 of {place.size} cannot listen at MASTER_ADDR={place.host}, MASTER_PORT="
@@ -360,8 +362,8 @@ def _bound_socket(place: Place) -> int | None:
     return bound.detach()
 
 
-def _knock(place: Place, limit_s: float) -> None:
-    """Wait until somebody listens at the meeting place; torch's store would complain at length.
+def _wait_for_store(place: Place, limit_s: float) -> None:
+    """Waits until a process listens at the store's address; torch would print warnings.
 
     Raises: TimeoutError.
     """
@@ -373,28 +375,28 @@ def _knock(place: Place, limit_s: float) -> None:
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise TimeoutError from error
-            time.sleep(_KNOCK_S)
+            time.sleep(_CONNECT_S)
 
 
 def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
     where = f"MASTER_ADDR={place.host}, MASTER_PORT={place.port}"
     if len(missing) == place.size:
         who = (
-            f"rank {place.rank} of {place.size} met nobody: {_keeper(place)} did not answer at "
-            f"{where}"
+            f"rank {place.rank} of {place.size} met nobody: {_store_owner(place)} did not answer "
+            f"at {where}"
         )
     elif missing:
         who = f"rank {listed_ranks(missing)} of {place.size} never joined"
     else:
-        who = f"the {place.size} ranks met and one of them stopped answering"
+        who = f"all {place.size} ranks have come, but one of them stopped answering"
     unseen = f", or has another {SECRET_FILE}" if SECRET_FILE in os.environ else ""
     return (
-        f"{who} within {timeouts.start_s:g} s; see what it says, or whether it was started"
+        f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"
         f"{unseen} (--timeout waits longer)"
     )
 
 
-def _keeper(place: Place) -> str:
+def _store_owner(place: Place) -> str:
     return "torchrun's agent" if place.is_served else f"rank 0 of {place.size}"
 
 

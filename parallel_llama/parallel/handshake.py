@@ -1,7 +1,6 @@
-"""Who is there, and are all about to do the same? Asked at a store, before any collective.
+"""The rendezvous of the ranks at a store, and the check that all ranks run the same.
 
-Ranks that differ in a file, a setting or a version would compute something, and nobody would
-notice that it is wrong.
+Ranks that differ in a file, a setting or a version would compute wrong results without an error.
 """
 
 import os
@@ -22,18 +21,20 @@ from parallel_llama.parallel.failures import RankError
 _POLL_S = 0.02
 _GOODBYE_S = 1.0
 
-# Facts of up to this length are shown as they are; longer ones are digests of what differs.
+# Longer facts are digests, which error messages do not show.
 _SHOWN_CHARS = 40
 
-_MAX_CARD_BYTES = 1 << 16
+_MAX_INFO_BYTES = 1 << 16
 _MAX_OBJECTION_CHARS = 2000
 
 
 @dataclass(frozen=True)
-class Card:
-    """What one rank says of itself: who it is, and by name the facts that must be the same on all.
+class RankInfo:
+    """What one rank publishes about itself.
 
-    `token` tells two processes of one rank apart.
+    Args:
+        facts: by name, values that must be equal on all ranks.
+        token: distinguishes two processes that claim the same rank.
     """
 
     rank: int
@@ -44,25 +45,25 @@ class Card:
     token: str
 
     @classmethod
-    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str]) -> "Card":
+    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str]) -> "RankInfo":
         name = socket.gethostname()
-        # Some are of a class of their own, such as torch's version.
+        # Some are not plain strings, such as torch's version.
         texts = {fact: str(value) for fact, value in facts.items()}
         return cls(rank, size, texts, name, os.getpid(), secrets.token_hex(8))
 
     @classmethod
-    def decode(cls, data: bytes, rank: int) -> "Card":
-        """Raises: RankError for anything but the card of `rank`, of at most _MAX_CARD_BYTES."""
+    def decode(cls, data: bytes, rank: int) -> "RankInfo":
+        """Raises: RankError if `data` is not a RankInfo of `rank` with at most _MAX_INFO_BYTES."""
         try:
-            card = msgspec.json.decode(data[: _MAX_CARD_BYTES + 1], type=cls)
+            info = msgspec.json.decode(data[: _MAX_INFO_BYTES + 1], type=cls)
         except (msgspec.DecodeError, RecursionError):
-            card = None
-        if card is None or card.rank != rank or len(data) > _MAX_CARD_BYTES:
+            info = None
+        if info is None or info.rank != rank or len(data) > _MAX_INFO_BYTES:
             raise RankError(
-                f"what was written as rank {rank} to the store where the ranks meet does not come "
-                "from a rank; is another program using the same address?"
+                f"the entry of rank {rank} in the store of the ranks was not written by a rank; "
+                "check that no other program uses the address"
             )
-        return card
+        return info
 
     def encode(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -72,41 +73,41 @@ class Card:
         return f"process {self.pid} on {printable(self.host, 255)}"
 
 
-def meet(store: Store, own: Card, missing: set[int]) -> None:
-    """Wait until every rank is there, and see that all are about to do the same.
+def rendezvous(store: Store, own: RankInfo, missing: set[int]) -> None:
+    """Waits for every rank and checks that the facts of all ranks are equal.
 
-    `missing` holds the ranks that are not there yet, brought up to date while this waits.
+    It has no limit of time.
 
-    Raises: RankError naming what differs and where, or why another rank has given up.
-    Collective: every rank calls it. It has no limit of its own.
+    Args:
+        missing: the ranks that have not come yet; updated while this waits.
+
+    Raises: RankError naming the fact that differs and its ranks, or why another rank has given up.
+    Collective: every rank calls it.
     """
-    cards: dict[int, Card] = {}
-    key = f"card/{own.rank}"
-    there = Card.decode(store.compare_set(key, "", own.encode()), own.rank)
+    infos: dict[int, RankInfo] = {}
+    key = f"info/{own.rank}"
+    there = RankInfo.decode(store.compare_set(key, "", own.encode()), own.rank)
     if there.token != own.token:
         raise RankError(
             f"two processes are rank {own.rank} of {own.size}: {there.process} and "
             f"{own.process}; give each process a RANK of its own"
         )
-    while len(cards) < own.size:
+    while len(infos) < own.size:
         if (objection := read_objection(store)) is not None:
             raise RankError(objection)
         for rank in range(own.size):
-            if rank not in cards and store.check([f"card/{rank}"]):
-                card = Card.decode(store.get(f"card/{rank}"), rank)
-                cards[rank] = _checked(card, own)
+            if rank not in infos and store.check([f"info/{rank}"]):
+                info = RankInfo.decode(store.get(f"info/{rank}"), rank)
+                infos[rank] = _checked(info, own)
                 missing.discard(rank)
-        if len(cards) < own.size:
+        if len(infos) < own.size:
             time.sleep(_POLL_S)
-    require_same([cards[rank] for rank in range(own.size)])
+    require_same([infos[rank] for rank in range(own.size)])
 
 
 @contextmanager
 def telling(store: Store, rank: int, size: int) -> Iterator[None]:
-    """Tells all ranks of an error that ends this rank, and raises the first that any rank told.
-
-    Raises: RankError.
-    """
+    """Publishes a RankError that ends this rank; raises the first one that any rank published."""
     try:
         yield
     except RankError as error:
@@ -117,14 +118,14 @@ def telling(store: Store, rank: int, size: int) -> Iterator[None]:
 
 
 def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0) -> str:
-    """Write why this rank gives up, unless another rank has; what all ranks read then.
+    """Publishes why this rank gives up, and returns the first reason that any rank published.
 
-    The store may end with this rank. So ranks that have a card get a moment to read it, and ranks
-    that are still to come `wait_s` seconds.
+    The store may end with this rank, so it waits until the other ranks have read the reason: a
+    moment for the ranks that have come, and `wait_s` seconds for those that have not.
     """
     first = _printable(store.compare_set("objection", "", objection))
     say_goodbye(store, rank)
-    there = [r for r in range(size) if wait_s or store.check([f"card/{r}"])]
+    there = [r for r in range(size) if wait_s or store.check([f"info/{r}"])]
     deadline = time.monotonic() + max(wait_s, _GOODBYE_S)
     while time.monotonic() < deadline:
         if all(store.check([f"goodbye/{r}"]) for r in there):
@@ -134,12 +135,12 @@ def tell(store: Store, rank: int, size: int, objection: str, wait_s: float = 0.0
 
 
 def read_objection(store: Store) -> str | None:
-    """Why a rank has given up, where one has."""
+    """Why a rank has given up; None if none has."""
     return _printable(store.get("objection")) if store.check(["objection"]) else None
 
 
 def say_goodbye(store: Store, rank: int) -> None:
-    """Show that this rank has read why another gives up."""
+    """Publishes that this rank has read why another rank gives up."""
     store.set(f"goodbye/{rank}", "")
 
 
@@ -147,31 +148,31 @@ def _printable(data: bytes) -> str:
     return printable(data.decode("utf-8", "replace"), _MAX_OBJECTION_CHARS)
 
 
-def require_same(cards: Sequence[Card]) -> None:
-    """Raises: RankError for a fact that is not the same on all, naming the ranks that are odd."""
-    for name in {name: None for card in cards for name in card.facts}:
-        values = [card.facts.get(name, "nothing") for card in cards]
-        usual, _ = Counter(values).most_common(1)[0]  # the first of those that are equally common
+def require_same(infos: Sequence[RankInfo]) -> None:
+    """Raises: RankError naming a fact that is not equal on all ranks and a rank that differs."""
+    for name in {name: None for info in infos for name in info.facts}:
+        values = [info.facts.get(name, "nothing") for info in infos]
+        usual, _ = Counter(values).most_common(1)[0]  # the first if several are equally common
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             rank, like = odd[0], values.index(usual)
-            told = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(cards)} "
+            difference = f"{printable(name, _SHOWN_CHARS)}: rank {rank} of {len(infos)} "
             if max(len(usual), len(values[rank])) <= _SHOWN_CHARS:
                 others = printable(values[rank], _SHOWN_CHARS), printable(usual, _SHOWN_CHARS)
-                told += f"has {others[0]} and rank {like} has {others[1]}"
+                difference += f"has {others[0]} and rank {like} has {others[1]}"
             else:
-                told += f"has another one than rank {like}"
+                difference += f"differs from rank {like}"
             more = f"; so do {len(odd) - 1} more" if len(odd) > 1 else ""
             raise RankError(
-                f"the ranks are not about to do the same. {told}{more}. Start all of them with the "
-                "same command, files and versions"
+                f"the ranks are not about to do the same. {difference}{more}. Start all of them "
+                "with the same command, files and versions"
             )
 
 
-def _checked(card: Card, own: Card) -> Card:
-    if card.size != own.size:
+def _checked(info: RankInfo, own: RankInfo) -> RankInfo:
+    if info.size != own.size:
         raise RankError(
-            f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {card.rank} "
-            f"({card.process}) one of {card.size}; give all the same WORLD_SIZE"
+            f"rank {own.rank} ({own.process}) is one of {own.size} ranks and rank {info.rank} "
+            f"({info.process}) one of {info.size}; give all the same WORLD_SIZE"
         )
-    return card
+    return info

@@ -1,10 +1,10 @@
-"""The start and the end of ranks on one host, without torchrun and without torch.
+"""Starts and ends ranks on one host, without torchrun and without torch.
 
-The ranks get torchrun's environment and meet on loopback alone: the parent binds a socket to
-127.0.0.1, at which rank 0 listens and nobody else. They inherit a secret in an open file without a
-name, by which they tell each other from any other process that reaches the socket. Rank 0 is one of
-the processes that `run_ranks` starts, and the parent itself with `LocalRanks`. The one invariant:
-when the parent ends, however it ends, no rank is left.
+The ranks get torchrun's environment variables and connect on loopback only: the parent binds a
+socket to 127.0.0.1, and rank 0 listens at it. The ranks inherit a secret in an open, unnamed file,
+which tells them apart from other processes that reach the socket. With `run_ranks` rank 0 is a
+child process, and with `LocalRanks` it is the parent. Invariant: when the parent ends for whatever
+reason, all ranks end.
 """
 
 import json
@@ -39,9 +39,9 @@ from parallel_llama.parallel.place import (
 
 MAX_RANKS = 1024
 
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # by a supervisor, and with the terminal
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # of a supervisor, and of a closed terminal
 
-WRONG_USE = 2  # the exit code of a rank whose message is about what was asked, not about the rank
+WRONG_USE = 2  # the exit code of a usage error, whose message does not name the rank
 
 _LOOK_S = 0.02
 _TERM_GRACE_S = 1.0
@@ -70,13 +70,13 @@ class _Rank:
 
 @dataclass
 class _Asked:
-    """What a person or a supervisor has asked of the parent. Units: monotonic seconds."""
+    """Signals that the parent has received. Units: monotonic seconds."""
 
     ended_by: int | None = None  # the number of the signal
     interrupted_s: float | None = None
 
     def deadline(self, interactive: bool) -> float:
-        """When everything has to end because of a Ctrl-C."""
+        """The time at which all ranks must have ended because of a Ctrl-C."""
         if self.interrupted_s is None or interactive:
             return math.inf
         return self.interrupted_s + _CTRL_C_LIMIT_S
@@ -90,16 +90,17 @@ def run_ranks(
     module: str = "parallel_llama",
     interactive: bool = False,
 ) -> int:
-    """Run `python -m module *arguments` as `nproc` ranks of this host and return the exit code.
+    """Runs `python -m module *arguments` as `nproc` ranks of this host; returns the exit code.
 
-    The code is that of the rank that failed first, 1 if a signal ended it, 130 after Ctrl-C, 143
-    after SIGTERM, 129 after SIGHUP. Rank 0 alone has this process's stdin and stdout, and all have
-    the other files that it has inherited. Rank 0 gets Ctrl-C too: what is not `interactive` is over
-    4 seconds later; in what is, rank 0 alone decides what Ctrl-C means. The terminal is left as it
-    was found.
+    The exit code is that of the rank that failed first, 1 if a signal killed that rank, 130 after
+    Ctrl-C, 143 after SIGTERM and 129 after SIGHUP. Only rank 0 has the stdin and stdout of this
+    process; all ranks inherit its other inheritable files. The settings of the terminal are
+    restored. It must be called from the main thread, which receives signals, and whose end kills
+    the ranks.
 
-    Call it from the main thread: signals arrive there, and ranks die with the thread that started
-    them.
+    Args:
+        threads: OMP_NUM_THREADS of each rank, unless the environment sets it.
+        interactive: rank 0 decides what Ctrl-C does; otherwise all ranks end within 4 seconds.
 
     Raises: UsageError if nproc is not 1 to MAX_RANKS.
     """
@@ -126,10 +127,10 @@ def run_ranks(
 
 
 class LocalRanks:
-    """Ranks 1 and up of this host, started by the process that is rank 0 itself.
+    """Ranks 1 and above of this host, started by the process that is rank 0.
 
-    Each runs `python -m module` and reads `settings`, one line of JSON, from its stdin, which ends
-    when this process does. What they print goes to stderr.
+    Each rank runs `python -m module` and reads `settings`, one line of JSON, from its stdin, which
+    is closed when this process ends. The output of the ranks goes to stderr.
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], size: int, threads: int) -> None:
@@ -141,11 +142,11 @@ class LocalRanks:
             with _bound_socket() as store, _secret_file(secret) as file:
                 port = store.getsockname()[1]
                 common = _environment(size, threads, port, file)
-                # They run this very package, wherever it was imported from.
+                # The ranks import the package from where this process has imported it.
                 paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
                 common["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-                # A session of its own, which no Ctrl-C reaches; no code runs between fork and
-                # exec, where the threads of this process are not there.
+                # Ctrl-C does not reach a new session. No preexec_fn: this process has threads, and
+                # code between fork and exec would run without them.
                 how: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
                 for number in range(1, size):
                     files = [file.fileno()]
@@ -169,9 +170,9 @@ class LocalRanks:
             raise
 
     def require_alive(self, within_s: float = 0.0) -> None:
-        """Return once this time is over and none has ended.
+        """Returns after `within_s` seconds if no rank has ended.
 
-        Raises: RankError with the reason that the first one gave before it ended.
+        Raises: RankError with the reason that the first rank to end has reported.
         """
         deadline = time.monotonic() + within_s
         while True:
@@ -191,11 +192,11 @@ class LocalRanks:
         return f"rank {first} of {self.place.size}: {reports[first].message}"
 
     def pids(self) -> dict[int, int]:
-        """Their processes, by rank."""
+        """Process ids by rank."""
         return {rank.number: rank.process.pid for rank in self._ranks}
 
     def end(self) -> None:
-        """End them, if they have not ended; it can be called twice."""
+        """Ends the ranks that still run. It may be called twice."""
         for rank in self._ranks:
             assert rank.process.stdin is not None
             with suppress(OSError):
@@ -206,38 +207,38 @@ class LocalRanks:
 
 
 def threads_per_rank(nproc: int, root: Path = Path("/")) -> int:
-    """An equal part of the cores that this process may use, at least one.
+    """The cores that this process may use divided by `nproc`, at least 1.
 
-    Those are the cores of its affinity, or as many as its container below `root` has time on.
+    The cores are limited by the CPU affinity and by the CPU quota of the container, if any.
     """
     n_cores = min([len(os.sched_getaffinity(0)), *_quotas(root / "sys" / "fs" / "cgroup")])
     return max(1, int(n_cores) // nproc)
 
 
 def _quotas(cgroup: Path) -> Iterator[float]:
-    """On how many cores a container has time, where it is limited; of versions 2 and 1."""
+    """The CPU quotas of the container in cores, by cgroup version 2 and 1."""
     v1 = cgroup / "cpu"
     for files in ((cgroup / "cpu.max",), (v1 / "cpu.cfs_quota_us", v1 / "cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # no such container, or no limit: "max", or -1
+        with suppress(OSError, ValueError):  # no such file, or no limit: "max" or -1
             quota, period = " ".join(file.read_text() for file in files).split()
             if int(quota) > 0:
                 yield int(quota) / int(period)
 
 
 def hear_ctrl_c() -> None:
-    """Let a Ctrl-C through that was pressed while rank 0 was starting; its program calls this."""
+    """Unblocks Ctrl-C, which is blocked while rank 0 starts; the program of rank 0 calls this."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _bound_socket() -> socket.socket:
-    """A socket on loopback that nobody can connect to before rank 0 listens at it."""
+    """A socket on loopback that refuses connections until rank 0 listens at it."""
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     return bound
 
 
 def _secret_file(secret: bytes) -> IO[bytes]:
-    """A file without a name: unlike a variable, nothing that ranks start inherits it."""
+    """An unnamed file. Unlike a variable, it is not inherited by processes that ranks start."""
     file = tempfile.TemporaryFile()  # noqa: SIM115, the caller closes it
     file.write(secret)
     file.flush()
@@ -245,10 +246,10 @@ def _secret_file(secret: bytes) -> IO[bytes]:
 
 
 def _environment(nproc: int, threads: int, port: int, secret: IO[bytes]) -> dict[str, str]:
-    """What all ranks find in their environment; a person's own settings go first."""
+    """The environment of all ranks; OMP_NUM_THREADS and the log level may be overridden."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        # Of a rank that has died, torch's store warns with a page of its own source.
+        # When a rank has died, torch's store prints a warning with a stack trace.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         **os.environ,
         "WORLD_SIZE": str(nproc),
@@ -276,39 +277,39 @@ def _start(
         **common,
         "RANK": str(number),
         "LOCAL_RANK": str(number),
-        # The file has no name of its own, so that nothing is left of it.
+        # The file is unnamed, so it disappears with its last descriptor.
         "TORCHELASTIC_ERROR_FILE": f"/dev/fd/{report.fileno()}",
     }
-    stdout = None if number == 0 else 2  # stderr's number: stdout belongs to rank 0
+    stdout = None if number == 0 else 2  # the descriptor of stderr
     files = [report.fileno(), *inherited]
     process = subprocess.Popen(command, env=env, stdout=stdout, pass_fds=files, **how)
     return _Rank(number, process, report)
 
 
 def _inherited_files() -> list[int]:
-    """Open files that whoever started this process meant for it, such as a shell's <(...)."""
+    """Inheritable files that the parent of this process has opened, such as <(...) of a shell."""
     numbers = []
     for path in Path("/dev/fd").iterdir():
-        with suppress(OSError):  # the folder itself, which is closed by now
+        with suppress(OSError):  # the descriptor of the folder, which is closed
             if int(path.name) > 2 and os.get_inheritable(int(path.name)):
                 numbers.append(int(path.name))
     return numbers
 
 
 def _before_exec(parent: int, ignores_ctrl_c: bool = False) -> None:
-    """What a rank does before it becomes Python: from here on it cannot outlive its parent."""
+    """Runs in a rank between fork and exec, so that the rank cannot outlive its parent."""
     if ignores_ctrl_c:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    else:  # held back while Python starts, which would answer with a traceback
+    else:  # blocked while Python starts, which would print a traceback
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     end_with_parent()
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 
 @contextmanager
 def _terminal_kept() -> Iterator[None]:
-    """Gives the terminal its settings back: a rank 0 that is killed at a prompt cannot."""
+    """Restores the terminal's settings, which a rank 0 that is killed at a prompt cannot."""
     try:
         settings = termios.tcgetattr(0)
     except (termios.error, OSError):
@@ -317,7 +318,7 @@ def _terminal_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        # In the background it belongs to another program, and touching it would stop this one.
+        # A background process that changes the terminal would be stopped.
         with suppress(termios.error, OSError):
             if os.tcgetpgrp(0) == os.getpgrp() and termios.tcgetattr(0) != settings:
                 termios.tcsetattr(0, termios.TCSADRAIN, settings)
@@ -325,11 +326,11 @@ def _terminal_kept() -> Iterator[None]:
 
 @contextmanager
 def _listening_to_signals() -> Iterator[_Asked]:
-    """Notes Ctrl-C and what ends a program instead of dying of them.
+    """Records Ctrl-C and the ending signals instead of dying of them.
 
-    A handler is not inherited by the ranks, but an ignored signal is: where Ctrl-C is ignored, as
-    in a shell's background job, or the terminal's end, as with nohup, it stays so. Once a
-    Ctrl-C was noted the next ones are too: they would cost this process its exit code.
+    A signal that is ignored at the start stays ignored, such as Ctrl-C in a shell's background job
+    or SIGHUP under nohup. After the first Ctrl-C the handler is kept, because another Ctrl-C would
+    change the exit code of this process.
     """
     asked = _Asked()
 
@@ -352,7 +353,7 @@ def _listening_to_signals() -> Iterator[_Asked]:
 
 
 def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
-    """Wait until all ranks are done, one has failed, or an end is asked for; the exit code."""
+    """Waits until all ranks have ended, one has failed or a signal came; returns the exit code."""
     while True:
         running = [rank for rank in ranks if rank.process.poll() is None]
         failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
@@ -368,10 +369,10 @@ def _watch(ranks: list[_Rank], asked: _Asked, interactive: bool) -> int:
 
 
 def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
-    """Say once why the ranks failed; the exit code of the one that began it.
+    """Prints why the ranks failed, and returns the exit code of the rank that failed first.
 
-    Others fail because the first one did, and may be seen to end before it. A rank that a signal
-    ended left no word and is a cause; else the earliest report is.
+    The other ranks fail because of the first one, and may end before it. A rank that was killed by
+    a signal without a report is the cause; otherwise the earliest report names the cause.
     """
     codes = {rank.process.returncode for rank in failed}
     if codes & {-signal.SIGINT, 128 + signal.SIGINT} and asked.interrupted_s is not None:
@@ -385,7 +386,7 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
         return 1
     if not reports:
         first = silent[0]
-        if first.number > 0:  # rank 0 speaks for itself
+        if first.number > 0:  # rank 0 prints its own message
             _say(f"[rank {first.number}] {first.ending()}")
         return first.process.returncode
     number, report = next(iter(reports.items()))
@@ -398,7 +399,7 @@ def _verdict(ranks: list[_Rank], failed: list[_Rank], asked: _Asked) -> int:
 
 
 def _reports(ranks: Sequence[_Rank]) -> dict[int, Report]:
-    """What ranks have reported, the earliest first."""
+    """Reports by rank, the earliest first."""
     found = {rank.number: report for rank in ranks if (report := rank.report()) is not None}
     return dict(sorted(found.items(), key=lambda each: each[1].when_ns))
 
@@ -409,11 +410,11 @@ def _say(message: str) -> None:
 
 
 def _end(ranks: list[_Rank], deadline: float) -> None:
-    """End what still runs: first politely, and by force at the deadline or a second from now."""
+    """Terminates the ranks, and kills what still runs at the deadline or after a second."""
     for rank in ranks:
         if rank.process.poll() is None:
             rank.process.terminate()
-            rank.process.send_signal(signal.SIGCONT)  # a stopped one would not hear of it
+            rank.process.send_signal(signal.SIGCONT)  # a stopped process would not receive it
     deadline = min(deadline, time.monotonic() + _TERM_GRACE_S)
     for rank in ranks:
         try:

@@ -1,13 +1,13 @@
-"""Small sums of ranks' cards in one kernel: each card reads all others' memory and adds by itself.
+"""One-shot all-reduce of small tensors: each card reads the inputs of all cards and adds them.
 
-NCCL takes some 20 microseconds for the few kilobytes of a decode step, and there are two sums for
-each layer; reading what the others have put into memory that all of them see takes some 5. From a
-size on NCCL is faster, since one shot reads all of everybody's numbers. Where that is, the cards
-are asked when their group is made; who has no such memory goes on with NCCL.
+NCCL takes about 20 microseconds for the few kilobytes of a decode step, and each layer has two
+all-reduces; one shot over symmetric memory takes about 5. NCCL is faster above some size, because
+one shot reads the whole input of every rank. That size is measured when the group is formed. Cards
+without symmetric memory use NCCL.
 
-Sums are in float32 and in the order of the ranks, so they are the same to the last bit on each. A
-card waits in the kernel for the others, without a limit of its own: the watch over the group has
-one, and so has who has started the ranks.
+Sums are in float32 and in rank order, so they are bitwise equal on all ranks. A card waits in the
+kernel for the others without a limit of time; the watchdog of the group has a limit, and so has
+the launcher.
 
 Source: torch.distributed._symmetric_memory, torch.ops.symm_mem.one_shot_all_reduce.
 """
@@ -22,17 +22,17 @@ from torch import Tensor
 
 from parallel_llama.parallel.collectives import Communicator
 
-# Numbers of the largest sum that may go by one shot, and of those that are tried.
+# Elements of the largest sum that may use one shot, and of the sums that are timed.
 _MOST = 1 << 18
 _TRIED = tuple(1 << n for n in range(10, 19, 2))
 _ROUNDS = 20
 
-# Everybody's sum of some float32 numbers, no more than _MOST, as a new tensor.
+# Sums a float32 tensor of at most _MOST elements over all ranks, into a new tensor.
 OneShot = Callable[[Tensor], Tensor]
 
 
 class OneShotSums(Communicator):
-    """A group of cards that sums up to `most` numbers by one shot, and all else as `cards` does."""
+    """Sums up to `most` elements by one shot; everything else goes to `cards`."""
 
     def __init__(self, cards: Communicator, one_shot: OneShot, most: int) -> None:
         self.rank, self.size, self.most = cards.rank, cards.size, most
@@ -46,14 +46,14 @@ class OneShotSums(Communicator):
     def all_gather(self, x: Tensor) -> Tensor:
         return self._cards.all_gather(x)
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
-        return self._cards.broadcast(x, src, patient=patient)
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        return self._cards.broadcast(x, src, no_timeout=no_timeout)
 
     def barrier(self) -> None:
         self._cards.barrier()
 
-    def pulse(self) -> None:
-        self._cards.pulse()
+    def keepalive(self) -> None:
+        self._cards.keepalive()
 
     def require_alive(self) -> None:
         self._cards.require_alive()
@@ -68,10 +68,11 @@ def with_one_shot_sums(
     make: Callable[[], OneShot],
     seconds: Callable[[Callable[[], object]], float],
 ) -> Communicator:
-    """The group with one-shot sums as far as they are right and faster; else the group itself.
+    """`cards` with one-shot sums for the sizes at which they are faster, or `cards` itself.
 
-    `make` gives one shots, or raises where there are none; `seconds` says how long the device takes
-    for a call.
+    Args:
+        make: returns the one-shot function; raises if the device has none.
+        seconds: measures how long the device takes for a call.
 
     Collective: every rank calls it.
     """
@@ -88,7 +89,7 @@ def with_one_shot_sums(
     for n in _TRIED:
         x = torch.zeros(n, device=device)
         taken_s = [seconds(partial(way.all_reduce, x)) for way in (ours, cards)]
-        # Each rank has measured its own; the slowest is the one that counts.
+        # Each rank has its own measurement; the slowest one counts.
         slowest = cards.all_gather(torch.tensor(taken_s, device=device)).amax(0).tolist()
         if slowest[0] >= slowest[1]:
             break
@@ -97,9 +98,9 @@ def with_one_shot_sums(
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
-    """One shots over memory of a group's cards that each can read.
+    """The one-shot function over symmetric memory of the cards of a group.
 
-    Raises: RuntimeError, AttributeError or ImportError where torch or the cards have none.
+    Raises: RuntimeError, AttributeError or ImportError if torch or the cards do not support it.
     Collective: every rank calls it.
     """
     import torch.distributed._symmetric_memory as memory  # not in every torch
@@ -111,7 +112,7 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShot:
 
 
 def seconds_on_card(call: Callable[[], object]) -> float:
-    """How long a card takes for a call, in the median of some."""
+    """The median time of a call on the current card, in seconds."""
     stream, taken = torch.cuda.current_stream(), list[float]()
     for _ in range(_ROUNDS):
         start = stream.record_event(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
@@ -123,9 +124,9 @@ def seconds_on_card(call: Callable[[], object]) -> float:
 
 
 def _is_right(ours: Communicator, cards: Communicator, device: torch.device) -> bool:
-    """Whether sums of whole numbers, which have no rounding, are those of the other way."""
+    """Whether one-shot sums of integers, which need no rounding, equal those of `cards`."""
     is_right = True
-    for n in (1, 1000, _MOST):  # all of them: the other ranks take part
+    for n in (1, 1000, _MOST):  # no early exit: the other ranks take part
         own = torch.arange(n, device=device, dtype=torch.float32) % 97 * (cards.rank + 1)
         is_right &= torch.equal(ours.all_reduce(own.clone()), cards.all_reduce(own))
     return is_right

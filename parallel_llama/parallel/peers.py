@@ -1,4 +1,4 @@
-"""Which of the other ranks of this host are still alive, and which are stopped."""
+"""Detects which other ranks of this host have ended, and which are stopped."""
 
 import os
 import select
@@ -7,9 +7,12 @@ from pathlib import Path
 
 
 class Peers:
-    """Watches processes by file descriptors, which neither zombies nor reused ids can deceive.
+    """Watches processes by pidfds, which are correct for zombies and for reused process ids.
 
-    `gone` holds the ranks that were found to have ended; it never shrinks.
+    `gone` holds the ranks whose processes have ended; it only grows.
+
+    Args:
+        pids: process ids by rank.
 
     Raises: OSError if a process cannot be watched.
     """
@@ -29,19 +32,19 @@ class Peers:
             raise
 
     def look(self) -> None:
-        """Bring `gone` up to date."""
+        """Updates `gone`."""
         for fd, _ in self._poller.poll(0):
             self._poller.unregister(fd)
             self.gone.add(self._ranks.pop(fd))
             os.close(fd)
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether a signal or a debugger holds a rank's process, so that none of its code runs."""
+        """Whether a signal or a debugger has stopped the process of a rank."""
         try:
             stat = Path(f"/proc/{self._pids[rank]}/stat").read_text(encoding="utf-8")
         except OSError:  # it has ended
             return False
-        # The state stands behind the name, which may hold anything.
+        # The state follows the name, which may contain any characters.
         return stat[stat.rindex(")") + 1 :].split()[0] in ("T", "t")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks, as whoever started it has said. Imports no torch."""
+"""The rank, the number of ranks and the address from the launcher's variables. Imports no torch."""
 
 import ctypes
 import os
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import expanded, read_private
 
-# The number of the socket that rank 0 has inherited, bound to MASTER_ADDR and MASTER_PORT.
+# The descriptor of the inherited socket of rank 0, bound to MASTER_ADDR and MASTER_PORT.
 STORE_FD = "PARALLEL_LLAMA_STORE_FD"
-# The number of the file that all ranks of `launch` have inherited, with the run's secret.
+# The descriptor of the inherited file with the secret of the run, for ranks of `launch`.
 SECRET_FD = "PARALLEL_LLAMA_SECRET_FD"
 SECRET_BYTES = 32
-# The path of a file with the secret, for ranks that another launcher has started.
+# The path of a file with the secret, for ranks of another launcher.
 SECRET_FILE = "PARALLEL_LLAMA_SECRET_FILE"
 _MAX_SECRET_BYTES = 4096
 
@@ -24,12 +24,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Place:
-    """One process's number among `size` ranks, and where they meet.
+    """The rank of a process, and the address of the store.
 
-    `bound` is the number of a socket that is bound to the address already, for rank 0 to listen at.
-    `is_served` says that somebody else keeps the store there, as torchrun's agent does; else rank 0
-    keeps it. `run` is the launcher's name for this start of the ranks. `secret` is known to the
-    ranks of this run alone; it is empty where nobody has handed one out.
+    Args:
+        bound: the descriptor of a socket that is already bound to the address, for rank 0.
+        is_served: another process, such as torchrun's agent, owns the store; otherwise rank 0 does.
+        run: the launcher's name for this start of the ranks.
+        secret: known only to the ranks of this run; empty if there is none.
     """
 
     rank: int
@@ -44,7 +45,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables in which a launcher names a process's rank; `remedy` gives ranks an address."""
+    """The variables of a launcher; `remedy` says how to give its ranks an address."""
 
     name: str
     rank: str
@@ -80,10 +81,10 @@ _LAUNCHERS = (
 
 
 def _launcher() -> _Launcher | None:
-    """What started this process as one of several ranks, or torchrun as the only one; else None.
+    """The launcher that started this process as a rank, or None.
 
-    A single task of srun or mpirun may start ranks of its own. A batch script of Slurm has the
-    variables of its job's tasks, and is none.
+    A single task of srun or mpirun does not count, because it may start its own ranks. A batch
+    script of Slurm has the variables of the job's tasks, but is not a task.
     """
     if _TORCHRUN.rank in os.environ or _TORCHRUN.size in os.environ:
         return _TORCHRUN
@@ -95,21 +96,21 @@ def _launcher() -> _Launcher | None:
 
 
 def world() -> tuple[int, int]:
-    """This process's rank and the number of ranks; (0, 1) where nobody has started it as a rank.
+    """This process's rank and the number of ranks; (0, 1) if no launcher started it as a rank.
 
-    They are torchrun's, or those of mpirun, mpiexec or srun.
+    Known launchers are torchrun, mpirun, mpiexec and srun.
 
-    Raises: UsageError if the environment's values are not a rank and a number of ranks.
+    Raises: UsageError if the variables are not a rank and a number of ranks.
     """
     launcher = _launcher()
     return (0, 1) if launcher is None else _numbers(launcher.rank, launcher.size)
 
 
 def local_world(size: int) -> tuple[int, int]:
-    """This process's number among the ranks of its own host, and how many they are.
+    """This process's rank among the ranks of its host, and the number of ranks of the host.
 
-    Of `size` ranks in all, those that this program starts are on one host, and so are those of an
-    environment that does not say how many are.
+    All `size` ranks are assumed to be on one host if this program starts them, or if the
+    environment does not say how many are.
 
     Raises: UsageError like `world`.
     """
@@ -126,7 +127,7 @@ def local_world(size: int) -> tuple[int, int]:
 
 
 def _tasks_of_node() -> int | None:
-    """How many of a Slurm step's tasks are on this node: of "2(x3),1", nodes 0 to 2 have 2."""
+    """The tasks of a Slurm step on this node: for "2(x3),1", nodes 0 to 2 have 2 tasks."""
     counts: list[str] = []
     try:
         for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(","):
@@ -138,12 +139,12 @@ def _tasks_of_node() -> int | None:
 
 
 def place_in_environment() -> Place:
-    """This process's place from its launcher's environment; one rank alone without it.
+    """This process's place from the variables of its launcher; a single rank without a launcher.
 
-    The bound socket and the secret can be taken once: another call does not find them.
+    The bound socket and the secret are consumed, so a second call does not find them.
 
-    Raises: UsageError for an environment that is incomplete; CheckpointError for a file of the
-    secret that cannot be read.
+    Raises: UsageError for incomplete variables; CheckpointError if the file of the secret cannot be
+    read.
     """
     rank, size = world()
     if size == 1:
@@ -169,13 +170,13 @@ def place_in_environment() -> Place:
 
 
 def run_in(environment: Mapping[str, str]) -> str:
-    """The name of a run in its ranks' environment; torchrun may start one several times."""
+    """The name of a run; torchrun may restart a run, which changes the name."""
     names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
     return " ".join(environment.get(name, "") for name in names)
 
 
 def _secret() -> bytes:
-    """The secret that this process has inherited from `launch`, or that of SECRET_FILE."""
+    """The secret in the file inherited from `launch`, or in SECRET_FILE."""
     number, path = os.environ.pop(SECRET_FD, None), os.environ.get(SECRET_FILE)
     if number is not None:
         secret = os.pread(int(number), SECRET_BYTES, 0)
@@ -193,12 +194,12 @@ def _secret() -> bytes:
 
 
 def is_started_as_rank() -> bool:
-    """Whether somebody has started this process as one of some ranks, or the only one."""
+    """Whether a launcher has started this process as a rank."""
     return _launcher() is not None
 
 
 def launcher_name() -> str:
-    """What started this process as a rank."""
+    """The name of the launcher that started this process."""
     return (_launcher() or _TORCHRUN).name
 
 
@@ -208,12 +209,12 @@ def is_under_torchrun() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether torchrun or `launch` has started this process, and ends all ranks when one fails."""
+    """Whether torchrun or `launch`, which end all ranks when one fails, started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
-    """A rank and a number of ranks from the environment."""
+    """A rank and a number of ranks from two variables."""
     texts = os.environ.get(rank_name), os.environ.get(size_name)
     rank, size = (int(t) if t and t.isascii() and t.isdigit() else -1 for t in texts)
     if not 0 <= rank < size:
@@ -225,9 +226,6 @@ def _numbers(rank_name: str, size_name: str) -> tuple[int, int]:
 
 
 def end_with_parent() -> None:
-    """From here on the system ends this process when its parent ends.
-
-    More exactly: when the thread does that started it.
-    """
+    """Makes the kernel kill this process when the thread that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

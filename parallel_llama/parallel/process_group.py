@@ -1,7 +1,7 @@
-"""Collectives of ranks on several hosts, or on one without shared memory: torch's own.
+"""Collectives by torch.distributed, for ranks on several hosts or without shared memory.
 
-gloo carries tensors on the CPU, NCCL those on CUDA. Their errors do not say which rank they are
-about, so every rank's heart beats at the store, and who fails looks whose has stopped.
+CPU tensors use gloo and CUDA tensors use NCCL. Errors of both do not name the rank that failed, so
+ranks write heartbeats to the store; after a failure the missing heartbeat names the dead rank.
 """
 
 import threading
@@ -20,28 +20,32 @@ from parallel_llama.errors import listed_ranks
 from parallel_llama.parallel.collectives import Communicator, Timeouts
 from parallel_llama.parallel.failures import RankError, first_line, late
 from parallel_llama.parallel.sealed_store import ForgedValue
-from parallel_llama.parallel.watch import Watch
+from parallel_llama.parallel.watchdog import Watchdog
 
 Result = TypeVar("Result")
 
-# What a rank that waits for work waits at the most: rank 0 may be waiting for a person.
+# The limit of a broadcast without timeout: rank 0 may be waiting for a person.
 _IDLE_LIMIT = timedelta(days=365)
 
 _BEAT_S = 0.2
-_LISTEN_S = 10 * _BEAT_S  # a busy machine may hold a heart for a second
-_LOST_S = 5.0  # without a heartbeat, where no collective shows a closed connection
-_ANSWER_S = 5.0  # for what a store that is there answers in a millisecond
-_PULSE_S, _POLL_S = 1.0, 0.05
+_LISTEN_S = 10 * _BEAT_S  # a busy machine may delay a heartbeat for a second
+_LOST_S = 5.0  # without a heartbeat, between collectives
+_ANSWER_S = 5.0  # a store that works answers in a millisecond
+_KEEPALIVE_S, _POLL_S = 1.0, 0.05
 _LOOK_S = 0.1
 
 _MAX_DIGITS = 18  # of a count
 
 
 class ProcessGroup(Communicator):
-    """A process group of torch whose ranks have met at a store.
+    """A process group of torch.
 
-    `leave` is called once, on close. Every group's rank numbers must be the world's. `abort` gives
-    up what is queued on a card; it is None where collectives are done when their calls return.
+    Args:
+        group: its rank numbers must equal those of the world.
+        store: the store at which the ranks connected.
+        leave: called once, by `close`.
+        abort: aborts the collectives that are queued on a card; None if collectives are done when
+            their calls return.
     """
 
     def __init__(
@@ -55,10 +59,10 @@ class ProcessGroup(Communicator):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group, self._timeouts = group, timeouts
         self._leave: Callable[[], None] | None = leave
-        self._signs = _Signs(store, self.rank, self.size)
-        self._watch = abort and Watch(timeouts.step_s, abort, self._culprits)
+        self._heartbeats = _Heartbeats(store, self.rank, self.size)
+        self._watchdog = abort and Watchdog(timeouts.step_s, abort, self._culprits)
         self._n_barriers = 0
-        self._n_pulses, self._pulsed_s = 0, 0.0
+        self._n_keepalives, self._keepalive_s = 0, 0.0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if not x.is_contiguous():
@@ -73,67 +77,67 @@ class ProcessGroup(Communicator):
             with self._naming_culprits("all_gather"):
                 own = x.contiguous().view(-1)
                 work = self._group._allgather_base(gathered.view(-1), own)
-                # A step has one at its end; what it finds done is done before it.
-                if self._watch is not None:
-                    self._watch.add(work)
+                # Every step ends with an all_gather, and what was queued before is done before it.
+                if self._watchdog is not None:
+                    self._watchdog.add(work)
                 work.wait()
         return gathered
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         if not x.is_contiguous():
-            return x.copy_(self.broadcast(x.contiguous(), src, patient=patient))
+            return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
         with self._naming_culprits("broadcast"):
-            if patient and self.rank != src:
+            if no_timeout and self.rank != src:
                 self._receive(x, src)
             else:
                 dist.broadcast(x, src, group=self._group)
         return x
 
     def barrier(self) -> None:
-        """At the store, where a rank can be seen to pulse."""
+        """Waits at the store, where keepalives of the other ranks can be read."""
         self._n_barriers += 1
-        self._signs.give(f"barrier {self._n_barriers}", 1)
-        pulses: dict[int, int] = {}
+        self._heartbeats.give(f"barrier {self._n_barriers}", 1)
+        keepalives: dict[int, int] = {}
         heard_s = dict.fromkeys(range(self.size), time.monotonic())
-        while missing := self._signs.missing(f"barrier {self._n_barriers}"):
+        while missing := self._heartbeats.missing(f"barrier {self._n_barriers}"):
             now = time.monotonic()
             for rank in missing:
-                pulse = self._signs.seen("pulse", rank)
-                if pulse > pulses.setdefault(rank, pulse):
-                    pulses[rank], heard_s[rank] = pulse, now
+                count = self._heartbeats.seen("keepalive", rank)
+                if count > keepalives.setdefault(rank, count):
+                    keepalives[rank], heard_s[rank] = count, now
             limit_s = self._timeouts.start_s
             if overdue := [rank for rank in missing if now - heard_s[rank] > limit_s]:
                 raise RankError(late(overdue, self.size, limit_s))
             time.sleep(_POLL_S)
 
-    def pulse(self) -> None:
+    def keepalive(self) -> None:
         now = time.monotonic()
-        if now - self._pulsed_s > _PULSE_S:
-            self._n_pulses, self._pulsed_s = self._n_pulses + 1, now
-            self._signs.give("pulse", self._n_pulses)
+        if now - self._keepalive_s > _KEEPALIVE_S:
+            self._n_keepalives, self._keepalive_s = self._n_keepalives + 1, now
+            self._heartbeats.give("keepalive", self._n_keepalives)
 
     def require_alive(self) -> None:
-        if lost := self._signs.long_silent():
+        if lost := self._heartbeats.lost_ranks():
             raise RankError(
                 f"rank {listed_ranks(lost)} of {self.size} has died, is stopped or cannot be "
                 f"reached: no heartbeat for {_LOST_S:g} s"
             )
 
     def require_whole(self) -> None:
-        """Raises: RankError once a rank is lost that a card was waiting for."""
-        if self._watch is not None:
-            self._watch.require_whole()
+        """Raises: RankError if the watchdog has aborted a collective of the card."""
+        if self._watchdog is not None:
+            self._watchdog.require_whole()
 
     def close(self) -> None:
         if self._leave is not None:
             leave, self._leave = self._leave, None
-            self._signs.end()
-            if self._watch is not None:
-                self._watch.end()
+            self._heartbeats.end()
+            if self._watchdog is not None:
+                self._watchdog.end()
             leave()
 
     def _receive(self, x: Tensor, src: int) -> None:
-        """A broadcast whose source may take its time: it comes or the connection ends."""
+        """Receives a broadcast without a limit of time, until the connection ends."""
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = src, _IDLE_LIMIT
         self._group.broadcast([x], options).wait(_IDLE_LIMIT)
@@ -152,55 +156,56 @@ class ProcessGroup(Communicator):
 
     def _culprits(self) -> str:
         try:
-            silent = self._signs.silent()
+            dead = self._heartbeats.dead_ranks()
         except RankError as error:
             return str(error)
-        if silent:
-            return f"rank {listed_ranks(silent)} has died, is stopped or cannot be reached"
+        if dead:
+            return f"rank {listed_ranks(dead)} has died, is stopped or cannot be reached"
         return "every rank is alive, so one is late or in another collective"
 
 
-class _Signs:
-    """What ranks show each other at their store; a thread keeps the heart beating.
+class _Heartbeats:
+    """Counts that ranks publish at their store; a thread increments this rank's heartbeat.
 
-    All are counts that only grow, so that an old one, written again by another process, says
-    nothing.
+    Counts only grow, so an old count that another process writes again has no effect.
 
-    Raises: RankError from every question that the store does not answer.
+    Raises: RankError from every method, if the store does not answer.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._heard: dict[int, tuple[int, float]] = {}  # by rank: the last beat, and since when
+        self._heard: dict[
+            int, tuple[int, float]
+        ] = {}  # by rank: the last heartbeat, and when it was first seen
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def give(self, what: str, count: int) -> None:
-        """Show a count to all."""
+        """Publishes a count of this rank."""
         self._ask(lambda: self._store.set(f"{what}/{self._rank}", str(count)))
 
     def seen(self, what: str, rank: int) -> int:
-        """The count that a rank has shown last; 0 where it has shown none."""
+        """The last count that a rank has published; 0 if there is none."""
         return self._ask(lambda: self._read(f"{what}/{rank}"))
 
     def missing(self, what: str) -> list[int]:
-        """The ranks that have not shown it."""
+        """The ranks that have not published a count of this name."""
         keys = {rank: f"{what}/{rank}" for rank in range(self._size)}
         return self._ask(lambda: [rank for rank, key in keys.items() if not self._read(key)])
 
-    def silent(self) -> list[int]:
-        """The other ranks whose hearts have stopped; it listens for some beats."""
+    def dead_ranks(self) -> list[int]:
+        """The other ranks without a heartbeat during the next `_LISTEN_S` seconds."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        before = {rank: self.seen("heart", rank) for rank in others}
+        before = {rank: self.seen("heartbeat", rank) for rank in others}
         time.sleep(_LISTEN_S)
-        return [rank for rank in others if self.seen("heart", rank) <= before[rank]]
+        return [rank for rank in others if self.seen("heartbeat", rank) <= before[rank]]
 
-    def long_silent(self) -> list[int]:
-        """The other ranks whose hearts have not beaten for `_LOST_S` of these looks."""
+    def lost_ranks(self) -> list[int]:
+        """The other ranks whose heartbeat has not changed for `_LOST_S` seconds of these calls."""
         now = time.monotonic()
         others = [rank for rank in range(self._size) if rank != self._rank]
         for rank in others:
-            beat = self.seen("heart", rank)
+            beat = self.seen("heartbeat", rank)
             if rank not in self._heard or self._heard[rank][0] < beat:
                 self._heard[rank] = beat, now
         return [rank for rank in others if now - self._heard[rank][1] > _LOST_S]
@@ -213,14 +218,14 @@ class _Signs:
         try:
             while not self._ended.wait(_BEAT_S):
                 n_beats += 1
-                self._store.set(f"heart/{self._rank}", str(n_beats))
-        except RuntimeError:  # the store has ended, and with it who kept it
+                self._store.set(f"heartbeat/{self._rank}", str(n_beats))
+        except RuntimeError:  # the store has ended, and so has its owner
             pass
 
     def _read(self, key: str) -> int:
         try:
             value = self._store.get(key) if self._store.check([key]) else b""
-        except ForgedValue:  # no rank has written it
+        except ForgedValue:  # not written by a rank
             return 0
         return int(value) if value.isdigit() and len(value) <= _MAX_DIGITS else 0
 
@@ -229,18 +234,21 @@ class _Signs:
             return within(_ANSWER_S, question)
         except (TimeoutError, RuntimeError) as error:
             raise RankError(
-                "the store where the ranks met does not answer: its keeper, rank 0 or torchrun's "
-                "agent beside it, has died, is stopped or cannot be reached"
+                "the store of the ranks does not answer: its owner, rank 0 or torchrun's agent on "
+                "its host, has died, is stopped or cannot be reached"
             ) from error
 
 
 def within(
     limit_s: float, function: Callable[[], Result], look: Callable[[], None] = lambda: None
 ) -> Result:
-    """What a function gives, called in a thread of its own; `look` is called while it is awaited.
+    """The result of a function that runs in its own thread, with a limit of time.
 
-    torch's store answers nothing, for ever, once the process that keeps it is stopped or cut off,
-    and some of its calls have no limit. A function that is given up may go on; it must harm nobody.
+    Some calls of torch's store have no limit of time, and wait without end if the owner of the
+    store is stopped or cannot be reached. After the limit the function may continue to run.
+
+    Args:
+        look: called repeatedly while this waits.
 
     Raises: TimeoutError at the limit; what `function` or `look` raise.
     """

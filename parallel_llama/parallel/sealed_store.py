@@ -1,9 +1,9 @@
-"""A store that takes for a rank's word only what was written with the secret of its run.
+"""A store that accepts only values written with the secret of its run.
 
 torch's TCPStore lets every process that reaches its port list, read and write all keys. So each
-value carries an HMAC-SHA256 of its key and content, whose key follows from the secret. Keys begin
-with a prefix that follows from the secret too, but reveals nothing of it: runs that reach the same
-store by accident do not see each other. Values are not encrypted.
+value carries an HMAC-SHA256 of its key and content, with a key derived from the secret. Store keys
+have a prefix that is also derived from the secret, so that runs which reach the same store by
+accident do not see each other. Values are not encrypted.
 """
 
 import hmac
@@ -15,24 +15,27 @@ from torch.distributed import Store
 
 from parallel_llama.parallel.failures import RankError
 
-# Of one value; what ranks and torch write takes a few kilobytes.
+# Ranks and torch write values of a few kilobytes.
 MAX_VALUE_BYTES = 1 << 20
 
 _TAG_BYTES = 32
 
 
 class ForgedValue(RankError):
-    """A process that does not know the run's secret has written a value."""
+    """A value was written by a process that does not know the secret of the run."""
 
 
 class SealedStore(Store):
-    """The part of `store` that holders of `secret` share during one `run`.
+    """A store for the processes that know `secret`, for one `run`.
 
-    A run is named by what its launcher gives to all ranks. Without a secret, names alone keep
-    different runs apart, and nothing is protected from a process that knows them.
+    Without a secret, only the names of runs keep different runs apart, and the values are not
+    protected from a process that knows the name.
 
-    Raises: ForgedValue from whatever reads a value that nobody of this run has written;
-    ValueError for a value above MAX_VALUE_BYTES.
+    Args:
+        run: a name that the launcher gives to all ranks.
+
+    Raises: ForgedValue from every method that reads a value which no process of this run has
+    written; ValueError for a value above MAX_VALUE_BYTES.
     """
 
     def __init__(self, store: Store, secret: bytes, run: str) -> None:
@@ -54,17 +57,17 @@ class SealedStore(Store):
         return self._opened(key, found)
 
     def add(self, key: str, amount: int) -> int:
-        """As a loop of `compare_set`, since the store itself can only add to bare numbers."""
+        """A loop of `compare_set`, because the store can only add to plain numbers."""
         while True:
             before = self.get(key) if self.check([key]) else b"0"
             total = int(before.split()[0]) + amount
-            # The mark tells this rank's sum from an equal one of another rank.
+            # The random suffix distinguishes this sum from an equal one of another rank.
             after = f"{total} {secrets.token_hex(8)}".encode()
             if self.compare_set(key, before if before != b"0" else b"", after) == after:
                 return total
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there, whoever wrote them."""
+        """Whether all keys exist, without a check of who wrote them."""
         return self._store.check([self._name(key) for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -86,7 +89,7 @@ class SealedStore(Store):
 
     def _tag(self, key: str, value: bytes) -> bytes:
         name = key.encode()
-        # The length keeps a name's end from being read as the value's beginning.
+        # With its length, the end of a name cannot be taken for the start of a value.
         content = len(name).to_bytes(8, "big") + name + value
         return hmac.digest(self._key, content, "sha256")
 
@@ -101,8 +104,8 @@ class SealedStore(Store):
         is_short = len(value) <= MAX_VALUE_BYTES
         if not is_short or not hmac.compare_digest(tag, self._tag(key, value)):
             raise ForgedValue(
-                f"another process has written {key!r} to the store where the ranks meet, without "
-                "the secret of this run; find it, or give the ranks another address"
+                f"another process has written {key!r} to the store of the ranks without the "
+                "secret of this run; find it, or give the ranks another address"
             )
         return value
 

@@ -1,27 +1,27 @@
-"""Collectives of ranks on one host, through memory that they share.
+"""Collectives of ranks on one host through shared memory.
 
-gloo takes 0.4 to 0.9 ms for the few kilobytes that a decode step reduces 61 times; copying them
-through shared memory takes some tens of microseconds. It knows nothing of torch.distributed: a
-slower communicator sets it up.
+gloo takes 0.4 to 0.9 ms for the few kilobytes that a decode step reduces 61 times; shared memory
+takes some tens of microseconds. This module does not use torch.distributed: another communicator
+sets it up.
 
-The memory never has a name: rank 0 creates it as an anonymous file, the others open it through
-/proc while they set up, and it ends with the last rank, however that one ends.
+The memory has no name: rank 0 creates an anonymous file, the other ranks open it through /proc
+during set-up, and the kernel frees it when the last rank ends.
 
-    header   one line per rank: phases published, signatures of its last two collectives, pulses,
-             turns finished
-    slots    two per rank, used in turn
+    header   one line per rank: phases published, signatures of its last two collectives,
+             keepalives, turns finished
+    slots    two per rank, used alternately
 
-A collective is a turn: copy in, publish, wait for all, copy or sum out.
+A collective is a turn, that is an exchange: copy in, publish, wait for all, copy or sum out.
 
-Why two slots need no second wait. A rank fills a slot in turn t + 2 only after its wait in turn
-t + 1, so every rank has published turn t + 1 by then. A rank publishes turn t + 1 after it has read
-everything it wants from turn t. So nobody reads the slot of turn t any more.
+Two slots need no second wait: a rank fills a slot in turn t + 2 after its wait in turn t + 1, when
+every rank has published turn t + 1. A rank publishes turn t + 1 after it has read all it needs from
+turn t. So no rank reads the slot of turn t any more.
 
-Why plain loads and stores are enough. x86-64 keeps stores in order, loads in order, and a load
-before a later store (total store order), so who sees the count sees the data. Other processors
-promise less, and there the slower communicator is used.
+Plain loads and stores suffice: x86-64 keeps stores in order, loads in order, and a load before a
+later store (total store order), so a rank that sees the count sees the data. Other processors do
+not guarantee this order; they use the slower communicator.
 
-A turn of `all_reduce` may be taken by a kernel as well: `Turn` is what it has to know.
+A kernel may run a turn of `all_reduce` as well; `Turn` holds what it needs.
 """
 
 import functools
@@ -47,30 +47,29 @@ from parallel_llama.parallel.collectives import Communicator, Timeouts
 from parallel_llama.parallel.failures import RankError, late
 from parallel_llama.parallel.peers import Peers
 
-# One slot: small enough for all slots of some ranks to stay in a core's cache. Larger tensors go
-# in pieces.
+# Small enough for the slots of a few ranks to stay in a core's cache. Larger tensors are split.
 SLOT_BYTES = 1 << 20
 
-# From here on each of three or more ranks sums a share of the piece, and all copy the sums.
+# From this size on, each of three or more ranks sums a part of the piece, and all copy the sums.
 SHARED_SUM_BYTES = 1 << 16
 
 # Cells of 8 bytes in a rank's line of the header: two cache lines, fetched as a pair.
 LINE = 16
 # Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots' turns. TURN
-# counts finished turns, and only the rank itself looks there.
-SIGNATURE, _PULSE, TURN = 1, 3, 5
-_TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read while the ranks set up
+# counts finished turns, and only the rank itself reads it.
+SIGNATURE, _KEEPALIVES, TURN = 1, 3, 5
+_TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 
-# Looks at a count before the core is offered to others: some 0.2 ms.
+# Polls of a count before the core is yielded: about 0.2 ms.
 _SPINS = 4000
 _YIELD_S = 0.005
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 50e-6, 1e-3
-_IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # who has waited a second has time
-# A wait counts no more than this between two looks: this rank itself may have been stopped.
+_IDLE_S, _IDLE_SLEEP_S = 1.0, 5e-3  # after a second, latency matters less
+# The most that counts between two polls, because this rank itself may have been stopped.
 _LONGEST_GAP_S = 0.5
 
 _NAME = "parallel_llama"
-_HOST_BYTES = 4096  # of what a rank says of its host; Linux knows 8192 cores, in 2048 digits
+_HOST_BYTES = 4096  # of an encoded _Host; Linux has up to 8192 cores, which are 2048 digits
 _DTYPES = (
     torch.uint8,
     torch.int32,
@@ -84,24 +83,24 @@ _HALVES = (torch.float16, torch.bfloat16)
 _SUMMED = _DTYPES[1:]
 _KINDS = ("barrier", "all_reduce", "all_gather", "broadcast")
 _BARRIER, _ALL_REDUCE, _ALL_GATHER, _BROADCAST = range(4)
-_NOTHING = torch.zeros(1, dtype=torch.uint8)  # what goes through a barrier
+_NOTHING = torch.zeros(1, dtype=torch.uint8)  # the tensor of a barrier
 
-# Views of slots that are kept: a decode step uses a handful, every prefill length brings one more.
+# Cached views of slots: a decode step uses a few, and every prefill length adds one.
 _MAX_VIEWS = 256
 
 
-# Whether a rank that is awaited has shown since the last time that it gets on.
-_Excuse = Callable[[int], bool]
+# Whether the time of a rank that is waited for starts anew.
+_IsExempt = Callable[[int], bool]
 
 
-def _no_excuse(_: int) -> bool:
+def _never_exempt(_: int) -> bool:
     return False
 
 
 def share(group: Communicator, timeouts: Timeouts) -> Communicator:
-    """The same group through shared memory where all its ranks can, else `group` itself.
+    """The group through shared memory if all its ranks support it, otherwise `group` itself.
 
-    Collective: every rank calls it; all get the same kind.
+    Collective: every rank calls it; all get the same kind of communicator.
     """
     fd = _create(group.size) if group.rank == 0 else -1
     token = secrets.token_hex(4)
@@ -121,15 +120,15 @@ def share(group: Communicator, timeouts: Timeouts) -> Communicator:
         peers.close()
         return group
     cores = functools.reduce(operator.or_, (int(host.cores, 16) for host in hosts))
-    # Spinning helps who waits for a rank on another core, and robs one that shares the core.
+    # Spinning helps if the other rank is on another core, and delays it on the same core.
     spins = _SPINS if cores.bit_count() >= group.size else 0
     return SharedMemory(group, memory, peers, spins, timeouts)
 
 
 class SharedMemory(Communicator):
-    """The ranks of one host; sums in rank order, half types in float32.
+    """A group of ranks of one host; it sums in rank order, and half types in float32.
 
-    `group` is closed with it. A rank that ends without leaving is named by all that wait for it.
+    Closing it closes `group`. Ranks that wait for a rank which has died name it in their error.
     """
 
     def __init__(
@@ -173,30 +172,30 @@ class SharedMemory(Communicator):
                 row.copy_(slot)
         return gathered
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         if not x.is_contiguous():
-            return x.copy_(self.broadcast(x.contiguous(), src, patient=patient))
-        excuse = self._is_running if patient and self.rank != src else _no_excuse
+            return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
+        is_exempt = self._is_running if no_timeout and self.rank != src else _never_exempt
         for piece, slots in self._turns(_as_bytes(x)):
             if self.rank == src:
                 slots[src].copy_(piece)
-            self._meet(_BROADCAST, piece, excuse)
+            self._meet(_BROADCAST, piece, is_exempt)
             if self.rank != src:
                 piece.copy_(slots[src])
         return x
 
     def barrier(self) -> None:
-        pulses = [self._cells[rank * LINE + _PULSE] for rank in range(self.size)]
+        counts = [self._cells[rank * LINE + _KEEPALIVES] for rank in range(self.size)]
 
-        def pulses_since(rank: int) -> bool:
-            before, pulses[rank] = pulses[rank], self._cells[rank * LINE + _PULSE]
-            return pulses[rank] != before
+        def sent_keepalive(rank: int) -> bool:
+            before, counts[rank] = counts[rank], self._cells[rank * LINE + _KEEPALIVES]
+            return counts[rank] != before
 
         for piece, _ in self._turns(_NOTHING):
-            self._meet(_BARRIER, piece, pulses_since, self._timeouts.start_s)
+            self._meet(_BARRIER, piece, sent_keepalive, self._timeouts.start_s)
 
-    def pulse(self) -> None:
-        self._cells[self._own + _PULSE] += 1
+    def keepalive(self) -> None:
+        self._cells[self._own + _KEEPALIVES] += 1
 
     def require_alive(self) -> None:
         self._peers.look()
@@ -204,14 +203,14 @@ class SharedMemory(Communicator):
             raise RankError(f"rank {min(self._peers.gone)} of {self.size} has died or left early")
 
     def close(self) -> None:
-        # The memory itself ends when the last view of it does.
+        # The memory is unmapped with its last view.
         self._peers.close()
         self._views.clear()
         self._busy = True
         self._group.close()
 
     def turn_of(self, x: Tensor) -> "Turn | None":
-        """What a kernel needs to reduce tensors like x; None where they are not for one thread."""
+        """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
         if x.nbytes >= SHARED_SUM_BYTES or not x.numel():
             return None
         slots = self._address + _header_bytes(self.size)
@@ -219,18 +218,18 @@ class SharedMemory(Communicator):
         return Turn(self._address, slots, *own, self._finish)
 
     def _finish(self, x: Tensor) -> None:
-        """The rest of a turn of all_reduce that a kernel has published."""
+        """Completes a turn of all_reduce that a kernel has published."""
         self._busy = True
         signature = _signature(_ALL_REDUCE, x)
-        self._await_all(signature, 0, _no_excuse, self._timeouts.step_s)
+        self._await_all(signature, 0, _never_exempt, self._timeouts.step_s)
         _sum(self._slots(x), x.view(-1))
         self._cells[self._own + TURN] += 1
         self._busy = False
 
     def _turns(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """A turn for each piece of a tensor, with every rank's slot of it as a tensor like it.
+        """Yields each piece of a tensor with a view of every rank's slot like that piece.
 
-        A turn that breaks off leaves this rank out of step with the others, for good.
+        After an exception inside a turn, this rank cannot use the group any more.
         """
         if self._busy:
             raise RankError(
@@ -244,9 +243,9 @@ class SharedMemory(Communicator):
         self._busy = False
 
     def _sum_shares(self, slots: list[Tensor], piece: Tensor) -> None:
-        """Sum this rank's share, put it where this rank's values were, and copy all shares.
+        """Sums this rank's part, stores it in this rank's slot, and copies the other parts.
 
-        Nobody else reads this rank's share of any slot before it is published.
+        No other rank reads this part of any slot before it is published.
         """
         bounds = [piece.numel() * rank // self.size for rank in range(self.size + 1)]
         shares = list(pairwise(bounds))
@@ -265,7 +264,7 @@ class SharedMemory(Communicator):
         if slots is None:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            # A tensor that is born in inference mode could not be written outside it.
+            # A tensor created in inference mode cannot be written outside of it.
             with torch.inference_mode(False):
                 slots = [
                     torch.frombuffer(
@@ -283,38 +282,38 @@ class SharedMemory(Communicator):
         self,
         kind: int,
         piece: Tensor,
-        excuse: _Excuse = _no_excuse,
+        is_exempt: _IsExempt = _never_exempt,
         limit_s: float | None = None,
     ) -> None:
-        """Publish this rank's part of a phase and wait for everybody's."""
+        """Publishes this rank's phase and waits until all ranks have published theirs."""
         signature, cells, own = _signature(kind, piece), self._cells, self._own
         cells[own + SIGNATURE + (cells[own + TURN] & 1)] = signature
         cells[own] += 1
-        self._await_all(signature, self._spins, excuse, limit_s or self._timeouts.step_s)
+        self._await_all(signature, self._spins, is_exempt, limit_s or self._timeouts.step_s)
 
-    def _await_all(self, signature: int, spins: int, excuse: _Excuse, limit_s: float) -> None:
-        """Wait until all ranks have published the phase that this one has."""
+    def _await_all(self, signature: int, spins: int, is_exempt: _IsExempt, limit_s: float) -> None:
+        """Waits until all ranks have published the phase that this rank has published."""
         cells, phase = self._cells, self._cells[self._own]
         signed = SIGNATURE + (cells[self._own + TURN] & 1)
         for line in self._others:
             while cells[line] < phase:
                 spins -= 1
                 if spins < 0:
-                    self._wait(phase, excuse, limit_s)
+                    self._wait(phase, is_exempt, limit_s)
             if cells[line + signed] != signature:
                 raise RankError(
                     f"rank {line // LINE} is in {_described(cells[line + signed])} and rank "
                     f"{self.rank} in {_described(signature)}: the ranks have gone different ways"
                 )
 
-    def _wait(self, phase: int, excuse: _Excuse, limit_s: float) -> None:
-        """Wait for all ranks to publish this phase, giving the core to whoever wants it.
+    def _wait(self, phase: int, is_exempt: _IsExempt, limit_s: float) -> None:
+        """Waits, yielding the core, until all ranks have published this phase.
 
-        A rank is late once it has gone without an excuse for `limit_s`.
+        A rank is late after `limit_s` in which it was never exempt.
         """
         seen_s = time.monotonic()
         waited_s = 0.0
-        unexcused_s = dict.fromkeys(self._others, 0.0)
+        counted_s = dict.fromkeys(self._others, 0.0)
         pause = _SHORTEST_SLEEP_S
         while behind := [line for line in self._others if self._cells[line] < phase]:
             gap_s = min(time.monotonic() - seen_s, _LONGEST_GAP_S)
@@ -325,11 +324,11 @@ class SharedMemory(Communicator):
                 continue
             self._require_alive(behind, phase)
             for line in behind:
-                unexcused_s[line] += gap_s
-                # An excuse is not asked for at every look: it may cost a read of a file.
-                if unexcused_s[line] > min(limit_s, 1.0) and excuse(line // LINE):
-                    unexcused_s[line] = 0.0
-            if overdue := [line for line in behind if unexcused_s[line] > limit_s]:
+                counted_s[line] += gap_s
+                # Not called at every poll, because it may read a file.
+                if counted_s[line] > min(limit_s, 1.0) and is_exempt(line // LINE):
+                    counted_s[line] = 0.0
+            if overdue := [line for line in behind if counted_s[line] > limit_s]:
                 raise self._late([line // LINE for line in overdue], limit_s)
             time.sleep(pause)
             pause = min(2 * pause, _IDLE_SLEEP_S if waited_s > _IDLE_S else _LONGEST_SLEEP_S)
@@ -337,7 +336,7 @@ class SharedMemory(Communicator):
     def _require_alive(self, lines: Sequence[int], phase: int) -> None:
         self._peers.look()
         for line in lines:
-            # What a dead rank has published is final, so it is looked at once more.
+            # The count of a dead rank is final, so it is read once more.
             if line // LINE in self._peers.gone and self._cells[line] < phase:
                 raise RankError(
                     f"rank {line // LINE} of {self.size} has died or left early; "
@@ -357,10 +356,13 @@ class SharedMemory(Communicator):
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of all_reduce, for a kernel in this rank's process.
+    """A turn of all_reduce for a kernel in this rank's process.
 
-    `header` and `slots` are addresses: of rank 0's line, and of its first slot. A kernel that has
-    looked `n_looks` times in vain, or found another signature, leaves the rest to `finish`.
+    Args:
+        header: the address of rank 0's line.
+        slots: the address of rank 0's first slot.
+        n_looks: after so many polls, or if a signature differs, the kernel calls `finish`.
+        finish: completes the turn.
     """
 
     header: int
@@ -377,7 +379,7 @@ def _signature(kind: int, piece: Tensor) -> int:
 
 
 def _sum(slots: Sequence[Tensor], out: Tensor) -> None:
-    """Sum in rank order, so that the rounding is the same on every rank."""
+    """Sums in rank order, so that rounding is equal on all ranks."""
     if out.dtype in _HALVES:
         total = slots[0].to(torch.float32)
         for slot in slots[1:]:
@@ -409,11 +411,12 @@ def _total_bytes(size: int) -> int:
 
 @dataclass(frozen=True)
 class _Host:
-    """What the ranks must know of each other to decide whether they share a memory.
+    """What a rank sends to the others so that they can decide whether to share memory.
 
-    `fd` is the memory's on rank 0, and -1 where there is none; `token` is written into it, so that
-    nobody takes another file for it. `cores` has a bit for each core that the rank may use, in
-    hexadecimal digits.
+    Args:
+        fd: the descriptor of the memory on rank 0, or -1.
+        token: also written into the memory, so that another file cannot be taken for it.
+        cores: a hexadecimal mask of the cores that the rank may use.
     """
 
     host: str
@@ -434,13 +437,13 @@ class _Host:
 
     @classmethod
     def decode(cls, row: Tensor) -> "_Host":
-        """Raises: RankError for bytes that no rank has sent."""
+        """Raises: RankError if the bytes are not an encoded _Host."""
         try:
             return msgspec.json.decode(row.numpy().tobytes(), type=cls)
         except (msgspec.DecodeError, RecursionError) as error:
             raise RankError(
-                "a rank has sent something else than what ranks say of their hosts; is another "
-                "program connected to the ranks?"
+                "a rank has sent an invalid description of its host; check that no other program "
+                "uses the address of the ranks"
             ) from error
 
 
@@ -449,7 +452,7 @@ def _is_supported() -> bool:
 
 
 def _host_id() -> str:
-    """A name that two processes share if they run on one kernel and see each other's ids."""
+    """Equal for two processes that run on one kernel and in one namespace of process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         namespace = str(Path("/proc/self/ns/pid").readlink())
@@ -459,13 +462,13 @@ def _host_id() -> str:
 
 
 def _create(size: int) -> int:
-    """The file descriptor of a new nameless memory, or -1 where the host has no such thing."""
+    """The descriptor of a new anonymous file, or -1 if the host does not support it."""
     if not _is_supported():
         return -1
     with suppress(OSError):
         fd = os.memfd_create(_NAME)
         try:
-            # Taken now: a host that is full would end a rank that touches it later.
+            # Allocated now: a later write to a full file system would kill the rank.
             os.posix_fallocate(fd, 0, _total_bytes(size))
             return fd
         except OSError:
@@ -474,7 +477,7 @@ def _create(size: int) -> int:
 
 
 def _open(hosts: list[_Host], group: Communicator) -> tuple[mmap.mmap, Peers] | None:
-    """Rank 0's memory and a watch on the other ranks, or None where this rank cannot."""
+    """The memory of rank 0 and the peers; None if this rank cannot open them."""
     first = hosts[0]
     if not _is_supported() or first.fd < 0 or {host.host for host in hosts} != {first.host}:
         return None

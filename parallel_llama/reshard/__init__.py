@@ -1,1 +1,1 @@
-"""A model from any layout to any other: the layouts that are written, and how."""
+"""Converts a model from any layout to another."""

@@ -1,4 +1,4 @@
-"""What every layout that is written has in common: all is placed before any data is read."""
+"""The interface of written layouts; all offsets are known before any data is read."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from parallel_llama.reshard.target_folder import TargetKind
 
 @dataclass(frozen=True)
 class TargetFile:
-    """A weight file of its final size; `pieces`, each at its offset, are all but tensor data."""
+    """A file of weights of final size; `pieces` are all bytes but tensor data, with offsets."""
 
     name: str
     n_bytes: int
@@ -24,15 +24,15 @@ class TargetFile:
 
 
 class Layout(ABC):
-    """The files of one model in one layout, and where every tensor lies in them."""
+    """The files of one model in one layout, and the location of every tensor."""
 
     kind: TargetKind
     files: tuple[TargetFile, ...]
 
     def create(self, folder: Path) -> None:
-        """Make every weight file at its full size, with everything but tensor data in it.
+        """Create every file of weights at its final size, with all bytes but tensor data.
 
-        Files that are there keep their data.
+        Existing files keep their tensor data.
         """
         for target in self.files:
             path = folder / target.name
@@ -44,26 +44,24 @@ class Layout(ABC):
 
     @abstractmethod
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
-        """The parts of one tensor in canonical form: file name, byte offset, what lies there.
+        """Yields file name, byte offset and contiguous data of the parts of a tensor.
 
-        `pieces` are all its rows in order, some whole heads at a time, or at once if ranks cut it
-        by columns.
-
-        Returns: contiguous tensors.
+        `pieces` are the tensor in canonical form: rows that end between heads, or one piece if
+        ranks cut it by columns.
         """
 
     def unit_bytes(
         self,
-        param: Param,  # noqa: ARG002 (most layouts have none)
+        param: Param,  # noqa: ARG002 (native folders use it)
     ) -> dict[str, list[int]]:
-        """The bytes of each unit of a weight that has a hash of its own, in the order of `parts`.
+        """The bytes of each unit that is hashed, in the order of `parts`, by stored tensor.
 
-        By the name of the tensor in the files; a quantised weight has several.
+        Only native folders have hashes of units; a quantised weight has several stored tensors.
         """
         return {}
 
     def finish(self, folder: Path) -> None:  # noqa: B027 (most layouts have nothing to do)
-        """Put in what needs all data; only then are the files valid."""
+        """Write what depends on all data; before, the files are not valid."""
 
     @abstractmethod
     def metadata(self) -> dict[str, bytes]:
@@ -71,5 +69,5 @@ class Layout(ABC):
 
 
 def json_text(value: object) -> bytes:
-    """The content of a JSON file that a person may read."""
+    """The content of a human-readable JSON file."""
     return json.dumps(value, indent=2).encode() + b"\n"

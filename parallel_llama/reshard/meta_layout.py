@@ -1,7 +1,8 @@
-"""Writing a Meta folder: consolidated.NN.pth, one file for each of any number of ranks.
+"""Writes a Meta folder: consolidated.NN.pth, one file per rank, for any number of ranks.
 
-Where the number of files divides the heads, channels and rows the cuts are Meta's own, so Meta's
-program loads the files; elsewhere they are the plan's. A KV head that two files need is in both.
+If the number of files divides heads, channels and rows, the cuts are those of Meta's program, which
+then loads the files. Otherwise they are those of the shard plan. A KV head that two files need is
+in both.
 """
 
 import logging
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import sliced_shape
 from parallel_llama.checkpoint.canonical import Piece
+from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
 from parallel_llama.checkpoint.manifest import tensor_bytes
 from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes
-from parallel_llama.checkpoint.rotary import is_rotary, reordered
 from parallel_llama.config import ModelArgs
 from parallel_llama.config.meta import beyond_meta, meta_config, meta_params
 from parallel_llama.errors import CheckpointError
@@ -27,13 +28,13 @@ from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard.layout import Layout, TargetFile, json_text
-from parallel_llama.reshard.target_folder import TargetKind
-from parallel_llama.reshard.torch_skeleton import (
+from parallel_llama.reshard.pth_layout import (
     CHECKSUM_BYTES,
+    PthLayout,
     Record,
-    TorchSkeleton,
-    torch_skeleton,
+    pth_layout,
 )
+from parallel_llama.reshard.target_folder import TargetKind
 
 EMBEDDINGS, OUTPUT = "tok_embeddings.weight", "output.weight"
 
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Filling:
-    """A record that is being filled: how much of it there is, and the CRC-32 of that."""
+    """A record that is being written: the bytes so far, and their CRC-32."""
 
     name: str
     record: Record
@@ -50,7 +51,7 @@ class Filling:
     checksum: int = 0
 
     def parts(self, data: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        """Where its next data lies, and with the last of it the checksum."""
+        """Yields the location of the next data, and after the last data that of the checksum."""
         if not data.nbytes:
             return
         yield self.name, self.record.offset + self.n_bytes, data
@@ -62,15 +63,19 @@ class Filling:
 
 
 class MetaLayout(Layout):
-    """A Meta folder of `n_parts` files; `dtypes` are the tensors' by Meta's names.
+    """A Meta folder of `n_parts` files.
 
-    `embeddings_dim` is the dimension along which the embeddings are cut: 0 as in Llama 3, 1 as in
-    Llama 1 and 2. `variants` are a source's copies of norms that differ, one for each of its files:
-    as many files as it had get them back, and any other number keeps them beside the weights.
     Tied embeddings are stored a second time as output.weight, which Meta's program needs.
 
-    Raises: UsageError unless n_parts is 1 to n_heads, or if params.json and config.json cannot say
-    what the model is.
+    Args:
+        dtypes: dtypes of the tensors, by Meta's names.
+        embeddings_dim: dimension along which the embeddings are cut: 0 as in Llama 3, 1 as in Llama
+            1 and 2.
+        variants: the copies of norms that differ between the files of the source. If the number of
+            files is equal, each file gets its copy; else they are kept in a file of their own.
+
+    Raises: UsageError unless n_parts is 1 to n_heads, or if params.json and config.json cannot
+    express the model.
     """
 
     kind: TargetKind = "meta"
@@ -89,16 +94,16 @@ class MetaLayout(Layout):
         stored = list(_stored(args, embeddings_dim))
         self._dims = {param.name: param.dim for param in stored}
         self._cuts = _cuts(args, n_parts, stored)
-        skeletons = _skeletons(stored, dtypes, self._cuts)
-        self._records = [skeleton.records for skeleton in skeletons]
+        layouts = _layouts(stored, dtypes, self._cuts)
+        self._records = [layout.records for layout in layouts]
         self.files = tuple(
-            TargetFile(f"consolidated.{number:02}.pth", skeleton.n_bytes, skeleton.pieces)
-            for number, skeleton in enumerate(skeletons)
+            TargetFile(f"consolidated.{number:02}.pth", layout.n_bytes, layout.pieces)
+            for number, layout in enumerate(layouts)
         )
         if beyond := beyond_meta(args):
             logger.warning(
-                "Meta's own program cannot run this model, which has %s; config.json says it "
-                "beside params.json",
+                "Meta's program cannot run this model, which has %s; config.json beside "
+                "params.json states it",
                 ", ".join(beyond),
             )
 
@@ -111,9 +116,9 @@ class MetaLayout(Layout):
             yield from self._parts(param, pieces)
 
     def finish(self, folder: Path) -> None:
-        """Repeat every checksum in the directory, so that any program finds the archives whole.
+        """Copy every checksum into the directory of its archive.
 
-        Raises: CheckpointError if a file has another size than it was made with.
+        Raises: CheckpointError if the size of a file has changed.
         """
         for target, records in zip(self.files, self._records, strict=True):
             path = folder / target.name
@@ -135,7 +140,7 @@ class MetaLayout(Layout):
         return files
 
     def _parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
-        """The parts of one record of each file."""
+        """The parts of one tensor in every file."""
         fillings = [
             Filling(file.name, records[param.name])
             for file, records in zip(self.files, self._records, strict=True)
@@ -152,7 +157,7 @@ class MetaLayout(Layout):
                 yield from filling.parts(self._cut(param, own, rows, number))
 
     def _cut(self, param: Param, piece: Tensor, rows: range, number: int) -> Tensor:
-        """What a file holds of some rows of a tensor, in the file's rotary order."""
+        """The part of rows of a tensor that a file holds, in the rotary order of the file."""
         dim, cut = self._dims[param.name], self._cuts[number][param.name]
         start, stop = cut.start, cut.stop
         if dim == 0:
@@ -165,7 +170,7 @@ class MetaLayout(Layout):
 
 
 def _stored(args: ModelArgs, embeddings_dim: int) -> Iterator[Param]:
-    """Every tensor of a file in its order: the output that is tied follows the embeddings."""
+    """The tensors of a file in order; a tied output follows the embeddings."""
     embeddings, *others = parameters(args)
     yield replace(embeddings, dim=embeddings_dim)
     if args.tied_embeddings:
@@ -174,15 +179,15 @@ def _stored(args: ModelArgs, embeddings_dim: int) -> Iterator[Param]:
 
 
 def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[str, range]]:
-    """For each file, what it holds of every tensor along the tensor's `dim`."""
+    """The range of every tensor along its `dim` that each file holds."""
 
     def equal_part(size: int, number: int) -> range:
         return range(size * number // n_parts, size * (number + 1) // n_parts)
 
     files = []
-    # Every file has channels of all experts: as many tensors as any other, and equal parts.
+    # Every file has channels of all experts, so that all files have the same tensors.
     for share in make_plan(args, n_parts, ranks_per_expert=n_parts).shares:
-        # Of the heads the plan makes Meta's equal parts itself, where they divide.
+        # Heads need no such case: the plan cuts them into equal parts where they divide.
         if args.ffn_dim % n_parts == 0:
             share = replace(share, ffn=equal_part(args.ffn_dim, share.rank))
         if args.vocab_size % n_parts == 0:
@@ -194,23 +199,18 @@ def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[s
     return files
 
 
-def _skeletons(
+def _layouts(
     stored: Sequence[Param],
     dtypes: Mapping[str, torch.dtype],
     files: Sequence[Mapping[str, range]],
-) -> list[TorchSkeleton]:
-    """One for each file; files of the same shapes share theirs."""
-    made: dict[tuple[tuple[int, ...], ...], TorchSkeleton] = {}
-    skeletons = []
-    for cuts in files:
-        shapes = tuple(sliced_shape(param, cuts[param.name]) for param in stored)
-        if shapes not in made:
-            made[shapes] = torch_skeleton(
-                {
-                    # The output that is tied has no dtype of its own.
-                    param.name: (shape, dtypes.get(param.name, dtypes[EMBEDDINGS]))
-                    for param, shape in zip(stored, shapes, strict=True)
-                }
-            )
-        skeletons.append(made[shapes])
-    return skeletons
+) -> list[PthLayout]:
+    """The archive layout of each file; files with equal shapes share one."""
+    # A tied output has the dtype of the embeddings.
+    types = [dtypes.get(param.name, dtypes[EMBEDDINGS]) for param in stored]
+    names = [param.name for param in stored]
+    shapes = [tuple(sliced_shape(param, cuts[param.name]) for param in stored) for cuts in files]
+    made = {
+        each: pth_layout(dict(zip(names, zip(each, types, strict=True), strict=True)))
+        for each in dict.fromkeys(shapes)
+    }
+    return [made[each] for each in shapes]

@@ -1,8 +1,8 @@
-"""The folder beside a target in which its files grow until they are whole.
+"""The temporary folder in which the files of a target are written.
 
-`.NAME.partial` holds `files`, which becomes the target by one rename, a journal of the tensors
-that are on the disk, and the lock of the process that writes. Whatever ends that process, under
-the target's name is nothing or the whole, and another run can go on from the journal.
+`.NAME.partial` holds `files`, which one rename turns into the target, a journal of the tensors that
+are on the disk, and the lock of the writing process. However the process ends, the target is
+missing or complete, and another run can continue from the journal.
 """
 
 import json
@@ -24,7 +24,7 @@ _MAX_LOCK_BYTES = 1000
 
 
 def partial_bytes(target: Path) -> int:
-    """What an unfinished run has already taken from the disk."""
+    """Disk space that an unfinished run has already allocated."""
     held = (path.stat() for path in (partial_path(target) / _FILES).rglob("*") if is_file(path))
     return sum(stat.st_blocks * 512 for stat in held)
 
@@ -32,10 +32,10 @@ def partial_bytes(target: Path) -> int:
 class PartialFolder:
     """The partial folder of one target, locked by this process until `close`.
 
-    `plan` says what is written from what; an unfinished run is continued only if its plan is equal.
+    `plan` describes source and target; `resume` continues an unfinished run with an equal plan.
 
-    Raises: UsageError if another process holds it, or an unfinished run lies there that is not to
-    be, or cannot be, continued.
+    Raises: UsageError if another process holds the lock, or there is an unfinished run and it
+    cannot be continued or `resume` is False.
     """
 
     def __init__(self, target: Path, plan: Mapping[str, Any], resume: bool) -> None:
@@ -50,7 +50,7 @@ class PartialFolder:
             raise
 
     def record(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Note what is on the disk for good, for a later run to skip."""
+        """Add tensors that are durable on the disk to the journal, for a later run to skip."""
         text = "".join(json.dumps(line) + "\n" for line in lines)
         with self._journal.open("ab") as file:
             file.write(text.encode())
@@ -58,31 +58,31 @@ class PartialFolder:
             os.fsync(file.fileno())
 
     def commit(self) -> None:
-        """Make the files the target, at once and for good."""
+        """Rename the files to the target, atomically and durably."""
         for path in sorted(self.files.rglob("*")):
             sync(path)
         sync(self.files)
         if os.path.lexists(self.target):
             raise WriteError(
-                f"{self.target}: has appeared meanwhile; move it away and run again with --resume"
+                f"{self.target}: was created meanwhile; move it away and run again with --resume"
             )
         self.files.rename(self.target)
         sync(self.target.parent)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def close(self) -> None:
-        """Give the lock back; what is there stays for --resume."""
+        """Release the lock; the files stay for --resume."""
         os.close(self._lock)
 
     def _begin(self, plan: Mapping[str, Any], resume: bool) -> list[dict[str, Any]]:
-        """The journal's lines of the run that is continued; none for a new one."""
+        """The journal of the run that is continued; empty for a new run."""
         if not is_there(self.files):
-            self._journal.unlink(missing_ok=True)  # of a run whose files became the target
+            self._journal.unlink(missing_ok=True)  # left by a run that renamed its files
         if is_there(self._journal):
             if not resume:
                 raise UsageError(
-                    f"{self.path}: an unfinished run lies there; continue it with --resume, or "
-                    "remove it"
+                    f"{self.path}: has an unfinished run; continue it with --resume, or remove the "
+                    "folder"
                 )
             lines = _read_lines(self._journal)
             if lines:
@@ -96,12 +96,12 @@ class PartialFolder:
 
 
 def _locked(folder: Path, target: Path) -> int:
-    """A descriptor that holds the folder's lock; the system gives it back when the process ends."""
+    """A descriptor with the lock of the folder; the system releases it when the process ends."""
     while True:
         folder.mkdir(exist_ok=True)
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:  # its holder is done, and removed the folder just now
+        except FileNotFoundError:  # the previous holder has just removed the folder
             continue
         if not take_lock(lock):
             holder = os.pread(lock, _MAX_LOCK_BYTES, 0).decode(errors="replace").strip()
@@ -112,11 +112,11 @@ def _locked(folder: Path, target: Path) -> int:
             )
         if _is_at(lock, folder / _LOCK):
             return lock
-        os.close(lock)  # the lock of a folder that is gone
+        os.close(lock)  # the folder of this lock was removed
 
 
 def _sign(lock: int) -> None:
-    """Say in the lock who holds it, for a second writer to read."""
+    """Write the holder of the lock into it, for the error of a second writer."""
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     text = f"process {os.getpid()} on {socket.gethostname()} since {since}\n"
     os.truncate(lock, 0)
@@ -131,7 +131,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _read_lines(journal: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal, cut back to them: a kill may leave a torn one at its end."""
+    """The complete lines of a journal; truncates an incomplete last line that a kill left."""
     lines = list(whole_lines(journal))
     os.truncate(journal, sum(map(len, lines)))
     try:
@@ -149,7 +149,7 @@ def _require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: Path
         key, was, is_now = f"{key} {part}", was.get(part), is_now.get(part)
     raise UsageError(
         f"{where}: the unfinished run had {key} {_shown(was)}, and this one has "
-        f"{_shown(is_now)}; give the same as then, or remove the folder"
+        f"{_shown(is_now)}; use the same value, or remove the folder"
     )
 
 

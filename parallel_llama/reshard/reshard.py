@@ -1,8 +1,7 @@
-"""A whole model from one layout to another, tensor by tensor.
+"""Converts a model from one layout to another, tensor by tensor.
 
-Values are moved and not computed: they change only where another dtype is asked for, or matrices
-are to be quantised. Memory is bounded by the largest tensor. Whatever ends the process, under the
-target's name is nothing or the whole.
+Values change only if another dtype or quantisation is requested. Memory is bounded by the largest
+tensor. However the process ends, the target is missing or complete.
 """
 
 import errno
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
+from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.canonical import canonical_pieces
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.manifest import (
@@ -30,7 +30,6 @@ from parallel_llama.checkpoint.manifest import (
 )
 from parallel_llama.checkpoint.meta_folder import MetaFolder
 from parallel_llama.checkpoint.norm_variants import NORM_VARIANTS, as_bytes, norm_variants
-from parallel_llama.checkpoint.reused_memory import ReusedMemory
 from parallel_llama.config import (
     ModelArgs,
     default_quant,
@@ -43,11 +42,11 @@ from parallel_llama.families import parameters
 from parallel_llama.files.bounded_files import is_file
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import dtype_name, torch_dtype
-from parallel_llama.reshard.companions import companions
 from parallel_llama.reshard.layout import Layout
 from parallel_llama.reshard.meta_layout import MetaLayout
 from parallel_llama.reshard.partial_folder import PartialFolder, partial_bytes
 from parallel_llama.reshard.safetensors_layout import HFLayout, NativeLayout
+from parallel_llama.reshard.sidecar_files import sidecar_files
 from parallel_llama.reshard.target_folder import (
     TargetKind,
     check_parts,
@@ -56,7 +55,7 @@ from parallel_llama.reshard.target_folder import (
 )
 from parallel_llama.reshard.tensor_writer import TensorWriter, Written
 
-# Beside the files: journal, manifest, and what a file system needs for itself.
+# Disk space for the journal, the manifest and the file system's metadata.
 SPARE_BYTES = 16 << 20
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -64,7 +63,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Result:
-    """What a run wrote, all small files included, and what it took."""
+    """Files and bytes of the target, including small files, and the cost of the run."""
 
     files: int
     bytes: int
@@ -84,14 +83,18 @@ def reshard(
     on_start: Callable[[int, int], None] = lambda _total, _done: None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> Result:
-    """Write a model's files anew in another layout, as `n_parts` files.
+    """Write the files of a model in another layout.
 
-    The values stay what they are unless a `dtype` is asked for, or a `quant`, one of `QUANTS`, for
-    the matrices; then `dtype` is that of the others. When everything is checked,
-    `on_start` is told the bytes of all weights and how many of them an earlier run has written;
-    `on_bytes` is told of every piece that this one writes.
+    Args:
+        n_parts: number of files of weights.
+        dtype: dtype of unquantised weights; that of the source by default.
+        quant: quantisation of the matrices, one of `QUANTS`.
+        resume: continue an unfinished run.
+        on_start: called after all checks with the bytes of all weights, and those that an earlier
+            run has written.
+        on_bytes: called with the size of each piece that is written.
 
-    Raises: UsageError for what cannot be done and CheckpointError for a damaged source, both before
+    Raises: UsageError for an invalid request and CheckpointError for a damaged source, both before
     anything is written; DamagedWeights or WriteError if reading or writing fails.
     """
     source.require_weights()
@@ -108,7 +111,7 @@ def reshard(
             args = replace(args, dtype=_dtype_of_matrices(args, dtypes))
         defaults = load_generation_defaults(source)
         variants = norm_variants(source)
-        beside = companions(source, layout, defaults)
+        beside = sidecar_files(source, layout, defaults)
         written: Layout
         if layout == "meta":
             dim = checkpoint.embeddings_dim() if isinstance(checkpoint, MetaFolder) else 0
@@ -121,17 +124,17 @@ def reshard(
             else:
                 written = NativeLayout(args, dtypes, n_parts, formats)
         small = {**beside, **written.metadata()}
-        run = Run(source, args, checkpoint, written, target, dtypes, formats, small)
-        run.require_space()
-        return run.write(resume, on_start, on_bytes)
+        job = ReshardJob(source, args, checkpoint, written, target, dtypes, formats, small)
+        job.require_space()
+        return job.write(resume, on_start, on_bytes)
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run, checked and not started: a checkpoint that passed, and the layout to write it in.
+class ReshardJob:
+    """A conversion that passed all checks and can be started.
 
-    `dtypes` are the target's by Meta's names, `formats` those of the weights that are quantised;
-    `small` the files beside the weights, by name.
+    `dtypes` and `formats` (of quantised weights) are those of the target, by Meta's names; `small`
+    are the files beside the weights, by name.
     """
 
     source: ModelFiles
@@ -148,7 +151,7 @@ class Run:
         return sum(file.n_bytes for file in self.layout.files)
 
     def require_space(self) -> None:
-        """Raises: UsageError if there is not enough."""
+        """Raises: UsageError if there is not enough disk space."""
         small = sum(len(data) for data in self.small.values())
         wanted = self.n_bytes + small + SPARE_BYTES - partial_bytes(self.target)
         free = shutil.disk_usage(self.target.parent).free
@@ -163,8 +166,8 @@ class Run:
     ) -> Result:
         """Write the folder.
 
-        Raises: UsageError as PartialFolder does; DamagedWeights or WriteError if reading or
-        writing fails, after which --resume goes on.
+        Raises: UsageError as `PartialFolder`; DamagedWeights or WriteError if reading or writing
+        fails, after which --resume continues.
         """
         began, plan = time.monotonic(), self._plan()
         try:
@@ -178,7 +181,7 @@ class Run:
         return Result(n_files, n_bytes, time.monotonic() - began, peak)
 
     def _plan(self) -> dict[str, Any]:
-        """What an unfinished run must agree with to be continued."""
+        """The description of the run, which must be equal for an unfinished run to be continued."""
         return {
             "layout": self.layout.kind,
             "dtypes": {
@@ -193,7 +196,7 @@ class Run:
     def _fill(
         self, partial: PartialFolder, done: list[Written], on_bytes: Callable[[int], None]
     ) -> tuple[int, int]:
-        """Write what is not done yet; returns the number of files, and their bytes."""
+        """Write the remaining tensors; returns the number of files and their bytes."""
         self.layout.create(partial.files)
         names = {tensor.name for tensor in done}
         left = [param for param in parameters(self.args) if param.name not in names]
@@ -212,7 +215,7 @@ class Run:
         return len(sizes), sum(sizes)
 
     def _manifest(self, written: list[Written], hashes: Mapping[str, str]) -> Manifest:
-        """In the order of the model, whatever a continued run wrote first."""
+        """The manifest, in the order of the model's parameters also for a continued run."""
         by_name = {tensor.name: tensor for tensor in written}
         tensors = [by_name[param.name] for param in parameters(self.args)]
         files = {f.name: FileEntry(f.n_bytes, hashes[f.name]) for f in self.layout.files}
@@ -235,22 +238,22 @@ class Run:
         where = error.filename or self.target
         if error.errno in NO_ROOM:
             return WriteError(
-                f"{self.target}: no room for more ({error.strerror}); make room and run again "
+                f"{self.target}: no space ({error.strerror}); free space and run again "
                 "with --resume"
             )
         return WriteError(
-            f"{where}: cannot be written: {error.strerror or error}; run again with --resume when "
-            "that is mended"
+            f"{where}: cannot be written: {error.strerror or error}; run again with --resume once "
+            "this is fixed"
         )
 
 
 def _identity(path: Path) -> str:
-    """What changes when a file does."""
+    """A string that changes when the file changes."""
     stat = path.stat()
     return f"{stat.st_size} bytes of {stat.st_mtime_ns}"
 
 
 def _dtype_of_matrices(args: ModelArgs, dtypes: Mapping[str, torch.dtype]) -> str:
-    """The one that all matrices fit into, as config.json states one for the model."""
+    """The dtype that all matrices fit into, because config.json states one dtype."""
     matrices = {dtypes[param.name] for param in parameters(args) if len(param.shape) > 1}
     return dtype_name(reduce(torch.promote_types, matrices))

@@ -1,4 +1,4 @@
-"""Writing HF and native folders: which tensor in which safetensors file, at which byte."""
+"""Writes HF and native folders: the safetensors file and offset of each tensor."""
 
 import json
 import math
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.checkpoint.canonical import Piece
+from parallel_llama.checkpoint.checkpoint import is_rotary, reordered
 from parallel_llama.checkpoint.native_folder import (
     BYTE_DTYPES,
     Part,
@@ -22,7 +23,6 @@ from parallel_llama.checkpoint.native_folder import (
     unit_major_blocks,
     unit_spans,
 )
-from parallel_llama.checkpoint.rotary import is_rotary, reordered
 from parallel_llama.config import GenerationDefaults, ModelArgs
 from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config
@@ -35,13 +35,13 @@ from parallel_llama.ops.formats import dtype_name
 from parallel_llama.reshard.layout import Layout, TargetFile, json_text
 from parallel_llama.reshard.target_folder import TargetKind
 
-# Data begins where a page does, and so does every tensor of a usual shape.
+# Tensor data begins at a page, and with usual shapes so does every tensor.
 HEADER_ALIGNMENT = 4096
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor under the name and in the shape that a file gives it."""
+    """A tensor with its name and shape in a file."""
 
     name: str
     dtype: torch.dtype
@@ -53,13 +53,13 @@ class StoredTensor:
 
 
 class SafetensorsLayout(Layout):
-    """The model's tensors dealt to the named files, about the same number of bytes to each.
+    """The tensors of a model distributed over files of about equal size.
 
-    `dtypes` are by Meta's names and `places` where each weight lies, by Meta's names too;
-    `stored` are the tensors as the files have them, and `locations` file name and byte offset of
-    each, by the files' names.
+    `dtypes` and `places` of the weights are by Meta's names. `stored` are the tensors of the files,
+    and `locations` the file name and byte offset of each, by the names in the files.
 
-    Raises: UsageError if there are more files than tensors, or weights of several dtypes in one.
+    Raises: UsageError if there are more files than tensors, or a stored tensor holds weights of
+    several dtypes.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class SafetensorsLayout(Layout):
         self.stored = _stored(places, dtypes)
         if len(names) > len(self.stored):
             raise UsageError(
-                f"{len(names)} files and {len(self.stored)} tensors: a file holds at least one; "
+                f"{len(names)} files and {len(self.stored)} tensors: a file needs at least one; "
                 f"use --tp 1 to {len(self.stored)}"
             )
         files: list[TargetFile] = []
         self.locations: dict[str, tuple[str, int]] = {}
         for name, dealt in zip(names, _dealt([*self.stored.values()], len(names)), strict=True):
-            # Wide dtypes first, so that none begins at a byte that its width does not divide.
-            # Bytes come in whole groups, behind which 16 bits may begin anywhere.
+            # Wide dtypes come first, so that every tensor is aligned to its itemsize.
+            # Dtypes of one byte have even sizes, so they may precede those of two bytes.
             ordered = sorted(dealt, key=lambda tensor: -max(2, tensor.dtype.itemsize))
             header = _header(ordered)
             offset = len(header)
@@ -92,10 +92,10 @@ class SafetensorsLayout(Layout):
 
 
 class HFLayout(SafetensorsLayout):
-    """A HF folder: HF's names, their index, config.json.
+    """A HF folder: HF's names, an index, config.json.
 
-    Raises: UsageError if there are more files than tensors, or config.json cannot say what the
-    model is.
+    Raises: UsageError if there are more files than tensors, or config.json cannot express the
+    model.
     """
 
     kind: TargetKind = "hf"
@@ -116,7 +116,7 @@ class HFLayout(SafetensorsLayout):
         place = self.places[param.name]
         file, offset = self.locations[place.name]
         order = family_of(self.args).rotary_order["hf"]
-        start = 0  # rows that are done
+        start = 0  # rows that are written
         for (piece,) in pieces:
             if order != "half" and is_rotary(param.name):
                 piece = reordered(piece, self.args.head_dim, order, self.args.rotary_dim)
@@ -167,7 +167,7 @@ class NativeLayout(SafetensorsLayout):
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         first, *others = self._parts_of(param)
         form = self._formats.get(param.name)
-        left: list[Piece] = []  # scales and minima: few, and behind all integers in the file
+        left: list[Piece] = []  # scales and minima, small and stored after all integers
 
         def values() -> Iterator[Tensor]:
             for value, *halves in pieces:
@@ -193,7 +193,7 @@ class NativeLayout(SafetensorsLayout):
         return parts_of(param, self._units, self._formats.get(param.name))
 
     def _placed(self, part: Part, values: Iterable[Tensor]) -> Iterator[tuple[str, int, Tensor]]:
-        """All values of one tensor of the files, and where they lie."""
+        """The values of one stored tensor, with their locations."""
         if is_unit_major(part.param):
             (matrix,) = values
             values = unit_major_blocks(matrix, part.unit)
@@ -206,21 +206,21 @@ class NativeLayout(SafetensorsLayout):
 def _stored(
     places: Mapping[str, Place], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, StoredTensor]:
-    """The stored tensors in which the weights lie, in the order of the model."""
+    """The stored tensors of the weights, in the order of the model."""
     stored: dict[str, StoredTensor] = {}
     for name, place in places.items():
         tensor = StoredTensor(place.name, dtypes[name], place.shape)
         if stored.setdefault(place.name, tensor) != tensor:
             raise UsageError(
-                f"{place.name}: holds weights of {dtype_name(stored[place.name].dtype)} and of "
-                f"{dtype_name(tensor.dtype)}, and a tensor has one dtype; use --dtype, or --format "
+                f"{place.name}: has weights of {dtype_name(stored[place.name].dtype)} and of "
+                f"{dtype_name(tensor.dtype)}, but a tensor has one dtype; use --dtype, or --format "
                 "native"
             )
     return stored
 
 
 def _dealt(tensors: Sequence[StoredTensor], n_files: int) -> list[Sequence[StoredTensor]]:
-    """Cut where the running sum comes nearest to equal parts, at least one tensor to a file."""
+    """Cut the list of tensors into parts of about equal bytes, with at least one tensor each."""
     ends = list(accumulate(tensor.n_bytes for tensor in tensors))
     cuts = [0]
     for number in range(1, n_files):
@@ -231,7 +231,7 @@ def _dealt(tensors: Sequence[StoredTensor], n_files: int) -> list[Sequence[Store
 
 
 def _header(tensors: Sequence[StoredTensor]) -> bytes:
-    # Readers of other projects look for this format before they take a file as torch's.
+    # Other readers require this entry to load the file as torch tensors.
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:

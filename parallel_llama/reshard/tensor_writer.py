@@ -1,38 +1,39 @@
-"""Writing tensors into a layout's files: the data, its hashes, and the journal behind the disk."""
+"""Writes tensors into the files of a layout, hashes them, and records them in the journal."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
-from parallel_llama.checkpoint.ahead import ahead, started_thread
 from parallel_llama.checkpoint.canonical import CanonicalTensor, Piece
-from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
+from parallel_llama.checkpoint.manifest import TensorEntry, feed, hash_file, tensor_bytes
+from parallel_llama.checkpoint.prefetch import prefetch, started_thread
 from parallel_llama.errors import UsageError
-from parallel_llama.reshard.direct_file import DirectFile, Staging
-from parallel_llama.reshard.hashes import FileHash, UnitHashes
 from parallel_llama.reshard.layout import Layout
+from parallel_llama.reshard.odirect_file import DirectFile, Staging
 from parallel_llama.reshard.partial_folder import PartialFolder
 
-# The journal follows what is on the disk after every so many bytes, or open files: the most that a
-# kill costs.
+# After this number of bytes or open files, the data is flushed and recorded in the journal. This is
+# the most work that a kill loses.
 FLUSH_BYTES = 128 << 20
 MAX_OPEN_FILES = 256
 
-# Pieces, and parts of files, that wait for the next thread.
-N_AHEAD = 3
+# Pieces, and parts of files, that wait in the queue of each thread.
+N_PREFETCHED = 3
 
 Pieces = Generator[tuple[CanonicalTensor, Piece], None, None]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What lies of a tensor at an offset of a file."""
+    """A part of a tensor at an offset of a file."""
 
     tensor: CanonicalTensor
     file: str
@@ -42,10 +43,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Written:
-    """What the manifest says of a tensor that is written; a line of the journal.
+    """The manifest's data of a written tensor; a line of the journal.
 
-    `units` are by the names of the tensors in the files. `n_bytes` are those in the files, where a
-    part of a tensor may lie more than once.
+    `source` is the hash before a conversion of the dtype; `units` are hashes by stored tensor.
+    `n_bytes` counts the files' bytes, which may hold parts of a tensor more than once.
     """
 
     name: str
@@ -63,11 +64,75 @@ class Written:
             raise UsageError(f"the journal is damaged ({error}); remove its folder") from error
 
 
-class TensorWriter:
-    """Writes tensors one after the other; `on_bytes` is told of every part.
+class FileHash:
+    """The hash of a file, computed while the file is written.
 
-    Reading, laying out, hashing and writing have a thread each. The disk is waited for in another
-    one: only what it has comes into the journal.
+    Bytes between two writes (headers, and the output of an earlier run) are read back. A file that
+    is written out of order is read as a whole at the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hasher = blake3(max_threads=blake3.AUTO)
+        self._position = 0
+        self._is_in_order = True
+
+    def add(self, offset: int, data: memoryview) -> None:
+        """Hash the data that is written at an offset of the file."""
+        self._is_in_order = self._is_in_order and offset >= self._position
+        if self._is_in_order:
+            self._read_up_to(offset)
+            self._hasher.update(data)
+            self._position += len(data)
+
+    def finish(self, n_bytes: int) -> str:
+        """The hash of the whole file, after its last byte was written."""
+        if not self._is_in_order:
+            return hash_file(self._path)
+        self._read_up_to(n_bytes)
+        return self._hasher.hexdigest()
+
+    def _read_up_to(self, offset: int) -> None:
+        if self._position == offset:
+            return
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._position)
+            self._position += feed(self._hasher, file, offset - self._position)
+        if self._position < offset:
+            raise OSError(f"{self._path}: ends at byte {self._position}")
+
+
+class UnitHashes:
+    """The hash of each unit of a weight, given their `sizes` in bytes, in the order of the file.
+
+    They allow the shard of any rank to be checked alone.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._sizes = iter(sizes)
+        self._left = next(self._sizes, 0)
+        self._hasher = blake3()
+        self.hashes: list[str] = []
+
+    def add(self, data: memoryview) -> None:
+        """Hash the next bytes, of any length; bytes behind the last unit are ignored."""
+        start = 0
+        while self._left and start < len(data):
+            taken = data[start : start + self._left]
+            self._hasher.update(taken)
+            start += len(taken)
+            self._left -= len(taken)
+            if not self._left:
+                self.hashes.append(self._hasher.hexdigest())
+                self._hasher = blake3()
+                self._left = next(self._sizes, 0)
+
+
+class TensorWriter:
+    """Writes tensors one after another, with a pipeline of threads.
+
+    Reading, placing, hashing and writing have a thread each. Another thread flushes files to the
+    disk and then records their tensors in the journal. `on_bytes` gets the size of each part.
     """
 
     def __init__(
@@ -83,9 +148,9 @@ class TensorWriter:
         self._flushing: Future[None] | None = None
 
     def write(self, pieces: Pieces) -> list[Written]:
-        """All of the tensors, in order, to the disk."""
+        """Write all tensors in order, and flush them to the disk."""
         written = []
-        with closing(ahead(self._hashed(self._laid_out(pieces)), N_AHEAD)) as parts:
+        with closing(prefetch(self._hashed(self._laid_out(pieces)), N_PREFETCHED)) as parts:
             for part in parts:
                 if isinstance(part, Part):
                     self._write(part)
@@ -100,27 +165,27 @@ class TensorWriter:
         return written
 
     def close(self) -> None:
-        """Let go of files and thread, whatever came of them."""
+        """Close the files and stop the thread, also after an error."""
         self._flushing_thread.shutdown()
         for file in self._open.values():
             file.close()
         self._open = {}
 
     def file_hashes(self) -> dict[str, str]:
-        """The hash of each weight file; only when every tensor is written and `finish` has run."""
+        """The hash of each file, after every tensor was written and `Layout.finish` was called."""
         return {f.name: self._hashes[f.name].finish(f.n_bytes) for f in self._layout.files}
 
     def _laid_out(self, pieces: Pieces) -> Generator[Part, None, None]:
         """The parts of every tensor."""
-        with closing(ahead(pieces, N_AHEAD)) as read:
+        with closing(prefetch(pieces, N_PREFETCHED)) as read:
             for tensor, group in groupby(read, itemgetter(0)):
                 values = (value for _, value in group)
                 for file, offset, value in self._layout.parts(tensor.param, values):
                     yield Part(tensor, file, offset, tensor_bytes(value))
 
     def _hashed(self, parts: Generator[Part, None, None]) -> Generator[Part | Written, None, None]:
-        """The same parts, and behind those of each tensor what is to be noted of it."""
-        with closing(ahead(parts, N_AHEAD)) as laid_out:
+        """Yields the same parts, and after those of each tensor its `Written`."""
+        with closing(prefetch(parts, N_PREFETCHED)) as laid_out:
             for tensor, group in groupby(laid_out, attrgetter("tensor")):
                 sizes = self._layout.unit_bytes(tensor.param)
                 units, n_bytes = UnitHashes(chain.from_iterable(sizes.values())), 0
@@ -141,7 +206,7 @@ class TensorWriter:
         self._on_bytes(len(part.data))
 
     def _flush(self) -> None:
-        """Hand what is written to the disk; waits for what was handed over before."""
+        """Start flushing the written data to the disk, after the previous flush has finished."""
         self._wait()
         batch, files = self._unflushed, list(self._open.values())
         self._unflushed, self._unflushed_bytes, self._open = [], 0, {}

@@ -1,4 +1,4 @@
-"""HF folders that GPTQ and AWQ quantised: read as they are, and run on any number of ranks."""
+"""HF folders quantised by GPTQ and AWQ, kept in their formats on any number of ranks."""
 
 import json
 import re
@@ -16,21 +16,22 @@ from transformers_oracle import reference_logits
 
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.checkpoint import load, open_checkpoint
-from parallel_llama.checkpoint.byte_ranges import Block
-from parallel_llama.checkpoint.hf_groups import read_groups
+from parallel_llama.checkpoint.byte_ranges import MatrixBlock
+from parallel_llama.checkpoint.quantised import read_packed
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
-from parallel_llama.config.hf_groups import HF_GROUPS, packing_of
-from parallel_llama.dtypes import Precision
+from parallel_llama.config.quantised import HF_GROUPS, packing_of
+from parallel_llama.dtypes import Precision, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import find_model
+from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.ops.groups import Groups
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 
 # Groups of 128 that heads of 32 cut inside, and five of them in w2.
 TINY = TinyModel(8, 2, 32, 256, ffn_dim=640, vocab_size=101, attention_bias=True)
@@ -101,7 +102,7 @@ def test_any_part_of_a_matrix_means_what_its_integers_zeros_and_scales_say(kind,
 
     for rows in (range(40), range(8, 24), range(3, 9), range(17, 18), range(5, 5)):
         for columns in (range(384), range(32, 64), range(96, 320), range(160, 160)):
-            groups = read_groups(packing, Block(384, rows, columns), read)
+            groups = read_packed(packing, MatrixBlock(384, rows, columns), read)
             assert groups.form == HF_GROUPS[size]
             expected = matrix.values[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(groups.values().double(), expected)
@@ -121,7 +122,7 @@ def test_every_rank_has_its_part_of_what_is_meant_exactly(kind, made):
 
 
 def test_ranks_cut_channels_between_groups(made):
-    """Also where that gives some of them none; 231 groups are those of Qwen 2.5 72B."""
+    """Also where some ranks get none; Qwen 2.5 72B has 231 groups."""
     precision = precision_of(made["awq"])
     assert precision.group_size == 128
     args = load_model_args(find_model(str(made["awq"])))
@@ -138,6 +139,7 @@ def test_ranks_cut_channels_between_groups(made):
 # What the model answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers_with_the_values_that_are_meant(kind, made):
     """Decoded to float64 to the last digits; as stored, inputs are rounded to 8 bits as well."""
@@ -153,6 +155,7 @@ def test_logits_are_those_of_transformers_with_the_values_that_are_meant(kind, m
         assert torch.equal(ours.argmax(1), expected.argmax(1))
 
 
+@pytest.mark.slow
 def test_greedy_tokens_on_processes_are_those_of_one_rank(made):
     """The folder needs no flag."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -253,8 +256,8 @@ def test_resharded_plain_values_are_those_that_are_loaded_to_the_last_bit(kind, 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("hf", r"its weights are quantised; give the dtype .* with --dtype$"),
-        ("meta --dtype float16 --quant stored", "a native folder alone holds quantised weights"),
+        ("hf", r"its weights are quantised; choose the dtype .* with --dtype$"),
+        ("meta --dtype float16 --quant stored", "only native folders support quantised weights"),
         (
             "native",
             r"wq\.weight: is in int4 with minima by 128, and a native folder holds int8,.*; "
@@ -311,7 +314,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         ),
         (
             {f"{Q_PROJ}.scales": torch.zeros(2, 256, dtype=torch.bfloat16)},
-            r"q_proj\.scales' has the dtype BF16; .* for scales of groups F16",
+            r"q_proj\.scales' has the dtype BF16; .* F16 for scales",
         ),
         (
             {f"{Q_PROJ}.qzeros": torch.zeros(2, 32, dtype=torch.int64)},
@@ -319,7 +322,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
         ),
         (
             {"model.layers.0.mlp.gate.qweight": torch.zeros(2, 32, dtype=torch.int32)},
-            "gate.qweight' is part of a quantised weight of which config.json says nothing",
+            "gate.qweight' is part of a quantised weight",
         ),
     ],
 )
@@ -346,13 +349,13 @@ def test_pickled_files_and_matrices_of_no_whole_words_are_refused(made, tmp_path
     folder = shutil.copytree(made["awq"], tmp_path / "model")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="'awq' are read from safetensors; save them so"):
+    with pytest.raises(CheckpointError, match="'awq' are read from safetensors only"):
         precision_of(folder)
     source = write_hf(TinyModel(4, 2, 32, 128, ffn_dim=128, vocab_size=101), tmp_path / "odd")
     odd = write_packed(source, tmp_path / "odd-gptq", "gptq")
     words = torch.zeros(16, 101, dtype=torch.int32)
     rewritten(odd, {"lm_head.qweight": words, "lm_head.weight": None})
-    with pytest.raises(CheckpointError, match=r"lm_head\.qweight: is of 101 outputs and 128"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.qweight: has 101 outputs and 128 inputs"):
         precision_of(odd)
 
 
@@ -360,5 +363,5 @@ def test_a_folder_whose_tensors_are_plain_is_read_as_such(source, tmp_path):
     """What is quantised is said by the tensors; config.json says how."""
     folder = write_packed(source, tmp_path / "model", "awq", is_quantised=lambda _: False)
     assert precision_of(folder).quant == "none"
-    with pytest.raises(UsageError, match="nor those of a GPTQ, AWQ or quantised native folder"):
+    with pytest.raises(UsageError, match="use int8, int4 or fp8"):
         precision_of(folder, "stored")

@@ -34,7 +34,7 @@ def test_the_ranks_together_read_every_weight(tmp_path, dtype):
 
 
 def test_a_read_of_more_than_one_system_call_is_put_together(tmp_path, monkeypatch):
-    """A read returns at most 2 GiB, and may return less than was asked for at any time."""
+    """A read returns at most 2 GiB, and may return less than requested at any time."""
     whole_read = byte_ranges.os.preadv
     monkeypatch.setattr(
         byte_ranges.os, "preadv", lambda fd, to, at: whole_read(fd, [to[0][:100]], at)
@@ -138,9 +138,9 @@ SECOND = {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}
         ({"a": {**GOOD, "shape": [True, 4]}}, "not a list of at most 8 sizes"),
         ({"a": {**GOOD, "shape": [1 << 64, 4]}}, "not a list of at most 8 sizes"),
         ({"a": {**GOOD, "shape": [1] * 9}}, "not a list of at most 8 sizes"),
-        ({"a": {**GOOD, "data_offsets": [16, 0]}}, "not two rising numbers"),
-        ({"a": {**GOOD, "data_offsets": [0]}}, "not two rising numbers"),
-        ({"a": {**GOOD, "data_offsets": [0.0, 16.0]}}, "not two rising numbers"),
+        ({"a": {**GOOD, "data_offsets": [16, 0]}}, "not two ascending numbers"),
+        ({"a": {**GOOD, "data_offsets": [0]}}, "not two ascending numbers"),
+        ({"a": {**GOOD, "data_offsets": [0.0, 16.0]}}, "not two ascending numbers"),
         ({"a": {**GOOD, "dtype": "F33"}}, "unknown dtype 'F33'"),
         ({"a": {**GOOD, "dtype": ["F32"]}}, "unknown dtype"),
         ({"a": {"dtype": "F32", "shape": [2, 2]}}, "needs exactly dtype"),
@@ -148,7 +148,7 @@ SECOND = {"dtype": "F32", "shape": [2], "data_offsets": [16, 24]}
         ({"a": GOOD, "b": GOOD}, "overlaps"),
         ({"a": GOOD, "b": {**SECOND, "data_offsets": [20, 28]}}, "leaves a gap"),
         ({"a": {**GOOD, "data_offsets": [8, 24]}}, "leaves a gap"),
-        ({"a": GOOD}, "left over behind the last"),
+        ({"a": GOOD}, "bytes after the last"),
         ([1], "not a JSON object"),
         ("[" * 100_000, "not valid JSON"),
         ("{", "not valid JSON"),

@@ -10,7 +10,7 @@ from checkpoint_cost import cost_of_rank, write_random_folder
 from checkpoint_samples import TINY, interleaved, weights_of, write_hf
 
 from parallel_llama.checkpoint import load, open_checkpoint, random_checkpoint
-from parallel_llama.checkpoint.ahead import workers
+from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.checkpoint.reading import PIECE_VALUES, pieces_of, quantised
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GroupFormat, Precision
@@ -18,10 +18,11 @@ from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.memory import values_by_form, weight_bytes
+from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.ops.groups import quantise
-from parallel_llama.plan import make_plan, values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 
 CPU = torch.device("cpu")
 
@@ -200,6 +201,7 @@ def test_random_weights_differ_by_seed_name_and_chunk_and_keep_activations_sane(
     assert abs(norm.mean().item() - 1) < 0.03 and 0.08 < norm.std().item() < 0.12
 
 
+@pytest.mark.slow
 def test_a_load_reads_each_byte_once_and_holds_little_beside_the_share(tmp_path):
     """Column slices (wo, w2) must not read whole rows, nor float32 be converted as one tensor."""
     args = ModelArgs(

@@ -58,6 +58,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST]
 
 
+@pytest.mark.slow
 def test_every_single_flipped_bit_is_found(tmp_path: Path) -> None:
     """Also in white space, and in a hash that nothing else would compare."""
     data = bytearray(encode_manifest(SMALL))
@@ -97,7 +98,7 @@ def test_a_forged_manifest_is_refused(tmp_path: Path, old: str, new: str) -> Non
 def test_a_name_outside_the_folder_is_refused_even_with_the_right_hash(
     tmp_path: Path, name: str
 ) -> None:
-    """Whoever forges a manifest can compute its hash; decoding must refuse the name itself."""
+    """A forger can compute the hash of a manifest, so decoding must refuse the name itself."""
     with pytest.raises(ValueError, match="outside the folder"):
         Manifest("hf", {}, {name: FileEntry(0, hash_bytes(b""))})
     text = encode_manifest(SMALL).decode().replace("weights.safetensors", name)

@@ -141,7 +141,7 @@ def test_the_files_are_those_of_the_index_and_lie_in_the_folder(tmp_path: Path) 
         find_model(str(folder))
 
 
-def told(tmp_path: Path, **own: Any) -> Any:
+def args_of(tmp_path: Path, **own: Any) -> Any:
     path = tmp_path / "shape.json"
     path.write_text(json.dumps(params_of(DENSE, **own)))
     return load_model_args(find_model(str(path)))
@@ -149,12 +149,12 @@ def told(tmp_path: Path, **own: Any) -> Any:
 
 def test_what_params_json_leaves_out_is_as_in_the_published_models(tmp_path: Path) -> None:
     open_values: dict[str, Any] = {"rope_theta": None, "max_seq_len": None, "head_dim": None}
-    args = told(tmp_path, **open_values, n_heads=6)
+    args = args_of(tmp_path, **open_values, n_heads=6)
     assert (args.rope_theta, args.max_seq_len, args.head_dim) == (1e6, 32768, 8)
-    assert told(tmp_path, rope_theta=None, sliding_window=4096).rope_theta == 1e4
-    assert told(tmp_path, sliding_window=512).sliding_window is None  # as long as the context
-    assert told(tmp_path, tied_embeddings=True).tied_embeddings
-    assert (args.family, told(tmp_path, moe=params_of(EXPERTS)["moe"]).family) == (
+    assert args_of(tmp_path, rope_theta=None, sliding_window=4096).rope_theta == 1e4
+    assert args_of(tmp_path, sliding_window=512).sliding_window is None  # as long as the context
+    assert args_of(tmp_path, tied_embeddings=True).tied_embeddings
+    assert (args.family, args_of(tmp_path, moe=params_of(EXPERTS)["moe"]).family) == (
         "mistral",
         "mixtral",
     )
@@ -178,7 +178,7 @@ def test_what_is_not_computed_is_refused(
     own: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(expected)):
-        told(tmp_path, **own)
+        args_of(tmp_path, **own)
 
 
 def test_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class PlainReads:
         monkeypatch.setattr(os, "preadv", counted)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(shapes(), st.sampled_from([1, 3]), st.integers(1, 8))
 def test_every_share_is_the_slice_that_the_hf_folder_gives(args, n_parts, tp_size):

@@ -1,4 +1,4 @@
-"""Weights that lie in one stored tensor: read in parts, written in parts, and checked as one."""
+"""Weights that share a stored tensor are read and written in parts, and verified as one."""
 
 import json
 import re

@@ -38,7 +38,7 @@ MAX_CPU_SECONDS = 10.0
 MAX_MEMORY = 256 << 20
 
 Copy = Callable[[str], Path]
-Told = Callable[..., tuple[int, dict[str, Any]]]
+Check = Callable[..., tuple[int, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def copy(folders: dict[str, Path], tmp_path: Path) -> Copy:
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
+def check(capsys: pytest.CaptureFixture[str]) -> Check:
     """Exit code and JSON of a `verify` command line."""
 
     def run(*argv: object) -> tuple[int, dict[str, Any]]:
@@ -72,8 +72,8 @@ def problems_of(folder: Path, against: Path | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_whole_folder_is_found_whole(folders: dict[str, Path], told: Told, name: str) -> None:
-    code, report = told(folders[name])
+def test_a_whole_folder_is_found_whole(folders: dict[str, Path], check: Check, name: str) -> None:
+    code, report = check(folders[name])
     n_tensors = 21
     n_files = len(list(folders[name].iterdir())) - 1
     assert code == 0
@@ -92,11 +92,11 @@ def test_a_whole_folder_is_found_whole(folders: dict[str, Path], told: Told, nam
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_without_a_manifest_is_checked_for_structure(
-    copy: Copy, told: Told, name: str
+    copy: Copy, check: Check, name: str
 ) -> None:
     folder = copy(name)
     (folder / "manifest.json").unlink()
-    code, report = told(folder)
+    code, report = check(folder)
     assert (code, report["ok"], report["hashed"], report["tensors"]) == (0, True, 0, 21)
 
 
@@ -104,7 +104,7 @@ def test_a_folder_without_a_manifest_is_checked_for_structure(
 
 
 def tensor_locations(path: Path) -> dict[str, range]:
-    """Where Meta's tensors lie in a file, read without the package."""
+    """The offsets of tensors in a file of Meta's, found without the package."""
     if path.suffix == ".pth":
         return _torch_locations(path)
     data = path.read_bytes()
@@ -160,9 +160,10 @@ def assert_named(found: list[str], path: Path, at: int, locations: dict[str, ran
         assert stop - start == len(location) * 2 // TINY.ffn_dim  # a unit of two channels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(
-    copy: Copy, told: Told, name: str
+    copy: Copy, check: Check, name: str
 ) -> None:
     folder, random_source = copy(name), random.Random(name)
     paths = sorted(p for p in folder.iterdir() if p.suffix in (".pth", ".safetensors"))
@@ -171,16 +172,16 @@ def test_a_flipped_bit_of_a_weight_file_is_named_with_tensor_and_bytes(
         path = random_source.choice(paths)
         bit = random_source.randrange(path.stat().st_size * 8)
         flipped(path, bit)
-        code, report = told(folder)
+        code, report = check(folder)
         assert (code, report["ok"]) == (1, False), f"{path.name}, bit {bit}"
         assert_named(report["problems"], path, bit // 8, locations[path])
         flipped(path, bit)
-    assert told(folder)[0] == 0
+    assert check(folder)[0] == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flipped_bit_of_anything_else_is_found_in_its_file(
-    copy: Copy, told: Told, name: str
+    copy: Copy, check: Check, name: str
 ) -> None:
     """Headers, the zip's own records, JSON files, the index, the manifest."""
     folder, random_source = copy(name), random.Random(name)
@@ -189,12 +190,12 @@ def test_a_flipped_bit_of_anything_else_is_found_in_its_file(
         path, span = random_source.choice(spots)
         bit = random_source.randrange(span.start * 8, span.stop * 8)
         flipped(path, bit)
-        code, report = told(folder)
+        code, report = check(folder)
         assert code == 1, f"{path.name}, bit {bit}"
         assert len(report["problems"]) == 1, report["problems"]
         assert path.name in report["problems"][0].split(": ")[0], report["problems"]
         flipped(path, bit)
-    assert told(folder)[0] == 0
+    assert check(folder)[0] == 0
 
 
 def outside_tensors(path: Path) -> Iterator[tuple[Path, range]]:
@@ -249,24 +250,24 @@ def test_missing_cut_and_grown_files_are_named(copy: Copy) -> None:
     assert "config.json: too long" in found
 
 
-def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy: Copy, told: Told) -> None:
+def test_a_stranger_that_a_model_could_be_read_from_is_a_problem(copy: Copy, check: Check) -> None:
     folder = copy("hf")
     (folder / "LICENSE").write_text("yes")
-    code, report = told(folder)
+    code, report = check(folder)
     assert (code, report["notes"]) == (0, ["LICENSE: not in manifest.json"])
     for name in ("tokenizer.json", "tokenizer.model.v3"):
         (folder / name).write_text("{}")
-        code, report = told(folder)
+        code, report = check(folder)
         assert code == 1
         assert f"{name}: not in manifest.json" in report["problems"][0]
         (folder / name).unlink()
 
 
-def test_a_stranger_in_a_subfolder_is_seen_too(copy: Copy, told: Told) -> None:
+def test_a_stranger_in_a_subfolder_is_seen_too(copy: Copy, check: Check) -> None:
     folder = copy("hf")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
-    code, report = told(folder)
+    code, report = check(folder)
     assert code == 1
     assert "additional_chat_templates/tools.jinja: not in" in report["problems"][0]
 
@@ -292,7 +293,7 @@ def test_an_index_that_leads_out_of_the_folder_is_a_problem(copy: Copy, name: st
     folder = copy("hf of 2 files")
     (folder / "manifest.json").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    assert "lies outside the folder" in problems_of(folder)[0]
+    assert "is outside the folder" in problems_of(folder)[0]
 
 
 def test_a_manifest_that_says_another_hash_for_a_tensor_is_not_believed(copy: Copy) -> None:
@@ -517,7 +518,7 @@ def test_what_no_reader_foresaw_is_a_problem_too(
 def test_layouts_of_one_model_are_the_same(
     folders: dict[str, Path],
     copy: Copy,
-    told: Told,
+    check: Check,
     name: str,
     has_manifests: bool,
 ) -> None:
@@ -526,7 +527,7 @@ def test_layouts_of_one_model_are_the_same(
     if not has_manifests:
         (one / "manifest.json").unlink()
         (two / "manifest.json").unlink()
-    code, report = told(one, "--against", two)
+    code, report = check(one, "--against", two)
     assert (code, report["problems"]) == (0, [])
 
 
@@ -542,7 +543,7 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 WQ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def test_tensors_that_differ_are_named(copy: Copy, folders: dict[str, Path], told: Told) -> None:
+def test_tensors_that_differ_are_named(copy: Copy, folders: dict[str, Path], check: Check) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[WQ][3, 5] += 1
         tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
@@ -552,9 +553,9 @@ def test_tensors_that_differ_are_named(copy: Copy, folders: dict[str, Path], tol
         "layers.1.attention.wq.weight: its values differ",
         "norm.weight: its dtype is float32 here and float64 there",
     ]
-    code, report = told(folder, "--against", folders["meta of 2"])
+    code, report = check(folder, "--against", folders["meta of 2"])
     assert (code, report["problems"]) == (1, expected)
-    code, report = told(folders["native of 2"], "--against", folder)
+    code, report = check(folders["native of 2"], "--against", folder)
     assert (code, len(report["problems"])) == (1, 2)
 
 
@@ -716,6 +717,7 @@ def test_a_whole_model_answers_after_verification(
     assert json.loads(capfd.readouterr().out)["tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     ["model.safetensors", "config.json", "tokenizer.json", "manifest.json", "header", "missing"],
@@ -724,7 +726,7 @@ def test_a_whole_model_answers_after_verification(
 def test_a_damaged_model_does_not_answer(
     chat_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, nproc: str
 ) -> None:
-    """Two ranks share the files, so damage that only one of them sees must end both."""
+    """Two ranks check different files, so damage that only one rank finds must end both."""
     folder = shutil.copytree(chat_folder, tmp_path / "model")
     path = folder / ("model.safetensors" if file in ("header", "missing") else file)
     flipped(path, 8 * 20 if file == "header" else 8 * (path.stat().st_size - 20))

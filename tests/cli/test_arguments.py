@@ -41,8 +41,10 @@ from parallel_llama.cli.ranks import Job, rank_count
 from parallel_llama.cli.sampling_flags import given_sampling
 from parallel_llama.cli.score import perplexity
 from parallel_llama.errors import UsageError
-from parallel_llama.plan import PROCESS_BYTES
+from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.tokenizer import Chat
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 GENERATE = load_verb("generate")
@@ -186,8 +188,8 @@ WRONG: list[tuple[list[str], str]] = [
     (["plan", "--nproc", "4-2"], "--nproc '4-2': not a number of ranks"),
     (["plan", "--nproc", "10"], "use 1 to 9 ranks"),
     (["plan", "--nproc", "10", "--memory", "8"], "use 1 to 9 ranks"),
-    (["plan", "--nproc", "2", "--memory", "8x1"], "memory names 1 ranks and there are 2"),
-    (["plan", "--nproc", "2", "--memory", "8,8,8"], "memory names 3 ranks and there are 2"),
+    (["plan", "--nproc", "2", "--memory", "8x1"], "memory has 1 sizes for 2 ranks"),
+    (["plan", "--nproc", "2", "--memory", "8,8,8"], "memory has 3 sizes for 2 ranks"),
     (["plan", "--nproc", "1-2", "--memory", "8,8"], "give --nproc N, not a range"),
     (["plan", "--nproc", "1-2", "--memory", "8x2"], "or one size for all ranks"),
     (["plan", "--memory", "8,,8"], "--memory '8,,8': not sizes such as 80 (GiB)"),

@@ -27,6 +27,8 @@ from tiny_folder import write_chat_folder
 from parallel_llama.cli.main import main
 from parallel_llama.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TEXT = ("--prompt", "Hi", "--max-tokens", "2")
 

@@ -8,8 +8,10 @@ import torch
 from parallel_llama import LLM
 from parallel_llama.cli.main import main
 from parallel_llama.errors import UsageError
-from parallel_llama.parallel.slice import Slice
+from parallel_llama.parallel.collectives import Slice
 from parallel_llama.plan import make_plan
+
+pytestmark = pytest.mark.slow
 
 N_LAYERS = 3
 SIZES = ("--prompt-tokens=7", "--max-tokens=5", "--repeat=1", "--batch=2", "--dtype=float32")
@@ -88,7 +90,7 @@ def test_what_is_no_rank_of_some_is_refused(slice_of, capsys):
     ("flags", "rank", "says"),
     [
         (["--slice=0/10"], None, "use 1 to 9 ranks"),
-        (["--slice=3/5", "--kv-split=sequence"], None, "use a kv_split by heads"),
+        (["--slice=3/5", "--kv-split=sequence"], None, "use kv_split='heads'"),
         (["--slice=0/8", "--nproc=2"], None, "leave --nproc out"),
         (["--slice=0/8"], "0", "start it without torchrun"),
     ],

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from tiny_folder import write_chat_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120
 PAUSE_S = 0.2  # Python's prompt is shown a moment before it listens to signals

@@ -25,6 +25,8 @@ from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, Grammar, Request, SamplingParams
 from parallel_llama.tokenizer import Chat
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

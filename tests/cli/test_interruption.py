@@ -15,6 +15,8 @@ import psutil
 import pytest
 from tiny_folder import write_endless_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 ENDLESS = ("--prompt=Hello", "--max-tokens=60000")  # minutes of it, where nobody interrupts
 LIMIT_S = 200  # for what takes a second or two: a busy machine is no failure, and a hang is one

@@ -26,6 +26,8 @@ from parallel_llama.request import (
 )
 from parallel_llama.tokenizer import Chat
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Step:

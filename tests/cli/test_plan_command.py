@@ -19,8 +19,11 @@ from parallel_llama.config import load_model_args
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.kv_capacity import CacheSize, DeviceMemory
 from parallel_llama.files.model_files import find_model
+from parallel_llama.memory import CUDA_ALLOWANCE, PROCESS_BYTES
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.plan import CUDA_ALLOWANCE, PROCESS_BYTES, make_plan
+from parallel_llama.plan import make_plan
+
+pytestmark = pytest.mark.slow
 
 Capture = pytest.CaptureFixture[str]
 

@@ -186,7 +186,7 @@ def test_a_width_beyond_metas_formula_is_refused() -> None:
 
 @pytest.mark.parametrize("path", SHAPES, ids=lambda path: path.stem)
 def test_metas_own_models_come_back_from_params_json_alone(path: Path) -> None:
-    """But for the context, which Meta's program is told when it starts."""
+    """Except the context, which is an argument of Meta's program."""
     args = args_from_params(json.loads(path.read_text()))
     params = through_json(meta_params(args))
     again = args_from_params(params)

@@ -20,7 +20,7 @@ from parallel_llama.dtypes import KVFormat, Precision
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.ops import cpu_ops
-from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion, Request, SamplingParams
@@ -61,8 +61,8 @@ FORMATS = [
 @pytest.fixture(autouse=True)
 def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix tiles (AMX), which only chunks of many rows use, sum in another order."""
-    monkeypatch.setattr(cpu_ops, "make_tile_linear", lambda: None)
-    monkeypatch.setattr(cpu_ops, "make_tile_attention", lambda *_: None)
+    monkeypatch.setattr(cpu_ops, "make_gemm_amx", lambda: None)
+    monkeypatch.setattr(cpu_ops, "make_prefill_attention_amx", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +148,7 @@ def _models() -> list[tuple[str, tuple[str, str, str | None]]]:
     return [*(("plain", each) for each in FORMATS), *others]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "formats"), _models(), ids=str)
 def test_log_probabilities_are_the_same_to_the_last_bit_however_a_prompt_is_cut(name, formats):
     assert differences(Solo(), MODELS[name], formats, seed=0, n_mixes=5) == []

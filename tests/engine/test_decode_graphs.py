@@ -139,11 +139,13 @@ def test_a_runner_is_freed_with_its_last_reference(records):
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
 def test_ranks_replay_the_same_steps(tp_size):
     assert min(run_on_threads(tp_size, run, ARGS, range(3), records=True)) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [ARGS, HYBRID, OF_FAMILIES["mixtral"]])
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("ways", [PLAIN, FILTERED, ALL], ids=["plain", "filtered", "all"])
@@ -162,6 +164,7 @@ def test_steps_that_are_launched_before_their_tokens_are_read_change_nothing(
     assert len(launched) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
 def test_ranks_launch_the_same_steps_ahead(monkeypatch, tp_size):
     launched = count_launches(monkeypatch)

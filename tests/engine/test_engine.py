@@ -77,6 +77,7 @@ def test_tokens_are_the_same_at_every_world_size(ranks, params):
             assert tokens == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "fp8"])
 def test_tokens_are_the_same_at_every_world_size_where_keys_and_values_are_narrow(dtype):
     """A head has scales of its own, so it does not matter which heads a rank holds beside it."""
@@ -106,12 +107,14 @@ def run_mixes(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(start, start + 60) for start in range(0, 400, 100)])
 def test_a_request_gets_in_any_mix_what_it_gets_alone(seeds):
     for seed, found in zip(seeds, run_mixes(Solo(), seeds), strict=True):
         assert not found, f"mix {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FAMILIES)
 def test_a_request_of_any_family_gets_in_any_mix_what_it_gets_alone(name: str) -> None:
     args = OF_FAMILIES[name]
@@ -119,6 +122,7 @@ def test_a_request_of_any_family_gets_in_any_mix_what_it_gets_alone(name: str) -
     assert not any(run_on_threads(3, run_mixes, range(3, 4), args)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [WINDOWED, HYBRID], ids=["windowed", "hybrid"])
 def test_a_request_gets_in_any_mix_what_it_gets_alone_where_tokens_see_a_window(args):
     seeds = range(500, 530)
@@ -126,6 +130,7 @@ def test_a_request_gets_in_any_mix_what_it_gets_alone_where_tokens_see_a_window(
         assert not found, f"mix {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp_size", "args"), [(2, WINDOWED), (3, HYBRID), (5, HYBRID)])
 def test_windows_on_many_ranks_give_what_one_gives(tp_size, args):
     seeds = range(560, 565)
@@ -133,12 +138,14 @@ def test_windows_on_many_ranks_give_what_one_gives(tp_size, args):
         assert not found, f"mix {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp_size", "seeds"), [(2, range(400, 450)), (3, range(450, 480))])
 def test_a_request_gets_on_many_ranks_what_it_gets_alone_on_one(tp_size, seeds):
     for seed, found in zip(seeds, run_on_threads(tp_size, run_mixes, seeds)[0], strict=True):
         assert not found, f"mix {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize(
     ("tp_size", "args", "seeds"), [(1, ARGS, range(500, 520)), (3, HYBRID, range(520, 526))]
@@ -157,6 +164,7 @@ def test_ranks_that_are_processes_run_mixes_alike(ranks):
         assert not found, f"mix {seed}"
 
 
+@pytest.mark.slow
 def test_the_mixes_meet_what_they_are_to_meet():
     """Preemption, prefix hits, accepted guesses, prompts in pieces, more choices than one."""
     runner = make_runner(Solo())

@@ -27,9 +27,10 @@ from parallel_llama.engine.kv_capacity import (
     memory_of,
 )
 from parallel_llama.errors import OutOfMemory, UsageError
+from parallel_llama.memory import CPU_SHARE, CUDA_SHARE, MAX_CPU_BYTES, blocks_held
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.plan import CPU_SHARE, CUDA_SHARE, MAX_CPU_BYTES, blocks_held, make_plan
+from parallel_llama.plan import make_plan
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -127,6 +128,7 @@ def test_what_is_no_lack_of_memory_stays_what_it_is(error: Exception):
     assert caught.value is error
 
 
+@pytest.mark.slow
 def test_weights_that_find_no_room_end_a_command_with_1():
     """A traceback."""
     program = """

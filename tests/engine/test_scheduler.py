@@ -316,6 +316,7 @@ def test_long_prompts_get_on_however_many_short_requests_come():
     assert steps[:10] == [*held, 8 - 4, 0] and len(steps) < 1000
 
 
+@pytest.mark.slow
 def test_steps_are_small_for_a_while_after_a_short_request():
     """The next one waits for the end of a step."""
     scheduler, model = make(16384, step_tokens=64)

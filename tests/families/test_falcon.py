@@ -17,6 +17,8 @@ from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard
 
+pytestmark = pytest.mark.slow
+
 NEW = {"new_decoder_architecture": True}
 
 SEVEN = TinyModel(71, 1, 2, 142, tied=True, family="falcon")  # the 7B's heads

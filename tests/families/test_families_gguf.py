@@ -25,6 +25,8 @@ from parallel_llama.files.fields import Fields
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard.reshard import reshard
 
+pytestmark = pytest.mark.slow
+
 _FULL = ["full_attention"] * 2
 _GEMMA = {"query_pre_attn_scalar": 8, "layer_types": None}
 _WINDOW = {"sliding_window": 9}

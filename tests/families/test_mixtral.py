@@ -16,7 +16,8 @@ from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.dtypes import Precision
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import find_model
-from parallel_llama.plan import make_plan, values_by_form, weight_bytes
+from parallel_llama.memory import values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 from parallel_llama.reshard.reshard import reshard
 
 TINY = TINY_MODELS["8/2 mixtral"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoint_samples import TINY, gguf_name, hf_name
 
-from parallel_llama.checkpoint.rotary import reordered
+from parallel_llama.checkpoint.checkpoint import reordered
 from parallel_llama.families import FAMILIES, parameters
 from parallel_llama.families.names import LLAMA_NAMES, renamed
 

@@ -60,7 +60,7 @@ def test_a_whole_file_is_read(tmp_path: Path) -> None:
     assert header.fields["tokenizer.ggml.scores"] == [0.0, 0.0, -1.0, -2.0, -3.0]
     assert header.fields["tokenizer.ggml.add_bos_token"] is True
     norm = header.tensors["blk.0.attn_norm.weight"]
-    assert (norm.shape, norm.type_name, norm.n_bytes) == ((8,), "F32", 32)
+    assert (norm.shape, norm.dtype, norm.n_bytes) == ((8,), "F32", 32)
     assert header.tensors["token_embd.weight"].shape == (5, 8)
     assert norm.offset - header.tensors["token_embd.weight"].offset == 160
 

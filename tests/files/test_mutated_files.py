@@ -1,6 +1,7 @@
 """Damaged files of every kind that a folder has: an exit code and one line, whatever the damage.
 
-The same few mutants in every run. Most lie near the file's ends, where headers and directories are.
+The same few mutants in every run. Most are near the ends of the file, where headers and directories
+are.
 """
 
 import json

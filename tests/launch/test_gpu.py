@@ -1,7 +1,8 @@
-"""The command for a GPU runs without one, loses nothing to a failure, and shows no wrong figure."""
+"""The GPU benchmark runs without a GPU, survives failures of steps, and shows no wrong figures."""
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -14,16 +15,12 @@ from launch.bench.gpu_steps import Row, Setting, attempt, shapes
 from launch.bench.gpu_steps.models import shape
 from parallel_llama.errors import UsageError
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+def report(folder: Path) -> Any:
+    return json.loads((folder / "report.json").read_text())["steps"]
 
 
-def report(folder: Path) -> dict[str, list[dict[str, object]]]:
-    steps: dict[str, list[dict[str, object]]] = json.loads((folder / "report.json").read_text())[
-        "steps"
-    ]
-    return steps
-
-
+@pytest.mark.slow
 def test_every_step_runs_without_a_card(tmp_path):
     """In tiny shapes, kernels in the interpreter; the report has none of its figures."""
     pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
@@ -43,7 +40,7 @@ def test_every_step_runs_without_a_card(tmp_path):
         ElementTree.parse(plot)
 
 
-@NO_GPU
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(("has_triton", "says"), [(True, "no CUDA device"), (False, "pip install")])
 def test_what_is_missing_is_said_before_work_starts(
     tmp_path, monkeypatch, capsys, has_triton, says
@@ -55,6 +52,7 @@ def test_what_is_missing_is_said_before_work_starts(
     assert says in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_or_takes_too_long_costs_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "find_spec", lambda _: object())
     steps = Step("nothing", "none", 60), Step("parity", "long", 1.25), Step("card", "card", 60)
@@ -88,11 +86,6 @@ def test_what_is_wrong_has_no_figure_and_no_point():
     assert drawn["decode"].lines == {"8b, 512 tokens": [(4, 2000.0)]} and len(drawn) == 1
 
 
-def test_sizes_are_those_of_the_setting():
-    cpu = torch.device("cpu")
-    assert [Setting(cpu, is_rehearsal).pick(8, 1) for is_rehearsal in (True, False)] == [1, 8]
-
-
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b"])
 def test_a_shape_is_measured_within_its_context(monkeypatch, name):
     """8,256 tokens were asked of a context of 8,192, and every row of 8B was refused."""
@@ -105,6 +98,6 @@ def test_a_shape_is_measured_within_its_context(monkeypatch, name):
     monkeypatch.setattr(shapes, "require_right", lambda *_args, **_options: None)
     monkeypatch.setattr(shapes, "LLM", load)
     setting = Setting(torch.device("cuda", 0), is_rehearsal=False)
-    (row,) = shapes.of_shape(name, ("none",), setting)
+    row, *_ = shapes.rows(setting, name)
     assert row.wrong and asked
     assert asked[0] <= shape(name, setting).max_seq_len

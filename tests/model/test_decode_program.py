@@ -27,7 +27,7 @@ from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.model.decode_program import DecodeStep, Logits, Program
 from parallel_llama.ops import TorchOps
-from parallel_llama.ops.cpu.program import openmp
+from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
 
 T = TypeVar("T")
@@ -183,6 +183,7 @@ def test_any_number_of_rows_is_a_program_of_its_own(n_sequences):
     assert decode_steps(make_runner(Solo()), n_sequences, 5, 2) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_weights_of_any_format_are_read_within_a_program(name):
     args = replace(KEPT_ARGS, attention_bias=True, qk_norm=True)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import KV_DTYPES, KVFormat
+from parallel_llama.dtypes import KV_DTYPES, KVFormat, kv_format
+from parallel_llama.memory import kv_bytes_per_token
 from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
-from parallel_llama.plan import kv_bytes_per_token, kv_format, make_plan
+from parallel_llama.plan import make_plan
 
 ARGS = ModelArgs(dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=2, ffn_dim=8, vocab_size=8)
 TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks

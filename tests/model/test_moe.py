@@ -310,6 +310,7 @@ def run_mixes(comm: Communicator, seeds: Sequence[int]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp_size", "seeds"), [(1, range(40)), (3, range(40, 60))])
 def test_a_request_gets_in_any_mix_what_it_gets_alone(tp_size: int, seeds: range) -> None:
     for seed, found in zip(seeds, run_on_threads(tp_size, run_mixes, seeds)[0], strict=True):

@@ -98,6 +98,7 @@ def meta_hf_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != DYNAMIC])
 def test_the_reference_is_float64_throughout(models: Models, name: str) -> None:
     """One bare float32 cast left in it would differ by 1e-7 between prefill and decode."""
@@ -106,6 +107,7 @@ def test_the_reference_is_float64_throughout(models: Models, name: str) -> None:
     torch.testing.assert_close(by_token, model.logits, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_unpatched_reference_is_not_float64(models: Models) -> None:
     for model in models.values():
         error = (unpatched_logits(model.folder, model.tokens) - model.logits).abs().max()
@@ -138,6 +140,7 @@ def test_logits_on_processes_equal_transformers(ranks: Pools, models: Models, tp
             assert_same(logits, model.logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_at_every_size_up_to_n_heads_equal_transformers(models: Models, name: str) -> None:
     model = models[name]
@@ -147,6 +150,7 @@ def test_logits_at_every_size_up_to_n_heads_equal_transformers(models: Models, n
             assert_same(logits, model.logits)
 
 
+@pytest.mark.slow
 def test_logits_are_within_float32_rounding_of_transformers_as_it_is(models: Models) -> None:
     for model in models.values():
         runner = load_runner(Solo(), model.folder, N_TOKENS)
@@ -192,6 +196,7 @@ def some_cuts() -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_prefill_at_once_equals_prefill_in_pieces_and_token_by_token(

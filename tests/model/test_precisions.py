@@ -7,16 +7,17 @@ import torch
 
 from parallel_llama.checkpoint import load, random_checkpoint
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat, Precision
+from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat, Precision, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
+from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.groups import Groups, quantise
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 from tests.support.thread_ranks import run_on_threads
 
 ARGS = ModelArgs(
@@ -184,6 +185,7 @@ class StoredInBlocks(Kept):
         return self._whole(param, form).values().narrow(param.dim, rows.start, len(rows))
 
 
+@pytest.mark.slow
 def test_stored_blocks_give_the_same_logits_on_every_number_of_ranks():
     precision = make_precision(WIDE, "float32", "cpu", "stored", STORED)
     stored = StoredInBlocks(precision, WIDE)
@@ -197,7 +199,7 @@ def test_stored_blocks_give_the_same_logits_on_every_number_of_ranks():
 
 
 def test_what_cannot_be_quantised_is_refused_with_the_remedy():
-    with pytest.raises(UsageError, match=r"head_dim=16 is no multiple of the 32.*bfloat16"):
+    with pytest.raises(UsageError, match=r"head_dim=16 is not a multiple of the 32.*bfloat16"):
         make_precision(replace(ARGS, head_dim=16), "float32", "cpu", "int8")
     with pytest.raises(UsageError, match=r"quant='int3': use one of none, int8, int4"):
         make_precision(ARGS, "float32", "cpu", "int3")

@@ -20,6 +20,8 @@ from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import KVSplit
 
+pytestmark = pytest.mark.slow
+
 TOKENS = [(7 * at + 3) % 200 for at in range(90)]
 # All at once in tiles of 64, piece by piece, and one by one from the middle on.
 CUTS: list[list[int]] = [[], [7, 30, 33], list(range(50, 90))]

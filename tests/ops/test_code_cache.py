@@ -1,22 +1,23 @@
-"""Machine code from the cache runs in this process, so only what is surely ours is taken."""
+"""Machine code from the cache runs in this process, so only trusted files are accepted."""
 
 import ast
 import os
 import runpy
 import stat
+import struct
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import pytest
 import torch
 
-from parallel_llama.ops.cpu import program
-from parallel_llama.ops.cpu.attention import AttentionKernel
-from parallel_llama.ops.cpu.builder import I64
-from parallel_llama.ops.cpu.code_cache import machine_code
-from parallel_llama.ops.cpu.program import Machine, Program, openmp
-from parallel_llama.ops.cpu.silu_and_mul import SiluAndMulKernel
+from parallel_llama.ops.cpu import jit
+from parallel_llama.ops.cpu.arguments import Integer, Integers, T
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
+from parallel_llama.ops.cpu.elementwise import SiluAndMulKernel
+from parallel_llama.ops.cpu.jit import Machine, Program, machine_code, openmp
 from parallel_llama.ops.scores import Scores
 
 
@@ -27,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def made(key="key"):
-    """What a key gives, and whether it had to be made."""
+    """Gets the code of a key. Returns: whether it had to be made."""
     calls = []
     code = machine_code(key, lambda: calls.append(1) or b"code of " + key.encode())
     assert code == b"code of " + key.encode()
@@ -97,7 +98,7 @@ def test_without_a_folder_code_is_made_every_time(monkeypatch, tmp_path, home):
 
 
 def test_old_code_makes_room_for_new(folder, monkeypatch):
-    monkeypatch.setattr("parallel_llama.ops.cpu.code_cache._MAX_FILES", 3)
+    monkeypatch.setattr("parallel_llama.ops.cpu.jit._MAX_FILES", 3)
     for number in range(5):
         assert made(str(number))
         os.utime(max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns), (number, number))
@@ -113,7 +114,7 @@ def test_a_kernel_from_the_cache_is_the_kernel(folder, monkeypatch):
     x = torch.randn(3, 20)
     results = [SiluAndMulKernel(torch.float32, Machine(16, 16))(x)]
     assert len(list(folder.iterdir())) == 1
-    monkeypatch.setattr(program, "_module", None)  # nothing is built
+    monkeypatch.setattr(jit, "_module", None)  # nothing is built
     results.append(SiluAndMulKernel(torch.float32, Machine(16, 16))(x))
     assert torch.equal(*results)
 
@@ -125,15 +126,20 @@ def test_kernels_that_differ_in_a_parameter_have_code_of_their_own(folder):
             SiluAndMulKernel(dtype, machine)
     soft = Scores(soft_cap=30.0), Scores(soft_cap=50.0), Scores(scale=0.5)
     for scores in soft:
-        AttentionKernel(torch.float32, torch.float32, 16, 1, scores, Machine(16, 16))
+        DecodeAttentionKernel(torch.float32, torch.float32, 16, 1, scores, Machine(16, 16))
     assert len(list(folder.iterdir())) == 4 + 3
 
 
 ADDS = """
-def body(b, thread, arguments):
-    (x,) = arguments
-    x[0] = x[0] + {}
+def body(b, thread, args):
+    args.x[0] = args.x[0] + args.y + {}
 """
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    x: Integers[T]
+    y: Integer[T]
 
 
 @needs_openmp
@@ -143,11 +149,30 @@ def test_a_kernel_whose_source_changed_is_made_anew(folder, tmp_path):
         path = tmp_path / "kernel.py"
         path.write_text(ADDS.format(number))
         body = runpy.run_path(str(path))["body"]
-        program._digest.cache_clear()  # a process has one version of each source
+        jit._source_digest.cache_clear()  # a process has one version of each source
         x = torch.zeros(1, dtype=torch.int64)
-        Program("adds", [I64.as_pointer()], body)(1, x.data_ptr())
+        Program(_Arguments[float], body)(1, _Arguments(x=x.data_ptr(), y=0))
         found.append((x.item(), len(list(folder.iterdir()))))
     assert found == [(1, 1), (2, 2), (2, 2)]
+
+
+@needs_openmp
+def test_arguments_have_names_and_the_types_that_are_declared(folder):
+    """By position, two swapped integers were a wrong answer without an error."""
+    path = folder / "kernel.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(ADDS.format(0))
+    program = Program(_Arguments[float], runpy.run_path(str(path))["body"])
+    x = torch.zeros(1, dtype=torch.int64)
+    program(1, _Arguments(y=5, x=x.data_ptr()))
+    assert x.item() == 5
+    for wrong in ({"x": x.data_ptr()}, {"x": x.data_ptr(), "y": 1, "z": 2}):
+        with pytest.raises(TypeError, match="argument"):
+            _Arguments(**wrong)
+    with pytest.raises(TypeError, match="positional"):
+        _Arguments(x.data_ptr(), 5)
+    with pytest.raises(struct.error):
+        program(1, _Arguments(x=x.data_ptr(), y=1.5))
 
 
 @needs_openmp
@@ -155,12 +180,12 @@ def test_a_kernel_without_source_is_made_every_time(folder):
     named: dict[str, Any] = {}
     exec(compile(ADDS.format(3), "/nowhere/kernel.py", "exec"), named)
     x = torch.zeros(1, dtype=torch.int64)
-    Program("adds", [I64.as_pointer()], named["body"])(1, x.data_ptr())
+    Program(_Arguments[float], named["body"])(1, _Arguments(x=x.data_ptr(), y=0))
     assert x.item() == 3 and not folder.exists()
 
 
 def test_what_does_not_say_all_of_itself_is_no_parameter_of_a_kernel():
-    """Its code would be taken for that of another kernel."""
+    """Two kernels whose keys do not contain all their parameters could share a key."""
 
     own = object()
 
@@ -169,7 +194,7 @@ def test_what_does_not_say_all_of_itself_is_no_parameter_of_a_kernel():
 
     for body in (closure, partial(_body, object()), partial(_body, lanes=3), partial(_body, [3])):
         with pytest.raises(AssertionError):
-            program._recipe(body)
+            jit._recipe(body)
 
 
 def _body(*_): ...
@@ -178,15 +203,15 @@ def _body(*_): ...
 @needs_openmp
 def test_a_kernel_whose_surroundings_changed_is_made_anew(folder, monkeypatch):
     for digest in ("now", "then", "now"):
-        monkeypatch.setattr(program, "_SOURCES", digest)
+        monkeypatch.setattr(jit, "_SOURCES", digest)
         SiluAndMulKernel(torch.float32, Machine(16, 16))
     assert len(list(folder.iterdir())) == 2
 
 
 def test_all_that_kernels_are_built_with_is_in_their_key():
-    """Modules outside `ops` that those of its kernels import, whose numbers come into the code."""
-    package = Path(program.__file__).parents[2]
-    kernels = set(Path(program.__file__).parent.glob("*.py"))
+    """Kernels import modules outside `ops`, and constants of these modules are in the code."""
+    package = Path(jit.__file__).parents[2]
+    kernels = set(Path(jit.__file__).parent.glob("*.py"))
     imported = {
         package.parent.joinpath(*node.module.split(".")).with_suffix(".py")
         for kernel in kernels
@@ -195,4 +220,6 @@ def test_all_that_kernels_are_built_with_is_in_their_key():
     }
     assert package / "dtypes.py" in imported and package / "ops" / "scores.py" in imported
     assert all(path.is_file() for path in imported)
-    assert kernels | imported <= set(program._sources())
+    assert kernels | imported <= set(jit._sources())
+    # A change of a GPU kernel must not recompile the kernels of the CPU.
+    assert not any("cuda" in path.parts for path in jit._sources())

@@ -1,4 +1,4 @@
-"""One query per sequence attends to its own keys in the cache, in compiled code."""
+"""The kernel for decode attention: one query per sequence attends to its own keys."""
 
 import ctypes
 import math
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from parallel_llama.ops import DecodeBatch, Scores
-from parallel_llama.ops.cpu.attention import AttentionKernel
-from parallel_llama.ops.cpu.program import Machine, openmp
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
+from parallel_llama.ops.cpu.jit import Machine, openmp
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
@@ -20,7 +20,7 @@ MACHINES = {16: Machine(16, 16), 32: Machine(32, 16), 64: Machine(64, 32)}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 PLAIN, CAPPED = Scores(), Scores(scale=0.7, soft_cap=2.0)
 N_SLOTS, N_KV_HEADS = 720, 2
-# Lengths about the width of a vector, and some that take more than one block of values.
+# Lengths around the width of a vector, and some with more than one block of values.
 SEQUENCES = (
     (slice(3, 4),),
     (slice(20, 320),),
@@ -33,13 +33,13 @@ SEQUENCES = (
 @cache
 def kernel(
     dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int, scores: Scores = PLAIN
-) -> AttentionKernel:
-    return AttentionKernel(dtype, dtype, head_dim, n_group, scores, MACHINES[vector_bytes])
+) -> DecodeAttentionKernel:
+    return DecodeAttentionKernel(dtype, dtype, head_dim, n_group, scores, MACHINES[vector_bytes])
 
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
-    """Tests set how many there are."""
+    """Restores the number of threads, which tests change."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -50,7 +50,7 @@ def slots_of(slices: Sequence[slice]) -> list[int]:
 
 
 def make_cache(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of the sequences, between slots that are NaN, as unwritten memory may be."""
+    """Keys and values of the sequences; all other slots are NaN, as unwritten memory may be."""
     kv = torch.full((2, N_KV_HEADS, N_SLOTS, head_dim), torch.nan, dtype=dtype)
     used = [slot for slices in SEQUENCES for slot in slots_of(slices)]
     kv[:, :, used] = torch.randn(2, N_KV_HEADS, len(used), head_dim, dtype=dtype)
@@ -58,19 +58,19 @@ def make_cache(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def make_queries(dtype: torch.dtype, n_group: int, head_dim: int) -> Tensor:
-    """The first heads of a wider product, so that rows lie apart."""
+    """The first heads of a wider tensor, so that rows are not adjacent."""
     n_heads = N_KV_HEADS * n_group
     return torch.randn(len(SEQUENCES), n_heads + 3, head_dim, dtype=dtype)[:, :n_heads]
 
 
 def run(
-    attention: AttentionKernel,
+    attention: DecodeAttentionKernel,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sequences: Sequence[Sequence[slice]],
 ) -> Tensor:
-    """Into the first heads of wider rows; what lies beside them must stay as it was."""
+    """Writes to the first heads of wider rows, and checks that the others are unchanged."""
     wide = torch.full((len(q), q.shape[1] + 1, q.shape[2]), -7.0, dtype=q.dtype)
     seen = {row: (0, slices) for row, slices in enumerate(sequences)}
     attention(q, k, v, DecodeBatch.of(seen), wide[:, :-1])
@@ -85,7 +85,7 @@ def by_definition(
     sequences: Sequence[Sequence[slice]],
     scores: Scores = PLAIN,
 ) -> Tensor:
-    """In float64, one sequence and one KV head at a time."""
+    """The result in float64, for one sequence and one KV head at a time."""
     q, k, v = q.double(), k.double(), v.double()
     result = torch.empty_like(q)
     n_group = q.shape[1] // len(k)
@@ -123,7 +123,7 @@ def test_heads_of_any_size_attend_by_definition_on_vectors_of_any_width(
 
 @pytest.mark.parametrize("n_group", [1, 2, 4, 5, 9, 71])
 def test_groups_of_any_size_attend_by_definition(n_group: int) -> None:
-    """More than four queries are worked off in chunks, of two sizes where they do not divide."""
+    """More than four queries are split into chunks, of two sizes if they do not divide evenly."""
     check(torch.float32, 16, n_group, 32)
 
 
@@ -135,7 +135,7 @@ def test_scores_are_scaled_and_capped_by_definition(dtype: torch.dtype, vector_b
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_scores_far_beyond_a_cap_become_the_cap(dtype: torch.dtype) -> None:
-    """On either side: with caps of 2, 2 and -2 the shares are e^4, e^4 and 1."""
+    """On both sides: with scores of 2, 2 and -2 the weights are e^4, e^4 and 1."""
     k = torch.tensor([1e6, 30, -1e6], dtype=dtype).view(1, 3, 1)
     v = torch.tensor([0, 0, 1], dtype=dtype).view(1, 3, 1)
     q = torch.ones(1, 1, 1, dtype=dtype)
@@ -161,7 +161,7 @@ def test_a_result_is_the_same_to_the_last_bit_in_any_company(dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_result_is_the_same_to_the_last_bit_wherever_the_keys_lie(dtype: torch.dtype) -> None:
-    """In company a sequence gets other blocks than alone, so its slices are cut elsewhere."""
+    """In a batch a sequence gets other blocks than alone, so its slots form other slices."""
     keys, values = torch.randn(2, N_KV_HEADS, 150, 80, dtype=dtype)
     q = torch.randn(1, N_KV_HEADS * 3, 80, dtype=dtype)
     attention = kernel(dtype, 80, 3, 64)
@@ -180,9 +180,9 @@ def test_a_result_is_the_same_to_the_last_bit_wherever_the_keys_lie(dtype: torch
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("n_keys", [255, 256, 257, 512, 3001])
 def test_threads_share_the_keys_of_a_sequence(dtype: torch.dtype, n_keys: int) -> None:
-    """In parts, whatever their number, to the same bits, and wherever the slices are cut.
+    """The bits depend neither on the number of threads nor on the slices.
 
-    Scores of some keys are so large that parts without them have no share.
+    Scores of some keys are so large that parts without them have weight 0.
     """
     keys, values = torch.randn(2, N_KV_HEADS, n_keys, 16, dtype=dtype)
     keys[:, n_keys // 2] *= 40
@@ -212,7 +212,7 @@ def test_counts_are_left_at_0() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
-    """Whole numbers, so that scores up to 10^4 are exact and the comparison is sharp."""
+    """Integers, so that scores up to 10^4 are exact."""
     k = torch.randint(-50, 51, (N_KV_HEADS, 200, 4)).to(dtype)
     v = torch.randn(N_KV_HEADS, 200, 4, dtype=dtype)
     q = torch.randint(-100, 101, (1, N_KV_HEADS * 3, 4)).to(dtype)
@@ -224,7 +224,7 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_weights_are_accurate_to_the_last_places_however_small(dtype: torch.dtype) -> None:
-    """Of two keys with scores 0 and x and values 0 and 1 the result is exp(x) / (1 + exp(x))."""
+    """For two keys with scores 0 and x and values 0 and 1 the result is exp(x) / (1 + exp(x))."""
     least = torch.finfo(dtype).tiny
     x = -torch.linspace(0, 1.05, 9999, dtype=dtype) * -torch.tensor(least, dtype=dtype).log()
     x = torch.cat((x, torch.tensor([-torch.inf], dtype=dtype)))
@@ -253,7 +253,7 @@ def test_a_key_that_is_not_a_number_spoils_its_own_head_alone() -> None:
 
 @pytest.mark.parametrize("n_keys", [1, 15, 17])
 def test_nothing_after_the_cache_is_read(n_keys: int) -> None:
-    """A cache that ends where memory does; a read after it would end the process."""
+    """The cache ends where memory ends: a read after it kills the process."""
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,4 +1,4 @@
-"""Matrices of small integers and floats: what is kept, and that kernels give what torch gives."""
+"""Quantised matrices: what is stored, and that kernels give the results of torch."""
 
 from functools import cache
 
@@ -20,11 +20,11 @@ from group_samples import (
 )
 
 from parallel_llama.dtypes import GROUP_SIZE
-from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
-from parallel_llama.ops.cpu.group_linear import GroupLinearKernel
-from parallel_llama.ops.cpu.group_lookup import GroupLookupKernel
-from parallel_llama.ops.cpu.linear import LinearKernel
-from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.embedding import GroupLookupKernel
+from parallel_llama.ops.cpu.gemm import GemmKernel
+from parallel_llama.ops.cpu.gemv import GemvKernel
+from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.quant_gemm import QuantGemmKernel
 from parallel_llama.ops.formats import DenseWeight, GroupWeight, end_to_end
 from parallel_llama.ops.groups import (
     Groups,
@@ -37,7 +37,7 @@ from parallel_llama.ops.groups import (
 from parallel_llama.ops.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
-# Vectors of every width with every way to multiply bytes that such a CPU may have.
+# Vectors of each width, with each kind of byte dot products that such a CPU may have.
 MACHINES = [
     machine
     for machine in (
@@ -55,10 +55,10 @@ needs_kernels = pytest.mark.skipif(openmp() is None, reason="kernels need torch'
 
 @cache
 def kernel_for(form, machine):
-    return GroupLinearKernel(form, machine)
+    return QuantGemmKernel(form, machine)
 
 
-# Kernels take a second to compile, and what machines do differently is the same in most formats.
+# A kernel takes a second to compile, and most formats differ between machines in the same way.
 PAIRS = [
     (machine, form)
     for machine in MACHINES
@@ -118,7 +118,7 @@ def test_fp8_is_what_torch_rounds_to_with_the_largest_of_a_group_at_the_end():
 
 
 def test_what_a_rounded_scale_is_too_small_for_becomes_the_largest_float():
-    """3.49 steps of the least float16 are rounded to 3, of which 448 are too few."""
+    """3.49 steps of the smallest float16 are rounded to 3, too small for 448."""
     least = torch.finfo(torch.float16).smallest_normal * 2.0**-10
     kept = quantise(torch.full((1, 32), 448 * 3.49 * least), FP8)
     assert torch.equal(kept.values(), torch.full((1, 32), 448 * 3 * least))
@@ -137,7 +137,7 @@ def test_every_float_of_8_bits_is_decoded_exactly(machine):
 @needs_kernels
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_inputs_of_fp8_are_not_rounded(machine):
-    """A sum may come out near 0, so what is summed is the measure."""
+    """A sum may be close to 0, so the tolerance is relative to its terms."""
     x, weight = torch.randn(9, 320), a_matrix(FP8, 33, 320)
     exact = x.double() @ weight.values().double().T
     atol = 1e-6 * x.norm(dim=1).max().item() * weight.values().norm(dim=1).max().item()
@@ -159,7 +159,7 @@ def test_a_group_of_zeros_stays_zero_and_others_do_not_know_it(form):
 @FORMS
 @pytest.mark.parametrize("n_rows", [4, 8, 16])
 def test_panels_hold_the_matrix_in_the_bytes_that_are_promised(form, n_rows):
-    weight = a_matrix(form, 48, 4096)  # so many that no line is made up
+    weight = a_matrix(form, 48, 4096)  # large enough that no cache line is padded
     shape = PanelShape(form, 4096, n_rows)
     panels = shape.pack(weight)
     for n_outputs in (48, 47, 33):
@@ -186,6 +186,7 @@ def test_some_inputs_of_a_matrix_keep_what_they_mean(form, n_before):
     assert torch.equal(joined(parts, 1).values(), weight.values())
 
 
+@pytest.mark.slow
 @needs_kernels
 @on_machines(INTEGERS)
 def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
@@ -207,7 +208,7 @@ def test_a_product_is_that_of_torch_for_any_shape(form, machine):
         x, weight = torch.randn(n, k), a_matrix(form, m, k, n_before=n + k // 32)
         expected = group_linear(x, weight)
         result = multiplied(kernel_for(form, machine), x, weight)
-        # A sum may come out near 0, so what is summed is the measure.
+        # A sum may be close to 0, so the tolerance is relative to its terms.
         longest = weight.values().norm(dim=1).max().item() if m else 0
         atol = 1e-5 * x.norm(dim=1).max().item() * longest
         torch.testing.assert_close(result, expected, rtol=0, atol=atol)
@@ -309,7 +310,7 @@ def test_matrices_of_several_formats_give_their_outputs_side_by_side():
 @needs_kernels
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
-@pytest.mark.parametrize("kernel", [LinearKernel, BlockLinearKernel], ids=["few", "many"])
+@pytest.mark.parametrize("kernel", [GemvKernel, GemmKernel], ids=["few", "many"])
 def test_a_matrix_in_16_bits_is_multiplied_as_if_it_had_32(kernel, stored, machine):
     narrow = kernel(torch.float32, stored, machine)
     wide = kernel(torch.float32, torch.float32, machine)

@@ -1,4 +1,4 @@
-"""Kernels give what torch gives, and a row's result does not depend on its company."""
+"""Kernels give the results of torch, and a row's result does not depend on other rows."""
 
 from array import array
 from functools import cache
@@ -6,13 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-from parallel_llama.ops.cpu import MAX_ROWS
-from parallel_llama.ops.cpu.block_linear import BlockLinearKernel
-from parallel_llama.ops.cpu.linear import LinearKernel, RoutedLinearKernel
-from parallel_llama.ops.cpu.norm import NormKernel
-from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.elementwise import NormKernel, SiluAndMulKernel
+from parallel_llama.ops.cpu.gemm import GemmKernel
+from parallel_llama.ops.cpu.gemv import MAX_ROWS, GemvKernel, RoutedGemvKernel
+from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
-from parallel_llama.ops.cpu.silu_and_mul import SiluAndMulKernel
 from parallel_llama.ops.routes import Routes
 
 MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 32), Machine(16, 16)]
@@ -32,7 +30,7 @@ def linear_for(kernel, dtype, machine):
 
 @cache
 def routed_linear_for(dtype, machine):
-    return RoutedLinearKernel(dtype, dtype, machine)
+    return RoutedGemvKernel(dtype, dtype, machine)
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} threads")
@@ -48,7 +46,7 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(params=[LinearKernel, BlockLinearKernel], ids=["few rows", "many rows"])
+@pytest.fixture(params=[GemvKernel, GemmKernel], ids=["few rows", "many rows"])
 def kernel(request):
     return request.param
 
@@ -56,7 +54,7 @@ def kernel(request):
 @pytest.mark.usefixtures("n_threads")
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_a_product_is_torchs_for_any_shape(kernel, machine, dtype):
-    """Rows that fill no group, columns that fill no tile, and sums that fill no vector."""
+    """Partial groups of rows, partial tiles of columns and partial vectors of inputs."""
     linear = linear_for(kernel, dtype, machine)
     for n, k, m in [(1, 64, 48), (2, 5, 7), (6, 576, 24), (7, 33, 1), (13, 100, 29), (32, 17, 96)]:
         x, weight = torch.randn(n, k, dtype=dtype), torch.randn(m, k, dtype=dtype)
@@ -64,7 +62,7 @@ def test_a_product_is_torchs_for_any_shape(kernel, machine, dtype):
 
 
 def test_a_product_with_nothing_in_it_is_zero_or_empty(kernel, dtype):
-    """A rank without heads multiplies no columns; a step that draws nothing has no rows."""
+    """A rank without heads has no columns; a step that samples nothing has no rows."""
     linear = linear_for(kernel, dtype, this_machine())
     for n, k, m in [(3, 0, 5), (0, 4, 5), (3, 4, 0)]:
         x, weight = torch.ones(n, k, dtype=dtype), torch.ones(m, k, dtype=dtype)
@@ -72,7 +70,7 @@ def test_a_product_with_nothing_in_it_is_zero_or_empty(kernel, dtype):
 
 
 def test_a_product_reads_rows_where_they_lie_and_nothing_beside_them(kernel, dtype):
-    """Neighbours are NaN: reading one would show, were it multiplied by zero."""
+    """Neighbours are NaN: reading one shows even if it is multiplied by 0."""
     linear = linear_for(kernel, dtype, this_machine())
     around = torch.full((9, 50), torch.nan, dtype=dtype)
     x = around[1:8, 4:41]
@@ -95,8 +93,8 @@ def test_a_row_has_the_same_product_to_the_last_bit_in_any_company(kernel, dtype
 @pytest.mark.usefixtures("n_threads")
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_few_rows_and_many_have_the_same_products_to_the_last_bit(machine, dtype):
-    """A row's sums came in another order from 33 rows on, so its tokens depended on neighbours."""
-    few, many = (linear_for(each, dtype, machine) for each in (LinearKernel, BlockLinearKernel))
+    """From 33 rows on the order of summation changed, so tokens depended on the batch."""
+    few, many = (linear_for(each, dtype, machine) for each in (GemvKernel, GemmKernel))
     for n, k, m in [(1, 1, 1), (33, 7, 5), (40, 576, 97), (9, 1024, 50), (13, 2500, 31)]:
         x, weight = torch.randn(n, k, dtype=dtype), torch.randn(m, k, dtype=dtype)
         assert torch.equal(few(x, weight), many(x, weight))
@@ -116,8 +114,8 @@ def test_the_number_of_threads_does_not_change_a_bit(kernel, dtype):
 @pytest.mark.usefixtures("n_threads")
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_a_large_product_is_the_same_by_parts(machine):
-    """More inputs than a panel holds, and more rows than pass over it at once."""
-    linear = linear_for(BlockLinearKernel, torch.float64, machine)
+    """More inputs than a panel has, and more rows than a chunk has."""
+    linear = linear_for(GemmKernel, torch.float64, machine)
     x = torch.randn(1031, 1301, dtype=torch.float64)
     weight = torch.randn(67, 1301, dtype=torch.float64)
     whole = linear(x, weight)
@@ -130,7 +128,7 @@ def test_a_large_product_is_the_same_by_parts(machine):
 @pytest.mark.usefixtures("n_threads")
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_routed_rows_get_to_the_last_bit_what_one_product_gives(machine, dtype):
-    """To weights with any number of rows that lie apart; rows that none gives become zeros."""
+    """For any number of rows per weight, in any order; rows of no weight become zeros."""
     x, counts = torch.full((40, 60), torch.nan, dtype=dtype)[:, 2:35], [2, 0, 32, 1, 7]
     x.normal_()
     weights = [torch.randn(29, 33, dtype=dtype) for _ in counts]
@@ -139,7 +137,7 @@ def test_routed_rows_get_to_the_last_bit_what_one_product_gives(machine, dtype):
     routes = Routes(sources, targets, starts, 32)
     addresses = array("q", (weight.data_ptr() for weight in weights))
     actual = routed_linear_for(dtype, machine)(x, addresses, 29, routes)[targets]
-    linear = linear_for(LinearKernel, dtype, machine)
+    linear = linear_for(GemvKernel, dtype, machine)
     for weight, start, stop in zip(weights, *routes.bounds(), strict=True):
         assert torch.equal(actual[start:stop], linear(x[sources[start:stop]], weight))
     assert not actual[starts[-1] :].any()
@@ -173,6 +171,7 @@ def test_silu_and_mul_is_its_definition_even_where_exp_would_overflow(machine, d
     assert silu_and_mul(both).isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("n_threads")
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(3, 1), (5, 2), (2, 0)])

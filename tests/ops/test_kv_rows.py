@@ -1,4 +1,4 @@
-"""What the KV cache keeps of a key or a value, and that kernels keep the same bytes as torch."""
+"""How the KV cache stores keys and values; kernels store the same bytes as torch."""
 
 from functools import cache
 
@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.dtypes import KV_DTYPES
+from parallel_llama.dtypes import KV_DTYPES, kv_format
 from parallel_llama.ops import DecodeBatch, Scores, kv_rows
-from parallel_llama.ops.cpu.attention import AttentionKernel
-from parallel_llama.ops.cpu.program import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
+from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.kv_rows import UnpackKernel
 from parallel_llama.ops.cpu.rotary import RotaryKernel
-from parallel_llama.ops.cpu.unpack import UnpackKernel
 from parallel_llama.ops.formats import kv_dtype
-from parallel_llama.plan import kv_format
 
 NARROW = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 16)]
@@ -29,12 +28,14 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def hard_rows(dtype: torch.dtype, head_dim: int) -> Tensor:
-    """Rows of all sizes, with numbers that lie between two that can be kept. Shapes: [T, D]."""
+    """Rows of all magnitudes, and numbers halfway between stored ones. Shapes: [T, D]."""
     x = torch.randn(600, head_dim, dtype=torch.float64)
     x[:200] *= torch.logspace(-42, 36, 200, dtype=torch.float64)[:, None]
-    x[200:400] = torch.randint(-254, 255, (200, head_dim)) / 2  # halves of whole numbers
+    x[200:400] = torch.randint(-254, 255, (200, head_dim)) / 2  # halves of integers
     x[200:400, 0] = 127
-    x[400:500] = torch.randint(-960, 961, (100, head_dim)) / 2.0**10  # about 2^-9, the least e4m3
+    x[400:500] = (
+        torch.randint(-960, 961, (100, head_dim)) / 2.0**10
+    )  # about 2^-9, the smallest e4m3
     x[400:500, 0] = 448
     x[500], x[501, 1:] = 0, 0
     return x.to(dtype)
@@ -46,7 +47,7 @@ def test_what_is_kept_is_as_near_as_the_format_allows(
 ) -> None:
     x = hard_rows(dtype, 64).double()
     largest = x.abs().amax(-1, keepdim=True)
-    whole = ((largest == 0) | (largest > 1e-30))[:, 0]  # with a normal number for a scale
+    whole = ((largest == 0) | (largest > 1e-30))[:, 0]  # whose scale is a normal number
     x, largest = x[whole], largest[whole]
     allowed = {
         torch.bfloat16: x.abs() * 2.0**-8,
@@ -82,7 +83,7 @@ def test_a_row_takes_the_bytes_that_the_plan_counts(name: str, head_dim: int) ->
 def test_kernels_keep_the_same_bytes_as_torch(
     dtype: torch.dtype, stored: torch.dtype, head_dim: int, machine: Machine
 ) -> None:
-    """Of numbers that are not turned: rotations by no angle."""
+    """For rotations by an angle of 0."""
     x = hard_rows(dtype, head_dim)
     qkv = torch.stack((x, x, x.flip(0)), 1)  # one head of each
     turns = torch.ones(len(x), 1, head_dim // 2, dtype=dtype.to_complex())
@@ -113,7 +114,7 @@ def test_kernels_keep_no_finite_number_of_one_that_is_not(
 
 
 def rows_of_all_numbers(stored: torch.dtype) -> Tensor:
-    """Every number that a byte can be, with some scale or other. Shapes: [1, n, W]."""
+    """Every number that a byte can represent, with random scales. Shapes: [1, n, W]."""
     if stored == torch.bfloat16:
         return torch.randn(1, 64, 64).bfloat16()
     numbers = torch.arange(-127 if stored == torch.int8 else 0, 127)
@@ -129,10 +130,10 @@ def rows_of_all_numbers(stored: torch.dtype) -> Tensor:
 def test_kernels_read_every_number_as_torch_does(
     dtype: torch.dtype, stored: torch.dtype, machine: Machine
 ) -> None:
-    """A query that sees one key gets the value of that key, to the last bit."""
+    """A query that sees one key returns exactly the value of that key."""
     rows = rows_of_all_numbers(stored)
     n = rows.shape[1]
-    attention = AttentionKernel(dtype, stored, 64, 1, Scores(), machine)
+    attention = DecodeAttentionKernel(dtype, stored, 64, 1, Scores(), machine)
     out = torch.empty(n, 1, 64, dtype=dtype)
     keys = kv_rows.pack(torch.randn(1, n, 64), stored)
     own = DecodeBatch.of({slot: (0, [slice(slot, slot + 1)]) for slot in range(n)})
@@ -146,7 +147,7 @@ def test_kernels_read_every_number_as_torch_does(
 def test_rows_that_a_kernel_unpacks_are_torchs_to_the_last_bit(
     dtype: torch.dtype, stored: torch.dtype, machine: Machine
 ) -> None:
-    """Those of some heads and slots of a larger cache, on as many threads as there are."""
+    """For some heads and slots of a larger cache, on all threads."""
     some = rows_of_all_numbers(stored).view(torch.uint8)
     cache = torch.cat((some, some.flip(1), some.roll(3, 1))).repeat(1, 20, 1).view(stored)
     rows = cache[None, 1:, 7:-5]

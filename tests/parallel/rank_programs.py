@@ -20,18 +20,18 @@ hear_ctrl_c()
 
 
 def say(**what: object) -> None:
-    """One line of JSON on stderr, which all ranks share, in one write."""
+    """Prints one line of JSON to stderr, which all ranks share, in one write."""
     sys.stderr.write(json.dumps({"rank": RANK, **what}) + "\n")
     sys.stderr.flush()
 
 
 def write(line: str) -> None:
-    """A line on stdout in one write: print makes two where Python does not buffer."""
+    """Writes a line to stdout in one write; print makes two if Python does not buffer."""
     sys.stdout.write(line + "\n")
 
 
 def environment() -> None:
-    """What this rank finds; rank 0 also passes its input on."""
+    """Reports the environment of this rank; rank 0 also prints its input."""
     say(
         world=world(),
         torch="torch" in sys.modules,
@@ -43,7 +43,7 @@ def environment() -> None:
 
 
 def fail(rank: str, code: str) -> None:
-    """One rank reports an error and ends, and the others hang."""
+    """One rank reports an error and ends, and the other ranks hang."""
     if int(rank) == RANK:
         report_error("the cause of it all")
         sys.exit(int(code))
@@ -51,9 +51,9 @@ def fail(rank: str, code: str) -> None:
 
 
 def fail_first(rank: str, code: str, reported: str) -> None:
-    """One rank reports an error, and ends a moment after the others have for that very reason.
+    """One rank reports an error, and ends shortly after the others, which end because of it.
 
-    `reported` is the path of a file that says that it has.
+    `reported` is the path of a file that exists after the report.
     """
     if int(rank) == RANK:
         report_error("the cause of it all")
@@ -92,7 +92,7 @@ def end_with(code: str) -> None:
 
 
 def sleep(behaviour: str = "") -> None:
-    """Run until Ctrl-C, which rank 0 takes as it is told."""
+    """Runs until Ctrl-C, which rank 0 handles as its argument says."""
     presses: list[float] = []
     if RANK == 0 and behaviour == "deaf":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -109,9 +109,9 @@ def sleep(behaviour: str = "") -> None:
 
 
 def meet(timeout_s: str, color: str = "", stopped: str = "") -> None:
-    """Join, saying what came of it and after how long.
+    """Joins the group, and reports the outcome and the time.
 
-    The rank that is `stopped` is so before it has met another: rank 0 where it waits for them.
+    The rank `stopped` is stopped before the rendezvous; rank 0 while it waits for the others.
     """
     import torch  # noqa: F401, so that its own time is not counted
 
@@ -147,7 +147,7 @@ def wait_until_another_is_stopped() -> None:
 
 
 def reduce(then: str = "") -> None:
-    """Join, sum the ranks' numbers, and end or stay."""
+    """Joins the group, sums the ranks' numbers, and ends or stays."""
     import torch  # the other programs start without it
 
     from parallel_llama.parallel.groups import join

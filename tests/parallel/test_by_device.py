@@ -1,7 +1,7 @@
-"""Two ways between the same ranks: what is on cards goes one, what is on the host the other.
+"""Two groups of the same ranks: one for tensors on cards, and one for tensors on the host.
 
-No card is needed: tensors of float64 stand in for those on cards, and go through gloo as works that
-are watched; all others go through shared memory.
+The tests need no card: float64 tensors stand for tensors on cards, and use gloo with a watchdog;
+all other tensors use shared memory.
 """
 
 import os
@@ -18,12 +18,20 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from parallel_llama.parallel import groups
-from parallel_llama.parallel.by_device import ByDevice, is_on_card
-from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts, broadcast_bytes
+from parallel_llama.parallel.collectives import (
+    ByDevice,
+    Communicator,
+    Solo,
+    Timeouts,
+    broadcast_bytes,
+    is_on_card,
+)
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.process_group import ProcessGroup
 from parallel_llama.parallel.shared_memory import SharedMemory
-from parallel_llama.parallel.watch import Watch
+from parallel_llama.parallel.watchdog import Watchdog
+
+pytestmark = pytest.mark.slow
 
 
 def is_float64(x: Tensor) -> bool:
@@ -31,7 +39,7 @@ def is_float64(x: Tensor) -> bool:
 
 
 class Told(Solo):
-    """Passes everything on, and notes by name and dtype what came this way."""
+    """Forwards every call, and records its name and dtype."""
 
     def __init__(self, group: Communicator, told: list[tuple[str, torch.dtype]]) -> None:
         self.rank, self.size = group.rank, group.size
@@ -45,9 +53,9 @@ class Told(Solo):
         self._told.append(("all_gather", x.dtype))
         return self._group.all_gather(x)
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
         self._told.append(("broadcast", x.dtype))
-        return self._group.broadcast(x, src, patient=patient)
+        return self._group.broadcast(x, src, no_timeout=no_timeout)
 
     def barrier(self) -> None:
         self._told.append(("barrier", torch.bool))
@@ -55,11 +63,11 @@ class Told(Solo):
 
 
 def queueing(comm: Communicator, limit_s: float, abort: Callable[[], None]) -> ProcessGroup:
-    """The gloo group below some shared memory, whose works are watched as a card's are."""
+    """The gloo group below shared memory, with a watchdog as for a card."""
     assert isinstance(comm, SharedMemory)
     gloo = comm._group
     assert isinstance(gloo, ProcessGroup)
-    store = PrefixStore(f"queueing {limit_s}", gloo._signs._store)
+    store = PrefixStore(f"queueing {limit_s}", gloo._heartbeats._store)
     return ProcessGroup(gloo._group, store, Timeouts(limit_s, 30.0), lambda: None, abort)
 
 
@@ -81,9 +89,9 @@ def go_both_ways(comm: Communicator) -> list[list[tuple[str, torch.dtype]]]:
         assert [int(part[4, 2]) for part in gathered] == list(range(1, comm.size + 1))
         last = comm.size - 1
         assert bool((both.broadcast(mine.clone(), src=last) == comm.size).all())
-    both.pulse()
+    both.keepalive()
     both.barrier()
-    order = broadcast_bytes(both, b"a step" if comm.rank == 0 else None, patient=True)
+    order = broadcast_bytes(both, b"a step" if comm.rank == 0 else None, no_timeout=True)
     assert order == b"a step" and aborted == []
     return [by_host, by_card]
 
@@ -117,7 +125,7 @@ def test_every_shape_is_gathered_into_one_tensor(ranks, size):
 
 
 def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list[str]]:
-    """What the others hear of it, first from the cards' way and then from the host's."""
+    """The errors of the other ranks, first from the cards' group and then from the host's."""
     aborted: list[str] = []
     cards = queueing(comm, 1.0, lambda: aborted.append("all"))
     both = ByDevice(comm, cards, cards.require_whole, is_float64)
@@ -139,8 +147,7 @@ def lose_rank_1(comm: Communicator, number: int) -> tuple[float, list[str], list
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_lost_while_cards_wait_is_named(number):
     """A card waits for ever, and torch's watchdog ended the process."""
-    pool = Ranks(3, shared_memory=True)
-    try:
+    with Ranks(3, shared_memory=True) as pool:
         for rank, outcome in enumerate(pool.outcomes(lose_rank_1, number, lost=[1])):
             if rank != 1:
                 waited, heard, aborted = outcome
@@ -149,12 +156,10 @@ def test_a_rank_that_is_lost_while_cards_wait_is_named(number):
                 if number == signal.SIGSTOP:
                     assert aborted == ["all"] and "(nothing came for 1 s)" in heard[0]
                     assert heard[1] == heard[0]  # before anybody else is asked
-    finally:
-        pool.end()
 
 
 class FakeWork:
-    """A work that is done at the look with this number; never at 0."""
+    """A work that is done at check number `done_at`; never for 0."""
 
     def __init__(self, done_at: int) -> None:
         self.n_looks, self._done_at = 0, done_at
@@ -169,14 +174,14 @@ class FakeWork:
 
 def test_works_are_watched_in_their_order_until_each_is_done():
     aborted: list[str] = []
-    watch = Watch(30.0, lambda: aborted.append("all"), lambda: "nobody")
+    watchdog = Watchdog(30.0, lambda: aborted.append("all"), lambda: "nobody")
     works = [FakeWork(done_at) for done_at in (1, 3, 1, 2)]
     for work in works:
-        watch.add(work)
+        watchdog.add(work)
     assert works[-1].is_over.wait(SOON_S)
     assert [work.n_looks for work in works] == [1, 3, 1, 2]
-    watch.require_whole()
-    watch.end()
+    watchdog.require_whole()
+    watchdog.end()
     assert aborted == []
 
 
@@ -187,20 +192,20 @@ def test_a_work_that_is_never_done_is_given_up_at_the_limit_and_not_before():
 
     def abort() -> None:
         try:
-            watch.require_whole()
+            watchdog.require_whole()
         except RankError as error:
             failures.append(str(error))
         given_up.set()
 
-    watch = Watch(0.3, abort, lambda: "rank 1 has died")
+    watchdog = Watchdog(0.3, abort, lambda: "rank 1 has died")
     began = time.monotonic()
-    watch.add(FakeWork(1))
-    watch.add(FakeWork(0))
-    watch.require_whole()
+    watchdog.add(FakeWork(1))
+    watchdog.add(FakeWork(0))
+    watchdog.require_whole()
     assert given_up.wait(SOON_S) and time.monotonic() - began >= 0.3
     assert failures == ["rank 1 has died (nothing came for 0.3 s)"]
     with pytest.raises(RankError, match=r"rank 1 has died \(nothing came for 0\.3 s\)"):
-        watch.require_whole()
+        watchdog.require_whole()
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
@@ -214,13 +219,13 @@ def test_a_process_ends_where_its_card_is_not_let_go(is_heard):
         ended.set()
 
     heard_s = 1000.0 if is_heard else 0.1
-    watch = Watch(0.1, given_up.set, lambda: "rank 1 has died", heard_s, end)
-    watch.add(FakeWork(0))
+    watchdog = Watchdog(0.1, given_up.set, lambda: "rank 1 has died", heard_s, end)
+    watchdog.add(FakeWork(0))
     assert given_up.wait(SOON_S)
     if is_heard:
         with pytest.raises(RankError):
-            watch.require_whole()
-        watch.end()
+            watchdog.require_whole()
+        watchdog.end()
     assert ended.wait(0.3 if is_heard else SOON_S) is not is_heard
     assert said == ([] if is_heard else ["rank 1 has died (nothing came for 0.1 s)"])
 
@@ -236,8 +241,8 @@ def test_a_process_ends_whatever_abort_does(way):
             raise RuntimeError("ncclCommAbort failed")
         released.wait(None if way == "blocks" else 0.5)
 
-    watch = Watch(0.1, abort, lambda: "rank 1 has died", 0.1, lambda _: ended.set())
-    watch.add(FakeWork(0))
+    watchdog = Watchdog(0.1, abort, lambda: "rank 1 has died", 0.1, lambda _: ended.set())
+    watchdog.add(FakeWork(0))
     try:
         assert ended.wait(SOON_S)
     finally:
@@ -246,9 +251,9 @@ def test_a_process_ends_whatever_abort_does(way):
 
 def test_a_watch_that_has_ended_has_no_thread():
     before = set(threading.enumerate())
-    watch = Watch(30.0, lambda: None, lambda: "")
+    watchdog = Watchdog(30.0, lambda: None, lambda: "")
     (thread,) = set(threading.enumerate()) - before
-    watch.end()
+    watchdog.end()
     thread.join(SOON_S)
     assert not thread.is_alive()
 

@@ -1,4 +1,4 @@
-"""Collectives give the sum, the parts or the source's values: the same bits on every rank."""
+"""Collectives return the sum, the parts or the source's values, bitwise equal on all ranks."""
 
 import os
 import random
@@ -20,6 +20,8 @@ from parallel_llama.parallel.collectives import (
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.shared_memory import SHARED_SUM_BYTES, SLOT_BYTES
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
 
 # Values, so that pieces end before, at and behind the borders of a slot and of the shared sum.
@@ -30,7 +32,7 @@ KINDS = [pytest.param(True, id="shared"), pytest.param(False, id="gloo")]
 
 
 def part(rank: int, n: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """A rank's values, which every rank can make."""
+    """The values of a rank, which every rank can compute."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return torch.randn(n, generator=generator, dtype=torch.float64).to(dtype)
@@ -88,7 +90,7 @@ def test_tensors_larger_than_a_slot_go_in_pieces(ranks, size):
 
 
 def reduce_in_inference_mode_and_out(comm: Communicator) -> list[float]:
-    """A slot's view that is born in inference mode refuses to be written outside it."""
+    """A view of a slot that is created in inference mode cannot be written outside of it."""
     sums = []
     for inference in (True, True, False, False):  # both slots in each
         with torch.inference_mode(inference):
@@ -148,7 +150,7 @@ def test_gathered_and_broadcast_values_are_exact_beyond_a_slot(ranks):
 
 
 def race(comm: Communicator, seed: int, n_turns: int, delay_s: float) -> None:
-    """Random collectives back to back, each checked; ranks are late by chance."""
+    """Runs and checks random collectives back to back; ranks are randomly late."""
     common, own = random.Random(seed), random.Random(1000 * seed + comm.rank)
     for turn in range(n_turns):
         kind = common.choice(["all_reduce", "all_reduce", "all_gather", "broadcast", "barrier"])
@@ -209,15 +211,15 @@ def test_bytes_arrive_whole(ranks, shared_memory):
 
 @dataclass
 class Announcing(Solo):
-    """Hears an announced length from a rank 0 that is not there."""
+    """Receives a length from a rank 0 that does not exist."""
 
     announced: int
     rank: int = 1
     size: int = 2
     seen: list[int] = field(default_factory=list)
 
-    def broadcast(self, x: Tensor, src: int = 0, *, patient: bool = False) -> Tensor:
-        assert src == 0 and not patient
+    def broadcast(self, x: Tensor, src: int = 0, *, no_timeout: bool = False) -> Tensor:
+        assert src == 0 and not no_timeout
         self.seen.append(x.numel())
         return x.fill_(self.announced)
 
@@ -236,13 +238,13 @@ def test_rank_0_must_have_something_to_say():
 
 
 def wait_for_a_late_word(comm: Communicator) -> float:
-    """Rank 0 has something to say after longer than any collective may take."""
+    """Rank 0 broadcasts after more time than a collective may take."""
     comm.barrier()
     call_late_after(comm, 0.5)
     started = time.monotonic()
     if comm.rank == 0:
         time.sleep(1.5)
-    word = broadcast_bytes(comm, b"word" if comm.rank == 0 else None, patient=True)
+    word = broadcast_bytes(comm, b"word" if comm.rank == 0 else None, no_timeout=True)
     waited = time.monotonic() - started
     call_late_after(comm, SILENCE_S)
     assert word == b"word"
@@ -258,13 +260,13 @@ def test_a_rank_without_work_waits_longer_than_the_timeout(ranks, shared_memory)
 
 
 def load_for_long(comm: Communicator) -> float:
-    """Rank 1 takes longer than the timeout to load, and pulses; the others wait at the barrier."""
+    """Rank 1 loads for longer than the timeout and sends keepalives; the others wait."""
     call_late_after(comm, 3)
     started = time.monotonic()
     if comm.rank == 1:
         for _ in range(40):
             time.sleep(0.1)
-            comm.pulse()
+            comm.keepalive()
     comm.barrier()
     call_late_after(comm, SILENCE_S)
     assert float(comm.all_reduce(torch.ones(1))) == comm.size
@@ -279,9 +281,9 @@ def test_a_rank_that_gets_on_with_loading_is_not_late(ranks, shared_memory):
 
 
 def stop_loading(comm: Communicator) -> tuple[float, str]:
-    """Rank 1 stops getting on in the middle of loading."""
+    """Rank 1 hangs while it loads."""
     if comm.rank == 1:
-        comm.pulse()
+        comm.keepalive()
         time.sleep(1000)
     call_late_after(comm, 1.5)
     started = time.monotonic()
@@ -294,19 +296,16 @@ def stop_loading(comm: Communicator) -> tuple[float, str]:
 
 @pytest.mark.parametrize("shared_memory", KINDS)
 def test_a_rank_that_gets_stuck_in_loading_is_named(shared_memory):
-    pool = Ranks(3, shared_memory)
-    try:
+    with Ranks(3, shared_memory) as pool:
         for rank, outcome in enumerate(pool.outcomes(stop_loading, lost=[1])):
             if rank != 1:
                 waited, message = outcome
                 assert 1.4 < waited < SOON_S
                 assert message.startswith("rank 1 of 3 is late")
-    finally:
-        pool.end()
 
 
 def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
-    """Rank 1 sends itself a signal, and the others go on."""
+    """Rank 1 sends itself a signal, and the others continue."""
     comm.barrier()
     started = time.monotonic()
     if comm.rank == 1:
@@ -323,19 +322,16 @@ def fall_silent(comm: Communicator, number: int) -> tuple[float, str]:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_gloo_too_names_the_rank_that_has_died_or_is_stopped(number):
     """Its own message has an address and a port, and no rank."""
-    pool = Ranks(3, False)
-    try:
+    with Ranks(3, False) as pool:
         for rank, outcome in enumerate(pool.outcomes(fall_silent, number, lost=[1])):
             if rank != 1:
                 waited, message = outcome
                 assert waited < SOON_S
                 assert "of 3: rank 1 has died, is stopped or cannot be reached" in message
-    finally:
-        pool.end()
 
 
 def lose_a_rank_while_idle(comm: Communicator) -> str:
-    """Rank 1 dies, and the others look whether it is there, with no collective under way."""
+    """Rank 1 dies, and the others check for it between collectives."""
     comm.barrier()
     comm.require_alive()
     if comm.rank == 1:
@@ -352,24 +348,21 @@ def lose_a_rank_while_idle(comm: Communicator) -> str:
 
 @pytest.mark.parametrize("shared_memory", KINDS)
 def test_a_rank_that_dies_between_collectives_is_named_too(shared_memory):
-    pool = Ranks(3, shared_memory)
-    try:
+    with Ranks(3, shared_memory) as pool:
         for rank, outcome in enumerate(pool.outcomes(lose_a_rank_while_idle, lost=[1])):
             if rank != 1:
                 assert outcome.startswith("rank 1 of 3 has died")
-    finally:
-        pool.end()
 
 
 def take_turns(comm: Communicator) -> None:
     for turn in range(50):
         word = b"%d" % turn if comm.rank == 0 else None
-        assert broadcast_bytes(comm, word, patient=True) == b"%d" % turn
+        assert broadcast_bytes(comm, word, no_timeout=True) == b"%d" % turn
         assert float(comm.all_reduce(torch.ones(1))) == comm.size
 
 
 @pytest.mark.parametrize("shared_memory", KINDS)
-def test_patient_and_other_collectives_can_alternate(ranks, shared_memory):
+def test_collectives_with_and_without_timeout_can_alternate(ranks, shared_memory):
     ranks(3, shared_memory).run(take_turns)
 
 

@@ -1,4 +1,4 @@
-"""Which device ranks get on a host with no card, one or two, and that every thread uses it."""
+"""The device of ranks on a host with no card, one or two, and of every thread."""
 
 import threading
 from pathlib import Path
@@ -11,6 +11,8 @@ from parallel_llama.parallel import current_device
 from parallel_llama.parallel.current_device import own_device, use_device
 from parallel_llama.parallel.device_choice import choose_device, count_cards
 from parallel_llama.parallel.place import local_world
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ranks that are about to do different things are told so before they load, and which is odd."""
+"""Ranks with different settings or files end before they load, and name the rank that differs."""
 
 import json
 import os
@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_folder import write_chat_folder
 
-from parallel_llama.files.fingerprint import fingerprint
-from parallel_llama.files.model_files import TOKENIZER_FILES, find_model
+from parallel_llama.files.model_files import TOKENIZER_FILES, find_model, fingerprint
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 GENERATE = ("generate", "--prompt", "Hello", "--max-tokens", "4", "--json")
@@ -29,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def other(model: Path, tmp_path: Path) -> Path:
-    """The same model in another place, to be changed."""
+    """A copy of the model, to be changed."""
     return Path(shutil.copytree(model, tmp_path / "other"))
 
 
@@ -79,10 +80,7 @@ def test_ranks_with_the_same_in_other_places_go_on(model: Path, other: Path, run
 
 DIFFERENT = [
     (("--max-seq-len", "100"), "max_seq_len: rank 1 of 2 has 100 and rank 0 has 512"),
-    (("--block-size", "4"), "block_size: rank 1 of 2 has 4 and rank 0 has 16"),
     (("--kv-cache-bytes", "1MB"), "kv_cache_bytes: rank 1 of 2 has 1000000 and rank 0 has None"),
-    (("--seed", "5"), "seed: rank 1 of 2 has 5 and rank 0 has None"),
-    (("--dtype", "float32"), "dtype: rank 1 of 2 has float32 and rank 0 has None"),
     (("--random-weights", "1"), "random_weights: rank 1 of 2 has 1 and rank 0 has None"),
     (("--timeout", "50"), "timeout_s: rank 1 of 2 has 50.0 and rank 0 has None"),
 ]
@@ -100,28 +98,28 @@ def test_a_setting_that_differs_is_named(
 
 
 def change_weights(folder: Path) -> str:
-    """Values of one shape and type, so that names, sizes and headers are the same."""
+    """Other values of equal shape and type, so that names, sizes and headers are equal."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     save_file({name: torch.randn_like(t) for name, t in tensors.items()}, path, {"format": "pt"})
-    return "file model.safetensors: rank 1 of 2 has another one than rank 0"
+    return "file model.safetensors: rank 1 of 2 differs from rank 0"
 
 
 def change_tokenizer(folder: Path) -> str:
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace("<|turn|>", "<|turm|>"))
-    return "file tokenizer.json: rank 1 of 2 has another one than rank 0"
+    return "file tokenizer.json: rank 1 of 2 differs from rank 0"
 
 
 def change_config(folder: Path) -> str:
     path = folder / "config.json"
     path.write_text(path.read_text().replace('"rms_norm_eps": ', '"rms_norm_eps": 1'))
-    return "model's arguments: rank 1 of 2 has another one than rank 0"
+    return "model's arguments: rank 1 of 2 differs from rank 0"
 
 
 def add_a_manifest(folder: Path) -> str:
     (folder / "manifest.json").write_text("{}")
-    return "file manifest.json: rank 1 of 2 has another one than rank 0"
+    return "file manifest.json: rank 1 of 2 differs from rank 0"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +189,7 @@ def test_a_fingerprint_of_large_weights_samples_them(tmp_path: Path, model: Path
     assert fingerprint(find_model(str(folder)))[path.name] != before[path.name]
 
 
-@pytest.mark.parametrize(("n", "failed"), [(2, 0), (2, 1), (3, 0), (5, 3)])
+@pytest.mark.parametrize(("n", "failed"), [(2, 1), (3, 0)])
 def test_ranks_hear_of_one_that_fails_before_it_joins(
     model: Path, run: Run, n: int, failed: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Sums by one shot are those of the group, and taken where they are right and faster."""
+"""One-shot sums equal those of the group, and are used where they are correct and faster."""
 
 import math
 from collections.abc import Callable
@@ -10,12 +10,14 @@ from torch import Tensor
 
 from parallel_llama.parallel.one_shot import OneShotSums, with_one_shot_sums
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SIZES = [1 << n for n in range(10, 19, 2)]
 
 
 class Made:
-    """One shots of a group of threads: everybody's numbers, added in the order of the ranks."""
+    """One-shot sums of a group of threads, in rank order."""
 
     def __init__(self, comm: ThreadComm, wrong_on: int | None = None) -> None:
         self._comm, self._wrong_on = comm, wrong_on
@@ -36,7 +38,7 @@ def none() -> Callable[[Tensor], Tensor]:
 
 
 def faster_up_to(n: int) -> Callable[[Callable[[], object]], float]:
-    """A clock to which one shots are fast for up to so many numbers, and slow beyond."""
+    """A clock that shows one-shot sums to be fast up to a size, and slow above it."""
     times = iter(t for size in SIZES for t in ((0.5, 1.0) if size <= n else (2.0, 1.0)))
 
     def seconds(call: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""What a process without the run's secret writes to the ranks' store is nobody's word."""
+"""Values that a process writes to the store without the secret of the run are rejected."""
 
 import time
 from collections.abc import Callable
@@ -9,9 +9,11 @@ from torch.distributed import HashStore, Store
 
 from parallel_llama.parallel import process_group
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.parallel.handshake import Card, meet, require_same
-from parallel_llama.parallel.process_group import _Signs
+from parallel_llama.parallel.handshake import RankInfo, rendezvous, require_same
+from parallel_llama.parallel.process_group import _Heartbeats
 from parallel_llama.parallel.sealed_store import MAX_VALUE_BYTES, ForgedValue, SealedStore
+
+pytestmark = pytest.mark.slow
 
 
 def sealed(store: Store, secret: bytes = b"s", run: str = "a") -> SealedStore:
@@ -19,7 +21,7 @@ def sealed(store: Store, secret: bytes = b"s", run: str = "a") -> SealedStore:
 
 
 def forge(store: Store, ending: str, value: str) -> None:
-    """Overwrite a key as a process can that lists all of them."""
+    """Overwrites a key like a process that has listed all keys."""
     (key,) = (key for key in store.list_keys() if key.endswith(ending))
     store.set(key, value)
 
@@ -27,13 +29,13 @@ def forge(store: Store, ending: str, value: str) -> None:
 def test_ranks_with_one_secret_read_what_they_write() -> None:
     bare = HashStore()
     first, second = sealed(bare), sealed(bare)
-    first.set("card", b"\x00\xff")
-    assert second.check(["card"]) and not second.check(["card", "other"])
-    assert second.get("card") == b"\x00\xff"
-    assert second.compare_set("card", "", "mine") == b"\x00\xff"
-    assert second.compare_set("card", b"\x00\xff", "mine") == b"mine" == first.get("card")
-    second.wait(["card"])
-    assert second.delete_key("card") and not first.check(["card"])
+    first.set("info", b"\x00\xff")
+    assert second.check(["info"]) and not second.check(["info", "other"])
+    assert second.get("info") == b"\x00\xff"
+    assert second.compare_set("info", "", "mine") == b"\x00\xff"
+    assert second.compare_set("info", b"\x00\xff", "mine") == b"mine" == first.get("info")
+    second.wait(["info"])
+    assert second.delete_key("info") and not first.check(["info"])
 
 
 @pytest.mark.parametrize("n_ranks", [3, 5])
@@ -52,19 +54,19 @@ def test_sums_of_ranks_that_add_at_once_miss_none(n_ranks: int) -> None:
 @pytest.mark.parametrize(("secret", "run"), [(b"t", "a"), (b"", "a"), (b"s", "b")])
 def test_another_run_at_the_same_store_is_not_seen(secret: bytes, run: str) -> None:
     bare = HashStore()
-    sealed(bare).set("card", "ours")
+    sealed(bare).set("info", "ours")
     other = sealed(bare, secret, run)
-    assert not other.check(["card"])
-    assert other.compare_set("card", "", "theirs") == b"theirs"
-    assert sealed(bare).get("card") == b"ours"
+    assert not other.check(["info"])
+    assert other.compare_set("info", "", "theirs") == b"theirs"
+    assert sealed(bare).get("info") == b"ours"
 
 
 FORGERIES: list[Callable[[Store], None]] = [
-    lambda store: forge(store, "/card/0", ""),
-    lambda store: forge(store, "/card/0", "[" * 100_000),
-    lambda store: forge(store, "/card/0", "x" * (MAX_VALUE_BYTES + 33)),
+    lambda store: forge(store, "/info/0", ""),
+    lambda store: forge(store, "/info/0", "[" * 100_000),
+    lambda store: forge(store, "/info/0", "x" * (MAX_VALUE_BYTES + 33)),
     # One rank's own word in the place of another's.
-    lambda store: forge(store, "/card/0", store.get(sealed(store)._name("card/1")).decode("latin")),
+    lambda store: forge(store, "/info/0", store.get(sealed(store)._name("info/1")).decode("latin")),
 ]
 
 
@@ -75,37 +77,37 @@ def test_a_value_of_somebody_without_the_secret_is_refused(
     bare = HashStore()
     own = sealed(bare)
     for rank in range(2):
-        own.set(f"card/{rank}", "a rank's")
+        own.set(f"info/{rank}", "a rank's")
     forgery(bare)
-    with pytest.raises(ForgedValue, match="another process has written 'card/0' to the store"):
-        own.get("card/0")
-    assert own.get("card/1") == b"a rank's"
+    with pytest.raises(ForgedValue, match="another process has written 'info/0' to the store"):
+        own.get("info/0")
+    assert own.get("info/1") == b"a rank's"
 
 
 def test_a_value_without_bound_is_not_written() -> None:
     with pytest.raises(ValueError, match="at most"):
-        sealed(HashStore()).set("card", "x" * (MAX_VALUE_BYTES + 1))
+        sealed(HashStore()).set("info", "x" * (MAX_VALUE_BYTES + 1))
 
 
-BAD_CARDS = [
+BAD_INFOS = [
     "[" * 100_000,
     "{",
     "3",
     "{}",
-    Card(1, 2, {}, "h", 1, "t").encode(),
-    Card(0, 2, {"f": "x" * 70_000}, "h", 1, "t").encode(),
-    Card(0, 2, {}, "h", 1, "t").encode().replace('"pid":1', '"pid":"1"'),
-    Card(0, 2, {"f": ""}, "h", 1, "t").encode().replace('"f":""', '"f":[]'),
+    RankInfo(1, 2, {}, "h", 1, "t").encode(),
+    RankInfo(0, 2, {"f": "x" * 70_000}, "h", 1, "t").encode(),
+    RankInfo(0, 2, {}, "h", 1, "t").encode().replace('"pid":1', '"pid":"1"'),
+    RankInfo(0, 2, {"f": ""}, "h", 1, "t").encode().replace('"f":""', '"f":[]'),
 ]
 
 
-@pytest.mark.parametrize("card", BAD_CARDS, ids=lambda card: card[:10])
-def test_anything_but_a_card_is_refused_in_one_line(card: str) -> None:
+@pytest.mark.parametrize("info", BAD_INFOS, ids=lambda info: info[:10])
+def test_anything_but_a_rank_info_is_refused_in_one_line(info: str) -> None:
     """100,000 brackets were a RecursionError. Under torchrun alone there is no secret."""
     store = sealed(HashStore(), b"")
-    store.set("card/0", card)
+    store.set("info/0", info)
     with pytest.raises(RankError, match=r"what was written as rank 0 .* not come from a rank"):
-        meet(store, Card.of_this_process(1, 2, {}), {0, 1})
+        rendezvous(store, RankInfo.of_this_process(1, 2, {}), {0, 1})
 
 
 def test_what_a_rank_says_is_printable_and_short() -> None:
@@ -113,13 +115,13 @@ def test_what_a_rank_says_is_printable_and_short() -> None:
     store = sealed(HashStore(), b"")
     store.set("objection", "\x1b[2J\r\n" + "x" * 100_000)
     with pytest.raises(RankError) as caught:
-        meet(store, Card.of_this_process(0, 1, {}), {0})
+        rendezvous(store, RankInfo.of_this_process(0, 1, {}), {0})
     assert str(caught.value).isprintable() and len(str(caught.value)) < 3000
 
     colors = ["\x1b[31m", "red"]
-    cards = [Card(rank, 2, {"col\x07or": c}, "", rank, "") for rank, c in enumerate(colors)]
+    infos = [RankInfo(rank, 2, {"col\x07or": c}, "", rank, "") for rank, c in enumerate(colors)]
     with pytest.raises(RankError) as caught:
-        require_same(cards)
+        require_same(infos)
     assert str(caught.value).isprintable()
 
 
@@ -128,14 +130,14 @@ def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch: pytest.Mo
     monkeypatch.setattr(process_group, "_BEAT_S", 0.01)
     monkeypatch.setattr(process_group, "_LISTEN_S", 0.2)
     bare = HashStore()
-    dead, own = _Signs(sealed(bare), 1, 2), _Signs(sealed(bare), 0, 2)
+    dead, own = _Heartbeats(sealed(bare), 1, 2), _Heartbeats(sealed(bare), 0, 2)
     try:
-        while own.seen("heart", 1) < 2:
+        while own.seen("heartbeat", 1) < 2:
             time.sleep(0.01)
-        old = bare.get(sealed(bare)._name("heart/1"))
-        while own.seen("heart", 1) < 4:
+        old = bare.get(sealed(bare)._name("heartbeat/1"))
+        while own.seen("heartbeat", 1) < 4:
             time.sleep(0.01)
-        assert own.silent() == []
+        assert own.dead_ranks() == []
         dead.end()
         time.sleep(0.1)
         words: list[str | bytes] = [old, "99", b"\xff" * 40, old]
@@ -143,11 +145,11 @@ def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch: pytest.Mo
         def interfere() -> None:
             for word in words:
                 time.sleep(0.04)
-                bare.set(sealed(bare)._name("heart/1"), word)  # type: ignore[arg-type]
+                bare.set(sealed(bare)._name("heartbeat/1"), word)  # type: ignore[arg-type]
 
         with ThreadPoolExecutor(1) as stranger:
             stranger.submit(interfere)
-            assert own.silent() == [1]
+            assert own.dead_ranks() == [1]
     finally:
         dead.end()
         own.end()
@@ -155,7 +157,7 @@ def test_a_dead_rank_is_not_kept_alive_by_another_process(monkeypatch: pytest.Mo
 
 def test_a_barrier_is_not_passed_by_another_process() -> None:
     bare = HashStore()
-    own = _Signs(sealed(bare), 0, 2)
+    own = _Heartbeats(sealed(bare), 0, 2)
     try:
         own.give("barrier 1", 1)
         bare.set(sealed(bare)._name("barrier 1/1"), "1")

@@ -1,4 +1,4 @@
-"""Ranks of one host that share a memory: faults have names, and nothing is left behind."""
+"""Ranks of one host with shared memory: errors name the rank, and nothing is left behind."""
 
 import os
 import resource
@@ -21,9 +21,11 @@ from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.peers import Peers
 from parallel_llama.parallel.shared_memory import SharedMemory, share
 
+pytestmark = pytest.mark.slow
+
 
 def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
-    """One rank sends itself a signal in the middle of a run; what the others hear of it."""
+    """One rank sends itself a signal during a run; returns the errors of the others."""
     for turn in range(1000):
         if turn == 500:
             comm.barrier()
@@ -42,30 +44,24 @@ def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
 
 @pytest.mark.parametrize(("size", "rank"), [(3, 1), (2, 0)])
 def test_a_killed_rank_is_named_by_all_others_within_seconds(size, rank):
-    pool = Ranks(size, shared_memory=True)
-    try:
+    with Ranks(size, shared_memory=True) as pool:
         for other, outcome in enumerate(pool.outcomes(fault, rank, signal.SIGKILL)):
             if other != rank:
                 waited, message = outcome
                 assert waited < SOON_S
                 assert message.startswith(f"rank {rank} of {size} has died")
-    finally:
-        pool.end()
 
 
 def test_a_stopped_rank_is_named_as_late_after_the_timeout():
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         first = pool.outcomes(fault, 1, signal.SIGSTOP, lost=[1])[0]
         assert 1.5 <= first[0] < SOON_S
         assert first[1].startswith("rank 1 of 2 is late: nothing heard of it for 1.5 s")
         assert first[1].endswith("it is stopped by a signal or a debugger")
-    finally:
-        pool.end()
 
 
 def traces(_: Communicator) -> tuple[int, set[str], list[str]]:
-    """This process's id, the memory files it maps, and what it holds open in /dev/shm."""
+    """This process's id, the memory files it maps, and its open files in /dev/shm."""
     mapped = {
         line.split(maxsplit=5)[5].strip()
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -77,12 +73,9 @@ def traces(_: Communicator) -> tuple[int, set[str], list[str]]:
 
 def test_nothing_has_a_name_in_dev_shm_even_after_sigkill():
     before = set(Path("/dev/shm").iterdir())
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         pool.run(race, 3, 20, 0.0)
         found = pool.run(traces)
-    finally:
-        pool.end()
     for _, mapped, held in found:
         assert mapped == {"/memfd:parallel_llama (deleted)"}
         assert held == []
@@ -92,20 +85,14 @@ def test_nothing_has_a_name_in_dev_shm_even_after_sigkill():
 
 
 def test_two_groups_at_once_do_not_meet(ranks):
-    other = Ranks(2, shared_memory=True)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            runs = [
-                pool.submit(r.run, race, seed, 500, 0.0) for seed, r in ((1, ranks(2)), (2, other))
-            ]
-            for run in runs:
-                run.result()
-    finally:
-        other.end()
+    with Ranks(2, shared_memory=True) as other, ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(r.run, race, seed, 500, 0.0) for seed, r in ((1, ranks(2)), (2, other))]
+        for run in runs:
+            run.result()
 
 
 def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
-    """Set up once more, with something missing on one rank. Returns: the kind that came out."""
+    """Sets up again with something missing on one rank; returns the kind of group."""
     assert isinstance(comm, SharedMemory)
     monkeypatch = pytest.MonkeyPatch()
     if comm.rank == spoiled_rank:
@@ -124,7 +111,7 @@ def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
 
 
 def share_without(comm: Communicator, limit: int, room: int) -> str:
-    """Set up once more where rank 0 has no more room than this."""
+    """Sets up again with a resource limit of rank 0; returns the kind of group."""
     assert isinstance(comm, SharedMemory)
     soft, hard = resource.getrlimit(limit)
     if comm.rank == 0:
@@ -219,11 +206,8 @@ def interrupt_the_wait(comm: Communicator) -> tuple[float, str]:
 
 
 def test_a_wait_can_be_interrupted_and_the_group_is_not_used_after_it():
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         waited, message = pool.run(interrupt_the_wait)[0]
-    finally:
-        pool.end()
     assert waited < SOON_S
     assert message.startswith("rank 0 left a collective unfinished")
 
@@ -241,11 +225,8 @@ def meet_and_leave(comm: Communicator) -> None:
 
 
 def test_what_a_rank_did_before_it_left_still_counts():
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         assert pool.outcomes(meet_and_leave)[1] is None
-    finally:
-        pool.end()
 
 
 def wait_for_a_stopped_rank(comm: Communicator) -> str:
@@ -254,24 +235,21 @@ def wait_for_a_stopped_rank(comm: Communicator) -> str:
         os.kill(os.getpid(), signal.SIGSTOP)
     call_late_after(comm, 1.5)
     try:
-        comm.broadcast(torch.zeros(1), patient=True)
+        comm.broadcast(torch.zeros(1), no_timeout=True)
     except RankError as error:
         return str(error)
     return "it came"
 
 
-def test_patience_ends_where_a_rank_is_stopped():
+def test_even_without_timeout_a_stopped_rank_is_late():
     """It may wait for a person for hours, but not without running."""
-    pool = Ranks(2, shared_memory=True)
-    try:
+    with Ranks(2, shared_memory=True) as pool:
         message = pool.outcomes(wait_for_a_stopped_rank, lost=[0])[1]
         assert message.startswith("rank 0 of 2 is late") and "stopped by a signal" in message
-    finally:
-        pool.end()
 
 
 def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:
-    """Rank 1 waits for rank 0, and both are stopped for longer than the timeout meanwhile."""
+    """Rank 1 waits for rank 0; meanwhile both are stopped for longer than the timeout."""
     comm.barrier()
     call_late_after(comm, 3)
     if comm.rank == 0:
@@ -282,18 +260,14 @@ def sleep_through_a_stop(comm: Communicator, seconds: float) -> str:
 
 def test_a_stop_of_all_ranks_makes_none_of_them_late():
     """Ctrl-Z and fg: the time in between counted as waiting, and ended the talk."""
-    pool = Ranks(2, shared_memory=True)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            running = thread.submit(pool.outcomes, sleep_through_a_stop, 1.0)
-            time.sleep(0.5)
-            for number, pause_s in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 0.0)):
-                for process in pool.processes:
-                    os.kill(process.pid, number)
-                time.sleep(pause_s)
-            assert running.result() == ["both went on"] * 2
-    finally:
-        pool.end()
+    with Ranks(2, shared_memory=True) as pool, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(pool.outcomes, sleep_through_a_stop, 1.0)
+        time.sleep(0.5)
+        for number, pause_s in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 0.0)):
+            for process in pool.processes:
+                os.kill(process.pid, number)
+            time.sleep(pause_s)
+        assert running.result() == ["both went on"] * 2
 
 
 def reduce_many_sizes(comm: Communicator) -> int:
@@ -351,5 +325,5 @@ def test_a_dead_process_is_gone_before_anybody_has_reaped_it():
 def test_what_no_rank_says_of_its_host_is_refused(sent):
     """Brackets were a RecursionError, and a process's number could be any path."""
     row = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-    with pytest.raises(RankError, match="a rank has sent something else"):
+    with pytest.raises(RankError, match="invalid description of its host"):
         shared_memory._Host.decode(row)

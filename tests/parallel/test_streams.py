@@ -1,4 +1,4 @@
-"""Standard streams that are closed or full: what was asked for is not lost without a word."""
+"""Closed or full standard streams: output is not lost without an error."""
 
 import subprocess
 import sys
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from tiny_folder import write_chat_folder
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -24,11 +24,13 @@ from parallel_llama.checkpoint.verify import verify
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.reshard import tensor_writer
-from parallel_llama.reshard.direct_file import DirectFile
+from parallel_llama.reshard.odirect_file import DirectFile
 from parallel_llama.reshard.partial_folder import PartialFolder
 from parallel_llama.reshard.reshard import reshard
 from parallel_llama.reshard.safetensors_layout import NativeLayout
 from parallel_llama.reshard.target_folder import partial_path
+
+pytestmark = pytest.mark.slow
 
 FLUSHED_AT_ONCE = 4 << 20
 
@@ -67,16 +69,16 @@ def falcon(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def moved(source: Path, target: Path, resume: bool = False, layout: str = "native") -> int:
     """The bytes that this run wrote."""
-    told: list[int] = []
+    sizes: list[int] = []
     reshard(
         find_model(str(source)),
         target,
         layout=layout,
         n_parts=3,
         resume=resume,
-        on_bytes=told.append,
+        on_bytes=sizes.append,
     )
-    return sum(told)
+    return sum(sizes)
 
 
 def run_alone(source: Path, target: Path, resume: bool, layout: str) -> None:
@@ -103,9 +105,8 @@ def start() -> Callable[..., multiprocessing.Process]:
 def test_a_kill_at_any_instant_leaves_nothing_or_the_whole(
     layout, n_kills, source, start, tmp_path
 ):
-    """Instants are spread over the time that a run takes, as the last whole one took it; each run
-    goes on from what the kill before it left, and after every second one the work is brought to
-    its end."""
+    """The kills are distributed over the duration of a whole run. Each run continues what the kill
+    before it left, and every second one is then completed."""
     whole = tmp_path / "whole"
     moved(source, whole, layout=layout)
     expected = hashes_of(whole)
@@ -157,14 +158,14 @@ def test_a_run_goes_on_where_an_error_stopped_it(
         real(self, data, offset)
 
     monkeypatch.setattr(DirectFile, "write", full)
-    with pytest.raises(WriteError, match="make room and run again with --resume"):
+    with pytest.raises(WriteError, match="free space and run again with --resume"):
         moved(small, target, layout=layout)
     monkeypatch.undo()
     assert not target.exists()
-    with pytest.raises(UsageError, match="continue it with --resume, or remove it"):
+    with pytest.raises(UsageError, match="continue it with --resume, or remove the folder"):
         moved(small, target, layout=layout)
     again = moved(small, target, resume=True, layout=layout)
-    # Beside the last batch, at most a layer was on its way.
+    # In addition to the last batch, at most one layer was in flight.
     assert again <= total * (1 - share) + 2 * FLUSHED_AT_ONCE + (8 << 20)
     assert hashes_of(target) == hashes_of(expected)
     assert not verify(str(target)).problems
@@ -176,7 +177,7 @@ def test_a_file_size_limit_is_an_error_that_says_so(small, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        with pytest.raises(WriteError, match="no room for more"):
+        with pytest.raises(WriteError, match="no space"):
             moved(small, target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -265,7 +266,7 @@ def test_a_second_writer_hears_who_holds_the_target(small, tmp_path):
         with pytest.raises(UsageError, match=expected):
             moved(small, target, resume=True)
         holder.kill()
-    # The lock of a process that died is nobody's.
+    # The lock of a dead process is free.
     shutil.rmtree(partial_path(target) / "files")
     moved(small, target)
     assert not verify(str(target)).problems
@@ -294,7 +295,7 @@ def test_a_target_that_appears_meanwhile_is_not_touched(small, tmp_path, monkeyp
         real(self)
 
     monkeypatch.setattr(PartialFolder, "commit", commit)
-    with pytest.raises(WriteError, match="has appeared meanwhile"):
+    with pytest.raises(WriteError, match="was created meanwhile"):
         moved(small, target)
     assert list(target.iterdir()) == []
     monkeypatch.undo()

@@ -28,7 +28,7 @@ from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.reshard.meta_layout import MetaLayout
-from parallel_llama.reshard.torch_skeleton import torch_skeleton
+from parallel_llama.reshard.pth_layout import pth_layout
 
 N_FILES = (1, 2, 3, 5, 7, 8, 10, 16)
 
@@ -63,6 +63,7 @@ def states(folder: Path) -> list[dict[str, Tensor]]:
     return [torch.load(p, weights_only=True) for p in sorted(folder.glob("*.pth"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_any_number_of_files_is_read_back_exactly(tmp_path: Path, name: str) -> None:
     args = SHAPES[name]
@@ -186,7 +187,7 @@ def test_torch_and_zip_programs_find_the_files_whole(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path: Path) -> None:
-    """Another process goes on with what is there, or begins `finish` a second time."""
+    """Another process continues an unfinished run, or calls `finish` a second time."""
     args = SHAPES["8/1 tied"]
     tensors = weights_of(args)
     names = list(tensors)
@@ -228,15 +229,15 @@ def test_a_file_cut_short_before_the_end_is_refused(tmp_path: Path) -> None:
 def test_a_skeleton_holds_no_data_and_knows_places_beyond_4_gib(tmp_path: Path) -> None:
     """2 x 6 GiB: large archives name sizes and places in another way."""
     large = ((3 << 10, 1 << 20), torch.bfloat16)
-    skeleton = torch_skeleton({"a": large, "none": ((0, 3), torch.float32), "b": large})
-    assert sum(len(piece) for _, piece in skeleton.pieces) < 1 << 12
+    layout = pth_layout({"a": large, "none": ((0, 3), torch.float32), "b": large})
+    assert sum(len(piece) for _, piece in layout.pieces) < 1 << 12
     path = tmp_path / "consolidated.00.pth"
     with path.open("wb") as file:
-        file.truncate(skeleton.n_bytes)
-        for offset, piece in skeleton.pieces:
+        file.truncate(layout.n_bytes)
+        for offset, piece in layout.pieces:
             file.seek(offset)
             file.write(piece)
-        for name, record in skeleton.records.items():
+        for name, record in layout.records.items():
             if record.n_bytes:
                 file.seek(record.offset)
                 file.write(name.encode())
@@ -258,7 +259,7 @@ def test_a_file_needs_a_query_head(n_files: int) -> None:
 
 @pytest.fixture
 def two_norms(tmp_path: Path) -> ModelFiles:
-    """A Meta folder of 2 files in which two norms differ, one of them only in the sign of a 0."""
+    """A Meta folder of 2 files with two different norms, one only in the sign of a 0."""
     tensors = weights_of(TINY)
     tensors["layers.1.ffn_norm.weight"][0] = 0.0
     folder = write(MetaLayout(TINY, dtypes_of(tensors), 2), TINY, tensors, tmp_path / "source")
@@ -282,7 +283,7 @@ def test_norms_that_differ_are_found_and_told(
 def test_norms_that_differ_come_back_with_the_same_number_of_files(
     two_norms: ModelFiles, tmp_path: Path
 ) -> None:
-    """2 files to 3 and back: no file of 3 can hold both copies, so they are kept beside."""
+    """2 files to 3 and back: no file of 3 can hold both copies, so they have their own file."""
     expected = states(two_norms.path)
     three, two = tmp_path / "three", tmp_path / "two"
     for source, folder, n_files in ((two_norms.path, three, 3), (three, two, 2)):

@@ -1,4 +1,4 @@
-"""What a reshard is made of: direct writes, memory that is used again, threads that run ahead."""
+"""What a reshard is made of: direct writes, reused memory, prefetching threads."""
 
 import errno
 import os
@@ -10,13 +10,13 @@ import time
 import pytest
 import torch
 
-from parallel_llama.checkpoint.ahead import ahead
+from parallel_llama.checkpoint.byte_ranges import ReusedMemory
 from parallel_llama.checkpoint.manifest import tensor_bytes
-from parallel_llama.checkpoint.reused_memory import ReusedMemory
+from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.cli.reshard import Progress
-from parallel_llama.reshard import direct_file
-from parallel_llama.reshard.direct_file import DirectFile, Staging
-from parallel_llama.reshard.hashes import UnitHashes
+from parallel_llama.reshard import odirect_file
+from parallel_llama.reshard.odirect_file import DirectFile, Staging
+from parallel_llama.reshard.tensor_writer import UnitHashes
 
 
 @pytest.mark.parametrize("refusal", [None, "open", "write"])
@@ -27,7 +27,7 @@ def test_pieces_at_any_offset_make_the_same_file(tmp_path, monkeypatch, step, re
     data = bytearray(random.Random(step).randbytes(size))
     path = tmp_path / "file"
     path.write_bytes(bytes(size))
-    monkeypatch.setattr(direct_file, "STAGED_BYTES", 8192)
+    monkeypatch.setattr(odirect_file, "STAGED_BYTES", 8192)
     if refusal == "open":
         monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY)
     file = DirectFile(path, Staging())
@@ -67,7 +67,7 @@ def test_items_come_in_order_and_an_error_where_it_happened():
 
     taken = []
     with pytest.raises(ValueError, match="the sixth"):
-        for item in ahead(items(), 2):
+        for item in prefetch(items(), 2):
             taken.append(item)
     assert taken == [0, 1, 2, 3, 4]
 
@@ -83,7 +83,7 @@ def test_whoever_stops_early_leaves_no_thread_and_no_open_generator():
             closed.append(True)
 
     before = threading.active_count()
-    running = ahead(items(), 3)
+    running = prefetch(items(), 3)
     next(running)
     running.close()
     assert closed == [True] and threading.active_count() == before
@@ -107,7 +107,7 @@ def test_ctrl_c_as_the_thread_starts_is_no_other_error(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", start)
     try:
         with pytest.raises(KeyboardInterrupt):
-            next(ahead(items(), 2))
+            next(prefetch(items(), 2))
     finally:
         over.set()
 
@@ -123,7 +123,7 @@ def test_a_second_ctrl_c_as_the_first_one_waits_is_no_other_error():
         time.sleep(0.1)
         yield 2
 
-    running = ahead(items(), 1)
+    running = prefetch(items(), 1)
     next(running)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -157,7 +157,7 @@ def test_what_is_synced_is_brought_to_the_disk(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(bytes(10_000))
     synced: list[int] = []
-    monkeypatch.setattr(direct_file.os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    monkeypatch.setattr(odirect_file.os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_ino))
     file = DirectFile(path, Staging())
     file.write(memoryview(bytearray(b"x" * 9_000)), 500)
     assert synced == []

@@ -21,17 +21,18 @@ from parallel_llama.checkpoint.native_folder import packed, unpacked
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
-from parallel_llama.dtypes import GroupFormat, Precision
+from parallel_llama.dtypes import GroupFormat, Precision, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError, WriteError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header
+from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.ops.groups import Groups
 from parallel_llama.parallel.collectives import Solo
-from parallel_llama.plan import make_plan, make_precision, values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 from parallel_llama.reshard import target_folder, tensor_writer
-from parallel_llama.reshard.direct_file import DirectFile
+from parallel_llama.reshard.odirect_file import DirectFile
 from parallel_llama.reshard.target_folder import target_formats
 from tests.support.thread_ranks import run_on_threads
 
@@ -159,6 +160,7 @@ def test_logits_are_those_of_weights_quantised_at_load(quant, sources, made):
     assert_same_bits(ours, run_on_threads(3, logits_of, sources[quant], quant))
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_weights_quantised_at_load(sources, made):
     """The folder needs no flag, and runs on processes as well."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -181,7 +183,7 @@ def test_weights_that_are_not_quantised_are_what_they_were(sources, made):
     assert tensors_of(made["stored"])["output.weight"].dtype == torch.float16
 
 
-# What lies in the files
+# Content of the files
 
 
 def test_the_first_of_two_integers_is_the_lower_half_of_a_byte():
@@ -337,7 +339,7 @@ def test_what_is_no_number_is_refused_without_a_manifest(quant, part, nan, made,
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"norm.weight": "int8"}, "'norm.weight': no matrix of the model"),
+        ({"norm.weight": "int8"}, "'norm.weight': not a matrix of the model"),
         ({"output.weight": "int3"}, "the format int3 is not supported; int8, int8 with minima"),
         ({"output.weight": ["int8"]}, "is not supported"),
         ({"output.weight": "int8 with minima"}, r"missing: output\.weight\.mins"),
@@ -362,7 +364,7 @@ def test_units_that_cut_a_group_are_refused(made, tmp_path):
     values = json.loads((folder / "native.json").read_text())
     values["units"]["ffn"] = 8
     (folder / "native.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="units of ffn are of size 8, no multiple of the 32"):
+    with pytest.raises(CheckpointError, match="units of ffn have size 8, not a multiple of the 32"):
         loaded(folder, 1)
 
 
@@ -384,6 +386,7 @@ def test_what_is_written_is_whole_and_the_same_as_its_blocks(quant, sources, mad
 # Half-written folders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.99])
 def test_a_run_goes_on_where_an_error_stopped_it(quant, share, tmp_path, monkeypatch):
@@ -426,7 +429,7 @@ def test_a_run_goes_on_where_an_error_stopped_it(quant, share, tmp_path, monkeyp
         ("hf x --format=meta --quant=int4", "--quant int4 and --format meta"),
         ("hf x --format=native --quant=stored", "use int8, int4 or fp8"),
         ("hf x --format=native --quant=int3", "--quant"),
-        ("small x --format=native --quant=int8", "head_dim=4 is no multiple of the 32"),
+        ("small x --format=native --quant=int8", "head_dim=4 is not a multiple of the 32"),
         ("int8 x --format=hf", "its weights are quantised; .* with --dtype, .* --format native"),
         ("int8 x --format=meta", "its weights are quantised"),
         ("int8 x --format=native --quant=none", "its weights are quantised"),

@@ -36,6 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("source") / "hf", ARGS, 2)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(shapes(), st.sampled_from(FILES), st.sampled_from(FILES))
 def test_hf_to_native_to_hf_is_the_same_byte_for_byte(args, n_native, n_hf):
@@ -53,6 +54,7 @@ def test_hf_to_native_to_hf_is_the_same_byte_for_byte(args, n_native, n_hf):
         assert not verify(str(back), against=str(hf)).problems
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12, derandomize=True)
 @given(shapes(), st.integers(1, 8), st.integers(1, 8))
 def test_by_way_of_metas_files_it_is_the_same_too(args, n_files, other_n_files):
@@ -70,6 +72,7 @@ def test_by_way_of_metas_files_it_is_the_same_too(args, n_files, other_n_files):
 LLAMAS = [name for name, tiny in TINY_MODELS.items() if tiny.family == "llama"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LLAMAS)
 def test_transformers_computes_the_same_from_what_is_written(name, tmp_path):
     """Also from a configuration that went through native.json: no rope setting is lost."""
@@ -190,9 +193,9 @@ HF = "--tp=1 --format=hf"
     ("argv", "expected"),
     [
         (f"hf hf {HF}", "is the source itself"),
-        (f"hf there {HF}", "is there already; give another name"),
-        (f"hf hf/x {HF}", "lies inside the source"),
-        (f"hf link/x {HF}", "lies inside the source"),
+        (f"hf there {HF}", "already exists; give another name"),
+        (f"hf hf/x {HF}", "is inside the source"),
+        (f"hf link/x {HF}", "is inside the source"),
         (f"hf a/b {HF}", "create it first"),
         (f"no x {HF}", "not a path that exists"),
         (f"shape.json x {HF}", "without weights"),

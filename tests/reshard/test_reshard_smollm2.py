@@ -20,6 +20,8 @@ from parallel_llama.plan import make_plan
 from parallel_llama.reshard.reshard import reshard
 from parallel_llama.tokenizer import Chat
 
+pytestmark = pytest.mark.slow
+
 GGUF = find_model("smollm2")
 TEXTS = [
     "",

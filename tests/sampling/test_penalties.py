@@ -126,6 +126,7 @@ class Case:
         return processed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("favoured")
 def test_kept_sets_and_distributions_are_those_of_transformers_for_400_combinations(
     monkeypatch: pytest.MonkeyPatch,
@@ -336,6 +337,7 @@ def test_logprobs_are_of_the_model_whatever_was_changed_before_the_draw() -> Non
             assert [token for token, _ in own.top] == others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 12}])
 def test_ten_thousand_penalized_draws_fit_their_distribution(filters: dict[str, Any]) -> None:
     """False alarms: 1e-4 per case for new noise; without the penalties the fit is below 1e-30."""

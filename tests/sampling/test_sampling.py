@@ -246,6 +246,7 @@ def oracle(params: SamplingParams, logits: Tensor) -> Tensor:
     return filtered[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("favoured")
 def test_the_kept_set_is_that_of_transformers_for_300_combinations(
     monkeypatch: pytest.MonkeyPatch,
@@ -322,6 +323,7 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> float:
     return float(torch.special.gammaincc(freedom / 2, statistic / 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "filters",
     [{}, {"top_k": 12}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.8, "min_p": 0.02}],

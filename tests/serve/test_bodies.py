@@ -21,6 +21,8 @@ from parallel_llama.serve.bodies import (
     TokenizeBody,
 )
 
+pytestmark = pytest.mark.slow
+
 HI = [{"role": "user", "content": "hi"}]
 ROUTES: dict[type, tuple[str, dict[str, Any]]] = {
     ChatBody: ("/v1/chat/completions", {"messages": HI, "max_tokens": 1}),

@@ -18,6 +18,8 @@ import pytest
 from served import ROOT, Served
 from tiny_folder import write_endless_folder
 
+pytestmark = pytest.mark.slow
+
 LONG = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 3}
 ENDLESS = {**LONG, "max_tokens": 60_000}  # minutes of it, where its client stays
 LIMIT_S = 120  # for what takes a second or two: a busy machine is no failure, and a hang is one
@@ -35,15 +37,20 @@ def tiny(folder: Path) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="module")
-def restarted(folder: Path) -> Iterator[Served]:
-    """One for all whose ranks die or hang, which is there again after each of them.
+def restarting(folder: Path) -> Iterator[Served]:
+    """A server that starts its ranks again after each death or hang.
 
-    The ranks wait for each other for 10 s. Where they take longer even to start, it tries again.
+    The ranks wait for each other for 10 s; where they take longer to start, the server tries again.
     """
     limits = "--timeout=10", "--restarts=20"
     with Served("--model", str(folder), "--nproc=2", *limits) as served:
         yield served
+
+
+# Tests that kill ranks and tests that stop them have a server each, because a server waits twice as
+# long before each further restart.
+restarted = pytest.fixture(restarting, scope="module")
+unstuck = pytest.fixture(restarting, scope="module")
 
 
 def rank_pids(served: Served) -> list[int]:
@@ -136,21 +143,21 @@ def test_an_idle_rank_that_is_killed_is_seen_at_once(restarted, victim):
     wait_for(lambda: health(restarted) == 200)
 
 
-def test_a_rank_that_hangs_is_replaced(restarted):
-    alone = texts(restarted, 2)
-    stopped = rank_pids(restarted)[1]
+def test_a_rank_that_hangs_is_replaced(unstuck):
+    alone = texts(unstuck, 2)
+    own = rank_pids(unstuck)[1]
     with ThreadPoolExecutor(1) as pool:
-        os.kill(stopped, signal.SIGSTOP)
-        asked = pool.submit(texts, restarted, 2)
-        wait_for(lambda: health(restarted) == 503)
+        os.kill(own, signal.SIGSTOP)
+        asked = pool.submit(texts, unstuck, 2)
+        wait_for(lambda: health(unstuck) == 503)
         assert asked.result(LIMIT_S) == alone
-    assert not psutil.pid_exists(stopped)
+    assert not psutil.pid_exists(own)
 
 
-def test_an_idle_engine_that_hangs_is_not_healthy_for_long(restarted):
-    os.kill(rank_pids(restarted)[0], signal.SIGSTOP)
-    wait_for(lambda: health(restarted) == 503)
-    wait_for(lambda: health(restarted) == 200)
+def test_an_idle_engine_that_hangs_is_not_healthy_for_long(unstuck):
+    os.kill(rank_pids(unstuck)[0], signal.SIGSTOP)
+    wait_for(lambda: health(unstuck) == 503)
+    wait_for(lambda: health(unstuck) == 200)
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_server_with_its_reason(folder):

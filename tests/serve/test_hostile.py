@@ -16,6 +16,8 @@ from hostile_templates import ENDLESS, ESCAPES, LARGE
 from served import Served
 from tiny_folder import TEMPLATE, write_chat_folder
 
+pytestmark = pytest.mark.slow
+
 TEMPLATES = {
     name: {**ENDLESS, **LARGE, **ESCAPES}[name]
     for name in (

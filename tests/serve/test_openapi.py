@@ -10,6 +10,8 @@ from starlette.routing import Route
 from parallel_llama.serve.app import make_app
 from parallel_llama.serve.openapi import OPERATIONS, description
 
+pytestmark = pytest.mark.slow
+
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 

@@ -23,6 +23,8 @@ from parallel_llama.serve.protocol import (
 from parallel_llama.serve.request_id import RequestIds
 from parallel_llama.serve.slow_readers import abort_slow_readers
 
+pytestmark = pytest.mark.slow
+
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -112,6 +112,7 @@ def smollm2_json(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return load_tokenizer(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gguf", "tiktoken", "spm", "spm v3", "tekken", "tokenizer.json"])
 def test_every_kind_of_tokenizer_spells_what_the_matcher_takes_it_for(
     kind: str, request: pytest.FixtureRequest
@@ -332,6 +333,7 @@ def test_a_token_named_by_its_id_is_never_drawn() -> None:
         matcher.mask()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_costs_little(name: str) -> None:
     """CPU time of this process, which a grammar that hangs would hang; the trial bounds its own."""
@@ -342,6 +344,7 @@ def test_a_hostile_grammar_is_refused_or_costs_little(name: str) -> None:
     assert time.process_time() - started < 10 * trial.CPU_LIMIT_S
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_too_long_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="takes more than 1 s; simplify it"):
         smollm2(*HOSTILE["patternProperties"])

@@ -1,4 +1,4 @@
-"""GGUF files, each broken in a way of its own, and what an error must say of it."""
+"""Broken GGUF files, each with one fault, and the words that its error must contain."""
 
 import struct
 
@@ -20,7 +20,7 @@ SHORT = GGUF(tensors=[]).to_bytes()
 
 
 def extra(raw: bytes) -> GGUF:
-    """A file with one field more, given as raw bytes."""
+    """A file with one additional field, given as raw bytes."""
     return GGUF(raw_fields=raw, n_fields=len(TINY_FIELDS) + 1)
 
 
@@ -84,7 +84,7 @@ BROKEN: dict[str, tuple[GGUF | bytes, str]] = {
     "a tensor of 5 dimensions": (one(Tensor("t", (1, 1, 1, 1, 1))), "5 dimensions"),
     "an empty tensor": (one(Tensor("t", (0, 4))), "empty shape"),
     "a tensor type that cannot be read": (one(Tensor("t", (256,), kind=41)), "type Q1_0 (41), "),
-    "a removed tensor type": (one(Tensor("t", (32,), kind=31)), "take a file in another, such as"),
+    "a removed tensor type": (one(Tensor("t", (32,), kind=31)), "use a file in another, such as"),
     "an unknown tensor type": (one(Tensor("t", (256,), kind=137)), "the ggml type 137, "),
     "a row that is no whole number of blocks": (one(Tensor("t", (4, 33), Q8_0)), "blocks of 32"),
     "a tensor twice": (GGUF(tensors=[Tensor("t", (4,)), Tensor("t", (4,))]), "twice"),

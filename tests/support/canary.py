@@ -1,4 +1,4 @@
-"""A client that asks the same again and again beside whatever else a server is asked."""
+"""A client that repeats one request while a server answers other requests."""
 
 import threading
 from typing import Any
@@ -11,7 +11,7 @@ _PAUSE_S = 0.02
 
 
 class Canary:
-    """Asks for the same completion until it is closed; `check` says whether all answers agree."""
+    """Repeats one completion until it is closed; `check` asserts that all answers are equal."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -24,7 +24,7 @@ class Canary:
         self._thread.start()
 
     def _ask(self) -> Any:
-        """The tokens, and how likely each was, to 1e-9: sums in other batches round otherwise."""
+        """The tokens and their probabilities to 1e-9, because rounding differs between batches."""
         reply = self._served.post("/v1/completions", **QUESTION, logprobs=0)
         (choice,) = reply["choices"]
         logprobs = [round(value, 9) for value in choice["logprobs"]["token_logprobs"]]
@@ -44,7 +44,7 @@ class Canary:
                 self._answered.wait_for(lambda: self._is_over, _PAUSE_S)
 
     def check(self) -> None:
-        """Two more answers come, so that one was asked for after this; all were the same."""
+        """Waits for two more answers, one of them requested after this call; all must be equal."""
         with self._answered:
             wanted = self.n_answers + 2
             assert self._answered.wait_for(lambda: self.n_answers >= wanted, PATIENCE_S)

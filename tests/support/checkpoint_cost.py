@@ -1,6 +1,6 @@
-"""What loading one rank's share costs: bytes read, and memory beside the share.
+"""Measures the load of one rank's shard: bytes read, and memory beyond the shard.
 
-A rank is measured in a process of its own. As a script it measures a HF folder of a 1B shape:
+Each rank is measured in a separate process. As a script it measures a HF folder of a 1B shape:
 
     python tests/support/checkpoint_cost.py NEW_FOLDER
 """
@@ -23,7 +23,8 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import Precision
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import ModelFiles
-from parallel_llama.plan import make_plan, values_by_form, weight_bytes
+from parallel_llama.memory import values_by_form, weight_bytes
+from parallel_llama.plan import make_plan
 
 ONE_B = ModelArgs(
     dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64, ffn_dim=8192, vocab_size=128256
@@ -32,7 +33,7 @@ ONE_B = ModelArgs(
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes read through system calls, most memory held beyond that at the start, and seconds."""
+    """Bytes read by system calls, peak memory beyond that at the start, and seconds."""
 
     share_bytes: int
     read_bytes: int
@@ -53,7 +54,7 @@ def write_random_folder(folder: Path, args: ModelArgs, dtype: torch.dtype) -> in
 def cost_of_rank(
     folder: Path, args: ModelArgs, tp_size: int, rank: int, piece_values: int | None = None
 ) -> Cost:
-    """Load a rank's share in bfloat16 in a new process."""
+    """Loads the shard of a rank in bfloat16 in a new process."""
     task = json.dumps([str(folder), asdict(args), tp_size, rank, piece_values])
     done = subprocess.run(
         [sys.executable, __file__, "--task", task],
@@ -80,7 +81,7 @@ def _measure(folder: str, args: ModelArgs, tp_size: int, rank: int) -> Cost:
     path = Path(folder)
     files = ModelFiles("hf", path, path, (path / "model.safetensors",), None)
     share = make_plan(args, tp_size).shares[rank]
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     held, read, start = _status("VmRSS"), _read_so_far(), time.monotonic()
     checkpoint = open_checkpoint(files, args)
     precision = Precision.plain("bfloat16")

@@ -1,7 +1,7 @@
 """Small checkpoints in every layout, written from one set of weights.
 
-Nothing here uses the readers: the rotary order, the names and the cuts of Meta's files are spelled
-out again, so that a reader cannot agree with itself.
+This module does not use the package's readers: it repeats the rotary order, the names and the cuts
+of Meta's files, so that a wrong reader cannot pass its own test.
 """
 
 import itertools
@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from launch.bench.gguf_weights import add_sizes
 from parallel_llama.config import ModelArgs
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import ModelFiles
@@ -94,12 +93,12 @@ def interleaved(name: str, whole: Tensor, head_dim: int) -> Tensor:
 
 
 def write_hf(folder: Path, tensors: dict[str, Tensor], n_files: int = 1) -> ModelFiles:
-    """A HF folder of the tensors given under Meta's names."""
+    """A HF folder of tensors given with Meta's names."""
     return write_safetensors(folder, {hf_name(name): t for name, t in tensors.items()}, n_files)
 
 
 def write_safetensors(folder: Path, tensors: dict[str, Tensor], n_files: int = 1) -> ModelFiles:
-    """A HF folder of the tensors given under HF's names, dealt to files in turn."""
+    """A HF folder of tensors with HF's names, distributed over several files."""
     config = folder / "config.json"
     if n_files == 1:
         path = folder / "model.safetensors"
@@ -117,7 +116,7 @@ def write_safetensors(folder: Path, tensors: dict[str, Tensor], n_files: int = 1
 def meta_shards(
     args: ModelArgs, tensors: dict[str, Tensor], n_files: int, embedding_dim: int = 0
 ) -> list[dict[str, Tensor]]:
-    """What each file of a Meta folder holds: near-even cuts of every sharded tensor."""
+    """The tensors of each file of a Meta folder: near-even cuts of every sharded tensor."""
     shards: list[dict[str, Tensor]] = [{} for _ in range(n_files)]
     for param in parameters(args):
         whole = interleaved(param.name, tensors[param.name], args.head_dim)
@@ -153,7 +152,22 @@ def write_gguf(
     Types that the gguf package cannot write get random blocks with small finite scales.
     """
     writer = gguf.GGUFWriter(path, "llama")
-    add_sizes(writer, args)
+    sizes = {
+        "context_length": args.max_seq_len,
+        "embedding_length": args.dim,
+        "block_count": args.n_layers,
+        "feed_forward_length": args.ffn_dim,
+        "head_count": args.n_heads,
+        "head_count_kv": args.n_kv_heads,
+        "key_length": args.head_dim,
+        "value_length": args.head_dim,
+        "rope_dimension_count": args.head_dim,
+        "rope_freq_base": args.rope_theta,
+        "layer_norm_rms_eps": args.norm_eps,
+        "vocab_size": args.vocab_size,
+    }
+    for name, size in sizes.items():
+        getattr(writer, f"add_{name}")(size)
     for name, whole in tensors.items():
         values = interleaved(name, whole, args.head_dim).float().numpy()
         hits = [kind for end, kind in types.items() if name.endswith(end)]
@@ -172,14 +186,14 @@ def write_gguf(
     return ModelFiles("gguf", path, path, (path,), None)
 
 
-# Where a block has the high byte of each of its float16 scales. IQ1_M has one in the high halves of
-# four bytes, and NVFP4's small floats are all finite.
+# Offsets in a block of the high bytes of its float16 scales. IQ1_M has a scale in the high halves
+# of four bytes, and all small floats of NVFP4 are finite.
 SCALES = {"Q2_K": (81, 83), "Q3_K": (109,), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}
 SCALES |= {"IQ1_M": (55,), "NVFP4": ()}
 
 
 def random_blocks(kind: str, n_blocks: int) -> Tensor:
-    """Random blocks: any bytes will do but for the scales, which must be finite."""
+    """Random blocks of any bytes, with finite scales."""
     block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     generator = torch.Generator().manual_seed(2)
     blocks = torch.randint(0, 256, (n_blocks, block_bytes), dtype=torch.uint8, generator=generator)

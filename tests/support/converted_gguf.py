@@ -1,7 +1,7 @@
-"""A HF folder's model as a GGUF file, in the way in which llama.cpp's converter writes each family.
+"""Writes the model of a HF folder as a GGUF file, as llama.cpp's converter does for each family.
 
-Names are the gguf package's. Order of rows, norms and header are spelled out here, and share no
-code with the package.
+Names are those of the gguf package. The order of rows, the norms and the header are written without
+code of this package.
 """
 
 import json
@@ -24,7 +24,7 @@ ARCHITECTURES = {
 
 
 def rounded(folder: Path) -> Path:
-    """Round the weights of a float64 folder so that a GGUF file of float32 holds them exactly."""
+    """Rounds the weights of a float64 folder so that a float32 GGUF file holds them exactly."""
     config = json.loads((folder / "config.json").read_text())
     path = folder / "model.safetensors"
     weights = {}
@@ -112,7 +112,7 @@ def _write_header(writer: gguf.GGUFWriter, config: dict[str, Any], arch: str) ->
 
 
 def _converted(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of the file under HF's names, or the names of merged experts."""
+    """The tensors of the file with HF's names, or the names of merged experts."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     tensors: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""fairscale's groups in a process that is its own only rank; real ranks have theirs already."""
+"""fairscale's groups in a process with a single rank; real ranks already have them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 @contextmanager
 def fairscale_alone() -> Iterator[None]:
-    """Groups of one rank for the time of a block."""
+    """Groups of one rank during the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Run somebody else's model in float64 although it asks for float32 here and there."""
+"""Runs a third-party model in float64 although its code casts to float32."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Build and run a model with float64 in place of every float32; restored afterwards."""
+    """Replaces float32 by float64 while a model is built and run in the block."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -22,9 +22,9 @@ def float64_throughout() -> Iterator[None]:
 
 
 class _Float64Mode(TorchFunctionMode):
-    """Answers every request for float32 with float64, and refuses a result that is narrower.
+    """Turns every request for float32 into float64, and rejects narrower results.
 
-    What it changes: `x.float()` becomes `x.double()`, and a torch.float32 among the arguments of
+    It changes: `x.float()` becomes `x.double()`, and a torch.float32 among the arguments of
     any torch function (`dtype=`, `.to(...)`) becomes torch.float64.
     """
 

@@ -1,4 +1,4 @@
-"""GGUF files made by hand, whole or broken, from the specification alone."""
+"""GGUF files, valid or broken, written from the specification alone."""
 
 import random
 import struct
@@ -41,7 +41,7 @@ class Tensor:
 
 @dataclass
 class GGUF:
-    """What a file is made of; every count can be given wrong."""
+    """The parts of a file; every count can be set to a wrong value."""
 
     fields: Mapping[str, Any] = field(default_factory=lambda: dict(TINY_FIELDS))
     tensors: Sequence[Tensor] = field(
@@ -56,7 +56,7 @@ class GGUF:
     n_tensors: int | None = None
     n_fields: int | None = None
     alignment: int = 32
-    raw_fields: bytes = b""  # after the fields, counted by n_fields alone
+    raw_fields: bytes = b""  # after the fields, and counted only by n_fields
 
     def to_bytes(self) -> bytes:
         n_tensors = len(self.tensors) if self.n_tensors is None else self.n_tensors
@@ -103,7 +103,7 @@ def value(item: Any) -> bytes:
 
 
 def mutations(whole: bytes, rounds: int) -> Iterator[bytes]:
-    """Flipped bits, bytes set to extremes, 8-byte numbers replaced, and pieces moved about."""
+    """Flipped bits, bytes set to extremes, replaced 8-byte numbers, and moved pieces."""
     rng = random.Random(20240)
     sizes = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
     header = len(whole) - 600

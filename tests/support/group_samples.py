@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from parallel_llama.config.hf_groups import HF_GROUPS
+from parallel_llama.config.quantised import HF_GROUPS
 from parallel_llama.dtypes import ASKED, GGUF_GROUPS, GROUP_SIZE, GroupFormat
 from parallel_llama.ops.groups import Groups
 
 INT8, INT4, INT4_MIN = GroupFormat(8), GroupFormat(4), GroupFormat(4, has_min=True)
 FP8 = ASKED["fp8"]
-# All numbers of bits, and all that a block of several groups may have.
+# All bit widths, and all features of a block with several groups.
 BLOCKS = {name: GGUF_GROUPS[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q6_K")}
 INTEGERS = [INT8, INT4, INT4_MIN, *BLOCKS.values(), HF_GROUPS[32], HF_GROUPS[128]]
 EVERY = [*INTEGERS, FP8]
@@ -18,7 +18,7 @@ FORMS = pytest.mark.parametrize("form", EVERY, ids=lambda form: form.name)
 
 
 def integers(form, *shape):
-    """Of floats the bits, all but the two that are no number."""
+    """The bits of floats, without the two NaNs."""
     if form.is_float:
         bits = torch.randint(0, 127, shape, dtype=torch.int8)
         return torch.where(torch.rand(shape) < 0.5, bits, bits - 128)
@@ -27,7 +27,7 @@ def integers(form, *shape):
 
 
 def every_float():
-    """A matrix of inputs that are a group, with every finite number of fp8."""
+    """A matrix whose rows are one group, with every finite fp8 number."""
     bits = torch.arange(256, dtype=torch.uint8).view(torch.int8)
     finite = bits[(bits & 127) != 127].repeat(2)[:256].view(8, 32)
     return Groups(FP8, finite, torch.ones(8, 1, dtype=torch.float16))

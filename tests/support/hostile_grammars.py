@@ -1,4 +1,4 @@
-"""Grammars that would cost much: states, memory, or time to compile. Each is a kind and a text."""
+"""Grammars with a high cost in states, memory or compile time, each as (kind, text)."""
 
 import json
 

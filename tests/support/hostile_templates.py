@@ -1,4 +1,4 @@
-"""Chat templates that mean harm: work without end, large values, ways out of the sandbox."""
+"""Hostile chat templates: endless work, large values, and escapes from the sandbox."""
 
 ENDLESS = {
     "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}"

@@ -1,4 +1,4 @@
-"""User's scripts, for tests that run them under torchrun: `python llm_program.py NAME MODEL`."""
+"""Users' scripts, which tests run under torchrun: `python llm_program.py NAME MODEL`."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ N_CONCURRENT = 64
 
 
 def script(folder: str) -> None:
-    """A program that knows nothing of ranks: what stands below the first line is rank 0's."""
+    """A program without code for ranks; only rank 0 continues after the first line."""
     Timeouts.of = staticmethod(lambda _: Timeouts(step_s=4, start_s=200))
     with LLM(folder, dtype="float64") as llm:
         first = llm.generate(["Hello", [5, 6, 7]], PARAMS)
@@ -35,7 +35,7 @@ def script(folder: str) -> None:
         suspended = llm.stream("Hello", PARAMS)
         begun = next(suspended)
         assert llm.generate(["Hello", [5, 6, 7]], PARAMS) == first
-        time.sleep(5)  # longer than a collective may take: the program has all the time it wants
+        time.sleep(5)  # longer than the limit of a collective, which does not apply to the program
         assert len(llm.score([[5, 6, 7]])[0]) == 2
         assert begun + "".join(suspended) == first[0].text
         fail_once(llm)
@@ -43,7 +43,7 @@ def script(folder: str) -> None:
 
 
 def fail_once(llm: LLM) -> None:
-    """Ask while rank 0's numbers are none, which spoils every rank's."""
+    """Sends a request while rank 0 produces NaN, which affects every rank."""
     weight = llm.engine.runner.model.norm.weight.values
     kept = weight.clone()
     calls = (lambda: llm.generate(["Hello"], PARAMS), lambda: llm.score([[5, 6, 7]]))
@@ -67,7 +67,7 @@ def soak(folder: str, n_requests: str) -> None:
 
 
 class Counts(msgspec.Struct):
-    """What became of many requests."""
+    """The outcomes of many requests."""
 
     wrong: int = 0
     finished: int = 0
@@ -76,9 +76,9 @@ class Counts(msgspec.Struct):
 
 
 def soaked(llm: LLM, n_requests: int) -> Counts:
-    """Run requests at once, a fifth of them cancelled; compare with what each gets alone.
+    """Runs requests concurrently, cancels a fifth, and compares the others with single runs.
 
-    Raises: AssertionError if the engine is left with anything, TimeoutError if a request hangs.
+    Raises: AssertionError if the engine holds anything at the end, TimeoutError if a request hangs.
     """
     rng = random.Random(1)
     prompts = [[rng.randrange(211) for _ in range(rng.randint(1, 50))] for _ in range(12)]
@@ -132,7 +132,7 @@ def soaked(llm: LLM, n_requests: int) -> Counts:
 
 
 async def read(answer: object, way: str, when: int) -> Completion | None:
-    """An answer's end; None for a reader that goes away without a word."""
+    """The end of an answer; None for a reader that leaves without closing."""
     tokens: tuple[int, ...] = ()
     if way == "cancel" and not when:
         answer.cancel()
@@ -149,7 +149,7 @@ async def read(answer: object, way: str, when: int) -> Completion | None:
 
 
 async def until_idle(engine: AsyncLLM) -> None:
-    """Wait until those who went away have been forgotten."""
+    """Waits until requests of readers that left have been removed."""
     while True:
         now = engine.statistics()
         if not now.n_running + now.n_waiting + now.n_blocks_used:
@@ -158,7 +158,7 @@ async def until_idle(engine: AsyncLLM) -> None:
 
 
 def say(llm: LLM, text: str) -> None:
-    """A line in one write, so that lines of several ranks do not mix."""
+    """Prints a line in one write, so that lines of ranks do not mix."""
     sys.stdout.write(f"{llm.rank} {text}\n")
     sys.stdout.flush()
 

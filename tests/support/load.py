@@ -1,4 +1,4 @@
-"""Many clients at once, some of which leave early, and whose answers are known.
+"""Many concurrent clients with known answers, some of which disconnect early.
 
 PYTHONPATH=.:tests/support python -m load MODEL [--requests 100000] [--connections 64]
 """
@@ -22,7 +22,7 @@ WORDS = ("the", "cat", "sat", "on", "a mat", "and looked", "at an", "old", "red 
 
 @dataclass
 class Tally:
-    """What came of the requests."""
+    """The outcomes of the requests."""
 
     n_asked: int = 0
     n_right: int = 0
@@ -33,7 +33,7 @@ class Tally:
 
 
 def requests(n: int) -> list[tuple[str, dict[str, Any]]]:
-    """Requests of all kinds: greedy and drawn, chats and completions, whole and streamed."""
+    """Requests of all kinds: greedy and sampled, chats and completions, whole and streamed."""
     draw = random.Random(0)
     made = []
     for number in range(n):
@@ -59,7 +59,7 @@ def requests(n: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 class Client:
-    """One connection, which is made again where it has ended."""
+    """One connection, which is opened again after it has ended."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = host, port
@@ -78,7 +78,7 @@ class Client:
         return status, texts
 
     async def leave(self, path: str, fields: dict[str, Any], after_s: float) -> None:
-        """Ask, and go without the answer."""
+        """Sends a request and disconnects before the answer."""
         await self._send(path, fields)
         await asyncio.sleep(after_s)
         self.close()
@@ -108,7 +108,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
 
 
 async def _bodies(reader: asyncio.StreamReader, headers: dict[str, str], is_stream: bool):
-    """The JSON bodies of a reply: one, or those of its events."""
+    """The JSON bodies of a reply: one body, or the bodies of its events."""
     if "content-length" in headers:
         yield await reader.readexactly(int(headers["content-length"]))
         return
@@ -126,7 +126,7 @@ async def _bodies(reader: asyncio.StreamReader, headers: dict[str, str], is_stre
 
 
 async def load(served: Served, n_requests: int, n_connections: int, left: float = 0.2) -> Tally:
-    """Ask what is known alone first, and then so often, so many at once."""
+    """Sends every request alone first, then `n_requests` random ones concurrently."""
     host, port = served.url.removeprefix("http://").rsplit(":", 1)
     known = requests(200)
     alone = Client(host, int(port))
@@ -165,7 +165,7 @@ async def load(served: Served, n_requests: int, n_connections: int, left: float 
 
 @dataclass
 class Overload:
-    """What clients met that ask more than a server takes. Units: seconds."""
+    """The outcomes of clients that overload a server. Units: seconds."""
 
     statuses: dict[int, int] = field(default_factory=dict)
     answered_s: list[float] = field(default_factory=list)
@@ -174,7 +174,7 @@ class Overload:
 
 
 async def overload(served: Served, fields: dict[str, Any], n: int, seconds: float) -> Overload:
-    """Ask with so many clients at once for so long; who is rejected asks again a little later."""
+    """Sends requests with `n` clients for `seconds`; a rejected client retries after a moment."""
     host, port = served.url.removeprefix("http://").rsplit(":", 1)
     met = Overload()
     until = time.monotonic() + seconds
@@ -200,7 +200,7 @@ async def overload(served: Served, fields: dict[str, Any], n: int, seconds: floa
 
 
 def resident_bytes(served: Served) -> int:
-    """What the front and all ranks hold in memory."""
+    """Resident memory of the server process and all ranks."""
     front = psutil.Process(served.process.pid)
     return sum(each.memory_info().rss for each in (front, *front.children(recursive=True)))
 

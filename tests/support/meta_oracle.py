@@ -1,6 +1,6 @@
 """Meta's own Transformer, in float64, at the model-parallel size of its checkpoint.
 
-Apart from the transformers oracle so that ranks which are processes need not import that.
+It is separate from the transformers oracle, so that rank processes need not import transformers.
 """
 
 import json
@@ -19,7 +19,7 @@ from parallel_llama.parallel.collectives import Communicator
 def meta_logits(comm: Communicator, folder: Path, tokens: Sequence[int]) -> Tensor:
     """Logits of Meta's own Transformer on a Meta folder, this rank loading its own file.
 
-    No patch for the CPU is needed: fairscale's layers reduce over whatever group is there.
+    It needs no patch for the CPU, because fairscale's layers reduce over any group.
 
     Shapes: [T, vocab_size] float64, replicated.
     Collective: fairscale's model-parallel group, of as many ranks as the folder has files.

@@ -1,6 +1,7 @@
-"""Mistral's own tokenizers and chat formats, of mistral-common.
+"""Mistral's own tokenizers and chat formats, from mistral-common.
 
-It imports libraries for images and languages that no text needs, and that are not installed.
+mistral-common imports libraries for images and languages, which text does not need and which are
+not installed.
 """
 
 import sys
@@ -23,7 +24,7 @@ _UNUSED = {
 
 @contextmanager
 def _without_unused_libraries() -> Iterator[None]:
-    """What is imported meanwhile finds something in their place; nothing does afterwards."""
+    """Replaces the missing libraries by stubs during the block."""
     there = {name: sys.modules[name] for name in _UNUSED if name in sys.modules}
     sys.modules.update(_UNUSED)
     try:
@@ -43,7 +44,7 @@ def mistral_tokenizer(path: Path) -> Any:
 
 
 def taken_of(names: list[str]) -> str:
-    """The one of a folder's files that Mistral's code reads."""
+    """The file of a folder that Mistral's code reads."""
     with _without_unused_libraries():
         from mistral_common.tokens.tokenizers.utils import get_one_valid_tokenizer_file
     name: str = get_one_valid_tokenizer_file(names)

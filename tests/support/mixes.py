@@ -1,6 +1,6 @@
-"""Random mixes of requests for the engine, and what each request gets when nobody else is there.
+"""Random mixes of requests for the engine, and the result of each request alone.
 
-The oracle knows neither scheduler nor blocks: it runs the whole sequence anew for every token.
+The oracle uses neither the scheduler nor blocks: it runs the whole sequence for every token.
 """
 
 import random
@@ -17,9 +17,10 @@ from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.memory import blocks_held
 from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
-from parallel_llama.plan import KVSplit, blocks_held, make_plan
+from parallel_llama.plan import KVSplit, make_plan
 from parallel_llama.request import FinishReason, Request, SamplingParams
 from parallel_llama.sampling import Draw, History, sample
 
@@ -33,7 +34,7 @@ ARGS = ModelArgs(
     vocab_size=101,
     dtype="float64",
 )
-# Windows that the sequences below leave, in all layers and in all but one.
+# Windows shorter than the sequences below, in all layers and in all but one.
 WINDOWED = replace(ARGS, sliding_window=7)
 HYBRID = replace(
     ARGS,
@@ -54,7 +55,7 @@ _GEMMA = replace(
 _FALCON = replace(
     ARGS, norm="layer", norm_bias=True, activation="gelu", gated=False, parallel_block=True
 )
-# The features of each family, whose tokens a window leaves where there is one.
+# The features of each family, with windows shorter than the sequences.
 OF_FAMILIES: dict[str, ModelArgs] = {
     "mistral": WINDOWED,
     "mistral with sinks": replace(WINDOWED, attention_sinks=3),
@@ -102,7 +103,7 @@ NEVER = 1 << 30
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one choice got."""
+    """The result of one choice."""
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason
@@ -110,7 +111,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Guest:
-    """A request, the step at which it comes and the step at which it is cancelled."""
+    """A request, the step at which it arrives, and the step at which it is cancelled."""
 
     request: Request
     comes: int
@@ -119,7 +120,7 @@ class Guest:
 
 @dataclass(frozen=True)
 class Mix:
-    """Requests that meet in one engine of a certain make."""
+    """Concurrent requests for one engine with certain settings."""
 
     n_blocks: int
     block_size: int
@@ -154,7 +155,7 @@ def make_engine(
     step_tokens: int = 512,
     max_drafts: int = 0,
 ) -> Engine:
-    """An engine with so many blocks for layers that see all keys, and as few as do for others."""
+    """An engine with `n_blocks` for full-attention layers, and as few as possible for others."""
     windows = [group.window for group in runner.groups]
     longest = n_blocks * block_size
     n_sinks = runner.args.attention_sinks
@@ -164,7 +165,7 @@ def make_engine(
 
 
 def random_mix(seed: int) -> Mix:
-    """One to eight requests, some with a common beginning, in a pool that is often too small."""
+    """One to eight requests, some with a common prefix, in a pool that is often too small."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 3, 4, 8, 16])
     guests = tuple(
@@ -186,7 +187,7 @@ def random_mix(seed: int) -> Mix:
     )
 
 
-# Few prompts, settings and seeds, so that the oracle's answers serve many mixes.
+# Few prompts, settings and seeds, so that results of the oracle are reused in many mixes.
 _rng = random.Random(0)
 _BEGINNINGS = [[_rng.randrange(ARGS.vocab_size) for _ in range(24)] for _ in range(3)]
 _PROMPTS = [
@@ -215,7 +216,7 @@ def _random_request(rng: random.Random, index: int) -> Request:
     return Request(index, rng.choice(_PROMPTS), rng.choice(_PARAMS), rng.randrange(2), stop_ids)
 
 
-# Ranks are threads of some tests, and what a request gets alone comes from one runner.
+# In some tests ranks are threads, and one runner computes the results alone.
 _ALONE = threading.Lock()
 
 
@@ -229,7 +230,7 @@ def alone(
     args: ModelArgs = ARGS,
     kv_format: KVFormat | None = None,
 ) -> Outcome:
-    """What a choice gets by itself, every token from a forward pass over all before it."""
+    """The result of a choice alone: each token from a forward pass over all tokens before it."""
     runner = _oracle(args, kv_format)
     history = History(prompt)
     tokens = list(prompt)
@@ -257,12 +258,12 @@ def _oracle(args: ModelArgs, kv_format: KVFormat | None) -> ModelRunner:
 
 
 def run_mix(engine: Engine, mix: Mix) -> dict[tuple[int, int], Outcome]:
-    """Every choice's outcome by request and choice; every rank calls it."""
+    """The outcome by request and choice. Collective: every rank calls it."""
     leads = engine.comm.rank == 0
     tickets: dict[int, int] = {}
     outcomes = {}
     step = 0
-    # Other ranks cannot see what is to come: all go on to the same step.
+    # Other ranks do not know future requests, so all continue to the same step.
     last = max(guest.comes for guest in mix.guests)
     while step <= last or not engine.idle:
         if leads:
@@ -288,7 +289,7 @@ def differences(
     args: ModelArgs = ARGS,
     kv_format: KVFormat | None = None,
 ) -> list[str]:
-    """Where a mix gave a request anything else than it gets alone."""
+    """The differences between the results in a mix and the results alone."""
     found = []
     for guest in mix.guests:
         request = guest.request

@@ -1,4 +1,4 @@
-"""One tiny model as whole folders of every layout, each with its manifest."""
+"""One tiny model as complete folders of every layout, each with its manifest."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from tiny_models import TinyModel, write_hf, write_meta
 
 from parallel_llama.checkpoint.canonical import canonical_entry
 from parallel_llama.checkpoint.checkpoint import Checkpoint
-from parallel_llama.checkpoint.damage import locations
+from parallel_llama.checkpoint.locate_damage import locations
 from parallel_llama.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -26,7 +26,7 @@ from parallel_llama.families import parameters
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.reshard.safetensors_layout import NativeLayout
 
-# Eight files hold each of its four KV heads twice.
+# Eight files hold each of the four KV heads twice.
 TINY = TinyModel(8, 4, 8, 64, ffn_dim=104, vocab_size=128)
 NAMES = ("hf", "hf of 2 files", "meta of 1", "meta of 2", "meta of 8", "native of 2")
 
@@ -52,7 +52,7 @@ def opened(folder: Path) -> tuple[ModelFiles, ModelArgs, Checkpoint]:
 
 
 def add_manifest(folder: Path) -> Manifest:
-    """Hash every file and tensor as it lies there, whoever wrote it."""
+    """Hashes every file and tensor of a folder."""
     files, args, checkpoint = opened(folder)
     entries = {
         path.name: FileEntry(path.stat().st_size, hash_file(path))

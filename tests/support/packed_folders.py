@@ -1,6 +1,6 @@
 """HF folders as AutoGPTQ and AutoAWQ write them, packed here from integers known in advance.
 
-Nothing of the package is used: where each bit lies is spelled out again, one integer at a time.
+This module does not use the package: it packs one integer at a time.
 """
 
 import json
@@ -35,13 +35,13 @@ class Matrix:
 
     @property
     def values(self) -> Tensor:
-        """What is meant, exactly. Shapes: [out, in] float64."""
+        """The dequantised values, exactly. Shapes: [out, in] float64."""
         size = self.integers.shape[1] // self.zeros.shape[1]
         zeros, scales = (each.repeat(size, 1) for each in (self.zeros, self.scales))
         return torch.from_numpy((self.integers - zeros.astype(float)) * scales.astype(float))
 
     def packed(self, kind: str) -> dict[str, Tensor]:
-        """The tensors that a kind of folder has it in, by the ends of their names."""
+        """The tensors of a kind of folder, by the ends of their names."""
         integers, zeros = self.integers.astype(np.uint32), self.zeros.astype(np.uint32)
         n_inputs, size = integers.shape[1], self.integers.shape[1] // self.zeros.shape[1]
         if kind == "awq":
@@ -76,7 +76,7 @@ def _across(integers: np.ndarray, order: Any) -> np.ndarray:
 
 
 def random_matrix(n_outputs: int, n_inputs: int, size: int, seed: int = 0) -> Matrix:
-    """Any integers and zeros, all 16 of them."""
+    """A matrix of random integers and zeros, with all 16 values."""
     rng, groups = np.random.default_rng(seed), (n_outputs, n_inputs // size)
     return Matrix(
         rng.integers(0, 16, (n_outputs, n_inputs)),
@@ -86,7 +86,7 @@ def random_matrix(n_outputs: int, n_inputs: int, size: int, seed: int = 0) -> Ma
 
 
 def rounded(values: Tensor, size: int) -> Matrix:
-    """A matrix near to these values, each group's range in 16 steps."""
+    """A matrix near these values, with 16 steps over the range of each group."""
     groups = values.numpy().reshape(len(values), -1, size)
     low, high = groups.min(2).clip(max=0), groups.max(2).clip(min=0)
     scales = ((high - low) / 15).astype(np.float16)
@@ -107,9 +107,9 @@ def write_packed(
     is_quantised: Callable[[str], bool] = is_projection,
     **own: Any,
 ) -> Path:
-    """A HF folder's model with matrices quantised, all else in float16; `own` goes into its config.
+    """Writes a HF folder's model with quantised matrices and all else in float16.
 
-    Beside it, in `meant`, the same model in float64 with the values that are meant.
+    The folder `meant` beside it holds the same model in float64 with the dequantised values.
     """
     packed: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
@@ -130,7 +130,7 @@ def write_packed(
 
 
 def meant_by(folder: Path) -> Path:
-    """The folder with the values that are meant in another one."""
+    """The folder with the dequantised values of another folder."""
     return folder.with_name(f"{folder.name}-meant")
 
 

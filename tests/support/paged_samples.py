@@ -1,4 +1,4 @@
-"""Queries over keys in scattered blocks, in memory where everything else is poison."""
+"""Queries over keys in scattered blocks, in memory that is otherwise filled with NaN."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from parallel_llama.ops import HeadMap, PagedQueries, Scores, TorchOps, kv_rows
 from parallel_llama.ops.scores import PLAIN
 from parallel_llama.plan import Run
 
-POISON = -7.0  # of results that nobody wrote
+POISON = -7.0  # marks results that were not written
 
 
 def runs_of(groups: Sequence[int]) -> tuple[Run, ...]:
-    """A run for each KV head, which so many query heads see."""
+    """A run for each KV head, with the given numbers of query heads."""
     ends = [sum(groups[: i + 1]) for i in range(len(groups))]
     return tuple(
         Run(range(end - n, end), range(i, i + 1))
@@ -25,10 +25,10 @@ def runs_of(groups: Sequence[int]) -> tuple[Run, ...]:
 
 @dataclass(frozen=True)
 class Sample:
-    """Ranges of queries, the keys that each has (from position 0 on), and where these are kept.
+    """Ranges of queries, the keys of each range from position 0 on, and the cache that holds them.
 
-    Shapes: `q` [T, H, D], a part of a wider product; `k`, `v` [K, n_slots, W]; a range's `keys`
-    and `values` [K, S, D], as they come out of the cache.
+    Shapes: `q` [T, H, D], a slice of a wider product; `k`, `v` [K, n_slots, W]; the `keys` and
+    `values` of a range [K, S, D], as read from the cache.
     """
 
     groups: Sequence[int]
@@ -44,7 +44,7 @@ class Sample:
         return HeadMap.of(runs_of(self.groups), self.q.device)
 
     def run(self, ops: TorchOps) -> Tensor:
-        """The result, of which rows of no query are POISON; nothing may be written beside it."""
+        """The result, with POISON in rows without a query; asserts that nothing else is written."""
         n_rows, n_heads, head_dim = self.q.shape
         wide = self.q.new_full((n_rows + 1, n_heads + 1, head_dim), POISON)
         out = wide[:-1, :-1]
@@ -53,7 +53,7 @@ class Sample:
         return out
 
     def expected(self, scores: Scores = PLAIN) -> Tensor:
-        """The same in float64, from each sequence as a whole."""
+        """The expected result in float64, from each whole sequence."""
         result = torch.full_like(self.q, POISON, dtype=torch.float64)
         for range_, keys, values in zip(
             self.queries.rows.tolist(), self.keys, self.values, strict=True
@@ -96,10 +96,10 @@ def make_sample(
     block_size: int = 4,
     device: torch.device | str = "cpu",
 ) -> Sample:
-    """Ranges of so many queries, the first at such a position, each of a sequence of its own.
+    """Makes ranges of (number of queries, position of the first), each of another sequence.
 
-    Their blocks are shuffled, and their rows of the batch are not in the ranges' order. What no
-    query may see is NaN: free blocks, slots after the last query, and blocks before a window.
+    Blocks are shuffled, and the rows of the batch are not in the order of the ranges. Everything
+    that no query may see is NaN: free blocks, slots after the last query, blocks before a window.
     """
     stored = cache_dtype or dtype
     n_kv_heads = len(groups)
@@ -108,7 +108,7 @@ def make_sample(
     nothing = torch.full((2, n_kv_heads, n_blocks * block_size, head_dim), torch.nan)
     cache = kv_rows.pack(nothing, stored).to(device)
     assert cache.shape[-1] == width
-    free = iter((1 + torch.randperm(n_blocks - 1)).tolist())  # number 0 is easily read in error
+    free = iter((1 + torch.randperm(n_blocks - 1)).tolist())  # block 0 is easily read by mistake
     firsts = dict(_rows_of(ranges))
     rows: list[tuple[int, ...]] = []
     blocks: list[int] = []
@@ -140,7 +140,7 @@ def make_sample(
 
 
 def _rows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """A range's first row of the batch: the last range has the first rows."""
+    """The first row of a range in the batch; the last range has the first rows."""
     row = 0
     for number, (n_queries, _) in reversed(list(enumerate(ranges))):
         yield number, row

@@ -1,4 +1,4 @@
-"""What every rank does in the parity tests; light to import, for ranks that are processes."""
+"""The steps of every rank in the parity tests; quick to import, for rank processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +27,7 @@ on_torch = False
 
 
 def use_torch_operators(_: object = None) -> None:
-    """From here on, in this process."""
+    """Makes the models of this process run on torch's operators."""
     global on_torch
     on_torch = True
 
@@ -39,10 +39,11 @@ def load_runner(
     cut: Mapping[str, Any] | None = None,
     **changed: Any,
 ) -> ModelRunner:
-    """This rank's share of a tiny model in float64, and one block of cache.
+    """This rank's shard of a tiny model in float64, and one block of cache.
 
-    `cut` is what `make_plan` is told beside the number of ranks; `changed` are arguments of the
-    model that differ from what the folder says.
+    Args:
+        cut: arguments of `make_plan` beside the number of ranks.
+        changed: model arguments that differ from those of the folder.
     """
     files = find_model(str(folder))
     args = replace(load_model_args(files), **changed)
@@ -69,14 +70,14 @@ def full_logits(runner: ModelRunner, hidden: Tensor) -> Tensor:
 def whole_chunk(
     runner: ModelRunner, tokens: Sequence[int], start: int, blocks: Sequence[int], n_prompt: int
 ) -> Chunk:
-    """A chunk of a sequence that keeps all its tokens, in the same blocks of every group."""
+    """A chunk of a sequence that keeps all its tokens, in the same blocks of every KV group."""
     return Chunk(tokens, start, [blocks] * len(runner.groups), n_prompt)
 
 
 def logits_in_pieces(
     runner: ModelRunner, tokens: Sequence[int], cuts: Sequence[int] = ()
 ) -> Tensor:
-    """Logits of all positions of one sequence, its tokens fed in pieces that end at the cuts."""
+    """Logits of all positions of one sequence, whose tokens are fed in pieces that end at cuts."""
     hidden = [
         runner.forward([whole_chunk(runner, tokens[start:stop], start, [0], len(tokens))])
         for start, stop in pairwise([0, *cuts, len(tokens)])
@@ -87,7 +88,7 @@ def logits_in_pieces(
 def logits_of_models(
     comm: Communicator, models: Sequence[tuple[Path, Sequence[int]]]
 ) -> list[Tensor]:
-    """Logits of one sequence, all at once, for each of several models."""
+    """Logits of one sequence, prefilled at once, for each of several models."""
     return [
         logits_in_pieces(load_runner(comm, folder, len(tokens)), tokens)
         for folder, tokens in models
@@ -97,7 +98,7 @@ def logits_of_models(
 def logits_by_cuts(
     comm: Communicator, folder: Path, tokens: Sequence[int], all_cuts: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """The same sequence once for each way of cutting it into pieces."""
+    """Logits of one sequence for each way of cutting it into pieces."""
     runner = load_runner(comm, folder, len(tokens))
     return [logits_in_pieces(runner, tokens, cuts) for cuts in all_cuts]
 
@@ -105,11 +106,11 @@ def logits_by_cuts(
 def logits_alone_and_together(
     comm: Communicator, folder: Path, prompts: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Each sequence by itself, and all of them in shared forwards at different points.
+    """Logits of each sequence alone, and of all sequences in shared forwards.
 
-    Sequence i joins at forward i with the first half of its tokens, goes on with up to 3 and then
-    with one per forward, so that most forwards mix prefills with others' decode steps. The
-    blocks of half of the sequences lie in order, those of the others are scattered.
+    Sequence i joins at forward i with the first half of its tokens, then adds up to 3 and then one
+    per forward, so that most forwards mix prefill with decode steps. The blocks of half of the
+    sequences are consecutive, and those of the others are scattered.
     """
     runner = load_runner(comm, folder, max(map(len, prompts)))
     alone = [logits_in_pieces(runner, prompt) for prompt in prompts]
@@ -135,7 +136,7 @@ def logits_alone_and_together(
 
 
 def _block_tables(sizes: Sequence[int]) -> list[list[int]]:
-    """Every second table takes consecutive blocks, the others every second of what is left."""
+    """Every second table takes consecutive blocks, the others every second remaining block."""
     blocks = list(range(sum(sizes)))
     tables: list[list[int]] = []
     for number, n in enumerate(sizes):

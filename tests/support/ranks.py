@@ -1,7 +1,7 @@
-"""A pool of real ranks for tests: processes that stay alive and call functions together.
+"""A pool of rank processes for tests, which stay alive and call functions together.
 
-A function under test lives in a test module, takes the rank's Communicator first, and is called on
-every rank; its results come back in rank order.
+A function under test is defined in a test module and takes the rank's Communicator as its first
+argument. It is called on every rank, and its results are returned in rank order.
 """
 
 import multiprocessing
@@ -25,17 +25,17 @@ from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
 from parallel_llama.parallel.groups import form_group
 from parallel_llama.parallel.process_group import ProcessGroup
 
-SILENCE_S = 200.0  # a rank that says nothing for this long fails the test
-SOON_S = 60.0  # what a busy machine may take for what takes a second, and no limit of a rank's
-_GRACE_S = 20.0  # for the others, once one rank has raised
+SILENCE_S = 200.0  # a rank without an answer for this long fails the test
+SOON_S = 60.0  # generous, for a busy machine; it is not a limit of a rank
+_GRACE_S = 20.0  # for the other ranks, after one rank has raised
 _MAX_POOLS = 4
-# A server imports these once, and every rank is a fork of it. It calls nothing of theirs, so that
-# none of its threads holds a lock while it forks.
+# A fork server imports these once, and every rank is forked from it. It calls no function of them,
+# so that no thread holds a lock during a fork.
 _SLOW_TO_IMPORT = ["torch", "transformers.models.llama.modeling_llama"]
 
 
 class RankFailed(Exception):
-    """A function raised on some ranks, or a rank died or fell silent; has every traceback."""
+    """A function raised on some ranks, or a rank died or did not answer; has all tracebacks."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class _Raised:
 
 
 class Ranks:
-    """`tp_size` processes in one group. Use it through the `ranks` fixture."""
+    """`tp_size` processes in one group; used through the fixture `ranks`."""
 
     def __init__(self, tp_size: int, shared_memory: bool) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -66,10 +66,16 @@ class Ranks:
             self.processes.append(process)
         self.alive = True
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call function(comm, *args) on every rank. Returns: one result per rank.
+    def __enter__(self) -> "Ranks":
+        return self
 
-        Raises: RankFailed; unless every rank raised and all can still talk, the pool ends and the
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls function(comm, *args) on every rank; returns one result per rank.
+
+        Raises: RankFailed. Unless every rank raised and all still answer, the pool ends and the
         next test gets a new one.
         """
         results = self.outcomes(function, *args)
@@ -86,9 +92,9 @@ class Ranks:
     def outcomes(
         self, function: Callable[..., Any], *args: Any, lost: Collection[int] = ()
     ) -> list[Any]:
-        """Like `run`, with a `_Raised` in the place of what a rank could not give.
+        """Like `run`, with a `_Raised` in place of the result of a rank that raised.
 
-        Nobody waits for the ranks that are `lost` in the course of it; the pool is of no more use.
+        It does not wait for ranks that are `lost` meanwhile; the pool cannot be used afterwards.
         """
         # Pickled here: a Connection would move tensors through files in /dev/shm.
         message = pickle.dumps((function, args))
@@ -128,7 +134,7 @@ class Ranks:
 
 
 class InProcess:
-    """One rank, here."""
+    """One rank in this process."""
 
     alive = True
 
@@ -143,7 +149,7 @@ class InProcess:
 
 
 class Pools:
-    """The pools of a test run, started when they are first asked for; the last few stay alive."""
+    """The pools of a test run, started at the first use; the most recent ones stay alive."""
 
     def __init__(self, begin: Callable[..., None] | None = None) -> None:
         """`begin` is called first on every rank of a new pool."""
@@ -170,10 +176,10 @@ class Pools:
 
 
 def call_late_after(comm: Communicator, limit_s: float) -> None:
-    """From now on this rank waits no longer for another.
+    """Limits from now on how long this rank waits for another.
 
-    Pools are patient, so that no rank is late because a machine is busy. A test of lateness is
-    impatient only while a rank is late indeed.
+    Pools have long limits, so that a busy machine makes no rank late. A test of lateness sets a
+    short limit only while a rank is really late.
     """
     assert not isinstance(comm, Solo)
     comm._timeouts = Timeouts.of(limit_s)
@@ -192,8 +198,8 @@ def _serve(
     store: str,
     shared_memory: bool,
 ) -> None:
-    """A rank's life: call what comes, until the connection or the process ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, which ends the pool
+    """The main loop of a rank: calls functions until the connection or the process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the test run, which ends the pool
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     comm: Communicator = form_group(

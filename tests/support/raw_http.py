@@ -1,4 +1,4 @@
-"""A connection of the server without a socket, and h11 in its place."""
+"""A connection of the server without a socket, and of h11 for comparison."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ _N_TURNS = 10  # of the event loop, in which whatever can happen has happened
 
 @dataclass
 class Read:
-    """What a server read on one connection: the requests that were whole, and whether it closed."""
+    """The complete requests that a server read on one connection, and whether it closed."""
 
     requests: list[tuple[str, str, bytes]] = field(default_factory=list)
     is_closed: bool = False
@@ -24,7 +24,7 @@ class Read:
 
 
 class MemoryTransport(asyncio.Transport):
-    """Keeps what is written."""
+    """Records what is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,9 +56,9 @@ class MemoryTransport(asyncio.Transport):
 def read_by_server(
     packets: Iterable[bytes], on_headers: Callable[[Any], None] = lambda _: None
 ) -> Read:
-    """What BoundedProtocol reads of these packets, to an application that answers with 200.
+    """What BoundedProtocol reads from packets, with an application that answers 200.
 
-    `on_headers` is called with the headers of each request that is whole.
+    `on_headers` is called with the headers of each complete request.
     """
     read = Read()
 
@@ -101,7 +101,7 @@ def read_by_server(
 
 
 def read_by_h11(data: bytes) -> Read:
-    """What h11 reads of these bytes, which answers each request."""
+    """What h11 reads from these bytes; it answers each request."""
     read = Read()
     connection = h11.Connection(h11.SERVER)
     connection.receive_data(data)

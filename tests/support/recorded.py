@@ -1,4 +1,4 @@
-"""What stands for CUDA graphs where no card is: steps that run again."""
+"""A substitute for CUDA graphs without a card: steps that run again."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from parallel_llama.model.decode_program import Logits
 
 
 class Recorded:
-    """The graphs of a runner, played by steps that run again."""
+    """The graphs of a runner, replaced by steps that run again."""
 
     def __init__(self) -> None:
         self.n_replays = 0

@@ -1,4 +1,4 @@
-"""HF folders of random weights to reshard, with a configuration spelled out by hand."""
+"""HF folders of random weights to reshard, with a handwritten configuration."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ FILES = [1, 2, 3, 5, 8]
 
 @st.composite
 def shapes(draw: st.DrawFn) -> ModelArgs:
-    """Small models whose sizes divide by nothing in particular."""
+    """Small models with sizes that have no common divisors."""
     n_heads, n_kv_heads = draw(st.sampled_from(HEADS))
     head_dim = draw(st.sampled_from([2, 4, 6]))
     return ModelArgs(
@@ -45,7 +45,7 @@ def shapes(draw: st.DrawFn) -> ModelArgs:
 
 
 def model_of(n_bytes: int) -> ModelArgs:
-    """A model of about that many bytes in bfloat16."""
+    """A model of about `n_bytes` in bfloat16."""
     args = ModelArgs(
         dim=512, n_layers=1, n_heads=8, n_kv_heads=2, head_dim=64, ffn_dim=1408, vocab_size=1009
     )
@@ -54,7 +54,7 @@ def model_of(n_bytes: int) -> ModelArgs:
 
 
 def write_model(folder: Path, args: ModelArgs, n_files: int = 1, **dtypes: torch.dtype) -> Path:
-    """A whole HF folder; `dtypes` are those of the tensors whose name has that part."""
+    """A complete HF folder; `dtypes` gives dtypes by a part of the name."""
     folder.mkdir(parents=True)
     weights = weights_of(args, getattr(torch, args.dtype))
     for part, dtype in dtypes.items():
@@ -116,7 +116,7 @@ def opened(files: ModelFiles, args: ModelArgs = TINY) -> Checkpoint:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """Every whole tensor, as the package's own reader finds it."""
+    """Every whole tensor as read by the package."""
     files = find_model(str(folder))
     args = load_model_args(files)
     checkpoint = opened(files, args)
@@ -126,7 +126,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder's safetensors files, read by the library of their authors."""
+    """Every tensor of a folder's safetensors files, read by the safetensors library."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:

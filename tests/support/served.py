@@ -1,4 +1,4 @@
-"""A server in processes of its own, as a person starts it, and plain requests to it."""
+"""A server started by its command, and plain requests to it."""
 
 import http.client
 import json
@@ -17,9 +17,9 @@ START_LIMIT_S = 250.0
 
 
 class Served:
-    """`parallel-llama serve` on a port of its own, from its first line to its end.
+    """`parallel-llama serve` on a free port, from its first line to its end.
 
-    `command` is another command that serves, run as it is.
+    `command` is another command that serves.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Served:
         self.stop()
 
     def stop(self, number: int = signal.SIGTERM, limit_s: float = 60) -> int:
-        """End it with a signal; its exit code."""
+        """Ends it with a signal; returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
@@ -84,7 +84,7 @@ class Served:
     def send(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], bytes]:
-        """The status, headers and body of one request; a body that is no bytes is sent as JSON."""
+        """The status, headers and body of one request; a body is sent as bytes or as JSON."""
         connection = self.connect()
         given = {} if body is None else {"content-type": "application/json"}
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -101,7 +101,7 @@ class Served:
         return json.loads(body)
 
     def post(self, path: str, **fields: Any) -> Any:
-        """The JSON of a reply that went well."""
+        """The JSON of a successful reply."""
         status, _, body = self.send("POST", path, fields)
         assert status == 200, body
         return json.loads(body)

@@ -1,4 +1,4 @@
-"""The embedded chat model as a person runs it."""
+"""The embedded chat model, run by commands."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def parallel_llama(*arguments: str, launcher: tuple[str, ...] = ()) -> list[dict]:
-    """The JSON lines of one command, run as a person would."""
+    """The JSON lines that a command prints."""
     command = [sys.executable, *launcher, "-m", "parallel_llama", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr

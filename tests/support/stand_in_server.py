@@ -1,7 +1,7 @@
-"""A server with the web page and answers that are known beforehand, for tests of the page.
+"""A server with the web page and fixed answers, for tests of the page.
 
-The last question chooses the answer: one of `ANSWERS`, or what `_chat` says beside it. What the
-page asked stands in `StandIn.requests`.
+The last question selects the answer: one of `ANSWERS`, or a case of `_chat`. `StandIn.requests`
+records the requests of the page.
 """
 
 import asyncio
@@ -88,9 +88,9 @@ STATUS: dict[str, Any] = {
 
 
 class StandIn:
-    """Its address, what the page has asked it, and the state it gives (None: it has no /status).
+    """The server's address, its recorded requests, and its status (None: it has no /status).
 
-    For its tokenizer, every word is a token.
+    Its tokenizer counts every word as a token.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ def _stream(pieces: AsyncIterator[str]) -> Response:
 
 
 def _continued(body: dict[str, Any]) -> AsyncIterator[str]:
-    """How the answer goes on that was begun for the last question."""
+    """The continuation of the answer to the last question."""
     if body["messages"][-2]["content"] == "cut and fail":
         return _events([], end=False, last={"error": {"message": "rank 1 is lost"}})
     return _events(["\n    return", " 7\n", "```"])
@@ -177,7 +177,7 @@ async def _events(
     reason: str = "stop",
     n_prompt: int = 20,
 ) -> AsyncIterator[str]:
-    """Each piece of text as a chunk; the finish, the usage and [DONE], or what comes `last`."""
+    """A chunk for each piece of text; then the finish, the usage and [DONE], or `last`."""
     for piece in pieces:
         yield _event({"choices": [{"index": 0, "delta": {"content": piece}}]})
         await asyncio.sleep(pause)
@@ -201,7 +201,7 @@ def _event(value: dict[str, Any]) -> str:
 
 @contextmanager
 def stand_in_server() -> Iterator[StandIn]:
-    """A stand-in on a free port of the loopback interface, in a thread of its own."""
+    """A stand-in on a free port of the loopback interface, in another thread."""
     stand_in = StandIn()
     config = uvicorn.Config(
         stand_in.app(), host="127.0.0.1", port=0, log_level="warning", lifespan="off"

@@ -1,4 +1,4 @@
-"""Small files in the form of Mistral's tekken.json, as later versions have it."""
+"""Small files in the format of Mistral's tekken.json, as of its later versions."""
 
 import json
 from functools import cache
@@ -17,13 +17,13 @@ SPECIALS = (
 
 @cache
 def tekken_file() -> dict[str, Any]:
-    """A real file's content; callers do not change it."""
+    """The content of a real file, which callers must not change."""
     value: dict[str, Any] = json.loads(TEKKEN.read_text())
     return value
 
 
 def write_tekken(folder: Path, version: int, **changes: Any) -> Path:
-    """A tekken.json of 1,000 special tokens, listed as far as they have names, and 1,000 others."""
+    """A tekken.json of 1,000 special tokens, of which named ones are listed, and 1,000 others."""
     whole = tekken_file()
     listed = [
         {"rank": id, "token_str": text, "is_control": True} for id, text in enumerate(SPECIALS)

@@ -1,6 +1,6 @@
-"""Ranks as threads of one process: any tp_size in milliseconds, for what is about arithmetic.
+"""Ranks as threads of one process: any tp_size in milliseconds, for tests of arithmetic.
 
-How real processes talk is tested elsewhere; here a collective is a barrier and a list.
+A collective is a barrier and a list. Other tests cover the communication of processes.
 """
 
 import threading
@@ -19,9 +19,9 @@ Result = TypeVar("Result")
 
 
 class ThreadComm(Solo):
-    """One thread's end of the group; it counts the collectives that it takes part in.
+    """One thread's handle on the group; it counts its collectives.
 
-    What else one rank alone can do (leave, ring nobody) it does like one rank alone.
+    Other methods do what they do for a single rank.
     """
 
     def __init__(self, rank: int, barrier: threading.Barrier, shelf: list[Tensor]) -> None:
@@ -42,7 +42,7 @@ class ThreadComm(Solo):
         x: Tensor,
         src: int = 0,
         *,
-        patient: bool = False,  # noqa: ARG002, a thread waits anyhow
+        no_timeout: bool = False,  # noqa: ARG002, a thread waits anyhow
     ) -> Tensor:
         self.counts["broadcast"] += 1
         return x.copy_(self._exchange(x)[src])
@@ -52,11 +52,11 @@ class ThreadComm(Solo):
         self._barrier.wait()
 
     def _exchange(self, x: Tensor) -> Tensor:
-        """Everybody's tensor. Shapes: [size, *x.shape]."""
+        """The tensors of all ranks. Shapes: [size, *x.shape]."""
         self._shelf[self.rank] = x
         self._barrier.wait()
         everything = torch.stack(self._shelf)
-        self._barrier.wait()  # nobody puts the next one there before all have read this one
+        self._barrier.wait()  # no rank writes its next tensor before all have read this one
         return everything
 
 
@@ -66,9 +66,9 @@ def run_on_threads(
     *args: Params.args,
     **kwargs: Params.kwargs,
 ) -> list[Result]:
-    """Call `step` on every rank of a group of threads. Returns: one result per rank.
+    """Calls `step` on every rank of a group of threads; returns one result per rank.
 
-    Raises: the first rank's error; the others are released from what they wait for.
+    Raises: the error of the first rank that failed; the other ranks stop waiting.
     """
     barrier = threading.Barrier(size, timeout=200)
     shelf = [torch.empty(0)] * size

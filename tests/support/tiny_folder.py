@@ -1,4 +1,4 @@
-"""A whole tiny chat model on disk: HF weights, a tokenizer.json of its own, a chat template."""
+"""A complete tiny chat model on disk: HF weights, a tokenizer.json, a chat template."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ TEMPLATE = (
 
 
 def write_chat_folder(folder: Path) -> Path:
-    """A model of 211 tokens: 3 special ones, then the bytes that text is mostly made of."""
+    """A model of 211 tokens: 3 special tokens, then the most common bytes of text."""
     write_hf(TINY, folder)
     write_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -26,7 +26,7 @@ def write_chat_folder(folder: Path) -> Path:
 
 
 def write_endless_folder(folder: Path) -> Path:
-    """The same with a context of 65536 tokens and without an end of text: it is never done."""
+    """The same model with a context of 65536 tokens and without an end-of-text token."""
     write_chat_folder(folder)
     for name, changes in {
         "config.json": {"max_position_embeddings": 65536, "eos_token_id": None},
@@ -39,7 +39,7 @@ def write_endless_folder(folder: Path) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    # One token per byte: space, newline and the printable ones, so that all of ASCII is there.
+    # One token per byte: space, newline and the printable bytes, which cover ASCII.
     alphabet = ["\u0120", "\u010a", *sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)]
     names = [BOS, EOS, TURN, *dict.fromkeys(alphabet)][: TINY.vocab_size]
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))

@@ -1,8 +1,8 @@
-"""Random tiny models on disk: as HF folders, and the same weights as Meta folders.
+"""Random tiny models on disk, as HF folders and with the same weights as Meta folders.
 
-Every parameter is random, the norms and the biases too, so that a weight which is left out, read
-twice or put in another's place changes the logits. Sizes divide by nothing on purpose. The writers
-share no code with the package.
+Every parameter is random, including norms and biases, so that a weight which is missing, read twice
+or swapped changes the logits. Sizes deliberately have no common divisors. The writers share no code
+with the package.
 """
 
 import json
@@ -48,7 +48,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-META_SCALED_ROPE = {  # the numbers that Meta's use_scaled_rope means
+META_SCALED_ROPE = {  # the values of Meta's use_scaled_rope
     **_LLAMA3,
     "rope_theta": 500000.0,
     "original_max_position_embeddings": 8192,
@@ -65,8 +65,8 @@ _YARN = {
 _EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 _QWEN3_EXPERTS = {"num_experts": 11, "num_experts_per_tok": 3, "moe_intermediate_size": 18}
 
-# A sequence of 40 tokens crosses every trained length below, and the wide heads have rotary pairs
-# on both sides of each ramp and inside it.
+# A sequence of 40 tokens exceeds every trained length below, and the wide heads have rotary pairs
+# inside and on both sides of each ramp.
 TINY_MODELS: dict[str, TinyModel] = {
     "9/3": TinyModel(9, 3, 8, 72),
     "9/3 tied": TinyModel(9, 3, 8, 72, tied=True),
@@ -165,7 +165,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     "8/2 falcon, two norms, biases": TinyModel(
         8, 2, 6, 48, family="falcon", own={"new_decoder_architecture": True, "bias": True}
     ),
-    # Windows that a sequence of 40 tokens leaves, in all layers and in some.
+    # Windows shorter than 40 tokens, in all layers and in some.
     "8/2 mistral, window": TinyModel(8, 2, 8, 48, family="mistral", own={"sliding_window": 7}),
     "8/2 qwen2, window": TinyModel(
         8,
@@ -209,16 +209,16 @@ TINY_MODELS: dict[str, TinyModel] = {
             "max_window_layers": 1,  # which transformers does not use
         },
     ),
-    # Fewer channels and vocabulary rows than heads: some ranks hold none of them.
+    # Fewer channels and vocabulary rows than heads, so some ranks hold none.
     "6/2 ranks without rows": TinyModel(6, 2, 4, 24, ffn_dim=3, vocab_size=5, mlp_bias=True),
 }
 
 
 def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
-    """Write a model as a HF folder of float64 safetensors, with random weights.
+    """Writes a model as a HF folder of float64 safetensors with random weights.
 
-    Linear weights, and embeddings that serve as one, keep the activations' scale (std
-    1 / sqrt(in_features)); norms are 1 +- 0.1.
+    Linear weights and tied embeddings have std 1 / sqrt(in_features), which keeps the scale of
+    activations; norms are 1 +- 0.1.
     """
     own = dict(tiny.own)
     if tiny.family == "falcon":
@@ -226,7 +226,7 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
     else:
         own |= {"num_key_value_heads": tiny.n_kv_heads, "intermediate_size": tiny.ffn_dim}
         own["rms_norm_eps"] = 1e-5
-    if tiny.family not in ("qwen2", "falcon"):  # whose heads are as wide as dim says
+    if tiny.family not in ("qwen2", "falcon"):  # whose head size follows from dim
         own["head_dim"] = tiny.head_dim
     if tiny.family == "llama":
         own |= {"attention_bias": tiny.attention_bias, "mlp_bias": tiny.mlp_bias}
@@ -264,7 +264,7 @@ def write_hf(tiny: TinyModel, folder: Path, seed: int = 0) -> Path:
 def write_meta(
     tiny: TinyModel, hf_folder: Path, folder: Path, n_files: int, embeddings_dim: int = 0
 ) -> Path:
-    """Write a HF folder's weights as a Meta folder of `n_files` model-parallel files.
+    """Writes a HF folder's weights as a Meta folder of `n_files` model-parallel files.
 
     Every size must divide by `n_files`, as in Meta's own files. `embeddings_dim` is the dimension
     along which the token embeddings are cut: 0 as in Llama 3, 1 as in Llama 1 and 2.
@@ -282,7 +282,7 @@ def write_meta(
 
 
 def meta_weights(tiny: TinyModel, hf_folder: Path) -> dict[str, Tensor]:
-    """A HF folder's weights under Meta's names, whole, with q and k rows in interleaved order."""
+    """A HF folder's whole weights with Meta's names, and q and k rows in interleaved order."""
     hf = load_file(hf_folder / "model.safetensors")
     weights = {
         "tok_embeddings.weight": hf["model.embed_tokens.weight"],
@@ -300,7 +300,7 @@ def meta_weights(tiny: TinyModel, hf_folder: Path) -> dict[str, Tensor]:
 
 
 def interleaved(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of each head from half-split order (0, 4, ...) to pairs: row i and row i + D/2 meet.
+    """Rows of each head from half-split order to pairs: row i and row i + D/2 become neighbours.
 
     >>> interleaved(torch.arange(6)[:, None], head_dim=6).flatten().tolist()
     [0, 3, 1, 4, 2, 5]
@@ -334,7 +334,7 @@ def _write_old_rope_keys(config_file: Path) -> None:
 
 
 def _meta_params(tiny: TinyModel) -> dict[str, Any]:
-    """Meta gives the ffn width as a multiplier of 8/3 dim, rounded up to `multiple_of`."""
+    """The multiplier of 8/3 dim, rounded up to `multiple_of`, that gives the ffn width."""
     assert tiny.dim == tiny.n_heads * tiny.head_dim
     multiplier = (tiny.ffn_dim - 0.5) / int(8 * tiny.dim / 3)
     return {

@@ -1,4 +1,4 @@
-"""Real tokenizer files that installed packages bring along, and text to try on them."""
+"""Real tokenizer files of installed packages, and texts to encode with them."""
 
 import importlib.util
 import random
@@ -48,12 +48,11 @@ def real_tokenizer(path: Path) -> Tokenizer:
 
 @cache
 def smollm2_of_transformers() -> Any:
-    """The oracle for SmolLM2: transformers' own reading of the file.
+    """The oracle for SmolLM2: the tokenizer that transformers reads from the file.
 
-    It leaves out the cut at digits that the model was trained with, so that is put in here as the
-    model's tokenizer.json has it.
+    transformers drops the split at digits, so it is added as in the model's tokenizer.json.
     """
-    from transformers import AutoTokenizer  # takes seconds, and most tests here do not need it
+    from transformers import AutoTokenizer  # a slow import that most tests do not need
 
     oracle = AutoTokenizer.from_pretrained(SMOLLM2.parent, gguf_file=SMOLLM2.name)
     oracle.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -67,8 +66,8 @@ def smollm2_of_transformers() -> Any:
 
 @cache
 def real_tokenizer_files() -> dict[str, bytes]:
-    """A tokenizer.json of each kind in use, converted from the models' own files."""
-    from transformers import LlamaTokenizer  # takes seconds, and most tests here do not need it
+    """A tokenizer.json of each kind in use, converted from files of models."""
+    from transformers import LlamaTokenizer  # a slow import that most tests do not need
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     with TemporaryDirectory() as folder:
@@ -83,7 +82,7 @@ def real_tokenizer_files() -> dict[str, bytes]:
 
 
 def byte_level_tokenizer() -> tokenizers.Tokenizer:
-    """All bytes, a few merges, and three special tokens."""
+    """A tokenizer with all bytes, a few merges and three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: id for id, token in enumerate([*alphabet, "he", "ll", "hell"])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab, [("h", "e"), ("l", "l"), ("he", "ll")]))
@@ -116,14 +115,14 @@ def random_texts(n_texts: int, seed: int = 0) -> Iterator[str]:
 
 @cache
 def _assigned() -> str:
-    """All characters of Unicode; libraries do not agree on the code points that are not yet one."""
+    """All characters of Unicode; libraries disagree on unassigned code points."""
     return "".join(
         character for character in map(chr, range(0x110000)) if category(character)[0] != "C"
     )
 
 
 def random_ids(vocab_size: int, n_sequences: int, seed: int = 0) -> Iterator[list[int]]:
-    """Sequences of token ids; half of them from the low ids, where the single bytes are."""
+    """Sequences of token ids, half of them from the low ids of single bytes."""
     draw = random.Random(seed)
     for _ in range(n_sequences):
         bound = 300 if draw.random() < 0.5 else vocab_size

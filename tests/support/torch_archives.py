@@ -1,4 +1,4 @@
-"""Files of torch.save that a careless reader would trust."""
+"""Hostile files of torch.save."""
 
 import pickle
 import zipfile
@@ -10,7 +10,7 @@ import torch
 
 
 class Payload:
-    """Creates a file when it is unpickled by a careless reader."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -20,12 +20,12 @@ class Payload:
 
 
 def assert_not_run(path: Path, trace: Path, read: Callable[[], object]) -> None:
-    """Put code that creates `trace` into a file of weights: `read` must not run it."""
+    """Adds code that creates `trace` to a file of weights; asserts that `read` does not run it."""
     torch.save({"model.norm.weight": Payload(trace)}, path)
     read()
     assert not trace.exists()
     with zipfile.ZipFile(path) as archive:
-        pickle.loads(archive.read(f"{path.stem}/data.pkl"))  # the trap does spring
+        pickle.loads(archive.read(f"{path.stem}/data.pkl"))  # the code runs when it is unpickled
     assert trace.exists()
 
 
@@ -34,7 +34,7 @@ def rewritten(
     change: Callable[[dict[str, bytes]], object],
     compression: int = zipfile.ZIP_STORED,
 ) -> None:
-    """The archive with the records that `change` makes of a dictionary of names and bytes."""
+    """Rewrites an archive after `change` has modified its records, a dict of names and bytes."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     change(records)

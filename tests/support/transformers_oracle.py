@@ -1,7 +1,7 @@
-"""What the package's logits are compared with: transformers, in float64.
+"""The oracle for logits: transformers in float64.
 
-It casts to float32 here and there (norms, rotary tables, softmax), which hides errors below 1e-6;
-`float64_throughout` takes these casts out. Nothing is shared with the package.
+transformers casts norms, rotary tables and softmax to float32, which hides errors below 1e-6;
+`float64_throughout` removes these casts. No code is shared with the package.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from parallel_llama.files.model_files import find_model
 
 
 def load_transformers(folder: Path) -> PreTrainedModel:
-    """transformers' model of a HF folder with eager attention, in float64 weights.
+    """transformers' model of a HF folder with eager attention and float64 weights.
 
     Built inside `float64_throughout` its rotary buffers are float64 too.
     """
@@ -37,7 +37,7 @@ def load_transformers(folder: Path) -> PreTrainedModel:
 def decoded_smollm2(folder: Path) -> PreTrainedModel:
     """The embedded model in float32, as transformers decodes its GGUF file.
 
-    The first who asks leaves it in `folder`, for decoding takes 14 s.
+    The first call stores it in `folder`, because decoding takes 14 s.
     """
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -74,7 +74,7 @@ def reference_logits_token_by_token(folder: Path, tokens: Sequence[int]) -> Tens
 
 @torch.no_grad()
 def unpatched_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
-    """transformers' logits as it computes them: float64 weights, its float32 casts left in."""
+    """transformers' logits with float64 weights and with its float32 casts."""
     return _all_at_once(load_transformers(folder), tokens)
 
 
@@ -86,7 +86,7 @@ def _all_at_once(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 
 @torch.no_grad()
 def loaded_logits(folder: Path, tokens: Sequence[int], **options: Any) -> Tensor:
-    """The logits of whatever transformers itself makes of a folder, in float64 throughout.
+    """The logits of the model that transformers loads from a folder, in float64 throughout.
 
     `options` are for its from_pretrained. Shapes: [T, vocab_size] float64.
     """

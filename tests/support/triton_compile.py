@@ -1,7 +1,8 @@
-"""What kernels in Triton become on GPUs, compiled where there is none.
+"""Compiles Triton kernels for GPUs on a machine without one.
 
-`compiled(__file__, "launches")` calls a test module's function of that name, which calls operators
-on tensors of typical shapes, in a process in which every launch is compiled and none is made.
+`compiled(__file__, "launches")` calls the function `launches` of a test module, which calls
+operators on tensors of typical shapes. It runs in a process that compiles every launch instead of
+running it.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ TARGETS = (80, 90, 100)
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one architecture; what does not fit into registers is on the stack."""
+    """One kernel for one architecture; `stack_bytes` are spilled registers."""
 
     kernel: str
     target: int
@@ -32,7 +33,7 @@ class Compiled:
 
 
 def compiled(test_file: str, function: str) -> list[Compiled]:
-    """Every different launch of a function, compiled for every target."""
+    """Compiles every distinct launch of a function for every target."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, __file__, test_file, function],
@@ -74,10 +75,10 @@ def main(test_file: str, function: str) -> None:
 def _source(
     kernel: Any, arguments: tuple[Any, ...], constants: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The kernel with the types of its arguments, and what the compiler is told besides.
+    """The kernel with the types of its arguments, and the options of the compiler.
 
-    As in a launch, integers of 1 are constants, and what 16 divides is known to be, but for
-    arguments that are not specialised.
+    As in a launch, integers of 1 are constants, and values divisible by 16 are marked as such,
+    except for arguments that are not specialised.
     """
     from triton.compiler import ASTSource
 

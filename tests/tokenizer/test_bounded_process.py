@@ -20,6 +20,8 @@ from parallel_llama.errors import CheckpointError
 from parallel_llama.tokenizer import bounded_process, template_job, worker
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 

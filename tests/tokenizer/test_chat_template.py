@@ -158,6 +158,7 @@ def test_no_format_is_made_up_for_a_folder_that_is_not_metas_or_mistrals(tmp_pat
 # The models' own templates.
 
 
+@pytest.mark.slow
 def test_smollm2_equals_transformers() -> None:
     oracle = smollm2_of_transformers()
     chat = load_chat_template(SMOLLM2, real_tokenizer(SMOLLM2))
@@ -168,6 +169,7 @@ def test_smollm2_equals_transformers() -> None:
     assert chat.stop_ids == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["It is", " It is \n", "hi"])
 @pytest.mark.parametrize("smollm2_s_own", [True, False])
 def test_an_answer_that_is_continued_equals_transformers(
@@ -197,6 +199,7 @@ def test_an_answer_that_the_template_changes_cannot_be_continued(
             Chat(wrong, continues=True)
 
 
+@pytest.mark.slow
 def test_real_constructs_of_templates_equal_transformers(renderer: TemplateRenderer) -> None:
     oracle = smollm2_of_transformers()
     template = """
@@ -256,6 +259,7 @@ GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% if folds %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "template_vars"),
     [
@@ -358,6 +362,7 @@ def test_the_chat_of_a_gguf_file_with_tools_has_its_own_template(tmp_path: Path)
         assert chat.render(Chat(USER, tools=[TOOL])) == "tools"
 
 
+@pytest.mark.slow
 def test_the_template_is_found_where_hf_puts_it(tmp_path: Path) -> None:
     def text(*tools: dict[str, Any]) -> str | None:
         chat = chat_of(tmp_path)
@@ -682,6 +687,7 @@ def test_built_in_formats_join_parts_and_refuse_what_they_have_no_place_for(
 # Templates that mean harm.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [*ENDLESS.values(), *LARGE.values()], ids=[*ENDLESS, *LARGE])
 def test_a_hostile_template_is_stopped(renderer: TemplateRenderer, template: str) -> None:
     """In 2 s of CPU time at the most, whatever it does, and the next template renders."""
@@ -714,6 +720,7 @@ def test_long_messages_may_take_a_template_longer() -> None:
     renderer.close()
 
 
+@pytest.mark.slow
 def test_the_default_limit_stops_a_loop_within_two_seconds() -> None:
     renderer = TemplateRenderer()
     assert rendered(renderer, "ready") == "ready"

@@ -64,6 +64,7 @@ def texts(seed: int = 0, n_texts: int = N_TEXTS) -> Iterator[str]:
 # Text and tokens.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", MISTRAL_FILES, ids=lambda path: path.name)
 def test_ids_and_texts_are_those_of_mistral_common(path: Path) -> None:
     ours = real_tokenizer(path)

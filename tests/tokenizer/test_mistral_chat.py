@@ -170,6 +170,7 @@ def dialogs(n_dialogs: int) -> Iterator[list[dict[str, Any]]]:
         yield [{"role": "system", "content": "Be brief."}, *messages][draw.randrange(2) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [MISTRAL_V1, MISTRAL_V3, MISTRAL_V7], ids=lambda path: path.name)
 def test_the_template_of_a_hf_folder_gives_the_ids_of_transformers_and_mistral_common(
     tmp_path: Path, path: Path

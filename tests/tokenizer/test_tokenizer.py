@@ -423,6 +423,7 @@ def test_the_longest_special_token_at_a_place_is_taken() -> None:
 # Files that mean harm.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["byte-level", "byte-level with whole words", "sentencepiece"])
 def test_real_files_give_the_ids_that_tokenizers_gives_in_this_process(
     tmp_path: Path, kind: str
@@ -479,6 +480,7 @@ def test_a_text_that_becomes_gigabytes_is_stopped(tmp_path: Path) -> None:
     assert len(tokenizer.encode("ab")) == 10_001
 
 
+@pytest.mark.slow
 def test_a_pattern_that_backtracks_is_stopped(tmp_path: Path) -> None:
     """Each of the words costs a tenth of a second: hours, for a text of some megabytes."""
     tokenizer = load_tokenizer(small_file(tmp_path, pre_tokenizer=backtracking("(a|aa)+$")))

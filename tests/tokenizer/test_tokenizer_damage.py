@@ -25,6 +25,8 @@ from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.tokenizer import Chat, Tokenizer, load_chat_template, load_tokenizer
 from parallel_llama.tokenizer.jinja_chat import JinjaChat, TemplateRenderer
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ("Hello, w\u00f6rld 42", " <s>[INST] \U0001f999</s>", "a" * 60 + "!", "")
 CHATS = (
     Chat([{"role": "user", "content": [{"type": "text", "text": "hi"}]}]),

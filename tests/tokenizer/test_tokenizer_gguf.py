@@ -233,6 +233,7 @@ def isolated(pattern: "regex.Pattern[str]", text: str) -> Iterator[str]:
         yield text[end:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CUTS)
 def test_patterns_mean_the_same_to_another_engine(name: str) -> None:
     patterns = [regex.compile(text, regex.VERSION1) for text in PRE_TOKENIZERS[name].patterns]

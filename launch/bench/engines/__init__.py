@@ -1,8 +1,8 @@
-"""The runtimes that are compared: what --engines names, and whether each can run here.
+"""The runtimes of the comparison, by the names of --engines, and whether each can run here.
 
-Each module here has `VERSIONS`, of the packages that decide its speed, and a `load(setup)`, which
-loads the model and gives a `Loaded`. One of an engine that wants files of its own kind has a
-`convert(source, target, form)` too, which writes them. Only the engine's own process imports it.
+Each module of this package has `VERSIONS` of the packages that determine its speed, and a function
+`load(setup)` that returns a `Loaded`. A module whose engine needs its own file format also has
+`convert(source, target, form)`. Only the process of the engine imports its module.
 """
 
 import subprocess
@@ -14,10 +14,10 @@ from typing import Literal, Protocol
 
 Layout = Literal["hf", "meta", "gguf"]
 
-# The names of weights that are kept as float32, whose greedy tokens must therefore be the same.
+# Formats of float32 weights, whose greedy tokens must be equal.
 EXACT = "float32", "F32"
 
-# Formats of llama.cpp's that ours uses as they are stored.
+# Formats of llama.cpp that our engine uses as stored.
 _STORED = "Q8_0", "Q4_0", "Q4_1", "Q4_K"
 
 _LOOK_LIMIT_S = 60
@@ -25,14 +25,17 @@ _LOOK_LIMIT_S = 60
 
 @dataclass(frozen=True)
 class Engine:
-    """A runtime: the layout of the weights it loads, the packages it needs, how to get them.
+    """A runtime.
 
-    `forms` are those in which it can keep weights, by its own names for them, the usual one first.
-    Where it `makes` something, whose name ends like this, it loads what its module makes of that
-    layout; where it `shares`, what that other engine loads. `python` is what it runs in, where that
-    is known, and `python_flag` else says it. For `restless_s` after a turn it goes on looking for
-    work, which takes cores from the next. Of several ranks it starts the others itself, unless it
-    is `under_torchrun`.
+    Args:
+        layout: the layout of the weights from which its files are made.
+        remedy: how to install its packages.
+        forms: formats of weights by the engine's names, the default first.
+        makes: the suffix of the files that its module converts, if it needs conversion.
+        shares: another engine whose files it loads.
+        under_torchrun: several ranks are started by torchrun, and not by the engine.
+        python: the Python that runs it, if it is known; otherwise the flag `python_flag` gives it.
+        cooldown_s: how long it keeps cores busy after an answer.
     """
 
     name: str
@@ -47,7 +50,7 @@ class Engine:
     under_torchrun: bool = False
     python: str | None = sys.executable
     python_flag: str | None = None
-    restless_s: float = 0.0
+    cooldown_s: float = 0.0
 
     @property
     def module(self) -> str:
@@ -56,24 +59,24 @@ class Engine:
 
     @property
     def form(self) -> str:
-        """What the weights are kept in."""
+        """The format of the weights."""
         return self.name.partition("@")[2] or self.forms[0]
 
     @property
     def is_exact(self) -> bool:
-        """Whether its tokens must be those of every other such engine, but for near ties."""
+        """Whether its tokens must equal those of other exact engines, except for near ties."""
         return self.form in EXACT
 
     def n_threads(self, n_cores: int) -> int:
-        """Threads of each rank, so that all ranks together have one for each core."""
+        """Threads of each rank, such that all ranks together have one thread for each core."""
         return max(1, n_cores // self.n_ranks)
 
     def absence(self) -> str | None:
-        """Why it cannot run, and what to install; None where it can."""
+        """Why the engine cannot run, and what to install; None if it can run."""
         if self.shares is not None and (why := self.shares.absence()):
             return f"{self.shares.name} makes its weights: {why}"
         if self.python is None:
-            return f"no Python of its own was given; {self.remedy}"
+            return f"no Python was given for it; {self.remedy}"
         missing = [package for package in self.packages if not _has(self.python, package)]
         if missing:
             return f"{self.python} has no {', '.join(missing)}; {self.remedy}"
@@ -82,7 +85,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine is told once. `cores` are those that all of its processes may use."""
+    """The settings with which an engine loads; `cores` are available to all its processes."""
 
     model: str
     form: str
@@ -94,13 +97,14 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The new tokens of every prompt.
+class Measurement:
+    """The new tokens of every prompt, and times since the start in seconds.
 
-    Where prompts do not all get their first token together, `prefill_s` is when the last one has,
-    and `n_early` how many tokens the others had by then beside their first.
-
-    Units: seconds until the first token of all, that, and the last.
+    Args:
+        first_token_s: the first token of any prompt.
+        total_s: the last token.
+        prefill_s: the first token of the last prompt, if prompts get it at different times.
+        n_early: tokens before `prefill_s` that are not the first of their prompts.
     """
 
     tokens: list[list[int]]
@@ -111,13 +115,13 @@ class Run:
 
 
 class Loaded(Protocol):
-    """A model, loaded by an engine."""
+    """A model that an engine has loaded."""
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
-        """Give every prompt so many greedy tokens; an end-of-text token ends nothing."""
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
+        """Generates `n_new` greedy tokens for every prompt; end-of-text tokens are ignored."""
 
-    def nats(self, tokens: Sequence[int]) -> float:
-        """The mean of -log p of every token after the first, given those before it."""
+    def nll(self, tokens: Sequence[int]) -> float:
+        """The mean of -log p of every token after the first, given the tokens before it."""
 
 
 _PEERS = (
@@ -158,7 +162,7 @@ ENGINES = {
             "then give --vllm-python VLLM/bin/python",
             python=None,
             python_flag="vllm_python",
-            restless_s=1.5,
+            cooldown_s=1.5,
         ),
         Engine(
             "llama.cpp",
@@ -185,10 +189,10 @@ ENGINES = {
 
 
 def engines(names: str) -> list[Engine]:
-    """What --engines names, in that order.
+    """The engines of --engines in order.
 
-    Raises: ArgumentTypeError for an unknown engine or form, a bad number of ranks, or one named
-    twice.
+    Raises: ArgumentTypeError for an unknown engine or format, an invalid number of ranks, or a
+    repeated engine.
     """
     found = [_engine(name) for name in names.split(",")]
     if len({each.name for each in found}) < len(found):
@@ -200,7 +204,7 @@ def _engine(name: str) -> Engine:
     before, at, form = name.partition("@")
     base, colon, ranks = before.partition(":")
     if base not in ENGINES:
-        raise ArgumentTypeError(f"{base!r} is no engine; use {', '.join(ENGINES)}, as a,b,c")
+        raise ArgumentTypeError(f"{base!r} is not an engine; use {', '.join(ENGINES)}, as a,b,c")
     engine = replace(ENGINES[base], name=name)
     if at and form not in engine.forms:
         raise ArgumentTypeError(f"{name!r}: {base} keeps weights as {', '.join(engine.forms)}")
@@ -212,7 +216,7 @@ def _engine(name: str) -> Engine:
         able = " and ".join(each.name for each in ENGINES.values() if each.takes_ranks)
         raise ArgumentTypeError(f"{name!r}: a number of ranks, as in ours:2, is for {able}")
     if not (ranks.isascii() and ranks.isdigit() and int(ranks) > 0):
-        raise ArgumentTypeError(f"{name!r}: {ranks!r} is no number of ranks; use 1 or more")
+        raise ArgumentTypeError(f"{name!r}: {ranks!r} is not a number of ranks; use 1 or more")
     return replace(engine, n_ranks=int(ranks))
 
 

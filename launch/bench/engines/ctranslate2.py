@@ -1,4 +1,4 @@
-"""CTranslate2: `generate_batch` and `score_batch`, with tokens that are named by their ids."""
+"""CTranslate2: `generate_batch` and `score_batch`, with token ids as token names."""
 
 import statistics
 import time
@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from ctranslate2.specs import common_spec, transformer_spec
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 VERSIONS = {"ctranslate2": ctranslate2.__version__}
 
@@ -22,7 +22,7 @@ _OF_A_LAYER = (
 
 
 def convert(source: Path, target: Path, form: str) -> None:
-    """Write a GGUF file of float32, of Llama's architecture, as CTranslate2's own folder."""
+    """Converts a float32 GGUF file of Llama's architecture to a folder of CTranslate2."""
     reader = gguf.GGUFReader(source)
     weights = {each.name: np.array(each.data) for each in reader.tensors}
     spec = _spec({key: field.contents() for key, field in reader.fields.items()})
@@ -59,7 +59,7 @@ def _spec(header: Mapping[str, Any]) -> Any:
 
 
 def _fill(decoder: Any, weights: dict[str, np.ndarray]) -> None:
-    """Give every weight its place, and refuse those that have none."""
+    """Assigns every weight to the model; refuses unknown weights."""
     embeddings = weights.pop("token_embd.weight")
     decoder.embeddings.weight = embeddings
     decoder.layer_norm.gamma = weights.pop("output_norm.weight")
@@ -88,7 +88,7 @@ class CTranslate2:
             intra_threads=setup.n_threads,
         )
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         first_s = 0.0
 
         def note(_: Any) -> bool:
@@ -107,9 +107,9 @@ class CTranslate2:
         )
         total_s = time.perf_counter() - started
         tokens = [list(map(int, result.sequences_ids[0])) for result in results]
-        return Run(tokens, first_s - started, total_s)
+        return Measurement(tokens, first_s - started, total_s)
 
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         (result,) = self.generator.score_batch([list(map(str, tokens))])
         return -statistics.fmean(result.log_probs)
 

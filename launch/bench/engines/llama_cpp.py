@@ -1,8 +1,7 @@
-"""llama.cpp, through llama-cpp-python's bindings of its C interface.
+"""llama.cpp, by llama-cpp-python's bindings of its C interface.
 
-All prompts go in together, as many tokens at once as it takes by default; then each step gives
-every sequence its next token. Keys and values are what it keeps by default, float16, and float32
-beside float32 weights.
+All prompts are prefilled together in llama.cpp's default batches; then each step decodes one token
+of every sequence. Keys and values are float16, its default, or float32 with float32 weights.
 """
 
 import ctypes
@@ -13,19 +12,19 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 # Q4_K is the mix M.
 _FTYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 15, "BF16": 32}
 _F32 = 0
 _CONTEXT_STEP = 256
 
-# A token, its position, its sequence, and whether its logits are wanted.
+# A token, its position, its sequence, and whether its logits are needed.
 Entry = tuple[int, int, int, bool]
 
 
 def _build() -> str:
-    """What its library was built for, of the processor."""
+    """The features of the processor for which the library was built."""
     said = llama_cpp.llama_print_system_info().decode().replace("CPU : ", "").split(" | ")
     return " ".join(each.partition(" = ")[0] for each in said if each.endswith(" = 1"))
 
@@ -34,7 +33,7 @@ VERSIONS = {"llama-cpp-python": llama_cpp.__version__, "built for": _build()}
 
 
 def convert(source: Path, target: Path, form: str) -> None:
-    """Write a GGUF file of float32 as one of `form`, by llama.cpp's own rules."""
+    """Quantises a float32 GGUF file to `form` by llama.cpp."""
     if form == "F32":
         target.symlink_to(source)
         return
@@ -51,7 +50,7 @@ class LlamaCpp:
         model_params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(setup.model.encode(), model_params)
         params = llama_cpp.llama_context_default_params()
-        # It shares out n_ctx evenly, in steps.
+        # n_ctx is divided evenly among sequences, in steps.
         params.n_ctx = setup.n_prompts * (-(-setup.max_seq_len // _CONTEXT_STEP) * _CONTEXT_STEP)
         params.n_seq_max = setup.n_prompts
         params.n_threads = params.n_threads_batch = setup.n_threads
@@ -64,7 +63,7 @@ class LlamaCpp:
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         tokens: list[list[int]] = [[] for _ in prompts]
         first_token_s = 0.0
         started = time.perf_counter()
@@ -85,9 +84,9 @@ class LlamaCpp:
                 tokens[sequence].append(int(logits.argmax()))
         total_s = time.perf_counter() - started
         self._forget()
-        return Run(tokens, first_token_s, total_s, prefill_s)
+        return Measurement(tokens, first_token_s, total_s, prefill_s)
 
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         entries = [(token, position, 0, True) for position, token in enumerate(tokens[:-1])]
         total = 0.0
         for token, (_, logits) in zip(tokens[1:], self._logits(entries), strict=True):
@@ -97,7 +96,7 @@ class LlamaCpp:
         return float(total) / (len(tokens) - 1)
 
     def _logits(self, entries: Iterable[Entry]) -> Iterator[tuple[int, np.ndarray]]:
-        """The sequence and the logits of every entry for which they are wanted, in order."""
+        """The sequence and the logits of every entry whose logits are needed, in order."""
         left = list(entries)
         while left:
             now, left = left[: self.n_batch], left[self.n_batch :]

@@ -1,9 +1,9 @@
-"""llama-models: Meta's reference Transformer, batched as its `generate` batches.
+"""llama-models: Meta's reference Transformer, batched like its `generate`.
 
-That is: all prompts begin at position 0, the shortest is prefilled for all, and from there every
-step gives each row one token, a prompt's own where the row still has one, until the longest row is
-done. A shorter row goes on for as long; its first `n_new` tokens are the answer. The loop is here
-because theirs imports image libraries and needs a tokenizer of Llama 3's size.
+All prompts begin at position 0. The length of the shortest prompt is prefilled for all; then every
+step adds one token to each row, which is the next token of the prompt if there is one, until the
+longest row is complete. The answer of a row is its first `n_new` tokens. Meta's own loop cannot be
+used, because it imports image libraries and needs a tokenizer of Llama 3's size.
 """
 
 import json
@@ -19,7 +19,7 @@ from llama_models.llama3.args import ModelArgs
 from llama_models.llama3.model import Transformer
 from torch._C._distributed_c10d import HashStore
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 VERSIONS = {package: version(package) for package in ("llama-models", "fairscale", "torch")}
 
@@ -27,7 +27,7 @@ VERSIONS = {package: version(package) for package in ("llama-models", "fairscale
 class LlamaModels:
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.n_threads)
-        # Its layers are fairscale's and need a group, if only of one; this store opens no port.
+        # fairscale's layers need a group, even of one rank; this store opens no port.
         torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         initialize_model_parallel(1)
         folder = Path(setup.model)
@@ -41,7 +41,7 @@ class LlamaModels:
         self.model.load_state_dict(weights)
 
     @torch.inference_mode()
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         shortest, longest = min(map(len, prompts)), max(map(len, prompts))
         tokens = torch.zeros(len(prompts), longest + n_new, dtype=torch.int64)
         is_given = torch.zeros_like(tokens, dtype=torch.bool)
@@ -58,10 +58,10 @@ class LlamaModels:
             first_token_s = first_token_s or time.perf_counter() - started
         total_s = time.perf_counter() - started
         new = [tokens[row, len(p) : len(p) + n_new].tolist() for row, p in enumerate(prompts)]
-        return Run(new, first_token_s, total_s)
+        return Measurement(new, first_token_s, total_s)
 
     @torch.inference_mode()
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         ids = torch.tensor(tokens)
         logits = self.model(ids[None, :-1], 0)[0]
         return F.cross_entropy(logits.float(), ids[1:]).item()

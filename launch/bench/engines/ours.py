@@ -1,4 +1,4 @@
-"""This runtime: the class that users hold, which starts its other ranks itself."""
+"""This runtime: the class `LLM`, which starts its other ranks itself."""
 
 import statistics
 import time
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 import parallel_llama
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.dtypes import QUANTS
 
-# torch is loaded by what is measured, as in any program that uses it.
+# torch is not imported here, because its import is part of the measured start.
 VERSIONS = {"parallel_llama": parallel_llama.__version__, "torch": version("torch")}
 
 
 class Ours:
     def __init__(self, setup: Setup) -> None:
-        # Without guesses: random prompts end in loops, and guessing them would flatter us.
+        # No drafts: random prompts lead to loops, on which drafts would be unfairly fast.
         form = "stored" if setup.model.endswith(".gguf") else setup.form  # as llama.cpp made it
         kept = {"quant": form} if form in QUANTS else {"dtype": form}
         self.llm = LLM(setup.model, tp_size=setup.n_ranks, device="cpu", max_drafts=0, **kept)
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         params = SamplingParams(max_tokens=n_new, ignore_eos=True)
         tokens: list[list[int]] = [[] for _ in prompts]
         first_token_s = prefill_s = 0.0
@@ -35,9 +35,9 @@ class Ours:
                 if all(tokens):
                     prefill_s, n_early = so_far_s, sum(map(len, tokens)) - len(prompts)
         total_s = time.perf_counter() - started
-        return Run(tokens, first_token_s, total_s, prefill_s, n_early)
+        return Measurement(tokens, first_token_s, total_s, prefill_s, n_early)
 
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         return -statistics.fmean(self.llm.score([tokens])[0])
 
 

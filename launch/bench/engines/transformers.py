@@ -1,7 +1,7 @@
-"""transformers: `generate` on one batch, padded on the left, with its own cache.
+"""transformers: `generate` on one batch, padded on the left, with its default cache.
 
-On several ranks, those of torchrun, it has its own tensor parallelism. Rank 0 is asked and tells
-the others.
+On several ranks of torchrun it uses its own tensor parallelism. Rank 0 receives the requests and
+broadcasts them.
 """
 
 import atexit
@@ -20,14 +20,14 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from launch.bench.engines import Loaded, Run, Setup
+from launch.bench.engines import Loaded, Measurement, Setup
 
 VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__}
 PAD_ID = 0  # any id: the attention mask hides it
 
 
 class Clock(LogitsProcessor):
-    """Notes when the first step's logits are there."""
+    """Records when the logits of the first step are available."""
 
     def __init__(self) -> None:
         self.first_s = 0.0
@@ -38,7 +38,7 @@ class Clock(LogitsProcessor):
 
 
 def load(setup: Setup) -> Loaded:
-    """The model; on a rank that is not asked, it serves rank 0 from here on, and ends with it."""
+    """Loads the model; on other ranks than 0 it serves rank 0 and ends with it."""
     torch.set_num_threads(setup.n_threads)
     how = {"tp_plan": "auto"} if setup.n_ranks > 1 else {}
     dtype = getattr(torch, setup.form)
@@ -49,11 +49,11 @@ def load(setup: Setup) -> Loaded:
 class Whole:
     def __init__(self, model: Any) -> None:
         self.model = model
-        # What a call leaves unsaid is taken from here.
+        # The defaults of calls.
         model.generation_config = greedy(1)
 
     @torch.inference_mode()
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.full((len(prompts), longest), PAD_ID)
         mask = torch.zeros_like(ids)
@@ -69,17 +69,17 @@ class Whole:
             logits_processor=LogitsProcessorList([clock]),
         )
         total_s = time.perf_counter() - started
-        return Run(output[:, longest:].tolist(), clock.first_s - started, total_s)
+        return Measurement(output[:, longest:].tolist(), clock.first_s - started, total_s)
 
     @torch.inference_mode()
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         ids = torch.tensor(tokens)
         logits = self.model(ids[None, :-1]).logits[0]
         return F.cross_entropy(logits.float(), ids[1:]).item()
 
 
 class Ranks:
-    """Rank 0 of some: what it is asked, all of them do."""
+    """Rank 0 of several ranks, which repeats each call on all of them."""
 
     def __init__(self, whole: Whole) -> None:
         self.whole = whole
@@ -92,16 +92,16 @@ class Ranks:
             getattr(whole, name)(*arguments)
         atexit.register(dist.broadcast_object_list, [None])
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         dist.broadcast_object_list([("answer", (prompts, n_new))])
         return self.whole.answer(prompts, n_new)
 
-    def nats(self, tokens: Sequence[int]) -> float:
-        dist.broadcast_object_list([("nats", (tokens,))])
-        return self.whole.nats(tokens)
+    def nll(self, tokens: Sequence[int]) -> float:
+        dist.broadcast_object_list([("nll", (tokens,))])
+        return self.whole.nll(tokens)
 
 
 def greedy(n_new: int) -> Any:
-    """In place of the model's own, which may sample, and ends at its end-of-text token."""
+    """Replaces the model's own configuration, which may sample and stops at end-of-text."""
     make: Any = GenerationConfig  # untyped in transformers
     return make(max_new_tokens=n_new, do_sample=False, pad_token_id=PAD_ID)

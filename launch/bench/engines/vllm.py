@@ -1,4 +1,4 @@
-"""vLLM on the CPU: `LLM.generate`, eager, without its prefix cache."""
+"""vLLM on the CPU: `LLM.generate`, eager, without prefix cache."""
 
 import os
 import statistics
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import vllm
 
-from launch.bench.engines import Run, Setup
+from launch.bench.engines import Measurement, Setup
 
 VERSIONS = {"vllm": vllm.__version__, "torch": torch.__version__}
 KV_CACHE_GIB = "4"
@@ -16,7 +16,7 @@ KV_CACHE_GIB = "4"
 
 class VLLM:
     def __init__(self, setup: Setup) -> None:
-        # It takes these from nowhere else. The threads go to the cores that all engines have.
+        # vLLM has no arguments for these. Threads are bound to the cores that all engines use.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, setup.cores))
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = KV_CACHE_GIB
         self.llm = vllm.LLM(
@@ -26,11 +26,11 @@ class VLLM:
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
             generation_config="vllm",
-            max_model_len=setup.max_seq_len + 1,  # a text is weighed by drawing a token after it
-            disable_log_stats=False,  # else it does not say when the first token came
+            max_model_len=setup.max_seq_len + 1,  # the likelihood of a text needs one more token
+            disable_log_stats=False,  # needed for the time of the first token
         )
 
-    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Run:
+    def answer(self, prompts: Sequence[Sequence[int]], n_new: int) -> Measurement:
         params = vllm.SamplingParams(
             temperature=0, max_tokens=n_new, ignore_eos=True, detokenize=False
         )
@@ -40,10 +40,10 @@ class VLLM:
         total_s = time.perf_counter() - started
         firsts = [output.metrics.first_token_latency for output in outputs]
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        # How many tokens came before the last prompt's first it does not say; a few at most.
-        return Run(tokens, min(firsts), total_s, max(firsts))
+        # It does not report the tokens before the first token of the last prompt, a few at most.
+        return Measurement(tokens, min(firsts), total_s, max(firsts))
 
-    def nats(self, tokens: Sequence[int]) -> float:
+    def nll(self, tokens: Sequence[int]) -> float:
         params = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         (output,) = self.llm.generate([{"prompt_token_ids": list(tokens)}], params, use_tqdm=False)
         own = zip(output.prompt_logprobs[1:], tokens[1:], strict=True)

@@ -1,7 +1,7 @@
-"""What is measured on a card, step by step, each in a process of its own.
+"""The steps of the GPU benchmark, each of which runs in its own process.
 
-A step is a module with `rows(setting)`, which gives one row after another: what has been given is
-kept when a step fails or runs out of time.
+A step is a module with a generator `rows(setting)`. Rows that it has yielded are kept when the step
+fails or reaches its time limit.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,11 +12,13 @@ import torch
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the report: a figure, or why there is none.
+    """One line of the report.
 
-    `share` is the part of what the card gives, as a step's docstring says of which rate; `target`
-    is what the figure is held to. A configuration that computes something wrong has no figure, and
-    `wrong` says what it was.
+    Args:
+        value: the figure; None for a configuration with wrong results.
+        share: the fraction of a rate of the card; the docstring of the step names the rate.
+        target: what the figure should reach.
+        wrong: why there is no figure.
     """
 
     name: str
@@ -30,10 +32,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a step runs: a card and its measured rates, or a rehearsal of tiny shapes on the CPU.
+    """A card and its measured rates, or a rehearsal with tiny shapes on the CPU.
 
-    Units: bytes copied in a second, read and written together; operations of bfloat16 products in
-    a second.
+    Args:
+        copy_bytes_per_s: bytes read plus bytes written per second by a copy.
+        matrix_flops: operations per second of bfloat16 products.
     """
 
     device: torch.device
@@ -42,7 +45,7 @@ class Setting:
     matrix_flops: float = 1e9
 
     def pick(self, real: int, tiny: int) -> int:
-        """A size: of the real thing, or of its rehearsal."""
+        """The size `real`, or `tiny` in a rehearsal."""
         return tiny if self.is_rehearsal else real
 
 
@@ -50,8 +53,8 @@ Rows = Iterator[Row]
 
 
 def attempt(name: str, measure: Callable[[], Rows]) -> Rows:
-    """What a part of a step gives; where it fails, a row that says how, and the step goes on."""
+    """Yields the rows of a part of a step, and a row with the error if it fails."""
     try:
         yield from measure()
-    except Exception as error:  # whatever it is, the parts after this one are worth having
+    except Exception as error:  # after any error the next parts can still run
         yield Row(name, wrong=f"{type(error).__name__}: {str(error)[:400]}")

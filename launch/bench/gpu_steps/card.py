@@ -1,6 +1,6 @@
-"""The card itself: versions, and the rates that all other figures are shares of.
+"""Versions of the card and libraries, and the rates of which other figures are fractions.
 
-The rate of copies counts what is read and what is written.
+The rate of copies counts bytes read and bytes written.
 """
 
 import platform
@@ -41,10 +41,10 @@ def _versions(setting: Setting) -> str:
 
 
 def _attention_order() -> str:
-    """What torch's attention tries first, where this torch tells."""
+    """The order in which torch's attention tries its backends, if this torch shows it."""
     order = getattr(torch._C, "_get_sdp_priority_order", None)
     if order is None:
-        return "this torch does not tell"
+        return "not shown by this torch"
     names = {-1: "none", 0: "math", 1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "override"}
     return ", ".join(names.get(int(each), str(each)) for each in order())
 

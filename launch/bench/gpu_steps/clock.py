@@ -1,4 +1,4 @@
-"""How long work takes on a device, without what it takes the host to launch it."""
+"""Measures work on a device without the time that the host needs to launch it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ Call = Callable[[], object]
 
 
 def device_seconds(calls: Sequence[Call], setting: Setting) -> float:
-    """Seconds of one of some calls, replayed from a CUDA graph of all of them; the best of some.
+    """The mean seconds of a call when all calls are replayed in one CUDA graph; the best of 5.
 
-    Calls that read memory of their own, together more than the card caches, find nothing cached.
+    If the calls read different memory, larger in total than the card's cache, nothing is cached.
     """
     if setting.is_rehearsal:
         return host_seconds(calls)
@@ -30,15 +30,29 @@ def device_seconds(calls: Sequence[Call], setting: Setting) -> float:
 
 
 def eager_seconds(call: Call, setting: Setting) -> float:
-    """Seconds of a call from its launches to its end; the best of some."""
+    """Seconds of a call from its launches to its end; the best of 5."""
     if setting.is_rehearsal:
         return host_seconds([call])
     call()
     return _between_events(call)
 
 
+def synchronous_seconds(call: Call, setting: Setting) -> float:
+    """Seconds of one call on the host, from an idle device to an idle device."""
+    _synchronize(setting)
+    started = time.perf_counter()
+    call()
+    _synchronize(setting)
+    return time.perf_counter() - started
+
+
+def _synchronize(setting: Setting) -> None:
+    if not setting.is_rehearsal:
+        torch.cuda.synchronize()
+
+
 def host_seconds(calls: Sequence[Call]) -> float:
-    """Seconds of one of some calls on the host; the best of some."""
+    """The mean seconds of a call on the host; the best of 2."""
     seconds = []
     for _ in range(2):
         started = time.perf_counter()

@@ -1,15 +1,15 @@
-"""Decode steps of one growing sequence: torch's operators beside ours.
+"""Decode steps of one growing sequence with torch's operators and with ours.
 
-torch's attention is asked anew at every length, with and without cuDNN, which makes a plan for
-each shape that it meets. Ours is launched step by step, and replayed where it is recorded.
+torch's attention runs at every length with and without cuDNN, which makes a plan for each new
+shape. Our steps are launched one by one, and replayed if they can be recorded.
 """
 
 import statistics
-import time
 
 import torch
 
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
+from launch.bench.gpu_steps.clock import synchronous_seconds
 from launch.bench.gpu_steps.models import (
     Texts,
     load,
@@ -18,7 +18,6 @@ from launch.bench.gpu_steps.models import (
     require_right,
     reserve,
     shape,
-    synchronize,
     torchs,
 )
 from parallel_llama.engine.model_runner import ModelRunner
@@ -44,23 +43,17 @@ def _ours(setting: Setting) -> Rows:
     if record(runner, setting):
         yield from _timed("ours, recorded", runner, setting, is_reserved=True)
     else:
-        yield Row("ours, recorded", note="operators do not look for keys in blocks themselves")
+        yield Row("ours, recorded", note="the operators do not read paged keys")
 
 
 def _timed(name: str, runner: ModelRunner, setting: Setting, is_reserved: bool = False) -> Rows:
-    """Each step at a length of its own, in 1B's shape after 500 tokens."""
+    """Times steps at increasing lengths after 500 tokens, in the shape of 1B."""
     first, n_steps = setting.pick(500, 5), setting.pick(48, 3)
     texts = Texts(1, first + n_steps)
     if not is_reserved:
         reserve(runner, 1, texts.n_tokens)
-    seconds = []
-    for at in range(first, first + n_steps):
-        step = texts.step(runner, at)
-        synchronize(setting)
-        started = time.perf_counter()
-        step()
-        synchronize(setting)
-        seconds.append(time.perf_counter() - started)
-    # The first step makes what all need.
+    steps = range(first, first + n_steps)
+    seconds = [synchronous_seconds(texts.step(runner, at), setting) for at in steps]
+    # The first step includes set-up.
     note = f"slowest {max(seconds[1:]) * 1e3:.3g} ms, first {seconds[0] * 1e3:.3g} ms"
     yield Row(f"1B, step of one row: {name}", statistics.median(seconds[1:]) * 1e3, "ms", note=note)

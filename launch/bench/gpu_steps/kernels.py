@@ -1,6 +1,7 @@
-"""Each kernel against float64, alone and in company, and the bytes that it moves in a second.
+"""Compares each kernel with float64, checks batch invariance, and measures its bytes per second.
 
-Shares are of the measured rate of copies. A kernel that is wrong in a dtype has no figure there.
+Shares are fractions of the measured rate of copies. A kernel has no figure in a dtype in which it
+is wrong.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,15 +23,15 @@ from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape, quantise
 from parallel_llama.ops.groups import group_linear as torch_group_linear
 
-# Of the largest number that is expected.
+# Relative to the largest expected number.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# What a layer of Llama 3 8B multiplies with: (inputs, outputs).
+# The matrices of a layer of Llama 3 8B: (inputs, outputs).
 _MATRICES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256))
-_CACHED = 256 << 20  # bytes, beyond what any card keeps of them
+_CACHED = 256 << 20  # bytes, more than the cache of any card
 
 
 class Wrong(Exception):
-    """A kernel gives something else than what it should."""
+    """The result of a kernel is wrong."""
 
 
 def rows(setting: Setting) -> Rows:
@@ -40,17 +41,17 @@ def rows(setting: Setting) -> Rows:
 
 
 def dtypes(setting: Setting) -> tuple[torch.dtype, ...]:
-    """Those that kernels compute in; Triton's interpreter multiplies no bfloat16."""
+    """The dtypes of the kernels; tests/ops/cuda covers them where a rehearsal takes one."""
     every = torch.float32, torch.float16, torch.bfloat16
-    return every[:2] if setting.is_rehearsal else every
+    return every[: setting.pick(3, 1)]
 
 
 def products(setting: Setting) -> Rows:
-    """Every matrix of a layer of 8B, for one row and for 16."""
+    """Products with every matrix of a layer of 8B, for 1 row and for 16."""
     shapes = ((48, 70),) if setting.is_rehearsal else _MATRICES
     for dtype in dtypes(setting):
         for n_inputs, n_outputs in shapes:
-            for n_rows in (1, 16):
+            for n_rows in (1, setting.pick(16, 2)):
                 name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {_name(dtype)}"
                 yield from attempt(
                     name, lambda a=(name, n_rows, n_inputs, n_outputs, dtype): _product(*a, setting)
@@ -73,10 +74,10 @@ def _product(
 
 
 def group_products(setting: Setting) -> Rows:
-    """The same with 8 and 4 bits."""
+    """Products with 8-bit and 4-bit weights."""
     n_inputs, n_outputs = (64, 70) if setting.is_rehearsal else (4096, 28672)
     for form in ASKED.values():
-        for n_rows in (1, 16):
+        for n_rows in (1, setting.pick(16, 2)):
             name = f"product {n_inputs} to {n_outputs}, {n_rows} rows, {form.name}"
             yield from attempt(
                 name, lambda a=(name, form, n_rows, n_inputs, n_outputs): _group(*a, setting)
@@ -86,7 +87,7 @@ def group_products(setting: Setting) -> Rows:
 def _group(
     name: str, form: GroupFormat, n_rows: int, n_inputs: int, n_outputs: int, setting: Setting
 ) -> Rows:
-    # Integers are multiplied as such, and floats in the dtype of their inputs.
+    # Integer weights are multiplied as integers, and floats in the dtype of the inputs.
     ops, dtype = CUDAOps(), dtypes(setting)[-1] if form.is_float else torch.float32
     x = _normal((n_rows, n_inputs), dtype, setting)
     weight = quantise(_normal((n_outputs, n_inputs), dtype, setting), form)
@@ -108,10 +109,11 @@ def _group(
 
 
 def elementwise(setting: Setting) -> Rows:
-    """Norms, gates and draws of 16 rows of 8B."""
+    """Norms, gates and draws for 16 rows of 8B."""
     dim, n_channels, n_vocab = (48, 40, 70) if setting.is_rehearsal else (4096, 14336, 128256)
+    n_rows = setting.pick(16, 2)
     ours, torchs = CUDAOps(), TorchOps()
-    keys = torch.zeros(16, dtype=torch.int64, device=setting.device)  # the same for all rows
+    keys = torch.zeros(n_rows, dtype=torch.int64, device=setting.device)  # equal for all rows
     zeros, ones = keys.double(), keys.double() + 1
 
     def draw(ops: TorchOps, x: Tensor, temperatures: Tensor) -> Tensor:
@@ -132,8 +134,8 @@ def elementwise(setting: Setting) -> Rows:
             ("plain draw", lambda ops, x, _: draw(ops, x, ones), n_vocab),
             ("draw of top_k and top_p", lambda ops, x, _: draw_filtered(ops, x), n_vocab),
         ):
-            label = f"{name} of 16 rows, {_name(dtype)}"
-            x = _normal((16, width), dtype, setting)
+            label = f"{name} of {n_rows} rows, {_name(dtype)}"
+            x = _normal((n_rows, width), dtype, setting)
             yield from attempt(
                 label, lambda a=(label, call, x): _elementwise(*a, ours, torchs, setting)
             )
@@ -147,7 +149,7 @@ def _elementwise(
     torchs: TorchOps,
     setting: Setting,
 ) -> Rows:
-    weight, timed = x[0].clone(), x.clone()  # x itself may be overwritten
+    weight, timed = x[0].clone(), x.clone()  # the call may overwrite x
     y = call(ours, x.clone(), weight)
     _hold(y, call(torchs, x.double(), weight.double()), x.dtype)
     _alike(y, torch.cat([call(ours, row[None].clone(), weight) for row in x]))
@@ -156,7 +158,7 @@ def _elementwise(
 
 
 def attention(setting: Setting) -> Rows:
-    """Queries over keys in scattered blocks: any groups, head sizes and caches, then speeds."""
+    """Attention over scattered blocks: checks of KV groups, head sizes and caches; then speeds."""
     if CUDAOps.paged_attention is TorchOps.paged_attention:
         yield Row("attention", note="no kernel yet")
         return
@@ -177,7 +179,7 @@ def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
     groups = ((3, 2),) if setting.is_rehearsal else ((4,) * 8, (3, 2), (1, 3, 3, 2), (7,))
     caches = (None,) if setting.is_rehearsal else (None, torch.int8, torch.float8_e4m3fn)
     for kind, ranges in (("decode", decoded), ("prefill", chunks)):
-        for dtype in dtypes(setting)[: setting.pick(3, 1)]:
+        for dtype in dtypes(setting):
             for group in groups:
                 for head_dim in (16,) if setting.is_rehearsal else (64, 80, 128):
                     for cache in caches:
@@ -214,7 +216,7 @@ def _attention(name: str, ranges: list[tuple[int, int]], target: str, setting: S
     sample = make_sample(
         ranges, groups, head_dim, dtype=dtype, block_size=16, device=setting.device
     )
-    ops, heads = CUDAOps(), sample.heads  # not made anew while a graph is recorded
+    ops, heads = CUDAOps(), sample.heads  # created before a graph is recorded
     out = _hold_sample(sample, ops)
 
     def attend() -> None:
@@ -227,10 +229,10 @@ def _attention(name: str, ranges: list[tuple[int, int]], target: str, setting: S
 
 
 def prompts(setting: Setting) -> Rows:
-    """A whole prompt, before which nothing is cached: our kernel, and torch's beside it.
+    """A whole prompt with an empty cache, in our kernel and in torch's flash attention.
 
-    torch's takes keys in one piece, as they are where a layer has just made them, or as they are
-    gathered from their blocks; where groups are uneven each head gets keys of its own.
+    torch's attention takes contiguous keys, either as a layer computes them or gathered from their
+    blocks. For uneven KV groups the keys are repeated for each head.
     """
     n, head_dim = setting.pick(4096, 24), setting.pick(128, 16)
     dtype = torch.float32 if setting.is_rehearsal else torch.bfloat16
@@ -252,9 +254,9 @@ def _prompt(
 
 
 def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
-    """Every way of a sample's one range to its result."""
+    """Every method to compute the result of a sample with one range."""
     ops, heads, out = CUDAOps(), sample.heads, torch.empty_like(sample.q)
-    # A rehearsal has no card with that kernel.
+    # A rehearsal has no card for flash attention.
     backend = SDPBackend.MATH if setting.is_rehearsal else SDPBackend.FLASH_ATTENTION
     is_even = len(set(sample.groups)) == 1
     group_of = [i for i, n in enumerate(sample.groups) for _ in range(n)]
@@ -286,8 +288,8 @@ def _ways(sample: Sample, setting: Setting) -> dict[str, Callable[[], Tensor]]:
 
 
 def routed_products(setting: Setting) -> Rows:
-    """What a layer of Mixtral multiplies with first, of tokens that go to 2 of 8 experts each."""
-    for n_rows in (1, 3) if setting.is_rehearsal else (1, 16, 64):
+    """The first product of a Mixtral layer, with 2 of 8 experts for each token."""
+    for n_rows in (3,) if setting.is_rehearsal else (1, 16, 64):
         name = f"routed product, {n_rows} rows"
         yield from attempt(name, lambda a=(name, n_rows): _routed(*a, setting))
 
@@ -326,11 +328,11 @@ def _normal(size: tuple[int, ...], dtype: torch.dtype, setting: Setting) -> Tens
 
 
 def _hold(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Raises: Wrong where a number is further off than its dtype explains."""
+    """Raises: Wrong if an error exceeds the tolerance of the dtype."""
     error = (ours.double() - expected.double()).abs().max()
     most = _TOLERANCE[dtype] * max(float(expected.double().abs().max()), 1e-9)
     if not error <= most:
-        raise Wrong(f"off by {error:.3g}, and {most:.3g} is the most that {_name(dtype)} explains")
+        raise Wrong(f"off by {error:.3g}; the tolerance of {_name(dtype)} is {most:.3g}")
 
 
 def _hold_sample(sample: Sample, ops: TorchOps) -> Tensor:
@@ -342,7 +344,7 @@ def _hold_sample(sample: Sample, ops: TorchOps) -> Tensor:
 
 def _alike(together: Tensor, alone: Tensor) -> None:
     if not torch.equal(together, alone):
-        raise Wrong("a row is another in company than alone")
+        raise Wrong("a row in a batch differs from the same row alone")
 
 
 def _moved(name: str, n_bytes: int, seconds: float, setting: Setting, target: str = "") -> Row:

@@ -1,7 +1,6 @@
-"""Models of random weights on the device, and steps of them at any length.
+"""Models with random weights on the device, and steps of them at any length.
 
-A step takes as long whatever its cache holds, so nothing is prefilled for a decode step to be
-timed.
+The time of a step does not depend on the content of the cache, so decode steps need no prefill.
 """
 
 import json
@@ -17,21 +16,21 @@ import torch
 from launch.bench.gpu_steps import Setting
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.dtypes import make_precision
 from parallel_llama.engine.decode_graphs import record_cuda_graph
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.files.model_files import find_model
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.ops import Scores, TorchOps
-from parallel_llama.parallel.collectives import Communicator, Solo
-from parallel_llama.parallel.slice import Slice
-from parallel_llama.plan import make_plan, make_precision
+from parallel_llama.parallel.collectives import Communicator, Slice, Solo
+from parallel_llama.plan import make_plan
 
 BLOCK_SIZE = 16
 
 
 def shape(name: str, setting: Setting) -> ModelArgs:
-    """A shape of configs/models; a rehearsal has but its name."""
+    """A shape of configs/models; a rehearsal only keeps its name."""
     args = load_model_args(find_model(name))
     if not setting.is_rehearsal:
         return args
@@ -41,7 +40,7 @@ def shape(name: str, setting: Setting) -> ModelArgs:
 
 @contextmanager
 def named(name: str, setting: Setting) -> Iterator[str]:
-    """What `--model` takes for it: the name, or the file of a rehearsal's shape."""
+    """A value of `--model`: the name, or a file with the shape of a rehearsal."""
     if not setting.is_rehearsal:
         yield name
         return
@@ -55,7 +54,7 @@ def named(name: str, setting: Setting) -> Iterator[str]:
 
 
 def transformers_config(args: ModelArgs) -> Any:
-    """The same shape as a configuration of transformers, which has to be installed."""
+    """The shape as a configuration of transformers, which must be installed."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -72,12 +71,12 @@ def transformers_config(args: ModelArgs) -> Any:
 
 
 def half(setting: Setting) -> str:
-    """bfloat16, in which Triton's interpreter cannot multiply."""
+    """bfloat16, or float32 in a rehearsal: Triton's interpreter has no bfloat16 products."""
     return "float32" if setting.is_rehearsal else "bfloat16"
 
 
 def ours(args: ModelArgs) -> TorchOps:
-    """The kernels; where a step runs them, Triton is there."""
+    """The operators of the card, which need Triton."""
     from parallel_llama.ops.cuda_ops import CUDAOps
 
     return CUDAOps(Scores(args.attention_scale, args.attention_soft_cap))
@@ -95,7 +94,7 @@ def load(
     comm: Communicator | None = None,
     quant: str = "none",
 ) -> ModelRunner:
-    """A rank's share, its weights drawn on the device; without a cache."""
+    """A rank's shard with random weights, without a cache."""
     comm = comm or Solo()
     precision = make_precision(args, dtype or half(setting), setting.device.type, quant)
     plan = make_plan(args, comm.size, quant_group=precision.group_size)
@@ -111,7 +110,7 @@ def load(
 
 
 def reserve(runner: ModelRunner, n_sequences: int, n_tokens: int) -> None:
-    """An empty cache for so many sequences of so many tokens, of zeros."""
+    """Allocates a cache of zeros for `n_sequences` of `n_tokens`."""
     n_blocks = n_sequences * -(-n_tokens // BLOCK_SIZE)
     runner.reserve([n_blocks] * len(runner.groups), BLOCK_SIZE)
     for cache, group in zip(runner.caches, runner.groups, strict=True):
@@ -122,13 +121,13 @@ def reserve(runner: ModelRunner, n_sequences: int, n_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Texts:
-    """Sequences of at most `n_tokens`, whose blocks lie in turns: no two in a row are of one."""
+    """Sequences of at most `n_tokens` with interleaved blocks."""
 
     n_sequences: int
     n_tokens: int
 
     def chunks(self, runner: ModelRunner, start: int, n_new: int = 1) -> list[Chunk]:
-        """`n_new` tokens of each from a position on."""
+        """A chunk of `n_new` tokens of each sequence from position `start` on."""
         n_blocks = -(-self.n_tokens // BLOCK_SIZE)
         return [
             Chunk(
@@ -145,14 +144,14 @@ class Texts:
         ]
 
     def step(self, runner: ModelRunner, start: int, n_new: int = 1) -> Callable[[], Any]:
-        """A step that gives each one's last logits."""
+        """A step that returns the last logits of each sequence."""
         chunks = self.chunks(runner, start, n_new)
         rows = [number * n_new + n_new - 1 for number in range(self.n_sequences)]
         return lambda: runner.step(chunks, rows)[0].values
 
 
 def record(runner: ModelRunner, setting: Setting) -> bool:
-    """Record the decode steps. Returns: whether there is one that operators and device can."""
+    """Records the decode steps; returns whether any could be recorded."""
     n_recorded = 0
 
     def recorder(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
@@ -166,13 +165,13 @@ def record(runner: ModelRunner, setting: Setting) -> bool:
 
 
 class Wrong(Exception):
-    """A model gives something else than what it should."""
+    """The result of a model is wrong."""
 
 
 def require_right(
     name: str, setting: Setting, *, quant: str = "none", n_ranks: int | None = None
 ) -> None:
-    """See that two layers of a shape, or of rank 0's share of it, give torch's logits.
+    """Checks that two layers of a shape, or of rank 0's shard of it, give the logits of torch.
 
     Raises: Wrong.
     """
@@ -189,14 +188,14 @@ def require_right(
         found.append(torch.cat(parts).clone())
         del runner
     error = float((found[0] - found[1]).abs().max() / found[0].abs().max())
-    # A rounded input may be the next integer where sums differ in their last bits.
+    # A rounded input may be another integer if sums differ in their last bits.
     is_rounded = quant != "none" or half(setting) != "float32"
     if not error <= (0.05 if is_rounded else 1e-3):
         raise Wrong(f"logits of two layers are off by {error:.3g} of the largest")
 
 
 class _Later:
-    """The logits of a step that runs again in place of a graph."""
+    """The logits of a step that runs again instead of a graph."""
 
     logits: Any = None
 
@@ -211,8 +210,3 @@ def _rehearse(step: Callable[[], Any]) -> Any:
         found.logits = step()
 
     return found, replay
-
-
-def synchronize(setting: Setting) -> None:
-    if not setting.is_rehearsal:
-        torch.cuda.synchronize()

@@ -1,14 +1,15 @@
-"""transformers with a static cache, compiled, in 1B's shape: one text, one token a step."""
+"""transformers with a static cache, eager and compiled, for one text in the shape of 1B."""
 
 import statistics
-import time
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from launch.bench.gpu_steps import Row, Rows, Setting
-from launch.bench.gpu_steps.models import half, shape, synchronize, transformers_config
+from launch.bench.gpu_steps.clock import synchronous_seconds
+from launch.bench.gpu_steps.models import half, shape, transformers_config
 
 
 def rows(setting: Setting) -> Rows:
@@ -42,11 +43,6 @@ def rows(setting: Setting) -> Rows:
 
 
 def _median_ms(step: Any, first: int, n_steps: int, setting: Setting) -> float:
-    seconds = []
-    for at in range(first, first + n_steps):
-        synchronize(setting)
-        started = time.perf_counter()
-        step(at)
-        synchronize(setting)
-        seconds.append(time.perf_counter() - started)
+    steps = range(first, first + n_steps)
+    seconds = [synchronous_seconds(partial(step, at), setting) for at in steps]
     return statistics.median(seconds[n_steps // 2 :]) * 1e3

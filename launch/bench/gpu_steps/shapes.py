@@ -1,8 +1,8 @@
-"""Decode steps and prefill in the shapes of 1B and 8B, filled on the device with random numbers.
+"""Decode steps and prefill in the shapes of 1B and 8B with random weights.
 
-Shares of decode steps are of the time to read the weights and all keys and values at the measured
-rate of copies; those of prefill are of the measured rate of products. Before a shape is timed, two
-layers of it give what torch's operators give, or it has no figure.
+Shares of decode are fractions of the speed at which weights, keys and values could be read at the
+measured rate of copies. Shares of prefill are fractions of the measured rate of products. A shape
+has a figure only if two of its layers agree with torch's operators.
 """
 
 import statistics
@@ -19,9 +19,10 @@ from launch.bench.gpu_steps.models import Texts, half, named, require_right
 from launch.bench.machine import prefill_flops
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.engine.block_group import STEP_TOKENS
-from parallel_llama.plan import kv_bytes_per_token
+from parallel_llama.memory import kv_bytes_per_token
 
 _BATCHES, _CONTEXTS, _PREFILL = (1, 16, 64, 256), (512, 2048, 4096), 8192
+_QUANTS = {"llama-3.2-1b": ("none",), "llama-3-8b": ("none", "int8", "int4")}
 _TARGETS = {
     ("llama-3.2-1b", 1, 512): "at least 0.70",
     ("llama-3-8b", 1, 512): "at least 0.80",
@@ -29,9 +30,9 @@ _TARGETS = {
 }
 
 
-def of_shape(name: str, quants: tuple[str, ...], setting: Setting) -> Rows:
+def rows(setting: Setting, name: str) -> Rows:
     plain_ms: float | None = None
-    for quant in quants:
+    for quant in _QUANTS[name]:
         label = f"{name}, {half(setting) if quant == 'none' else quant}"
         for row in attempt(label, lambda a=(name, quant, label): _measured(*a, setting)):
             if row.name.endswith("batch 1, context 512") and row.value:
@@ -46,7 +47,7 @@ def of_shape(name: str, quants: tuple[str, ...], setting: Setting) -> Rows:
 
 @dataclass(frozen=True)
 class _Model:
-    """A whole model on the device, and what its steps read."""
+    """A whole model on the device, and the bytes that its steps read."""
 
     llm: LLM
     name: str
@@ -98,12 +99,12 @@ def _decode(model: _Model, batch: int, context: int, setting: Setting) -> Rows:
 
 
 def _median_seconds(step: Callable[[], object], setting: Setting) -> float:
-    """Seconds of a step as the engine calls it: filled in, launched, and waited for."""
+    """Median seconds of a step as the engine runs it, with its inputs, launch and wait."""
     return statistics.median(eager_seconds(step, setting) for _ in range(setting.pick(5, 1)))
 
 
 def _gap(model: _Model, setting: Setting) -> Rows:
-    """What a step of the engine takes beyond that of the model, for one text."""
+    """The time of an engine step beyond the model step, for one text."""
     n_prompt, n_new = setting.pick(500, 9), setting.pick(64, 4)
     params = SamplingParams(max_tokens=n_new, ignore_eos=True)
     ticks: list[float] = []
@@ -120,10 +121,10 @@ def _gap(model: _Model, setting: Setting) -> Rows:
 
 
 def _prefill(model: _Model, setting: Setting) -> Rows:
-    """A prompt in the chunks in which the engine reads it."""
+    """Prefill of a prompt in the chunks of the engine, and at once."""
     n, runner = setting.pick(_PREFILL, 40), model.llm.engine.runner
     texts, size = Texts(1, n), setting.pick(STEP_TOKENS["cuda"], 20)
-    for n_new in (size, n):  # and all of it at once
+    for n_new in (size, n):  # and the whole prompt
         steps = [texts.step(runner, start, min(n_new, n - start)) for start in range(0, n, n_new)]
         seconds = eager_seconds(lambda steps=steps: [step() for step in steps], setting)
         share = prefill_flops(model.llm.args, [n]) / seconds / setting.matrix_flops
@@ -132,7 +133,7 @@ def _prefill(model: _Model, setting: Setting) -> Rows:
 
 
 def _kernels(model: _Model, setting: Setting) -> Rows:
-    """Kernels of a decode step of one text, counted by torch's profiler."""
+    """The number of kernels in a decode step of one text, by torch's profiler."""
     kind = torch.profiler.ProfilerActivity
     step = Texts(1, 64).step(model.llm.engine.runner, 40)
     step()

@@ -1,74 +1,13 @@
-"""Machine code for the steps of a model, made for the CPU at hand.
+"""Kernels for the CPU, compiled with LLVM for the machine at hand when a model is loaded.
 
-Decoding has a row per sequence: what counts is that every weight and every key passes the core
-once, as fast as memory gives it. Prompts have many rows: there the cores' arithmetic sets the pace.
-Each kernel is a function of LLVM's intermediate representation, compiled when a model is loaded.
-Attention needs no mask, and no copy of keys that lie here and there in the cache.
+In decoding, each sequence has one row, and memory bandwidth sets the pace: every weight and every
+key is read once. Prompts have many rows, and arithmetic sets the pace. Attention needs no mask, and
+reads keys and values where they are in the cache.
 
-A kernel sums in an order that does not depend on how many rows or threads there are, and kernels
-for few rows and for many sum in the same order. So a row's result is the same to the last bit in
-any batch and at any cut of its prompt. Kernels on matrix tiles (AMX) are for many rows alone, and
-sum in another order.
+The order in which a kernel sums does not depend on the number of rows or threads, and it is the
+same in the kernels for few rows and for many. So a row's result has the same bits in any batch and
+wherever its prompt is cut. Only kernels on matrix tiles (AMX), which are for many rows, sum in
+another order.
 
-Kernels take a `run`: a call is made at once, or recorded, for `walk` to make those of a whole step.
+Kernels are called with a `run`, which makes the call at once or records it: see `replay`.
 """
-
-from parallel_llama.ops.cpu.add import make_add
-from parallel_llama.ops.cpu.attention import AttentionKernel, make_attention
-from parallel_llama.ops.cpu.block_linear import make_block_linear
-from parallel_llama.ops.cpu.chunk_attention import ChunkAttentionKernel, make_chunk_attention
-from parallel_llama.ops.cpu.group_linear import make_group_linear
-from parallel_llama.ops.cpu.group_lookup import make_group_lookup
-from parallel_llama.ops.cpu.largest import make_largest
-from parallel_llama.ops.cpu.linear import MAX_ROWS, make_linear, make_routed_linear
-from parallel_llama.ops.cpu.lookup import make_lookup
-from parallel_llama.ops.cpu.norm import make_norm
-from parallel_llama.ops.cpu.program import Run, at_once, computes, this_machine
-from parallel_llama.ops.cpu.recording import KernelsOnly, NotRecorded, Pieces, Recording
-from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
-from parallel_llama.ops.cpu.route import make_route, make_routes
-from parallel_llama.ops.cpu.silu_and_mul import make_silu_and_mul
-from parallel_llama.ops.cpu.tile_attention import TileAttentionKernel, make_tile_attention
-from parallel_llama.ops.cpu.tile_linear import TileLinearKernel, make_tile_linear
-from parallel_llama.ops.cpu.turn import make_turn
-from parallel_llama.ops.cpu.unpack import make_unpack
-from parallel_llama.ops.cpu.walk import make_walk
-from parallel_llama.ops.cpu.weighted_sum import make_weighted_sum
-
-__all__ = [
-    "MAX_ROWS",
-    "AttentionKernel",
-    "ChunkAttentionKernel",
-    "KernelsOnly",
-    "NotRecorded",
-    "Pieces",
-    "Recording",
-    "RotaryKernel",
-    "Run",
-    "TileAttentionKernel",
-    "TileLinearKernel",
-    "at_once",
-    "computes",
-    "make_add",
-    "make_attention",
-    "make_block_linear",
-    "make_chunk_attention",
-    "make_group_linear",
-    "make_group_lookup",
-    "make_largest",
-    "make_linear",
-    "make_lookup",
-    "make_norm",
-    "make_rotary",
-    "make_route",
-    "make_routed_linear",
-    "make_routes",
-    "make_silu_and_mul",
-    "make_tile_attention",
-    "make_tile_linear",
-    "make_turn",
-    "make_unpack",
-    "make_walk",
-    "make_weighted_sum",
-    "this_machine",
-]

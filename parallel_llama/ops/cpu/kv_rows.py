@@ -1,14 +1,19 @@
-"""The rows of a KV cache, as kernels read and write them; `ops.kv_rows` says how they lie.
+"""Rows of a KV cache in kernels: how they are read and written, and a kernel that unpacks them.
 
-Kernels compute in a vector's type; rows of another are turned into that, a whole row at a time.
+`ops.kv_rows` describes the layout. Kernels compute in one dtype; rows of another are converted to
+it, a whole row at a time.
 """
 
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import Generic
 
 import torch
 from llvmlite import ir
+from torch import Tensor
 
-from parallel_llama.ops.cpu.builder import (
+from parallel_llama.ops.cpu.arguments import Integer, Numbers, Rows, T
+from parallel_llama.ops.cpu.ir import (
     F16,
     F32,
     I8,
@@ -16,6 +21,7 @@ from parallel_llama.ops.cpu.builder import (
     I32,
     I64,
     Lanes,
+    Thread,
     Value,
     Variable,
     fma,
@@ -23,13 +29,14 @@ from parallel_llama.ops.cpu.builder import (
     loop,
     where,
 )
-from parallel_llama.ops.cpu.narrow_floats import from_e4m3, to_bfloat16, to_e4m3
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.vector_math import from_e4m3, to_bfloat16, to_e4m3
 from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
 
 
 @dataclass(frozen=True)
 class KVRows:
-    """Rows of D numbers, kept in one type and computed with in the lanes'.
+    """Rows of D numbers, stored in one dtype and computed with in that of the lanes.
 
     Raises: KeyError for a dtype that no cache has.
     """
@@ -40,12 +47,12 @@ class KVRows:
 
     @property
     def is_plain(self) -> bool:
-        """Whether numbers are kept as they are computed with."""
+        """Whether numbers are stored in the dtype to compute in."""
         return self.stored == self.lanes.computed
 
     @property
     def width(self) -> int:
-        """Stored numbers of a row."""
+        """The stored numbers of a row, with its scale."""
         return row_width(self.head_dim, self.stored)
 
     @property
@@ -54,14 +61,14 @@ class KVRows:
 
     @property
     def pointer(self) -> ir.PointerType:
-        """To one stored number."""
+        """The type of the address of one stored number."""
         if self.is_plain:
             return self.lanes.pointer
         types = {torch.float16: F16, torch.bfloat16: I16, torch.int8: I8, torch.float8_e4m3fn: I8}
         return types[self.stored].as_pointer()
 
     def read(self, row: Value, target: Value) -> None:
-        """Turn a row into D numbers."""
+        """Converts a row to D numbers."""
         lanes = self.lanes
         scale = self._scale(row)
         with loop(row.b, 0, self.head_dim, lanes.width) as i:
@@ -69,7 +76,7 @@ class KVRows:
             lanes.store(target + i, numbers if scale is None else numbers * scale)
 
     def write(self, source: Value, row: Value) -> None:
-        """Turn D numbers into a row."""
+        """Converts D numbers to a row."""
         lanes, b = self.lanes, row.b
         if self.is_plain:
             with loop(b, 0, self.head_dim, lanes.width) as i:
@@ -91,14 +98,14 @@ class KVRows:
         return (row + self.head_dim).bits_as(F32.as_pointer())
 
     def _scale(self, row: Value) -> Value | None:
-        """What the numbers of a row are multiplied by, in all lanes."""
+        """The scale of a row in all lanes, or None if its dtype has no scale."""
         if self.stored not in LARGEST:
             return None
         scale = Value(row.b, row.b.load(self._place_of_scale(row).raw, align=1))
         return self.lanes.splat(scale.to(self.lanes.vector.element))
 
     def _scale_for(self, source: Value) -> Value:
-        """The scale of a row that these D numbers become; nan where one of them is not finite."""
+        """The scale for a row of these D numbers; NaN if one of them is not finite."""
         lanes, b = self.lanes, source.b
         largest, nan_or_0 = Variable(lanes.constant(b, 0)), Variable(lanes.constant(b, 0))
         with loop(b, 0, self.head_dim, lanes.width) as i:
@@ -111,7 +118,7 @@ class KVRows:
         return where(scale < LEAST_SCALE, scale.like(LEAST_SCALE), scale)
 
     def _wide(self, stored: Value) -> Value:
-        """Stored numbers in the type of the lanes, without their scale."""
+        """Converts stored numbers to the type of the lanes, without the scale."""
         vector, n = self.lanes.vector, self.lanes.width
         if self.stored == torch.int8:
             return stored.resized(ir.VectorType(I32, n)).to(vector)
@@ -123,11 +130,11 @@ class KVRows:
         return from_e4m3(stored, vector)
 
     def _narrow(self, numbers: Value) -> Value:
-        """Numbers, divided by their scale, as they are stored: the nearest, else the even one."""
+        """Rounds numbers, already divided by the scale, to the stored dtype, ties to even."""
         n = self.lanes.width
         if self.stored == torch.int8:
             integers = {torch.float32: I32, torch.float64: I64}[self.lanes.computed]
-            # Added to a number so large that its last bit counts ones, they are rounded.
+            # The last bit of the summand counts ones, so the sum is rounded to integers.
             n_mantissa = {torch.float32: 23, torch.float64: 52}[self.lanes.computed]
             rounded = numbers + 1.5 * 2.0**n_mantissa
             return rounded.bits_as(ir.VectorType(integers, n)).resized(ir.VectorType(I8, n))
@@ -140,7 +147,63 @@ class KVRows:
 
 
 def _load(address: Value, n: int, align: int) -> Value:
-    """Stored numbers that begin at any address."""
+    """Loads n stored numbers."""
     element = address.raw.type.pointee
     place = address.bits_as(ir.VectorType(element, n).as_pointer())
     return Value(address.b, address.b.load(place.raw, align=align))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    cache: Rows[T]
+    head_stride: Integer[T]
+    y: Numbers[T]
+    n_slots: Integer[T]
+    n: Integer[T]
+
+
+class UnpackKernel:
+    """The same bits as `kv_rows.unpack` in torch, which needs several passes.
+
+    Shapes: rows [1, K, S, W], contiguous for each head; the result [1, K, S, D].
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, machine: Machine
+    ) -> None:
+        lanes = machine.lanes(dtype, head_dim)
+        self.dtype, self._rows = dtype, KVRows(cache_dtype, lanes, head_dim)
+        self._program = Program(
+            _Arguments[float],
+            partial(_unpack, self._rows),
+            numbers=lanes.pointer,
+            rows=self._rows.pointer,
+        )
+
+    def __call__(self, rows: Tensor, run: Run = at_once) -> Tensor:
+        _, n_heads, n_slots, width = rows.shape
+        assert rows.stride()[2:] == (width, 1) and width == self._rows.width
+        assert rows.dtype == self._rows.stored
+        y = torch.empty(1, n_heads, n_slots, self._rows.head_dim, dtype=self.dtype)
+        arguments = _Arguments(
+            cache=rows.data_ptr(), head_stride=rows.stride(1), y=y.data_ptr(), n_slots=n_slots,
+            n=n_heads * n_slots,
+        )  # fmt: skip
+        run(self._program, threads_for(y.numel()), arguments)
+        return y
+
+
+@cache
+def make_unpack(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> UnpackKernel:
+    return UnpackKernel(dtype, cache_dtype, head_dim, this_machine())
+
+
+def _unpack(rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
+    """
+    for (head, slot) in this thread's pairs:
+        y[head, slot] = rows[head, slot], converted
+    """
+    n_slots = args.n_slots
+    with loop(b, *thread.part_of(args.n)) as pair:
+        head = args.cache + pair // n_slots * args.head_stride
+        rows.read(head + pair % n_slots * rows.width, args.y + pair * rows.head_dim)

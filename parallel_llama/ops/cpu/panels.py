@@ -1,26 +1,25 @@
-"""What kernels read of a matrix of small integers, or floats, in panels.
-
-Source: `ops.groups` says how panels lie.
-"""
+"""Access to quantised matrices in panels, whose layout `ops.groups` describes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from typing import Generic
 
 from llvmlite import ir
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
-from parallel_llama.ops.cpu.builder import F16, I8, I32, LINE_BYTES, Lanes, Value, shuffle
-from parallel_llama.ops.cpu.narrow_floats import from_e4m3
-from parallel_llama.ops.groups import Plane, planes_of
+from parallel_llama.ops.cpu.arguments import Integer, T
+from parallel_llama.ops.cpu.ir import F16, I8, I32, LINE_BYTES, Lanes, Value, shuffle
+from parallel_llama.ops.cpu.vector_math import from_e4m3
+from parallel_llama.ops.groups import PanelShape, Plane, planes_of
 
-_ALL_FOUR = 0x01010101  # times a byte, that byte in all places of a word
+_ALL_FOUR = 0x01010101  # multiplied by a byte: the byte in all four bytes of a word
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Where a panel has its scales, its minima, its factors and its integers."""
+    """The addresses of a panel's scales, minima, factors and integers."""
 
     scales: Value
     mins: Value
@@ -28,9 +27,34 @@ class Panel:
     integers: Value
 
 
+@dataclass(slots=True, kw_only=True)
+class PanelArguments(Generic[T]):
+    """The layout of a matrix in panels."""
+
+    n_groups: Integer[T]
+    n_before: Integer[T]
+    mins_at: Integer[T]
+    factors_at: Integer[T]
+    integers_at: Integer[T]
+    panel_bytes: Integer[T]
+
+
+def panel_arguments(shape: PanelShape) -> PanelArguments[int]:
+    return PanelArguments(
+        n_groups=shape.n_groups, n_before=shape.n_before, mins_at=shape.scale_bytes,
+        factors_at=shape.factors_at, integers_at=shape.integers_at, panel_bytes=shape.n_bytes,
+    )  # fmt: skip
+
+
+def panel_at(panels: Value, number: Value, args: PanelArguments[Value]) -> Panel:
+    start = panels + number * args.panel_bytes
+    parts = (args.mins_at, args.factors_at, args.integers_at)
+    return Panel(start, *(start + place for place in parts))
+
+
 @dataclass(frozen=True)
 class Group:
-    """The number of a group of inputs, and that of its block."""
+    """The numbers of a group of inputs and of its block."""
 
     number: Value
     block: Value
@@ -38,18 +62,18 @@ class Group:
 
 @dataclass(frozen=True)
 class PanelReader:
-    """Reads panels of a format: a vector has something of every row of a panel."""
+    """Loads from panels of a format, as vectors with one lane for each row of a panel."""
 
     lanes: Lanes
     form: GroupFormat
 
     def group_at(self, number: Value, n_before: Value) -> Group:
-        """A group of a matrix whose first block began so many groups before."""
+        """A group of a matrix whose first block began `n_before` groups before the matrix."""
         is_shared = self.form.n_shared > 1
         return Group(number, (number + n_before) // self.form.n_shared if is_shared else number)
 
     def prefetch(self, panel: Panel, group: Group) -> None:
-        """Ask for a group's integers and scales."""
+        """Prefetches a group's integers and scales."""
         for line in range(0, self._group_bytes, LINE_BYTES):
             (panel.integers + group.number * self._group_bytes + line).prefetch(cache=2)
         (panel.scales + group.block * 2 * self.lanes.width).prefetch(cache=2)
@@ -57,9 +81,9 @@ class PanelReader:
             self._factors_at(panel, group, 0).prefetch(cache=2)
 
     def unsigned(self, panel: Panel, group: Group, part: int) -> Iterator[tuple[int, Value]]:
-        """A part's integers from 0 on, in bytes, and which four inputs of the group they are for.
+        """Yields a part's unsigned integers, four inputs at a time as bytes, and their column.
 
-        Columns that share a word of the first plane come one after the other.
+        Columns that share a word of the first plane follow each other.
         """
         planes = planes_of(self.form.n_bits)
         n_columns = 8 // self.form.n_parts
@@ -70,7 +94,7 @@ class PanelReader:
             yield column, reduce(or_, bits)
 
     def floats(self, panel: Panel, group: Group) -> Iterator[tuple[int, Value]]:
-        """A group's numbers in a format of floats, and which input of the group each is for."""
+        """Yields a group's numbers in a format of floats, and their input in the group."""
         width = self.lanes.width
         for column, words in self.unsigned(panel, group, 0):
             bytes_ = words.bits_as(ir.VectorType(I8, 4 * width))
@@ -84,7 +108,7 @@ class PanelReader:
         return scale * self._factors(panel, group, part) if self.form.scale_factors else scale
 
     def least(self, panel: Panel, group: Group, part: int) -> Value:
-        """The minimum of a part, in a format that has them."""
+        """The minimum of a part, in a format that has minima."""
         least = self._halves(panel.mins, group)
         if not self.form.min_factors:
             return least
@@ -97,11 +121,11 @@ class PanelReader:
 
     @property
     def _group_bytes(self) -> int:
-        """Bytes of a group's integers, of all rows of a panel."""
+        """The bytes of a group's integers, for all rows of a panel."""
         return GROUP_SIZE * self.form.n_bits // 8 * self.lanes.width
 
     def _bits(self, panel: Panel, group: Group, plane: Plane, column: int) -> Value:
-        """What a plane has of a column, each byte's bits where they belong in it."""
+        """The bits of a column in a plane, each at its position in the byte."""
         words = ir.VectorType(I32, self.lanes.width)
         at = group.number * self._group_bytes + plane.word_of(column) * self._vector_bytes
         place = (panel.integers + at).bits_as(words.as_pointer())
@@ -113,13 +137,13 @@ class PanelReader:
         return (stored >> shift if shift > 0 else stored << -shift) & mask
 
     def _halves(self, numbers: Value, group: Group) -> Value:
-        """Numbers of float16 of a block, one for each row of a panel."""
+        """The float16 numbers of a block, one for each row of a panel."""
         halves = ir.VectorType(F16, self.lanes.width)
         place = (numbers + group.block * 2 * self.lanes.width).bits_as(halves.as_pointer())
         return Value(place.b, place.b.load(place.raw, align=2)).to(self.lanes.vector)
 
     def _factors(self, panel: Panel, group: Group, number: int) -> Value:
-        """One of a group's factors for each row of a panel."""
+        """One of a group's factors, for each row of a panel."""
         factors = ir.VectorType(I8, self.lanes.width)
         place = self._factors_at(panel, group, number).bits_as(factors.as_pointer())
         return Value(place.b, place.b.load(place.raw, align=1)).to(self.lanes.vector)
@@ -129,5 +153,5 @@ class PanelReader:
 
 
 def _signed(word: int) -> int:
-    """The same 32 bits, as LLVM's constants have them."""
+    """The 32 bits as a signed integer, as LLVM's constants are."""
     return word - (1 << 32) if word >> 31 else word

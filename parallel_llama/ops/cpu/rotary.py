@@ -1,17 +1,19 @@
-"""Rotary positions and the way into the KV cache, in one pass over queries, keys and values.
+"""Rotary embedding and the store into the KV cache, in one pass over queries, keys and values.
 
 Source: RoFormer, arXiv 2104.09864, section 3.4.2.
 """
 
+from dataclasses import dataclass
 from functools import cache, partial
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.builder import I64, Lanes, Thread, Value, fma, loop, shuffle
-from parallel_llama.ops.cpu.kv_rows import KVRows
-from parallel_llama.ops.cpu.program import (
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
+from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, fma, loop, shuffle
+from parallel_llama.ops.cpu.jit import (
     Machine,
     Program,
     Run,
@@ -19,16 +21,28 @@ from parallel_llama.ops.cpu.program import (
     this_machine,
     threads_for,
 )
+from parallel_llama.ops.cpu.kv_rows import KVRows
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    qkv: Numbers[T]
+    rotations: Numbers[T]
+    slots: Integers[T]
+    k_cache: Rows[T]
+    v_cache: Rows[T]
+    cache_stride: Integer[T]
+    n: Integer[T]
+    n_heads: Integer[T]
+    n_kv_heads: Integer[T]
 
 
 class RotaryKernel:
-    """Rotate queries in place; store rotated keys, and values, in their slots.
+    """Rotates queries and keys in place, and stores keys and values in their slots of the cache.
 
-    The keys in `qkv` are rotated too.
-
-    Shapes: qkv [T, H + 2 K, D] in one piece, each token's H queries, K keys and K values;
-    rotations [T, 1, D / 2] complex, pair i turning numbers 2 i and 2 i + 1; slots [T] int64; k, v
-    [K, n_slots, W] in the cache's dtype, slots in one piece, heads anywhere.
+    Shapes: qkv [T, H + 2 K, D], contiguous, each token's H queries, K keys and K values; rotations
+    [T, 1, D / 2] complex, where pair i rotates numbers 2 i and 2 i + 1; slots [T] int64; k, v
+    [K, n_slots, W] in the cache's dtype, contiguous for each head.
     """
 
     def __init__(
@@ -37,9 +51,12 @@ class RotaryKernel:
         self.dtype, self.head_dim = dtype, head_dim
         lanes = machine.lanes(dtype, head_dim)
         self._rows = KVRows(cache_dtype, lanes, head_dim)
-        numbers, integers, rows = lanes.pointer, I64.as_pointer(), self._rows.pointer
-        types = [numbers, numbers, integers, rows, rows, I64, I64, I64, I64]
-        self._program = Program("rotary", types, partial(_rotary, self._rows))
+        self._program = Program(
+            _Arguments[float],
+            partial(_rotary, self._rows),
+            numbers=lanes.pointer,
+            rows=self._rows.pointer,
+        )
 
     def __call__(
         self,
@@ -56,48 +73,48 @@ class RotaryKernel:
         assert len(rotations) == len(slots) == n
         assert k.stride() == v.stride() and k.stride()[1:] == (self._rows.width, 1)
         assert k.dtype == v.dtype == self._rows.stored
-        run(
-            self._program, threads_for(qkv.numel()),
-            qkv.data_ptr(), rotations.data_ptr(), slots.data_ptr(), k.data_ptr(), v.data_ptr(),
-            k.stride(0), n, qkv.shape[1] - 2 * n_kv_heads, n_kv_heads,
+        arguments = _Arguments(
+            qkv=qkv.data_ptr(), rotations=rotations.data_ptr(), slots=slots.data_ptr(),
+            k_cache=k.data_ptr(), v_cache=v.data_ptr(), cache_stride=k.stride(0), n=n,
+            n_heads=qkv.shape[1] - 2 * n_kv_heads, n_kv_heads=n_kv_heads,
         )  # fmt: skip
+        run(self._program, threads_for(qkv.numel()), arguments)
 
 
 @cache
 def make_rotary(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> RotaryKernel:
-    """The kernel for this machine; `computes` says for what."""
     return RotaryKernel(dtype, cache_dtype, head_dim, this_machine())
 
 
-def _rotary(rows: KVRows, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
-    """The kernel.
-
+def _rotary(rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
+    """
     for token in this thread's tokens:
         for head in the query heads:
             q[token, head] = rotate(q[token, head])
         for head in the KV heads:
-            k_cache[head, slots[token]] = row of rotate(k[token, head])
-            v_cache[head, slots[token]] = row of v[token, head]
+            k[token, head] = rotate(k[token, head])
+            k_cache[head, slots[token]] = k[token, head], converted
+            v_cache[head, slots[token]] = v[token, head], converted
     """
     lanes, head_dim = rows.lanes, rows.head_dim
-    qkv, rotations, slots, k_cache, v_cache, cache_stride, n, n_heads, n_kv_heads = arguments
-    with loop(b, *thread.part_of(n)) as token:
-        q = qkv + token * (n_heads + n_kv_heads * 2) * head_dim
+    n_heads, n_kv_heads = args.n_heads, args.n_kv_heads
+    with loop(b, *thread.part_of(args.n)) as token:
+        q = args.qkv + token * (n_heads + n_kv_heads * 2) * head_dim
         k = q + n_heads * head_dim
         v = k + n_kv_heads * head_dim
-        turns, slot = rotations + token * head_dim, slots[token] * rows.width
+        turns, slot = args.rotations + token * head_dim, args.slots[token] * rows.width
         with loop(b, 0, n_heads) as head:
             own = q + head * head_dim
             _rotate(lanes, head_dim, own, turns)
         with loop(b, 0, n_kv_heads) as head:
-            own, cached = head * head_dim, head * cache_stride + slot
+            own, cached = head * head_dim, head * args.cache_stride + slot
             _rotate(lanes, head_dim, k + own, turns)
-            rows.write(k + own, k_cache + cached)
-            rows.write(v + own, v_cache + cached)
+            rows.write(k + own, args.k_cache + cached)
+            rows.write(v + own, args.v_cache + cached)
 
 
 def _rotate(lanes: Lanes, head_dim: int, numbers: Value, turns: Value) -> None:
-    """One head: (x + iy)(c + is) = (xc - ys) + i(yc + xs), the numbers of a pair side by side."""
+    """Rotates a head: (x + iy)(c + is) = (xc - ys) + i(yc + xs) for adjacent x and y."""
     element = lanes.vector.element
     signs = Value(numbers.b, lanes.vector([element(-1), element(1)] * (lanes.width // 2)))
     with loop(numbers.b, 0, head_dim, lanes.width) as i:

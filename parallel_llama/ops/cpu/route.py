@@ -1,31 +1,60 @@
-"""Which experts each token goes to, and the rows of each expert: torch needs a dozen operations."""
+"""Routing of tokens to experts: torch needs a dozen operations for what each kernel does."""
 
+from dataclasses import dataclass
 from functools import cache, partial
 from math import inf, nan
 from operator import add
+from typing import Generic
 
 import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.ops.cpu.builder import I64, Lanes, Thread, Value, Variable, larger, loop, where
-from parallel_llama.ops.cpu.exponential import exp
-from parallel_llama.ops.cpu.program import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
+from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, Variable, larger, loop, where
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.vector_math import exp
 from parallel_llama.ops.routes import Routes
 
 
+@dataclass(slots=True, kw_only=True)
+class _RouteArguments(Generic[T]):
+    scores: Numbers[T]
+    shares: Numbers[T]
+    experts: Integers[T]
+    n: Integer[T]
+    n_experts: Integer[T]
+    n_active: Integer[T]
+    normed: Integer[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _RoutesArguments(Generic[T]):
+    experts: Integers[T]
+    tokens: Integers[T]
+    order: Integers[T]
+    pairs: Integers[T]
+    starts: Integers[T]
+    following: Integers[T]
+    n_pairs: Integer[T]
+    n_active: Integer[T]
+    first: Integer[T]
+    n: Integer[T]
+
+
 class RouteKernel:
-    """The best of each row's scores, in order, and their shares, as `TorchOps.route` says.
+    """The best experts of each row, in order, and their routing weights: see `TorchOps.route`.
 
-    It overwrites the scores. All shares of a row with a NaN are NaN.
+    It overwrites the scores. If a row contains NaN, all its weights are NaN.
 
-    Shapes: scores [T, n_experts], each row in one piece -> shares [T, n_active], and experts.
+    Shapes: scores [T, n_experts], contiguous -> weights and experts [T, n_active].
     """
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        types = [lanes.pointer, lanes.pointer, I64.as_pointer(), I64, I64, I64, I64]
-        self._program = Program("route", types, partial(_route, lanes))
+        self._program = Program(
+            _RouteArguments[float], partial(_route, lanes), numbers=lanes.pointer
+        )
 
     def __call__(
         self, scores: Tensor, n_active: int, *, normed: bool, run: Run = at_once
@@ -34,73 +63,73 @@ class RouteKernel:
         assert scores.is_contiguous() and n_active <= n_experts
         shares = scores.new_empty(n, n_active)
         experts = scores.new_empty(n, n_active, dtype=torch.int64)
-        addresses = (scores.data_ptr(), shares.data_ptr(), experts.data_ptr())
-        n_threads = threads_for(n * n_experts * n_active)
-        run(self._program, n_threads, *addresses, n, n_experts, n_active, normed)
+        arguments = _RouteArguments(
+            scores=scores.data_ptr(), shares=shares.data_ptr(), experts=experts.data_ptr(), n=n,
+            n_experts=n_experts, n_active=n_active, normed=normed,
+        )  # fmt: skip
+        run(self._program, threads_for(n * n_experts * n_active), arguments)
         return shares, experts
 
 
 class RoutesKernel:
-    """The rows of each expert, as `TorchOps.routes_of` says."""
+    """The rows of each expert: see `TorchOps.routes_of`."""
 
     def __init__(self) -> None:
-        integers = I64.as_pointer()
-        types = [integers, integers, integers, integers, integers, integers, I64, I64, I64, I64]
-        self._program = Program("routes", types, _routes)
+        self._program = Program(_RoutesArguments[float], _routes)
 
     def __call__(self, experts: Tensor, own: range, run: Run = at_once) -> tuple[Routes, Routes]:
         n_active = experts.shape[1]
         assert experts.is_contiguous() and experts.dtype == torch.int64
         tokens, order, pairs = experts.new_empty(3, experts.numel())
         starts, following = experts.new_empty(2, len(own) + 1)
-        arrays = (experts, tokens, order, pairs, starts, following)
-        addresses = (each.data_ptr() for each in arrays)
-        run(self._program, 1, *addresses, experts.numel(), n_active, own.start, len(own))
+        arguments = _RoutesArguments(
+            experts=experts.data_ptr(), tokens=tokens.data_ptr(), order=order.data_ptr(),
+            pairs=pairs.data_ptr(), starts=starts.data_ptr(), following=following.data_ptr(),
+            n_pairs=experts.numel(), n_active=n_active, first=own.start, n=len(own),
+        )  # fmt: skip
+        run(self._program, 1, arguments)
         max_rows = len(experts)
         return Routes(tokens, order, starts, max_rows), Routes(order, pairs, starts, max_rows)
 
 
 @cache
 def make_route(dtype: torch.dtype) -> RouteKernel:
-    """The kernel for this machine; `computes` says for which types."""
     return RouteKernel(dtype, this_machine())
 
 
 @cache
 def make_routes() -> RoutesKernel:
-    """The kernel for this machine."""
     return RoutesKernel()
 
 
-def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, arguments: list[Value]) -> None:
-    """The kernel.
-
+def _route(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _RouteArguments[Value]) -> None:
+    """
     for row in this thread's rows:
         total = sum(exp(scores[row] - max(scores[row])))
-        for place in n_active:
-            experts[row, place] = argmax(scores[row]), which is taken out
-            shares[row, place] = exp(that score - max(scores[row])) / total
+        for i in n_active:
+            experts[row, i] = argmax(scores[row]), which is then excluded
+            shares[row, i] = exp(that score - max(scores[row])) / total
         shares[row] /= sum(shares[row]) if normed
     """
-    scores, shares, experts, n, n_experts, n_active, normed = arguments
-    with loop(b, *thread.part_of(n)) as row:
-        own, own_shares = scores + row * n_experts, shares + row * n_active
+    n_experts, n_active = args.n_experts, args.n_active
+    with loop(b, *thread.part_of(args.n)) as row:
+        own, own_shares = args.scores + row * n_experts, args.shares + row * n_active
         best, total = _softmax(lanes, own, n_experts)
         kept = Variable(own[0].like(0))
         with loop(b, 0, n_active) as place:
             number, score = _argmax(own, n_experts)
-            (experts + row * n_active)[place] = number
-            own[number] = score.like(nan)  # which is no maximum
+            (args.experts + row * n_active)[place] = number
+            own[number] = score.like(nan)  # comparisons with NaN are false
             share = _first(exp(lanes, lanes.splat(score - best))) / total
             own_shares[place] = share
             kept.value += share
-        divisor = where(normed > 0, kept.value, kept.value.like(1))
+        divisor = where(args.normed > 0, kept.value, kept.value.like(1))
         with loop(b, 0, n_active) as place:
             own_shares[place] = own_shares[place] / divisor
 
 
 def _softmax(lanes: Lanes, scores: Value, n: Value) -> tuple[Value, Value]:
-    """The largest score, and the sum of exp(score - the largest)."""
+    """The largest score, and the sum of exp(score - largest)."""
     b = n.b
     lowest = lanes.constant(b, -inf)
     best, total = Variable(lowest), Variable(lanes.constant(b, 0))
@@ -116,7 +145,7 @@ def _softmax(lanes: Lanes, scores: Value, n: Value) -> tuple[Value, Value]:
 
 
 def _argmax(scores: Value, n: Value) -> tuple[Value, Value]:
-    """The first of the largest scores: its number, and itself; 0 and -inf where there is none."""
+    """The index of the largest score, the first of equal ones, and the score; 0, -inf if none."""
     number, score = Variable(n.like(0)), Variable(scores[0].like(-inf))
     with loop(n.b, 0, n) as i:
         is_better = score.value < scores[i]
@@ -126,23 +155,23 @@ def _argmax(scores: Value, n: Value) -> tuple[Value, Value]:
 
 
 def _first(x: Value) -> Value:
-    """A vector's first lane."""
+    """The first lane of a vector."""
     return Value(x.b, x.b.extract_element(x.raw, ir.IntType(32)(0)))
 
 
-def _routes(b: ir.IRBuilder, _: Thread, arguments: list[Value]) -> None:
-    """The kernel: pairs sorted by counting, those of other ranks' experts last.
+def _routes(b: ir.IRBuilder, _: Thread, args: _RoutesArguments[Value]) -> None:
+    """Sorts the pairs of token and expert by expert, those of other ranks' experts last.
 
-    starts[e], following[e] = how many pairs have an expert before e, for all of this rank's
+    starts[e], following[e] = number of pairs with an expert before e, for this rank's experts
     for pair in experts:
         i = following[its expert]++
         tokens[i], order[i], pairs[i] = pair // n_active, i, pair
     """
-    experts, tokens, order, pairs, starts, following, n_pairs, n_active, first, n = arguments
+    following, n_pairs, n = args.following, args.n_pairs, args.n
 
     def place(pair: Value) -> Value:
-        """Of a pair's expert among this rank's; the place after them for all others."""
-        number = experts[pair] - first
+        """The index of a pair's expert among this rank's; their number for other experts."""
+        number = args.experts[pair] - args.first
         return where(number < 0, n, where(number < n, number, n))
 
     with loop(b, 0, n + 1) as i:
@@ -152,11 +181,11 @@ def _routes(b: ir.IRBuilder, _: Thread, arguments: list[Value]) -> None:
         following[at] = following[at] + 1
     n_before = Variable(n.like(0))
     with loop(b, 0, n + 1) as i:
-        count, starts[i] = following[i], n_before.value
+        count, args.starts[i] = following[i], n_before.value
         following[i] = n_before.value
         n_before.value += count
     with loop(b, 0, n_pairs) as pair:
         at = place(pair)
         i = following[at]
-        tokens[i], order[i], pairs[i] = pair // n_active, i, pair
+        args.tokens[i], args.order[i], args.pairs[i] = pair // args.n_active, i, pair
         following[at] = i + 1

@@ -43,6 +43,7 @@ def check(sample, ops, scores=PLAIN):
     return o
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", HEAD_MAPS, ids=str)
 def test_decoded_queries_of_any_head_map_see_their_keys(device, groups):
     sample = make_sample(DECODED, groups, 16, dtype=torch.float32, device=device)
@@ -50,6 +51,7 @@ def test_decoded_queries_of_any_head_map_see_their_keys(device, groups):
     check(sample, Decode(1 if groups == (71,) else 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", HEAD_MAPS, ids=str)
 def test_chunks_of_any_head_map_see_their_keys(device, groups):
     sample = make_sample(CHUNKS, groups, 16, dtype=torch.float32, device=device)
@@ -78,6 +80,7 @@ def test_a_window_may_be_shorter_than_what_a_program_takes_at_once(device):
     check(make_sample(((100, 7),), (1,), 16, **own), CUDAOps())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_programs", [1, 5])
 def test_more_keys_than_short_splits_have_room_for_are_cut_into_longer_ones(device, n_programs):
     own = {"dtype": torch.float32, "block_size": 16, "device": device}
@@ -106,6 +109,7 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it(device):
     torch.testing.assert_close(out[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_decoded_query_gets_to_the_last_bit_what_it_gets_alone(device, dtype):
     """Whoever is beside it, however many programs share its keys, and wherever these lie."""
@@ -185,6 +189,7 @@ def launches():
             CUDAOps(Scores(soft_cap=cap)).paged_attention(q, cache, cache, queries, heads, q)
 
 
+@pytest.mark.slow
 def test_what_it_computes_with_stays_in_registers():
     kernels = compiled(__file__, "launches")
     assert {kernel.kernel for kernel in kernels} == {"_decode", "_combine", "_attention"}

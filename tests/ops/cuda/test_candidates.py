@@ -83,6 +83,7 @@ def test_of_equal_logits_the_first_tokens_are_taken(device):
     same(*(ops.candidates(x, temperatures, K, 70) for ops in (CUDAOps(), TorchOps())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [40, 2600])
 @pytest.mark.parametrize("tp_size", CUTS)
 def test_ranks_draw_together_what_torch_draws(device, tp_size, vocab_size):

@@ -14,6 +14,8 @@ from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.noise import Noise
 
+pytestmark = pytest.mark.slow
+
 HALF = torch.bfloat16
 
 

@@ -170,6 +170,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Lock]:
     yield turn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "tp_size", "ranks_per_expert"),
     [(SMALL, 2, None), (WINDOWED, 1, None), (MIXTURE, 1, None), (MIXTURE, 2, 1)],

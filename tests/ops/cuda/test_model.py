@@ -17,6 +17,8 @@ from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
+pytestmark = pytest.mark.slow
+
 N_TOKENS = 19
 # One for every way through the operators.
 MODELS = [

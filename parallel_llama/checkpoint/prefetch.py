@@ -1,0 +1,53 @@
+"""Background threads: a prefetching generator, and workers that share the pieces of a weight."""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from parallel_llama.ops.cpu.jit import compute_alone, openmp
+
+T = TypeVar("T")
+
+# More workers would cost memory without saving much time.
+_MAX_WORKERS = 8
+
+
+def prefetch(
+    items: Generator[T, None, None], n_prefetched: int, begin: Callable[[], None] = lambda: None
+) -> Generator[T, None, None]:
+    """Yields the items of a generator; one background thread makes up to `n_prefetched` ahead.
+
+    The thread calls `begin` first. An exception from `items` is raised at the `next` that would
+    have returned the item. Closing waits for the items in flight and closes `items`.
+    """
+    with started_thread(begin) as thread:
+        try:
+            made = deque(thread.submit(next, items, None) for _ in range(n_prefetched))
+            while (item := made.popleft().result()) is not None:
+                made.append(thread.submit(next, items, None))
+                yield item
+                del item  # the consumer may hold the last reference
+        finally:
+            # Submitted to the same thread, so it runs after the items in flight, even after a
+            # Ctrl-C.
+            thread.submit(items.close).result()
+
+
+def started_thread(begin: Callable[[], None] = lambda: None) -> ThreadPoolExecutor:
+    """An executor whose one thread has already started and called `begin`.
+
+    A Ctrl-C during the start of a thread leaves a thread that the executor does not know. Starting
+    the thread here means that no work has been submitted at that moment.
+    """
+    executor = ThreadPoolExecutor(1, initializer=begin)
+    executor.submit(int).result()
+    return executor
+
+
+def workers() -> ThreadPoolExecutor:
+    """A pool of threads for the pieces of a weight; in each, torch runs single-threaded."""
+    n_threads = min(torch.get_num_threads(), _MAX_WORKERS) if openmp() else 1
+    return ThreadPoolExecutor(n_threads, initializer=compute_alone)

@@ -1,0 +1,220 @@
+"""Decodes quantised weights of GPTQ, AWQ and GGUF files into `Groups`, without rounding anything.
+
+GPTQ and AWQ store a matrix [out, in] as several tensors:
+
+    qweight   integers: [in / 8, out] in GPTQ, [in, out / 8] in AWQ
+    qzeros    zero points: [groups, out / 8]
+    scales    [groups, out] float16
+    g_idx     the group of each input: [in], in GPTQ
+
+Eight 4-bit integers share a 32-bit word, the first in the lowest bits; AWQ stores those of even
+number first, then the odd ones. GGUF stores a matrix as blocks, each with integers, scales and
+perhaps minima and factors.
+
+Source: the layers of AutoGPTQ 0.7 and AutoAWQ 0.2; the structures block_q8_0 to block_q2_K of
+ggml's ggml-common.h.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_llama.checkpoint.byte_ranges import MatrixBlock
+from parallel_llama.config.quantised import PER_WORD, Packing
+from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat
+from parallel_llama.families.places import Place
+from parallel_llama.ops.groups import Groups
+
+# Reads some rows and columns of the tensor with a name suffix: uint8 [rows, columns * itemsize].
+Read = Callable[[str, range, range], Tensor]
+
+# The dtypes of these tensors, by their names in safetensors files.
+PACKED_DTYPES = {"qweight": ("I32",), "qzeros": ("I32",), "g_idx": ("I32",), "scales": ("F16",)}
+
+# Which four bits of a word, counted from the lowest, hold each of its eight outputs.
+_ORDER = {"gptq": (0, 1, 2, 3, 4, 5, 6, 7), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix [out, in] quantised by GPTQ or AWQ; `place` is the place of its plain values."""
+
+    packing: Packing
+    place: Place
+
+    @property
+    def base(self) -> str:
+        """The common prefix of the names of its tensors."""
+        return self.place.name.removesuffix("weight")
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that it must have, by the suffixes of their names."""
+        n_outputs, n_inputs = self.place.shape
+        n_groups, n_words = -(-n_inputs // self.packing.form.block), n_outputs // PER_WORD
+        is_gptq = self.packing.method == "gptq"
+        integers = (n_inputs // PER_WORD, n_outputs) if is_gptq else (n_inputs, n_words)
+        return {"qweight": integers, "qzeros": (n_groups, n_words), "scales": (n_groups, n_outputs)}
+
+    @property
+    def optional_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that it may have: consecutive groups, a bias of zeros."""
+        n_outputs, n_inputs = self.place.shape
+        return {"g_idx": (n_inputs,), "bias": (n_outputs,)}
+
+
+def read_packed(packing: Packing, block: MatrixBlock, read: Read) -> Groups:
+    """Decodes a block of a GPTQ or AWQ matrix; its columns must be whole groups of 32 inputs."""
+    form, outputs, inputs = packing.form, block.rows, block.columns
+    groups = range(inputs.start // form.block, -(-inputs.stop // form.block))
+    words = range(outputs.start // PER_WORD, -(-outputs.stop // PER_WORD))
+    own = slice(outputs.start - words.start * PER_WORD, outputs.stop - words.start * PER_WORD)
+    order = _ORDER[packing.method]
+    if packing.method == "gptq":
+        held = range(inputs.start // PER_WORD, inputs.stop // PER_WORD)
+        integers = _words_of_inputs(read("qweight", held, outputs))
+    else:
+        integers = _words_of_outputs(read("qweight", inputs, words), order)[own]
+    zeros = _words_of_outputs(read("qzeros", groups, words), order)[own]
+    zeros = (zeros + packing.lowered) & 15  # a lowered 0 is stored as 15
+    n_before = inputs.start % form.block // GROUP_SIZE
+    factors = zeros.repeat_interleave(form.n_shared, 1)
+    factors = factors[:, n_before:][:, : len(inputs) // GROUP_SIZE]
+    halves = read("scales", groups, outputs).view(-1).view(torch.float16)
+    scales = halves.view(len(groups), len(outputs)).transpose(0, 1).contiguous()
+    return Groups(
+        form,
+        integers.view(torch.int8),
+        scales,
+        -scales,
+        factors.contiguous().view(torch.int8),
+        n_before,
+    )
+
+
+def _words_of_inputs(words: Tensor) -> Tensor:
+    """Shapes: bytes [in / 8, out * 4] -> [out, in]."""
+    # Words are transposed before they are unpacked, because they are fewer than integers.
+    bytes_ = _transposed(words).flatten(1)  # [out, in / 2]
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(1)
+
+
+def _words_of_outputs(words: Tensor, order: Sequence[int]) -> Tensor:
+    """Shapes: bytes [n, out / 8 * 4] -> [out, n]."""
+    bytes_ = _transposed(words).transpose(1, 2).contiguous()  # [out / 8, 4, n]
+    integers = torch.stack((bytes_ & 15, bytes_ >> 4), 2).flatten(1, 2)  # [out / 8, 8, n]
+    return integers[:, order].flatten(0, 1)
+
+
+def _transposed(words: Tensor) -> Tensor:
+    """Shapes: bytes [n, m * 4] -> [m, n, 4]."""
+    n, m = len(words), words.shape[1] // 4
+    whole = words.view(-1).view(torch.int32).view(n, m)
+    return whole.transpose(0, 1).reshape(-1).view(torch.uint8).view(m, n, 4)
+
+
+@dataclass(frozen=True)
+class _Bits:
+    """Where a GGUF block stores `n_bits` of each integer: in `n_bytes` from byte `start` on.
+
+    Integers follow in runs of `run` bytes: first the lowest bits of every byte of the run, then the
+    next higher ones.
+    """
+
+    n_bits: int
+    start: int
+    n_bytes: int
+    run: int
+
+    def of(self, blocks: Tensor) -> Tensor:
+        """Shapes: [..., bytes of a block] -> [..., values] uint8."""
+        runs = blocks[..., self.start : self.start + self.n_bytes]
+        runs = _in_runs(runs, 1, self.run)
+        shifts = torch.arange(0, 8, self.n_bits, dtype=torch.uint8)[:, None]
+        bits: Tensor = (runs >> shifts) & ((1 << self.n_bits) - 1)
+        return bits.flatten(-3)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Where a GGUF block stores its scale, followed by its minimum, and its integers' bits."""
+
+    scale: int
+    bits: tuple[_Bits, ...]  # the lowest first
+
+
+_BLOCKS = {
+    "Q8_0": _Block(0, (_Bits(8, 2, 32, 32),)),
+    "Q5_0": _Block(0, (_Bits(4, 6, 16, 16), _Bits(1, 2, 4, 1))),
+    "Q5_1": _Block(0, (_Bits(4, 8, 16, 16), _Bits(1, 4, 4, 1))),
+    "Q4_0": _Block(0, (_Bits(4, 2, 16, 16),)),
+    "Q4_1": _Block(0, (_Bits(4, 4, 16, 16),)),
+    "Q6_K": _Block(208, (_Bits(4, 0, 128, 64), _Bits(2, 128, 64, 32))),
+    "Q5_K": _Block(0, (_Bits(4, 48, 128, 32), _Bits(1, 16, 32, 32))),
+    "Q4_K": _Block(0, (_Bits(4, 16, 128, 32),)),
+    "Q3_K": _Block(108, (_Bits(2, 32, 64, 32), _Bits(1, 0, 32, 32))),
+    "Q2_K": _Block(80, (_Bits(2, 16, 64, 32),)),
+}
+
+
+def decode_gguf(type_name: str, blocks: Tensor) -> Groups:
+    """Decodes rows of GGUF blocks of a type in `GGUF_GROUPS`.
+
+    Shapes: blocks [out, n_blocks, bytes of a block] uint8.
+    """
+    form, block = GGUF_GROUPS[type_name], _BLOCKS[type_name]
+    integers, n_bits = torch.zeros((), dtype=torch.uint8), 0
+    for bits in block.bits:
+        integers = integers | (bits.of(blocks) << n_bits)
+        n_bits += bits.n_bits
+    if type_name != "Q8_0":  # Q8_0 has signed bytes
+        integers = integers - form.zero
+    scales, mins = _float16(blocks, block.scale), None
+    if form.has_min:
+        mins = _float16(blocks, block.scale + 2)
+        mins = -mins if form.min_factors else mins  # minima with factors are subtracted
+    factors = _factors(type_name, form, blocks).flatten(1) if form.n_factors else None
+    return Groups(form, integers.view(torch.int8).flatten(1), scales, mins, factors)
+
+
+def _float16(blocks: Tensor, at: int) -> Tensor:
+    """Shapes: [..., bytes of a block] -> [...]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16)[..., 0]
+
+
+def _in_runs(values: Tensor, *run: int) -> Tensor:
+    """Shapes: [..., n] -> [..., n / values of a run, *run]."""
+    *others, n = values.shape  # torch cannot infer them for an empty tensor
+    return values.reshape(*others, n // math.prod(run), *run)
+
+
+def _factors(type_name: str, form: GroupFormat, blocks: Tensor) -> Tensor:
+    """Shapes: [..., bytes of a block] -> [..., groups, n_factors] int8."""
+    if type_name == "Q6_K":
+        parts = [blocks[..., 192:208]]
+    elif type_name == "Q3_K":
+        parts = [(_Bits(4, 96, 8, 8).of(blocks) | (_Bits(2, 104, 4, 4).of(blocks) << 4)) - 32]
+    elif type_name == "Q2_K":
+        parts = [_Bits(4, 0, 16, 1).of(blocks)[..., first::2] for first in (0, 1)]
+    else:
+        parts = _six_bits(blocks[..., 4:16])
+    by_group = [_in_runs(part, form.n_parts) for part in parts]
+    return torch.cat(by_group, -1).view(torch.int8)
+
+
+def _six_bits(packed: Tensor) -> list[Tensor]:
+    """The 6-bit factors of the scales and of the minima of 8 groups.
+
+    The first four of each are the low 6 bits of 4 bytes; the high 2 bits of these bytes are those
+    of the last four.
+
+    Shapes: [..., 12] -> [..., 8] each.
+    """
+    lowest = _Bits(4, 8, 4, 4).of(packed)
+    return [
+        torch.cat((own & 63, lowest[..., at : at + 4] | ((own >> 6) << 4)), -1)
+        for at, own in ((0, packed[..., :4]), (4, packed[..., 4:8]))
+    ]

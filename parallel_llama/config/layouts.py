@@ -1,0 +1,129 @@
+"""The file layouts of models: one record each for what its configuration files state.
+
+The readers of weights are in `checkpoint.reading`, under the same names.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from parallel_llama.config.generation import GenerationDefaults, folder_defaults, gguf_defaults
+from parallel_llama.config.gguf import args_from_gguf
+from parallel_llama.config.hf import args_from_hf
+from parallel_llama.config.meta import args_from_meta_config, args_from_params, is_meta_config
+from parallel_llama.config.mistral import args_from_mistral_params, is_mistral_params
+from parallel_llama.config.native import args_from_native
+from parallel_llama.config.quantised import gguf_formats, hf_formats, native_folder_formats
+from parallel_llama.dtypes import MatrixFormat
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.files.bounded_files import is_file
+from parallel_llama.files.fields import naming
+from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.model_files import ModelFiles
+
+CountVocab = Callable[[ModelFiles], int]
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """How the files of one layout describe a model.
+
+    Args:
+        args: reads the model's arguments.
+        defaults: reads the sampling defaults and special ids; none by default.
+        formats: reads the formats of quantised matrices, by Meta's names; none by default.
+        stays_quantised: whether a model that is stored quantised stays so where no quantisation is
+            requested. GGUF files are decoded.
+    """
+
+    args: Callable[[ModelFiles, CountVocab | None], ModelArgs]
+    defaults: Callable[[ModelFiles], GenerationDefaults] = lambda _: GenerationDefaults()
+    formats: Callable[[ModelFiles, ModelArgs], dict[str, MatrixFormat]] = lambda *_: {}
+    stays_quantised: bool = True
+
+
+def load_model_args(files: ModelFiles, count_vocab: CountVocab | None = None) -> ModelArgs:
+    """The arguments of a model.
+
+    Args:
+        count_vocab: returns the vocabulary size of a Meta folder of Llama 1 or 2, whose params.json
+            has the placeholder -1.
+
+    Raises: UsageError for a model that is not supported, an unknown key or a value out of range;
+    CheckpointError if the file is damaged.
+    """
+    return LAYOUTS[files.kind].args(files, count_vocab)
+
+
+def load_generation_defaults(files: ModelFiles) -> GenerationDefaults:
+    """The sampling defaults and special ids that a model's files state.
+
+    Raises: UsageError for a value of the wrong type; CheckpointError if a file is damaged.
+    """
+    return LAYOUTS[files.kind].defaults(files)
+
+
+def stored_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
+    """The formats of the matrices that a model's files store quantised, by Meta's names.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    return LAYOUTS[files.kind].formats(files, args)
+
+
+def default_quant(files: ModelFiles, args: ModelArgs) -> str:
+    """The one of `dtypes.QUANTS` that a model has where none is requested."""
+    stays = LAYOUTS[files.kind].stays_quantised and stored_formats(files, args)
+    return "stored" if stays else "none"
+
+
+def _json_args(
+    read: Callable[[Mapping[str, Any]], ModelArgs], files: ModelFiles, _: CountVocab | None
+) -> ModelArgs:
+    values = read_json_object(files.config)
+    with naming(files.config):
+        return read(values)
+
+
+def _gguf_args(files: ModelFiles, _: CountVocab | None) -> ModelArgs:
+    header = read_gguf_header(files.config)
+    with naming(files.config):
+        return args_from_gguf(header, files.config)
+
+
+def _meta_args(files: ModelFiles, count_vocab: CountVocab | None) -> ModelArgs:
+    """From params.json, and from the config.json beside it if `reshard` wrote both."""
+    values, beside = read_json_object(files.config), files.path / "config.json"
+    if is_file(beside) and is_meta_config(config := read_json_object(beside)):
+        with naming(beside):
+            return args_from_meta_config(config, values)
+    return _params_args(values, files, count_vocab)
+
+
+def _shape_args(files: ModelFiles, count_vocab: CountVocab | None) -> ModelArgs:
+    """From a file of configs/models, in the keys of config.json or of params.json."""
+    if "model_type" in (values := read_json_object(files.config)):
+        return _json_args(args_from_hf, files, count_vocab)
+    return _params_args(values, files, count_vocab)
+
+
+def _params_args(
+    values: Mapping[str, Any], files: ModelFiles, count_vocab: CountVocab | None
+) -> ModelArgs:
+    with naming(files.config):
+        if is_mistral_params(values):
+            return args_from_mistral_params(values)
+        return args_from_params(values, count_vocab and partial(count_vocab, files))
+
+
+LAYOUTS = {
+    "hf": FileLayout(partial(_json_args, args_from_hf), folder_defaults, hf_formats),
+    "meta": FileLayout(_meta_args, folder_defaults),
+    "native": FileLayout(
+        partial(_json_args, args_from_native), folder_defaults, native_folder_formats
+    ),
+    "gguf": FileLayout(_gguf_args, gguf_defaults, gguf_formats, stays_quantised=False),
+    "config": FileLayout(_shape_args),
+}

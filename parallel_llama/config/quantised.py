@@ -1,0 +1,224 @@
+"""Which matrices a model's files store quantised, and in which format.
+
+Headers and configuration files alone answer this, without torch; `checkpoint.quantised` decodes the
+weights.
+
+Source: the layers of AutoGPTQ 0.7 and AutoAWQ 0.2; transformers 5.23, quantization_config.py.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parallel_llama.dtypes import ASKED, GGUF_GROUPS, GROUP_SIZE, GroupFormat, MatrixFormat
+from parallel_llama.errors import CheckpointError, UsageError, listed
+from parallel_llama.families import family_of, parameters, stored_places
+from parallel_llama.families.model_args import ModelArgs
+from parallel_llama.families.names import hf_full_name
+from parallel_llama.files.fields import Fields, naming
+from parallel_llama.files.gguf_header import read_gguf_header
+from parallel_llama.files.json_text import read_json_object
+from parallel_llama.files.model_files import ModelFiles
+from parallel_llama.files.safetensors_header import read_safetensors_header
+
+# GPTQ and AWQ: a weight is scale * (integer - zero point). The zero points are stored as the
+# factors of a minimum.
+HF_GROUPS = {
+    size: GroupFormat(4, has_min=True, block=size, min_factors=True) for size in (32, 64, 128)
+}
+
+# 4-bit integers in a 32-bit word.
+PER_WORD = 8
+
+# Formats of a native folder, by the names that native.json gives them.
+NATIVE_GROUPS = {
+    form.name: form
+    for form in (*(GroupFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
+}
+
+# The formats of each method, and how much lower than their value the files store zero points. The
+# first format is the default.
+_LOWERED = {"gptq": {"gptq": 1, "gptq_v2": 0}, "awq": {"gemm": 0}}
+_FORMAT_KEYS = {
+    "gptq": ("checkpoint_format", "format"),
+    "awq": ("version", "format", "checkpoint_format"),
+}
+
+# Keys other than quantization_config with which other programs mark quantised weights.
+_OTHER_PROGRAMS = {"compression_config": "compressed-tensors", "quantization": "MLX"}
+
+_INSTEAD = "use the unquantised model, or a GGUF file of it"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a HF folder packs its quantised matrices.
+
+    A 32-bit word holds eight inputs of one output in GPTQ, and eight outputs of one input in AWQ.
+    The stored zero points are `lowered` less than their value.
+    """
+
+    method: str  # gptq or awq
+    form: GroupFormat
+    lowered: int
+
+
+def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
+    """The formats of a GGUF model's quantised matrices, by Meta's names.
+
+    Raises: CheckpointError if a file is damaged.
+    """
+    types = {
+        name: tensor.dtype
+        for path in files.weights
+        for name, tensor in read_gguf_header(path).tensors.items()
+    }
+    places = stored_places(args, "gguf")
+    kinds = {param.name: types.get(places[param.name].name) for param in parameters(args)}
+    return {name: GGUF_GROUPS[kind] for name, kind in kinds.items() if kind in GGUF_GROUPS}
+
+
+def native_folder_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
+    """The formats of a native folder's quantised matrices, by Meta's names.
+
+    Raises: CheckpointError if native.json is damaged.
+    """
+    values = read_json_object(files.config)
+    with naming(files.config, CheckpointError):
+        return native_formats(values, args)
+
+
+def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, MatrixFormat]:
+    """The formats that native.json states, by Meta's names.
+
+    Raises: UsageError for an unknown format, and for a name that is not a matrix of the model.
+    """
+    stated = Fields(values).mapping("quantised")
+    matrices = {
+        param.name
+        for param in parameters(args)
+        if param.kind != "vector" and param.shape[1] % GROUP_SIZE == 0
+    }
+    if strange := [repr(name[:80]) for name in stated if name not in matrices]:
+        raise UsageError(
+            f"quantised: {listed(strange)}: not a matrix of the model with a multiple of "
+            f"{GROUP_SIZE} inputs"
+        )
+    unknown = {str(form)[:80] for form in stated.values() if form not in [*NATIVE_GROUPS]}
+    if unknown:
+        raise UsageError(
+            f"quantised: the format {listed(sorted(unknown))} is not supported; "
+            f"{', '.join(NATIVE_GROUPS)} are"
+        )
+    return {name: NATIVE_GROUPS[form] for name, form in stated.items()}
+
+
+def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
+    """The formats of a HF folder's quantised matrices, by Meta's names.
+
+    Raises: CheckpointError as `hf_packing`, or if a file is damaged.
+    """
+    packing = hf_packing(files)
+    if packing is None:
+        return {}
+    names = family_of(args).names
+    held = {hf_full_name(n, names) for path in files.weights for n in read_safetensors_header(path)}
+    return dict.fromkeys(packed_weights(args, held), packing.form)
+
+
+def hf_packing(files: ModelFiles) -> Packing | None:
+    """How a HF folder packs its quantised matrices, or None if config.json names no quantisation.
+
+    Raises: CheckpointError if the quantisation is not supported, or not in safetensors files.
+    """
+    values = read_json_object(files.config)
+    with naming(files.config, CheckpointError):
+        packing = packing_of(values)
+    pickled = next((path for path in files.weights if path.suffix != ".safetensors"), None)
+    if packing is not None and pickled is not None:
+        raise CheckpointError(
+            f"{pickled}: weights of {packing.method!r} are read from safetensors only; save them "
+            "as safetensors"
+        )
+    return packing
+
+
+def packing_of(values: Mapping[str, Any]) -> Packing | None:
+    """The packing that a config.json states, or None if it names no quantisation.
+
+    quant_method 'gguf' counts as none: transformers saves weights that it read from a GGUF file as
+    plain values.
+
+    Raises: UsageError if the quantisation is not supported.
+    """
+    for key, program in _OTHER_PROGRAMS.items():
+        if values.get(key):
+            raise UsageError(
+                f"has {key}, so its weights are quantised by {program}, which is not supported; "
+                f"'gptq' and 'awq' are; {_INSTEAD}"
+            )
+    stated = Fields(Fields(values).mapping("quantization_config"))
+    method = stated.string("quant_method", "unknown")
+    if not stated.values or method == "gguf":
+        return None
+    if method not in _LOWERED:
+        raise UsageError(
+            f"quantization_config has quant_method={method[:80]!r}: a quantised checkpoint, which "
+            f"is not supported; 'gptq' and 'awq' are; {_INSTEAD}"
+        )
+    try:
+        return _packing(method, stated)
+    except UsageError as error:
+        raise UsageError(f"quantization_config of {method!r}: {error}; {_INSTEAD}") from error
+
+
+def packed_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
+    """Meta's names of the matrices that a HF folder has quantised, given its tensor names `held`.
+
+    The tensor names decide: programs differ in how they list unquantised layers in config.json.
+
+    Raises: CheckpointError for a quantised matrix whose shape is not supported.
+    """
+    places, packed = stored_places(args, "hf"), []
+    for param in parameters(args):
+        place = places[param.name]
+        base = place.name.removesuffix("weight")
+        if param.kind == "vector" or len(place.shape) != 2 or base + "qweight" not in held:
+            continue
+        n_outputs, n_inputs = place.shape
+        if n_inputs % GROUP_SIZE or n_outputs % PER_WORD:
+            raise CheckpointError(
+                f"{base}qweight: has {n_outputs} outputs and {n_inputs} inputs; they must be "
+                f"multiples of {PER_WORD} and {GROUP_SIZE}; {_INSTEAD}"
+            )
+        packed.append(param.name)
+    return packed
+
+
+def _packing(method: str, stated: Fields) -> Packing:
+    if (bits := stated.integer("bits")) != 4:
+        raise UsageError(f"bits={bits} is not supported; 4 is")
+    if (size := stated.integer("group_size", 128)) not in HF_GROUPS:
+        sizes = ", ".join(map(str, HF_GROUPS))
+        raise UsageError(f"group_size={size} is not supported; {sizes} are")
+    if stated.flag("desc_act", False):
+        raise UsageError("desc_act=true: the inputs of a group must be consecutive")
+    if not stated.flag("zero_point", True):
+        raise UsageError("zero_point=false is not supported; groups must have zero points")
+    lowered = _LOWERED[method]
+    form = _form(method, stated) or next(iter(lowered))
+    if form not in lowered:
+        raise UsageError(f"the format {form[:80]!r} is not supported; {', '.join(lowered)} is")
+    return Packing(method, HF_GROUPS[size], lowered[form])
+
+
+def _form(method: str, stated: Fields) -> str:
+    """The packing format that quantization_config names, or an empty string."""
+    named = {stated.string(key).lower() for key in _FORMAT_KEYS[method] if stated.has(key)}
+    if stated.flag("is_marlin_format", False):
+        named.add("marlin")
+    if stated.string("backend", "") == "llm-awq":  # a program with a format of its own
+        named.add("llm-awq")
+    if len(named) > 1:
+        raise UsageError(f"names the formats {listed(map(repr, sorted(named)))}; name one")
+    return next(iter(named), "")

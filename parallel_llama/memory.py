@@ -1,0 +1,193 @@
+"""How many bytes a rank needs: weights, KV cache, and the tensors of a step.
+
+Pure integers from a `ShardPlan`: no torch, and no device is queried. The `plan` command and the
+engine compute every size with these functions.
+"""
+
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from itertools import chain
+from operator import mul
+from typing import Literal
+
+from parallel_llama.dtypes import ITEM_BYTES, KVFormat, MatrixFormat, Precision
+from parallel_llama.families.model_args import ModelArgs, layer_groups
+from parallel_llama.families.weights import Axis, layer_parameters, outer_parameters
+from parallel_llama.plan import Share
+
+# Sliding-window layers get at least this fraction of the blocks that full-attention layers get.
+MIN_WINDOW_PART = Fraction(1, 4)
+
+# Allowance on a card for the workspaces of the CUDA libraries, NCCL's buffers and the memory of
+# CUDA graphs. It is an estimate, not a measurement.
+CUDA_ALLOWANCE = 1 << 30
+
+# Memory of a CPU process in addition to weights, cache and tensors of a step: 220 MiB for torch's
+# libraries and modules, 40 MiB for LLVM, the rest for our modules, the tokenizer and buffers.
+# SmolLM2 peaked at 358 to 404 MiB on one and two ranks.
+PROCESS_BYTES = 380 << 20
+
+# Default fraction of the memory left after loading that KV caches take: on the CPU the caches of
+# all ranks of a host together, on a card before the working memory is subtracted.
+CPU_SHARE, CUDA_SHARE = 0.5, 0.9
+# Default upper bound on the CPU, where other programs need memory too.
+MAX_CPU_BYTES = 2 << 30
+
+# What weights are counted by: units of an axis, channels of single experts, or ranks.
+Counted = Axis | Literal["expert ffn", "rank"]
+
+
+def values_by_form(args: ModelArgs, precision: Precision) -> dict[MatrixFormat, Counter[Counted]]:
+    """Number of weight values per format and per unit of what they are counted by."""
+    values: defaultdict[MatrixFormat, Counter[Counted]] = defaultdict(Counter)
+    # All layers are equal, unless their files store matrices in formats of their own.
+    layers = range(1 if precision.stored is None else args.n_layers)
+    in_layers = chain.from_iterable(layer_parameters(args, layer) for layer in layers)
+    for params, times in ((outer_parameters(args), 1), (in_layers, args.n_layers // len(layers))):
+        for param in params:
+            if not param.expert:  # all experts are equal, so only expert 0 is counted
+                counted = param.axis or "rank" if param.expert is None else "expert ffn"
+                form = precision.form_of(param.kind, param.name)
+                values[form][counted] += param.values_per_unit * times
+    return dict(values)
+
+
+def weight_bytes(share: Share, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
+    """Bytes of the weights that a rank holds; `values` comes from `values_by_form`."""
+    return sum(form.n_bytes(_n_values(share, per_unit)) for form, per_unit in values.items())
+
+
+def bytes_passed_over(
+    args: ModelArgs, batch: int, precision: Precision, share: Share | None = None
+) -> int:
+    """Bytes of weights that one decode step does not need to read.
+
+    These are an untied embedding, which is only looked up, and the experts that a batch of `batch`
+    sequences does not select, on average over a uniform choice. The count is for one rank with a
+    `share`, and for all ranks together without.
+    """
+    n_rows = args.vocab_size if share is None else len(share.vocab)
+    embedding = 0 if args.tied_embeddings else n_rows * args.dim
+    n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
+    if args.n_experts:
+        unmet = (1 - args.n_active_experts / args.n_experts) ** batch
+        for form, values in values_by_form(args, precision).items():
+            of_experts = values["expert ffn"] * args.ffn_dim * args.n_experts
+            if share is not None:
+                of_experts = _n_values(share, {"expert ffn": values["expert ffn"]})
+            n_bytes += form.n_bytes(round(of_experts * unmet))
+    return n_bytes
+
+
+def working_bytes(
+    args: ModelArgs, share: Share, precision: Precision, step_tokens: int, n_drawn: int, device: str
+) -> int:
+    """Bytes of a rank in addition to weights and KV cache, on its card or, for 'cpu', on the host.
+
+    The sum of the tensors of one transformer block in the largest step (`step_tokens` tokens), the
+    logits of `n_drawn` rows, and CUDA_ALLOWANCE on a card or PROCESS_BYTES on the CPU.
+    """
+    item = ITEM_BYTES[precision.computed]
+    q_and_kv = (len(share.heads) + 2 * share.n_local_kv_heads) * args.head_dim
+    attention = 2 * q_and_kv + share.n_local_heads * args.head_dim  # rotated copies, and the output
+    feed_forward = 4 * len(share.ffn)  # outputs of w1 and w3, input and output of the activation
+    if args.n_experts:
+        feed_forward = args.n_active_experts * (feed_forward + 2 * args.dim)
+    per_token = 4 * args.dim + max(attention, feed_forward)  # residual stream, its norm, the sums
+    # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
+    per_score = item + 3 * max(item, ITEM_BYTES["float32"])
+    scores = n_drawn * len(share.vocab) * per_score
+    allowance = CUDA_ALLOWANCE if device == "cuda" else PROCESS_BYTES
+    return step_tokens * per_token * item + scores + allowance
+
+
+def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:
+    """Bytes of KV cache that a rank needs for one token, for each KV group of layers.
+
+    With a KV cache sharded by token this is the mean over all tokens of a sequence.
+    """
+    per_layer = 2 * share.n_local_kv_heads * form.n_bytes(args.head_dim)
+    layers = (len(group.layers) for group in layer_groups(args))
+    return tuple(-(-n * per_layer // share.kv_parts) for n in layers)
+
+
+def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
+    """Default size in bytes of a rank's KV cache, where --kv-cache-bytes is not given.
+
+    `n_free` bytes are free after loading the weights, on the rank's card or, for 'cpu', on the host
+    of `n_ranks` ranks. A card keeps `working` bytes free for the tensors of a step.
+    """
+    if device == "cuda":
+        return int(n_free * CUDA_SHARE) - working
+    return min(MAX_CPU_BYTES, int(n_free * CPU_SHARE) // n_ranks)
+
+
+def pool_sizes(
+    args: ModelArgs, n_blocks: int, block_size: int, max_seq_len: int, step_tokens: int
+) -> tuple[int, ...]:
+    """Number of blocks for each KV group of layers; the first, full-attention group has `n_blocks`.
+
+    A sliding-window group gets the fraction of blocks that makes a sequence of `max_seq_len` tokens
+    fit into either both groups or neither. It gets at least MIN_WINDOW_PART, because most sequences
+    are a few windows long, and enough for the longest sequence that the first group can hold.
+    """
+    _, *windowed = layer_groups(args)
+    whole = blocks_held(max_seq_len, block_size, None, step_tokens)
+
+    def size(window: int | None) -> int:
+        part = Fraction(blocks_held(max_seq_len, block_size, window, step_tokens), whole)
+        longest = blocks_held(n_blocks * block_size, block_size, window, step_tokens)
+        return max(math.ceil(n_blocks * max(part, MIN_WINDOW_PART)), longest)
+
+    return (n_blocks, *(size(group.window) for group in windowed))
+
+
+def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], room: int) -> int:
+    """The most blocks of the first KV group for which the blocks of all groups fit into `room`.
+
+    `sizes` returns the blocks of every group for a number of blocks of the first group, and must
+    not decrease when it grows; `n_bytes` are the bytes of one block, for each group.
+    """
+    most = max(room, 0) // n_bytes[0]
+    if len(n_bytes) == 1:
+        return most
+
+    def taken(n_blocks: int) -> int:
+        return sum(map(mul, sizes(n_blocks), n_bytes))
+
+    return bisect_right(range(most + 1), max(room, 0), key=taken) - 1
+
+
+def blocks_held(
+    n_tokens: int, block_size: int, window: int | None, step_tokens: int, n_sinks: int = 0
+) -> int:
+    """The largest number of blocks that a sequence of `n_tokens` tokens ever holds in a layer.
+
+    In a sliding-window layer these are the blocks of the tokens of one step, of the window before
+    the first of them, and of the `n_sinks` attention sinks; blocks behind the window are reused.
+
+    >>> blocks_held(10, 4, None, 2), blocks_held(1000, 4, 16, 2), blocks_held(1000, 1, 16, 2)
+    (3, 5, 17)
+    """
+    n_blocks = -(-n_tokens // block_size)
+    if window is None:
+        return n_blocks
+    n_live = window - 1 + step_tokens
+    n_kept = -(-n_sinks // block_size)
+    return min(n_blocks, n_kept + (n_live - 2 + block_size) // block_size + 1)
+
+
+def _n_values(share: Share, per_unit: Mapping[Counted, int]) -> int:
+    """Number of weight values that a rank holds."""
+    units: Mapping[Counted, int] = {
+        "heads": len(share.heads),
+        "kv_heads": len(share.kv_heads),
+        "ffn": len(share.ffn),
+        "vocab": len(share.vocab),
+        "expert ffn": len(share.experts) * len(share.ffn),
+        "rank": 1,
+    }
+    return sum(n * units[counted] for counted, n in per_unit.items())

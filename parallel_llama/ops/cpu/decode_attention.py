@@ -1,0 +1,451 @@
+"""Softmax attention of one query per sequence, over keys and values in place in the KV cache.
+
+The keys and values of a sequence and a KV head are read once for all queries that share the head.
+Scores are computed for a vector of keys at a time and stored in a scratch row per query. After an
+in-place softmax the values are summed, for a few queries at a time. The keys of a long sequence are
+split into parts for several threads; the thread that finishes last merges the parts' results.
+
+A result depends only on the query, its keys and its values: not on other sequences, on threads, or
+on how the slots are split into ranges.
+
+Source: grouped queries, arXiv 2305.13245; keys in parts, FlashDecoding, arXiv 2311.01282.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from operator import add
+from typing import Generic
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
+from parallel_llama.ops.cpu.ir import (
+    LINE_BYTES,
+    Lanes,
+    Thread,
+    Value,
+    Variable,
+    copy,
+    fma,
+    in_this_order,
+    larger,
+    loop,
+    shuffle,
+    smaller,
+    when,
+    where,
+)
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.cpu.kv_rows import KVRows
+from parallel_llama.ops.cpu.vector_math import exp, tanh
+from parallel_llama.ops.decode_batch import PART_FIELDS, PART_KEYS, DecodeBatch
+from parallel_llama.ops.scores import Scores
+
+_MAX_CHUNK = 4  # queries of a KV head whose sums of values are in registers together
+_BLOCK_BYTES = 1 << 13  # values that all queries of a KV head use before the next values
+# The distance, in blocks of keys or values, from the block that is read to the one prefetched.
+_AHEAD = 2
+# Of a result: the largest score, and the sum of exp(score - largest).
+_SHARE_FIELDS = 2
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The sizes and formats that a kernel is compiled for."""
+
+    lanes: Lanes
+    head_dim: int
+    n_group: int
+    scores: Scores
+    rows: KVRows
+    n_registers: int
+
+    @property
+    def block(self) -> int:
+        """Keys whose values all queries of a KV head use before the next values."""
+        return max(1, _BLOCK_BYTES // (self.head_dim * self.lanes.stored.itemsize))
+
+    @property
+    def n_spare(self) -> int:
+        """Keys or values that must fit the buffer for copied or converted rows."""
+        return self.lanes.width if self.rows.is_plain else max(self.lanes.width, self.block)
+
+    def chunks(self) -> Iterator[tuple[int, int, int]]:
+        """Yields start, stop and step of chunks of queries, whose sizes differ by at most one."""
+        n_chunks = -(-self.n_group // _MAX_CHUNK)
+        size, n_larger = divmod(self.n_group, n_chunks)
+        middle = n_larger * (size + 1)
+        if n_larger:
+            yield 0, middle, size + 1
+        yield middle, self.n_group, size
+
+    def vectors_at_once(self, n_rows: int) -> int:
+        """Vectors of a value whose sums for each row fit the registers, with the rows' weights."""
+        n_vectors = self.head_dim // self.lanes.width
+        fitting = (self.n_registers - 1 - n_rows) // n_rows
+        return max(n for n in range(1, fitting + 1) if n_vectors % n == 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    taken: Integers[T]
+    done: Integers[T]
+    n_parts: Integers[T]
+    n_kv_heads: Integer[T]
+    parts: Integers[T]
+    slot_ranges: Integers[T]
+    q: Numbers[T]
+    q_stride: Integer[T]
+    k: Rows[T]
+    k_stride: Integer[T]
+    v: Rows[T]
+    v_stride: Integer[T]
+    out: Numbers[T]
+    out_stride: Integer[T]
+    scores: Numbers[T]
+    scores_stride: Integer[T]
+    results: Numbers[T]
+    shares: Numbers[T]
+
+
+class DecodeAttentionKernel:
+    """Attention of decode rows over their own keys, for KV heads with equal numbers of queries.
+
+    Other rows of `out` are unchanged.
+
+    Shapes: q, out [T, K * G, D], each row contiguous; k, v [K, n_slots, W] in the cache's dtype,
+    contiguous for each head.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        head_dim: int,
+        n_group: int,
+        scores: Scores,
+        machine: Machine,
+    ) -> None:
+        self.dtype, self.head_dim, self.n_group = dtype, head_dim, n_group
+        lanes = machine.lanes(dtype, head_dim)
+        self._width, self._rows = lanes.width, KVRows(cache_dtype, lanes, head_dim)
+        shape = _Shape(lanes, head_dim, n_group, scores, self._rows, machine.n_vectors)
+        self._program = Program(
+            _Arguments[float],
+            partial(_attention, shape),
+            numbers=lanes.pointer,
+            rows=self._rows.pointer,
+        )
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: DecodeBatch,
+        out: Tensor,
+        run: Run = at_once,
+    ) -> None:
+        n_kv_heads = len(k)
+        assert q.shape == out.shape == (len(q), n_kv_heads * self.n_group, self.head_dim)
+        assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
+        assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
+        assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
+        # Up to a vector less one precedes a part's first key. A vector of scores may begin at its
+        # last key, and a vector of -inf after that.
+        n_keys = min(batch.max_len, PART_KEYS)
+        stride = -(-n_keys // self._width) * self._width + 2 * self._width
+        n_items = len(batch.parts) * n_kv_heads
+        n_threads = min(torch.get_num_threads(), n_items)
+        scores = torch.empty(n_threads * self.n_group * stride, dtype=self.dtype)
+        n_results = n_items * self.n_group
+        results = torch.empty(n_results, self.head_dim, dtype=self.dtype)
+        shares = torch.empty(n_results, _SHARE_FIELDS, dtype=self.dtype)
+        arguments = _Arguments(
+            taken=batch.taken.data_ptr(), done=batch.done.data_ptr(),
+            n_parts=batch.n_parts.data_ptr(), n_kv_heads=n_kv_heads, parts=batch.parts.data_ptr(),
+            slot_ranges=batch.slot_ranges.data_ptr(), q=q.data_ptr(), q_stride=q.stride(0),
+            k=k.data_ptr(), k_stride=k.stride(0), v=v.data_ptr(), v_stride=v.stride(0),
+            out=out.data_ptr(), out_stride=out.stride(0), scores=scores.data_ptr(),
+            scores_stride=stride, results=results.data_ptr(), shares=shares.data_ptr(),
+        )  # fmt: skip
+        run(self._program, n_threads, arguments)
+
+
+@cache
+def make_decode_attention(
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, n_group: int, scores: Scores
+) -> DecodeAttentionKernel:
+    return DecodeAttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, this_machine())
+
+
+def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
+    """
+    for (part of a row, head) that no other thread has taken:
+        scores = (q[row, group of head] * scale) @ k[head, slots of part].T, with a soft cap
+        weights = exp(scores - largest)
+        result = weights @ v[head, slots of part]
+        if the row has no other part:
+            out[row, group of head] = result / sum of weights
+        elif this is the last result of the row to be computed:
+            out[row] = the row's results, merged as in `prefill_attention`
+    """
+    n_kv_heads, stride = args.n_kv_heads, args.scores_stride
+    results, shares = args.results, args.shares
+    lanes, n_group, group_size = shape.lanes, shape.n_group, shape.n_group * shape.head_dim
+    own = args.scores + thread.number * stride * n_group
+    spare = Value(b, b.alloca(lanes.vector.element, shape.n_spare * shape.head_dim))
+    scaled = Value(b, b.alloca(lanes.vector.element, group_size))
+    with loop(b, 0, shape.n_spare * shape.head_dim, lanes.width) as i:
+        # Uninitialised memory may contain subnormal numbers, which are slow.
+        lanes.store(spare + i, lanes.constant(b, 0))
+    with thread.untaken(args.taken, args.n_parts[0] * n_kv_heads) as item:
+        part, head = item // n_kv_heads, item % n_kv_heads
+        row, n_keys, first, end, number, count, n_before = (
+            args.parts[part * PART_FIELDS + i] for i in range(PART_FIELDS)
+        )
+        # A key's lane depends on its position alone, not on the start of its part.
+        start = n_before % lanes.width
+        seen, group = (args.slot_ranges, first, end), head * group_size
+        with loop(b, 0, group_size, lanes.width) as i:
+            query = lanes.load(args.q + row * args.q_stride + group + i)
+            lanes.store(scaled + i, query * shape.scores.factor_of(shape.head_dim))
+        with loop(b, 0, n_group) as query:
+            lanes.store(own + query * stride, lanes.constant(b, -math.inf))
+        with _blocks(*seen, lanes.width, start) as block:
+            _score(shape, scaled, args.k + head * args.k_stride, own, stride, block, spare)
+        with loop(b, 0, n_group) as query:
+            share = shares + (item * n_group + query) * _SHARE_FIELDS
+            _weigh(lanes, own + query * stride, start + n_keys, share)
+        own_out = args.out + row * args.out_stride
+        result = where(count > 1, results + item * group_size, own_out + group)
+        with loop(b, 0, group_size, lanes.width) as i:
+            lanes.store(result + i, lanes.constant(b, 0))
+        with _blocks(*seen, shape.block, start) as block:
+            values = args.v + head * args.v_stride
+            _add_values(shape, result, values, own, stride, block, spare)
+        with when(count < 2), loop(b, 0, n_group) as query:
+            total = shares[(item * n_group + query) * _SHARE_FIELDS + 1]
+            _divide(shape, result + query * shape.head_dim, total)
+        with when(count > 1):
+            first_part, n_queries = part - number, n_kv_heads * n_group
+            n_done = (args.done + first_part).add_atomically(1)
+            with when(n_done > count * n_kv_heads - 2):
+                args.done[first_part] = count.like(0)
+                with loop(b, 0, n_queries) as query:
+                    at = first_part * n_queries + query
+                    own_results = results + at * shape.head_dim, shares + at * _SHARE_FIELDS
+                    own_query = own_out + query * shape.head_dim
+                    _merge(shape, own_query, *own_results, count, n_queries)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Consecutive keys of a range of slots, up to a maximum number.
+
+    Args:
+        t: the first key's number in its part.
+        slot: its slot.
+        n_left: the number of keys from there to the end of the range.
+        following: the first slot of a later block, for prefetching.
+    """
+
+    t: Value
+    slot: Value
+    n_left: Value
+    following: Value
+
+
+@contextmanager
+def _blocks(slot_ranges: Value, first: Value, end: Value, size: int, at: Value) -> Iterator[_Block]:
+    """Emits the code built inside for each block of a part's keys, numbered from `at` on."""
+    b = slot_ranges.b
+    n_before = Variable(at)
+    with loop(b, first, end) as number:
+        start, stop = slot_ranges[number * 2], slot_ranges[number * 2 + 1]
+        with loop(b, start, stop, size) as slot:
+            next_start = slot_ranges[smaller(number + 1, end - 1) * 2]
+            ahead = slot + _AHEAD * size
+            following = where(ahead < stop, ahead, next_start + (ahead - stop))
+            yield _Block(n_before.value + (slot - start), slot, stop - slot, following)
+        n_before.value += stop - start
+
+
+def _score(
+    shape: _Shape, q: Value, k: Value, scores: Value, stride: Value, block: _Block, spare: Value
+) -> None:
+    """scores[g, t] = cap(q[g] @ k[slot of t]) for queries g and a block's keys t.
+
+    Shapes: q [G, D]; k [n_slots, W]; scores [G, stride], undefined after the last key.
+    """
+    lanes, head_dim, rows = shape.lanes, shape.head_dim, shape.rows
+    own, following = k + block.slot * rows.width, k + block.following * rows.width
+    if rows.is_plain:
+        keys = _readable(shape, own, block.n_left, spare)
+    else:
+        keys = _wide(shape, own, smaller(block.n_left, lanes.width), following, spare)
+    with loop(q.b, 0, shape.n_group) as query:
+        dots = _dots(shape, q + query * head_dim, keys)
+        lanes.store(scores + query * stride + block.t, _capped(shape, dots))
+
+
+def _capped(shape: _Shape, dots: Value) -> Value:
+    """Applies the soft cap to products of queries and keys."""
+    cap = shape.scores.soft_cap
+    return dots if cap is None else tanh(shape.lanes, dots) * cap
+
+
+def _wide(shape: _Shape, rows: Value, n: Value, following: Value, spare: Value) -> Value:
+    """Converts n rows of the cache to numbers to compute with, and prefetches later rows.
+
+    Hardware prefetchers suffice for rows that need no conversion, which are read continuously.
+    """
+    width, line = shape.rows.width, LINE_BYTES // shape.rows.stored.itemsize
+    with loop(rows.b, 0, n) as t:
+        for start in range(0, width, line):
+            (following + (t * width + start)).prefetch(cache=2)
+        shape.rows.read(rows + t * width, spare + t * shape.head_dim)
+    return spare
+
+
+def _readable(shape: _Shape, keys: Value, n_keys: Value, spare: Value) -> Value:
+    """W keys, or a copy of fewer: memory may end after the last key."""
+    are_few = n_keys < shape.lanes.width
+    with when(are_few, likely=False):
+        copy(spare, keys, n_keys * (shape.head_dim * shape.lanes.stored.itemsize))
+    return where(are_few, spare, keys)
+
+
+def _dots(shape: _Shape, q: Value, keys: Value) -> Value:
+    """The products of a query with W keys: y[w] = q @ keys[w].
+
+    Shapes: q [D]; keys [W, D]; the result [W].
+    """
+    lanes, head_dim = shape.lanes, shape.head_dim
+    parts = {i: lanes.load(q + i) for i in range(0, head_dim, lanes.width)}
+    sums = []
+    for number in range(lanes.width):
+        key, total = keys + number * head_dim, lanes.constant(q.b, 0)
+        for i, x in parts.items():
+            total = fma(x, lanes.load(key + i), total)
+        sums.append(total)
+        in_this_order(q.b)
+    return _summed(lanes, sums)
+
+
+def _summed(lanes: Lanes, vectors: Sequence[Value]) -> Value:
+    """A vector whose lane i is the sum of all lanes of the i-th vector, all in the same order.
+
+    Each step adds the halves of stretches of lanes, which become shorter, for two vectors at a
+    time: W - 1 additions for W vectors instead of log2(W) for each vector. With stretches of four
+    lanes, abcd and ABCD become a+c b+d A+C B+D.
+    """
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        # The first halves of all stretches, of the first vector and then of the second.
+        first = [n + n // half % 2 * (lanes.width - half) for n in range(lanes.width)]
+        second = [n + half for n in first]
+        vectors = [
+            shuffle(x, first, y) + shuffle(x, second, y)
+            for x, y in zip(vectors[:half], vectors[half:], strict=True)
+        ]
+    return vectors[0]
+
+
+def _weigh(lanes: Lanes, row: Value, n: Value, share: Value) -> None:
+    """row = exp(row - max(row)) for n numbers, where a vector may follow them.
+
+    Stores the maximum and the sum of the results at `share`.
+    """
+    b = row.b
+    lanes.store(row + n, lanes.constant(b, -math.inf))  # exp makes it 0
+    largest = Variable(lanes.constant(b, torch.finfo(lanes.computed).min))
+    with loop(b, 0, n, lanes.width) as t:
+        largest.value = larger(lanes.load(row + t), largest.value)
+    maximum = lanes.reduce(larger, largest.value)
+    total = Variable(lanes.constant(b, 0))
+    with loop(b, 0, n, lanes.width) as t:
+        term = exp(lanes, lanes.load(row + t) - lanes.splat(maximum))
+        lanes.store(row + t, term)
+        total.value += term
+    share[0], share[1] = maximum, lanes.reduce(add, total.value)
+
+
+def _divide(shape: _Shape, result: Value, total: Value) -> None:
+    """result /= total. Shapes: [D]."""
+    inverse = 1 / shape.lanes.splat(total)
+    with loop(result.b, 0, shape.head_dim, shape.lanes.width) as i:
+        shape.lanes.store(result + i, shape.lanes.load(result + i) * inverse)
+
+
+def _merge(shape: _Shape, out: Value, results: Value, shares: Value, n: Value, step: Value) -> None:
+    """out = the merged results of a query's n parts.
+
+    The results of a query are `step` results apart. Overwrites shares with the factors of the
+    results before a part, and of the part's result.
+    """
+    lanes, b = shape.lanes, out.b
+
+    def share_at(part: Value) -> Value:
+        return shares + part * step * _SHARE_FIELDS
+
+    largest, total = (Variable(lanes.splat(shares[i])) for i in range(_SHARE_FIELDS))
+    with loop(b, 1, n) as part:
+        share, before = share_at(part), largest.value
+        own = lanes.splat(share[0])
+        largest.value = larger(own, before)
+        factors = exp(lanes, before - largest.value), exp(lanes, own - largest.value)
+        total.value = fma(lanes.splat(share[1]), factors[1], total.value * factors[0])
+        for number, factor in enumerate(factors):
+            share[number] = lanes.reduce(larger, factor)  # all lanes have the same
+    inverse = 1 / total.value
+    with loop(b, 0, shape.head_dim, lanes.width) as i:
+        value = Variable(lanes.load(results + i))
+        with loop(b, 1, n) as part:
+            before, factor = (lanes.splat(share_at(part)[i]) for i in range(_SHARE_FIELDS))
+            own = lanes.load(results + part * step * shape.head_dim + i)
+            value.value = fma(own, factor, value.value * before)
+        lanes.store(out + i, value.value * inverse)
+
+
+def _add_values(
+    shape: _Shape,
+    out: Value,
+    v: Value,
+    weights: Value,
+    stride: Value,
+    block: _Block,
+    spare: Value,
+) -> None:
+    """out[g] += weights[g, t] * v[slot of t] for queries g and a block's keys t, in order.
+
+    It computes as many queries and vectors of a value together as fit the registers.
+
+    Shapes: out [G, D]; v [n_slots, W]; weights [G, stride].
+    """
+    lanes, head_dim, rows, b = shape.lanes, shape.head_dim, shape.rows, out.b
+    values, following = v + block.slot * rows.width, v + block.following * rows.width
+    n_keys = smaller(block.n_left, shape.block)
+    if not rows.is_plain:
+        values = _wide(shape, values, n_keys, following, spare)
+    for first, stop, n_rows in shape.chunks():
+        part = shape.vectors_at_once(n_rows) * lanes.width
+        offsets = [(g, i) for g in range(n_rows) for i in range(0, part, lanes.width)]
+        with loop(b, first, stop, n_rows) as row, loop(b, 0, head_dim, part) as start:
+            addresses = [out + row * head_dim + start + (g * head_dim + i) for g, i in offsets]
+            own = weights + row * stride + block.t
+            sums = [Variable(lanes.load(address)) for address in addresses]
+            with loop(b, 0, n_keys) as t:
+                offset = start + t * head_dim
+                parts = [lanes.load(values + offset + i) for i in range(0, part, lanes.width)]
+                shares = [lanes.splat(own[stride * g + t]) for g in range(n_rows)]
+                for total, (share, value) in zip(sums, product(shares, parts), strict=True):
+                    total.value = fma(share, value, total.value)
+            for total, address in zip(sums, addresses, strict=True):
+                lanes.store(address, total.value)

@@ -1,0 +1,358 @@
+"""Kernels that process rows in one pass: add, norm, silu_and_mul, weighted_sum and largest.
+
+For few rows, the overhead of torch's operations is larger than the work, and some of these kernels
+replace several of torch's operations.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache, partial
+from operator import add
+from typing import Generic
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.arguments import Doubles, Float64, Integer, Numbers, T
+from parallel_llama.ops.cpu.ir import (
+    F64,
+    I32,
+    Lanes,
+    Thread,
+    Value,
+    Variable,
+    fma,
+    loop,
+    smaller,
+    where,
+)
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.vector_math import exp
+
+
+@dataclass(slots=True, kw_only=True)
+class _AddArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    y: Numbers[T]
+    y_stride: Integer[T]
+    n: Integer[T]
+    m: Integer[T]
+
+
+class AddKernel:
+    """x += y, in place.
+
+    Shapes: x [n, m], y [n, m] or [m], rows contiguous.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        self._program = Program(_AddArguments[float], partial(_add, lanes), numbers=lanes.pointer)
+
+    def __call__(self, x: Tensor, y: Tensor, run: Run = at_once) -> None:
+        n, m = x.shape
+        assert y.shape in ((n, m), (m,)) and x.dtype == y.dtype
+        assert x.stride(1) == y.stride(-1) == 1
+        arguments = _AddArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), y=y.data_ptr(),
+            y_stride=y.stride(0) if y.dim() == 2 else 0, n=n, m=m,
+        )  # fmt: skip
+        run(self._program, threads_for(n * m), arguments)
+
+
+@cache
+def make_add(dtype: torch.dtype) -> AddKernel:
+    return AddKernel(dtype, this_machine())
+
+
+def _add(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _AddArguments[Value]) -> None:
+    """
+    for row in this thread's rows:
+        x[row] += y[row]
+    """
+    with loop(b, *thread.part_of(args.n)) as row:
+        x, y = args.x + row * args.x_stride, args.y + row * args.y_stride
+        with loop(b, 0, args.m, lanes.width) as i:
+            mask = lanes.first(args.m - i)
+            total = lanes.load(x + i, mask) + lanes.load(y + i, mask)
+            lanes.store(x + i, total, mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class _NormArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    y: Numbers[T]
+    y_stride: Integer[T]
+    weight: Numbers[T]
+    n: Integer[T]
+    m: Integer[T]
+    dim: Integer[T]
+    eps: Float64[T]
+    offset: Float64[T]
+
+
+class NormKernel:
+    """y = x / rms(x) * (weight + offset), or NaN for a row whose sum of squares overflows.
+
+    Shapes: x [n, dim], or [n, m, dim] with the m rows contiguous; weight [dim]; y as x, a new
+    tensor if it is None.
+    Source: arXiv 1910.07467.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        self._program = Program(_NormArguments[float], partial(_norm, lanes), numbers=lanes.pointer)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        y: Tensor | None = None,
+        run: Run = at_once,
+    ) -> Tensor:
+        y = x.new_empty(x.shape) if y is None else y
+        n, dim = len(x), x.shape[-1]
+        m = x.shape[1] if x.dim() == 3 else 1
+        for each in (x, y):
+            assert each.stride(-1) == 1 and (each.dim() == 2 or each.stride(1) == dim)
+        assert x.shape == y.shape and x.dtype == y.dtype == weight.dtype
+        assert weight.is_contiguous() and weight.shape == (dim,)
+        arguments = _NormArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), y=y.data_ptr(), y_stride=y.stride(0),
+            weight=weight.data_ptr(), n=n * m, m=m, dim=dim, eps=eps, offset=offset,
+        )  # fmt: skip
+        run(self._program, threads_for(n * m * dim), arguments)
+        return y
+
+
+@cache
+def make_norm(dtype: torch.dtype) -> NormKernel:
+    return NormKernel(dtype, this_machine())
+
+
+def _norm(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _NormArguments[Value]) -> None:
+    """
+    for row in this thread's rows:
+        y[row] = x[row] * (1 / sqrt(mean(x[row] ** 2) + eps)) * (weight + offset)
+    """
+    dim, shift = args.dim, lanes.splat(args.offset.to(lanes.vector.element))
+    with loop(b, *thread.part_of(args.n)) as row:
+        outer, within = row // args.m, row % args.m * dim
+        x, y = args.x + outer * args.x_stride + within, args.y + outer * args.y_stride + within
+        squares = Variable(lanes.constant(b, 0))
+        with loop(b, 0, dim, lanes.width) as i:
+            value = lanes.load(x + i, lanes.first(dim - i))
+            squares.value = fma(value, value, squares.value)
+        mean = lanes.reduce(add, squares.value).to(F64) / dim.to(F64) + args.eps
+        # Adds 0, or NaN if the mean is infinite: a division by infinity would make the row zeros.
+        inverse = 1 / mean.sqrt() + mean * 0
+        scale = lanes.splat(inverse.to(lanes.vector.element))
+        with loop(b, 0, dim, lanes.width) as i:
+            mask = lanes.first(dim - i)
+            value, factor = lanes.load(x + i, mask), lanes.load(args.weight + i, mask)
+            lanes.store(y + i, value * scale * (factor + shift), mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class _SiluAndMulArguments(Generic[T]):
+    both: Numbers[T]
+    y: Numbers[T]
+    n: Integer[T]
+    channels: Integer[T]
+
+
+class SiluAndMulKernel:
+    """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
+
+    Shapes: both [n, 2 * channels], contiguous, a row being gate and up; the result [n, channels].
+    Source: arXiv 2002.05202.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        self._program = Program(
+            _SiluAndMulArguments[float], partial(_silu_and_mul, lanes), numbers=lanes.pointer
+        )
+
+    def __call__(self, both: Tensor, run: Run = at_once) -> Tensor:
+        n, channels = len(both), both.shape[1] // 2
+        assert both.is_contiguous() and both.shape[1] % 2 == 0
+        y = both.new_empty(n, channels)
+        arguments = _SiluAndMulArguments(
+            both=both.data_ptr(), y=y.data_ptr(), n=n, channels=channels
+        )
+        run(self._program, threads_for(n * channels), arguments)
+        return y
+
+
+@cache
+def make_silu_and_mul(dtype: torch.dtype) -> SiluAndMulKernel:
+    return SiluAndMulKernel(dtype, this_machine())
+
+
+def _silu_and_mul(
+    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _SiluAndMulArguments[Value]
+) -> None:
+    """
+    for row in this thread's rows:
+        y[row] = silu(both[row, :channels]) * both[row, channels:]
+    """
+    channels = args.channels
+    with loop(b, *thread.part_of(args.n)) as row:
+        gates = args.both + row * channels * 2
+        ups, y = gates + channels, args.y + row * channels
+        with loop(b, 0, channels, lanes.width) as i:
+            mask = lanes.first(channels - i)
+            gate, up = lanes.load(gates + i, mask), lanes.load(ups + i, mask)
+            lanes.store(y + i, _silu(lanes, gate) * up, mask)
+
+
+def _silu(lanes: Lanes, x: Value) -> Value:
+    """x / (1 + exp(-x)), computed with exp(-|x|), which cannot overflow."""
+    e = exp(lanes, -abs(x))
+    return x * (where(x < 0, e, 1) / (e + 1))
+
+
+@dataclass(slots=True, kw_only=True)
+class _WeightedSumArguments(Generic[T]):
+    parts: Numbers[T]
+    shares: Numbers[T]
+    y: Numbers[T]
+    n_tokens: Integer[T]
+    n: Integer[T]
+    dim: Integer[T]
+
+
+class WeightedSumKernel:
+    """y[t] = sum of parts[t * n + i] * shares[t, i] over i: the outputs of a token's experts.
+
+    Shapes: parts [T * n, dim] and shares [T, n], contiguous; the result [T, dim].
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        self._program = Program(
+            _WeightedSumArguments[float], partial(_weighted_sum, lanes), numbers=lanes.pointer
+        )
+
+    def __call__(self, parts: Tensor, shares: Tensor, run: Run = at_once) -> Tensor:
+        n_tokens, n = shares.shape
+        assert parts.is_contiguous() and shares.is_contiguous() and parts.dtype == shares.dtype
+        assert len(parts) == n_tokens * n
+        dim = parts.shape[1]
+        y = parts.new_empty(n_tokens, dim)
+        arguments = _WeightedSumArguments(
+            parts=parts.data_ptr(), shares=shares.data_ptr(), y=y.data_ptr(), n_tokens=n_tokens,
+            n=n, dim=dim,
+        )  # fmt: skip
+        run(self._program, threads_for(parts.numel()), arguments)
+        return y
+
+
+@cache
+def make_weighted_sum(dtype: torch.dtype) -> WeightedSumKernel:
+    return WeightedSumKernel(dtype, this_machine())
+
+
+def _weighted_sum(
+    lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _WeightedSumArguments[Value]
+) -> None:
+    """
+    for token in this thread's tokens:
+        y[token] = sum of parts[token * n + i] * shares[token, i]
+    """
+    n, dim = args.n, args.dim
+    with loop(b, *thread.part_of(args.n_tokens)) as token:
+        own, own_shares = args.parts + token * n * dim, args.shares + token * n
+        with loop(b, 0, dim, lanes.width) as i:
+            mask = lanes.first(dim - i)
+            total = Variable(lanes.constant(b, 0))
+            with loop(b, 0, n) as part:
+                value = lanes.load(own + part * dim + i, mask)
+                total.value = fma(value, lanes.splat(own_shares[part]), total.value)
+            lanes.store(args.y + token * dim + i, total.value, mask)
+
+
+@dataclass(slots=True, kw_only=True)
+class _LargestArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    y: Doubles[T]
+    n: Integer[T]
+    m: Integer[T]
+    first: Integer[T]
+
+
+class LargestKernel:
+    """The largest number of each row and its first index, counted from `first`.
+
+    The largest number is NaN if a row contains NaN.
+
+    Shapes: x [n, m], rows contiguous; the result [n, 2] float64.
+    """
+
+    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        self._program = Program(
+            _LargestArguments[float], partial(_largest, lanes), numbers=lanes.pointer
+        )
+
+    def __call__(self, x: Tensor, first: int, run: Run = at_once) -> Tensor:
+        n, m = x.shape
+        assert x.stride(1) == 1
+        y = x.new_empty((n, 2), dtype=torch.float64)
+        arguments = _LargestArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), y=y.data_ptr(), n=n, m=m, first=first
+        )
+        run(self._program, threads_for(n * m), arguments)
+        return y
+
+
+@cache
+def make_largest(dtype: torch.dtype) -> LargestKernel:
+    return LargestKernel(dtype, this_machine())
+
+
+def _largest(lanes: Lanes, b: ir.IRBuilder, thread: Thread, args: _LargestArguments[Value]) -> None:
+    """
+    for row in this thread's rows:
+        for each lane: the largest number, the first vector that contains it, and any NaN
+        y[row] = the largest number of all lanes, its first index
+    """
+    m = args.m
+    least, most, zeros = (lanes.constant(b, number) for number in (-math.inf, math.inf, 0))
+    with loop(b, *thread.part_of(args.n)) as row:
+        x, y = args.x + row * args.x_stride, args.y + row * 2
+        largest, at = Variable(least), Variable(lanes.splat(m.like(0)))
+        non_finite = Variable(zeros)  # NaN and infinity; comparisons with NaN are false
+        with loop(b, 0, m, lanes.width) as i:
+            mask = lanes.first(m - i)
+            value = where(mask, lanes.load(x + i, mask), least)
+            grows = largest.value < value
+            largest.value = where(grows, value, largest.value)
+            at.value = where(grows, lanes.splat(i), at.value)
+            non_finite.value += where(value < most, zeros, value)
+        value, index = _first_largest(lanes, largest.value, at.value)
+        y[0] = (value + lanes.reduce(add, non_finite.value)).to(F64)
+        y[1] = (index + args.first).to(F64)
+
+
+def _first_largest(lanes: Lanes, values: Value, starts: Value) -> tuple[Value, Value]:
+    """The largest number of all lanes and its first index."""
+    b = values.b
+
+    def lane(vector: Value, number: int) -> Value:
+        return Value(b, b.extract_element(vector.raw, I32(number)))
+
+    value, index = lane(values, 0), lane(starts, 0)
+    for number in range(1, lanes.width):
+        other, its_index = lane(values, number), lane(starts, number) + number
+        first = smaller(index, its_index)
+        index = where(value < other, its_index, where(other < value, index, first))
+        value = where(value < other, other, value)
+    return value, index

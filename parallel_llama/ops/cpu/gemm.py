@@ -1,0 +1,312 @@
+"""Products of many rows with a weight, in blocks whose sums stay in registers.
+
+Rows of x are packed in blocks and outputs in panels, both input by input, so each step reads
+sequentially from two places. A thread packs a panel of outputs and multiplies rows by it before it
+packs the next panel.
+
+The sums have the same bits as those of `gemv`. There a vector of W lanes runs along the inputs:
+lane i sums the inputs i, i + W, i + 2 W, ..., and then one half of the lanes is added to the other
+until one lane is left. Here the lanes are outputs, so the inputs of one lane of `gemv` are summed
+after those of another, and pairs of sums are added as in that tree. Inputs are packed in this
+order.
+
+    block of rows      [inputs, n_rows]
+    panel of outputs   [inputs, n_vectors, lanes]
+    sums               [n_rows, n_vectors, lanes]
+
+Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from typing import Generic
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.arguments import Integer, Numbers, T, Weights
+from parallel_llama.ops.cpu.gemv import SUMMED_INPUTS
+from parallel_llama.ops.cpu.ir import (
+    LINE_BYTES,
+    Lanes,
+    Thread,
+    Value,
+    Variable,
+    fma,
+    loop,
+    smaller,
+    transposed,
+    when,
+)
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
+
+# Rows that are multiplied by all panels before the next rows, so that they fit a cache; fewer if
+# each thread would get fewer panels than this.
+_MAX_CHUNK = 512
+_PANELS_PER_THREAD = 4
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The sizes that a kernel is compiled for: the rows of a block, and the vectors of a panel.
+
+    The sums, the vectors of a panel for one input, and one number of x fill the registers.
+    """
+
+    lanes: Lanes
+    of_weight: Lanes
+    n_rows: int
+    n_vectors: int = 3
+
+    @classmethod
+    def on(cls, machine: Machine, dtype: torch.dtype, stored: torch.dtype) -> "_Shape":
+        lanes = machine.lanes(dtype)
+        n_rows = 8 if machine.n_vectors >= 32 else 4
+        return cls(lanes, replace(lanes, stored=stored), n_rows)
+
+    @property
+    def n_outputs(self) -> int:
+        """The outputs of a panel."""
+        return self.n_vectors * self.lanes.width
+
+    def padded(self, n_inputs: int) -> int:
+        """The number of inputs, rounded up to whole vectors."""
+        return -(-n_inputs // self.lanes.width) * self.lanes.width
+
+    def place(self, step: Value, lane: int, n_inputs: Value) -> Value:
+        """The packed position of input step * W + lane, with lanes in the order of `_LaneSums`."""
+        width = self.lanes.width
+        number = int(f"{lane:0{width.bit_length() - 1}b}"[::-1], 2)  # the bits reversed
+        return (n_inputs + (width - 1)) // width * number + step
+
+
+@dataclass(slots=True, kw_only=True)
+class _PackArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    blocks: Numbers[T]
+    n: Integer[T]
+    k: Integer[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _GemmArguments(Generic[T]):
+    blocks: Numbers[T]
+    weight: Weights[T]
+    panels: Numbers[T]
+    y: Numbers[T]
+    n: Integer[T]
+    k: Integer[T]
+    m: Integer[T]
+    chunk: Integer[T]
+
+
+class GemmKernel:
+    """x @ weight.T for many rows of x.
+
+    The weight may have 16 bits where x is float32.
+
+    Shapes: x [n, k], rows contiguous; weight [m, k] contiguous; the result [n, m].
+    """
+
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
+        self._shape = shape = _Shape.on(machine, dtype, stored)
+        numbers, weights = shape.lanes.pointer, shape.of_weight.pointer
+        self._pack = Program(_PackArguments[float], partial(_pack, shape), numbers=numbers)
+        self._program = Program(
+            _GemmArguments[float], partial(_gemm, shape), numbers=numbers, weights=weights
+        )
+
+    def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
+        (n, k), m = x.shape, len(weight)
+        shape, n_threads = self._shape, torch.get_num_threads()
+        assert x.stride(1) == 1 and weight.dtype == shape.of_weight.stored
+        assert weight.is_contiguous() and weight.shape[1] == k
+        y = x.new_empty(n, m) if k else x.new_zeros(n, m)
+        if not n:
+            return y
+        n_blocks = -(-n // shape.n_rows)
+        blocks = x.new_empty(n_blocks * shape.n_rows, shape.padded(k))
+        rows = _PackArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), blocks=blocks.data_ptr(), n=n, k=k
+        )
+        run(self._pack, n_threads, rows)
+        panels = x.new_empty(n_threads, SUMMED_INPUTS, shape.n_outputs)
+        n_panels = -(-m // shape.n_outputs)
+        n_chunks = max(-(-n // _MAX_CHUNK), _PANELS_PER_THREAD * n_threads // max(n_panels, 1))
+        arguments = _GemmArguments(
+            blocks=blocks.data_ptr(), weight=weight.data_ptr(), panels=panels.data_ptr(),
+            y=y.data_ptr(), n=n, k=k, m=m, chunk=-(-n_blocks // n_chunks) * shape.n_rows,
+        )  # fmt: skip
+        run(self._program, n_threads, arguments)
+        return y
+
+
+@cache
+def make_gemm(dtype: torch.dtype, stored: torch.dtype) -> GemmKernel:
+    return GemmKernel(dtype, stored, this_machine())
+
+
+def _pack(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _PackArguments[Value]) -> None:
+    """Packs rows in blocks, input by input; the last block repeats the last row.
+
+    Shapes: x [n, k] -> blocks [n_blocks, k rounded up to whole vectors, n_rows].
+    """
+    n, k = args.n, args.k
+    n_rows, width = shape.n_rows, shape.lanes.width
+    side = min(n_rows, width)
+    square = replace(shape.lanes, width=side)
+    n_padded = (k + (width - 1)) // width * width
+    with (
+        loop(b, *thread.part_of((n + (n_rows - 1)) // n_rows)) as block,
+        loop(b, 0, k, SUMMED_INPUTS) as start,
+    ):
+        numbers = (smaller(block * n_rows + i, n - 1) for i in range(n_rows))
+        rows = [args.x + number * args.x_stride + start for number in numbers]
+        own = args.blocks + (block * n_padded + start) * n_rows
+        n_inputs = smaller(k - start, SUMMED_INPUTS)
+        with loop(b, 0, n_inputs, width) as i:
+            for first, first_row in product(range(0, width, side), range(0, n_rows, side)):
+                mask = square.first(n_inputs - i - first)
+                of_rows = rows[first_row : first_row + side]
+                columns = transposed([square.load(row + (i + first), mask) for row in of_rows])
+                for number, column in enumerate(columns):
+                    place = shape.place(i // width, first + number, n_inputs)
+                    square.store(own + place * n_rows + first_row, column)
+
+
+def _gemm(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _GemmArguments[Value]) -> None:
+    """
+    for inputs, SUMMED_INPUTS at a time:
+        for (chunk of rows, panel of outputs) in this thread's:
+            pack weight[outputs, inputs]
+            for block in rows of the chunk:
+                y[block, outputs] += x[block, inputs] @ weight[outputs, inputs].T
+    """
+    n, k, m, chunk = args.n, args.k, args.m, args.chunk
+    width, waiting = shape.lanes.width, _LaneSums(shape, b)
+    panel = args.panels + thread.number * (SUMMED_INPUTS * shape.n_outputs)
+    n_chunks = (n + chunk - 1) // chunk
+    n_panels = (m + (shape.n_outputs - 1)) // shape.n_outputs
+    n_padded = (k + (width - 1)) // width * width
+    with (
+        loop(b, 0, k, SUMMED_INPUTS) as start,
+        loop(b, *thread.part_of(n_chunks * n_panels)) as item,
+    ):
+        first = item % n_panels * shape.n_outputs
+        n_inputs = smaller(k - start, SUMMED_INPUTS)
+        _pack_panel(shape, args.weight + start, panel, first, n_inputs, k, m)
+        first_row = item // n_panels * chunk
+        with loop(b, first_row, smaller(first_row + chunk, n), shape.n_rows) as row:
+            own = args.blocks + row * n_padded + start * shape.n_rows
+            place = _Place(args.y, row, first, n, m)
+            _add_products(shape, own, panel, place, start, n_inputs, waiting)
+
+
+def _pack_panel(
+    shape: _Shape, weight: Value, panel: Value, first: Value, n_inputs: Value, k: Value, m: Value
+) -> None:
+    """Packs the outputs of a panel, input by input, and repeats the last output beyond the end.
+
+    Inputs are padded to whole vectors with zeros.
+    """
+    width, b = shape.lanes.width, k.b
+    with loop(b, 0, shape.n_outputs, width) as vector:
+        rows = [weight + smaller(first + vector + i, m - 1) * k for i in range(width)]
+        with loop(b, 0, n_inputs, width) as i:
+            mask = shape.lanes.first(n_inputs - i)
+            columns = transposed([shape.of_weight.load(row + i, mask) for row in rows])
+            for number, column in enumerate(columns):
+                place = shape.place(i // width, number, n_inputs) * shape.n_outputs + vector
+                shape.lanes.store(panel + place, column)
+
+
+class _LaneSums:
+    """A buffer for partial sums of lanes, one for each level of the reduction tree.
+
+    Lanes come in bit-reversed order: 0, W/2, W/4, 3W/4, ...
+    """
+
+    def __init__(self, shape: _Shape, b: ir.IRBuilder) -> None:
+        self._lanes, self._n_numbers = shape.lanes, shape.n_rows * shape.n_outputs
+        self._depth = shape.lanes.width.bit_length() - 1
+        place = b.alloca(shape.lanes.vector.element, self._depth * self._n_numbers)
+        place.align = LINE_BYTES
+        self._room = Value(b, place)
+
+    def add(
+        self,
+        sums: list[Value],
+        number: Value,
+        put: Callable[[list[Value]], None],
+        level: int = 0,
+    ) -> None:
+        """Adds the sums of the number-th lane; after the last, calls `put` with the totals."""
+        if level == self._depth:
+            put(sums)
+            return
+        width = self._lanes.width
+        waiting = self._room + level * self._n_numbers
+        is_second = ((number >> level) & 1) > 0
+        with when(is_second ^ 1):
+            for at, total in enumerate(sums):
+                self._lanes.store(waiting + at * width, total)
+        with when(is_second):
+            earlier = [self._lanes.load(waiting + at * width) for at in range(len(sums))]
+            both = [one + other for one, other in zip(earlier, sums, strict=True)]
+            self.add(both, number, put, level + 1)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The first row and output in y [n, m] of the results of a block and a panel."""
+
+    y: Value
+    row: Value
+    output: Value
+    n: Value
+    m: Value
+
+
+def _add_products(
+    shape: _Shape,
+    rows: Value,
+    panel: Value,
+    place: _Place,
+    n_before: Value,
+    n_inputs: Value,
+    waiting: _LaneSums,
+) -> None:
+    """Multiplies a block of rows by a panel, and adds to y unless these are the first inputs."""
+    lanes, b = shape.lanes, n_inputs.b
+    starts = range(0, shape.n_outputs, lanes.width)
+    n_steps = (n_inputs + (lanes.width - 1)) // lanes.width
+
+    def put(sums: list[Value]) -> None:
+        masks = [lanes.first(place.m - place.output - start) for start in starts]
+        own = [
+            place.y + smaller(place.row + i, place.n - 1) * place.m + place.output
+            for i in range(shape.n_rows)
+        ]
+        targets = [
+            (row + start, mask)
+            for row, (start, mask) in product(own, zip(starts, masks, strict=True))
+        ]
+        totals = [Variable(total) for total in sums]
+        with when(n_before > 0):
+            for total, (address, mask) in zip(totals, targets, strict=True):
+                total.value = lanes.load(address, mask) + total.value
+        for total, (address, mask) in zip(totals, targets, strict=True):
+            lanes.store(address, total.value, mask)
+
+    with loop(b, 0, lanes.width) as number:
+        sums = [Variable(lanes.constant(b, 0)) for _ in range(shape.n_rows * shape.n_vectors)]
+        with loop(b, number * n_steps, (number + 1) * n_steps) as i:
+            outputs = [lanes.load(panel + i * shape.n_outputs + start) for start in starts]
+            inputs = [lanes.splat((rows + i * shape.n_rows)[row]) for row in range(shape.n_rows)]
+            for total, (x, weights) in zip(sums, product(inputs, outputs), strict=True):
+                total.value = fma(x, weights, total.value)
+        waiting.add([total.value for total in sums], number, put)

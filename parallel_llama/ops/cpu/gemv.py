@@ -1,0 +1,290 @@
+"""Products of few rows with a weight, at the speed at which memory delivers the weight.
+
+A tile, which is a few rows of the weight, stays in the L1 cache while groups of rows of x pass over
+it. The sums of a group stay in registers, and the next tile is prefetched into the L2 cache, since
+the L1 cache has no room for two tiles of long rows. The order of summation is the same for any
+number of rows and threads.
+
+A thread's rows of the weight form as many stretches as a tile has rows, and a tile takes one row of
+each. So memory is read sequentially in a few places, which hardware prefetchers recognise. A single
+row of x needs no other prefetching.
+
+Source: GotoBLAS, "Anatomy of high-performance matrix multiplication", section 4.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from operator import add
+from typing import Generic
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T, Weights
+from parallel_llama.ops.cpu.ir import (
+    Lanes,
+    Thread,
+    Value,
+    Variable,
+    fma,
+    in_groups,
+    larger,
+    loop,
+    smaller,
+    when,
+)
+from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.routes import Routes
+
+# Beyond this number of rows arithmetic is slower than memory, and `gemm` is faster.
+MAX_ROWS = 32
+
+# Rows of x in a group.
+_ROWS = 6
+
+# Inputs that are summed in the lanes of a vector before the lanes are added up: as many as a panel
+# of `gemm` has, which sums in the same order and whose panels fit the L2 cache.
+SUMMED_INPUTS = 1024
+
+Row = Callable[[Value], tuple[Value, Value]]  # the addresses of a row of x and of the result
+
+
+@dataclass(slots=True, kw_only=True)
+class _GemvArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    weight: Weights[T]
+    y: Numbers[T]
+    n: Integer[T]
+    k: Integer[T]
+    m: Integer[T]
+
+
+@dataclass(slots=True, kw_only=True)
+class _RoutedGemvArguments(Generic[T]):
+    x: Numbers[T]
+    x_stride: Integer[T]
+    sources: Integers[T]
+    targets: Integers[T]
+    starts: Integers[T]
+    n_weights: Integer[T]
+    n_rows: Integer[T]
+    weights: Weights[T]  # their addresses
+    y: Numbers[T]
+    k: Integer[T]
+    m: Integer[T]
+
+
+class GemvKernel:
+    """x @ weight.T for few rows of x.
+
+    The weight may have 16 bits where x is float32.
+
+    Shapes: x [n, k], rows contiguous; weight [m, k] contiguous; the result [n, m].
+    """
+
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
+        lanes, self._stored = machine.lanes(dtype), stored
+        of_weight = replace(lanes, stored=stored)
+        self._program = Program(
+            _GemvArguments[float],
+            partial(_gemv, lanes, of_weight, _tile(machine)),
+            numbers=lanes.pointer,
+            weights=of_weight.pointer,
+        )
+
+    def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
+        (n, k), m = x.shape, len(weight)
+        assert x.stride(1) == 1 and weight.dtype == self._stored
+        assert weight.is_contiguous() and weight.shape[1] == k
+        y = x.new_empty(n, m)
+        if n:
+            arguments = _GemvArguments(
+                x=x.data_ptr(), x_stride=x.stride(0), weight=weight.data_ptr(), y=y.data_ptr(), n=n,
+                k=k, m=m,
+            )  # fmt: skip
+            run(self._program, torch.get_num_threads(), arguments)
+        return y
+
+
+class RoutedGemvKernel:
+    """Products of rows with one of several weights each, with the bits that `GemvKernel` gives.
+
+    Shapes: x [n, k], rows contiguous; weights, the addresses of contiguous [m, k]; the result
+    [len(routes.targets), m], zeros in rows that no weight computes.
+    """
+
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
+        lanes = machine.lanes(dtype)
+        of_weight = replace(lanes, stored=stored)
+        self._program = Program(
+            _RoutedGemvArguments[float],
+            partial(_routed_gemv, lanes, of_weight, _tile(machine)),
+            numbers=lanes.pointer,
+            weights=of_weight.pointer.as_pointer(),
+        )
+
+    def __call__(
+        self, x: Tensor, weights: "array[int]", m: int, routes: Routes, run: Run = at_once
+    ) -> Tensor:
+        assert x.stride(1) == 1 and len(weights) == len(routes.starts) - 1
+        n_rows, k = len(routes.targets), x.shape[1]
+        y = x.new_empty(n_rows, m)
+        arguments = _RoutedGemvArguments(
+            x=x.data_ptr(), x_stride=x.stride(0), sources=routes.sources.data_ptr(),
+            targets=routes.targets.data_ptr(), starts=routes.starts.data_ptr(),
+            n_weights=len(weights), n_rows=n_rows, weights=weights.buffer_info()[0], y=y.data_ptr(),
+            k=k, m=m,
+        )  # fmt: skip
+        run(self._program, torch.get_num_threads(), arguments)
+        return y
+
+
+@cache
+def make_gemv(dtype: torch.dtype, stored: torch.dtype) -> GemvKernel:
+    return GemvKernel(dtype, stored, this_machine())
+
+
+@cache
+def make_routed_gemv(dtype: torch.dtype, stored: torch.dtype) -> RoutedGemvKernel:
+    return RoutedGemvKernel(dtype, stored, this_machine())
+
+
+def _tile(machine: Machine) -> int:
+    """Rows of the weight in a tile: with one row of x and the sums, they fill the registers."""
+    return (machine.n_vectors - 1) // (_ROWS + 1)
+
+
+def _gemv(
+    lanes: Lanes,
+    of_weight: Lanes,
+    n_tile: int,
+    _: ir.IRBuilder,
+    thread: Thread,
+    args: _GemvArguments[Value],
+) -> None:
+
+    def row(i: Value) -> tuple[Value, Value]:
+        return args.x + i * args.x_stride, args.y + i * args.m
+
+    _multiply(lanes, of_weight, n_tile, thread, row, args.weight, args.n, args.k, args.m)
+
+
+def _routed_gemv(
+    lanes: Lanes,
+    of_weight: Lanes,
+    n_tile: int,
+    b: ir.IRBuilder,
+    thread: Thread,
+    args: _RoutedGemvArguments[Value],
+) -> None:
+    """Computes one product after the other, without a barrier between them."""
+    sources, targets, k, m = args.sources, args.targets, args.k, args.m
+    with loop(b, 0, args.n_weights) as number:
+        start = args.starts[number]
+        n = args.starts[number + 1] - start
+
+        def row(i: Value) -> tuple[Value, Value]:
+            return args.x + sources[start + i] * args.x_stride, args.y + targets[start + i] * m
+
+        with when(n > 0):
+            _multiply(lanes, of_weight, n_tile, thread, row, args.weights[number], n, k, m)
+    n_given = args.starts[args.n_weights]
+    first, last = thread.part_of(args.n_rows - n_given)
+    with loop(b, n_given + first, n_given + last) as i:
+        zeros = args.y + targets[i] * m
+        with loop(b, 0, m, lanes.width) as column:
+            lanes.store(zeros + column, lanes.constant(b, 0), lanes.first(m - column))
+
+
+def _multiply(
+    lanes: Lanes,
+    of_weight: Lanes,
+    n_tile: int,
+    thread: Thread,
+    row: Row,
+    weight: Value,
+    n: Value,
+    k: Value,
+    m: Value,
+) -> None:
+    """Computes this thread's part of a product.
+
+    for tile in this thread's tiles, n_tile rows of weight each:
+        for group in x, _ROWS rows each, then the remaining rows:
+            y[group, tile] = x[group] @ weight[tile].T
+    """
+    b = n.b
+    first, last = thread.part_of(m)
+    stretch = (last - first) // n_tile
+
+    def multiply(column: Value, n_columns: int, n_group: int) -> None:
+        """All rows of x by one row of each stretch of the weight."""
+        numbers = [column + stretch * number for number in range(n_columns)]
+        columns = [weight + number * k for number in numbers]
+        # Each group of several rows prefetches a share of the next tile: these numbers per vector.
+        n_asking = larger((n + (n_group - 2)) // n_group, n.like(1))
+        share = (n_asking - 1 + lanes.width) // n_asking
+
+        def multiply_group(first_row: Value, n_rows: int) -> None:
+            rows, results = zip(*(row(first_row + i) for i in range(n_rows)), strict=True)
+            start = k + k * share // lanes.width * (first_row // n_group)
+            prefetched = (start, share) if n_rows > 1 else None
+            products = iter(_products(lanes, of_weight, rows, columns, k, prefetched))
+            for result in results:
+                for number in numbers:
+                    result[number] = next(products)
+
+        in_groups(0, n, n_group, multiply_group)
+
+    with loop(b, first, first + stretch) as column:
+        multiply(column, n_tile, _ROWS)
+    with loop(b, first + stretch * n_tile, last) as column:
+        multiply(column, 1, 1)
+
+
+def _products(
+    lanes: Lanes,
+    of_weight: Lanes,
+    rows: Sequence[Value],
+    columns: Sequence[Value],
+    k: Value,
+    prefetched: tuple[Value, Value] | None,
+) -> list[Value]:
+    """row @ column for each row with each column, of k numbers each, computed together.
+
+    Args:
+        prefetched: where prefetching starts, counted from the start of each column, and by how many
+            numbers it advances with each vector; None for no prefetching.
+    """
+    b, element = k.b, lanes.vector.element
+    totals = [Variable(Value(b, element(-0.0))) for _ in rows for _ in columns]
+    start, share = prefetched or (k, k)
+    ahead = Variable(start)
+
+    def add_products(sums: list[Variable], i: Value, mask: Value | None = None) -> None:
+        of_rows = [lanes.load(row + i, mask) for row in rows]
+        of_columns = [of_weight.load(column + i, mask) for column in columns]
+        for total, (one, other) in zip(sums, product(of_rows, of_columns), strict=True):
+            total.value = fma(one, other, total.value)
+
+    whole = k & -lanes.width
+    mask = lanes.first(k - whole)
+    with loop(b, 0, k, SUMMED_INPUTS) as first:
+        sums = [Variable(lanes.constant(b, 0)) for _ in totals]
+        stop = smaller(first + SUMMED_INPUTS, k)
+        with loop(b, first, smaller(stop, whole), lanes.width) as i:
+            if prefetched is not None:
+                for column in columns:
+                    (column + ahead.value).prefetch(cache=2)
+                ahead.value += share
+            add_products(sums, i)
+        with loop(b, larger(first, whole), stop, lanes.width) as i:
+            add_products(sums, i, mask)
+        for total, own in zip(totals, sums, strict=True):
+            total.value += lanes.reduce(add, own.value)
+    return [total.value for total in totals]

@@ -1,0 +1,346 @@
+"""Compiles kernels from LLVM's intermediate representation to functions that Python can call.
+
+Kernels run on torch's copy of GNU OpenMP: a second pool of threads would compete with torch's own
+operations for the cores.
+
+Machine code is cached in the user's cache folder. The process runs what it finds there, so it only
+accepts files that this user alone can have written: the folder and the file belong to the user, and
+nobody else may write to them. A file starts with the digest of its key and content; a file that is
+damaged, cut short or renamed is compiled again. Without such a folder, every kernel is compiled.
+
+Sources: libgomp's ABI, section "Implementing PARALLEL construct" of its manual; XDG base directory
+specification.
+"""
+
+import ctypes
+import hashlib
+import math
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Generic, Protocol
+
+import llvmlite
+import llvmlite.binding as llvm
+import torch
+from llvmlite import ir
+
+from parallel_llama.ops.cpu.arguments import ArgumentsT, Signature
+from parallel_llama.ops.cpu.ir import I32, I64, VOID, Lanes, Thread, Value
+from parallel_llama.ops.cpu.vector_math import ByteDots
+
+Body = Callable[[ir.IRBuilder, Thread, Any], None]  # builds a kernel; takes its arguments last
+
+_FROM_OPENMP = "omp_get_thread_num", "omp_get_num_threads"
+_FROM_SYSTEM = ("sched_yield",)
+
+# Of the code cache; a kernel has some 10 KB.
+_DIGEST_BYTES = 32
+_MAX_BYTES = 1 << 20
+_MAX_FILES = 256
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The properties of a CPU that kernels depend on.
+
+    Args:
+        vector_bytes: the size of a vector register.
+        n_vectors: the number of vector registers.
+        byte_dots: how the CPU computes dot products of bytes.
+    """
+
+    vector_bytes: int
+    n_vectors: int
+    byte_dots: ByteDots = "plain"
+
+    def lanes(self, dtype: torch.dtype, size: int = 0) -> Lanes:
+        """A vector register, or as many lanes of it as divide rows of this size evenly."""
+        return Lanes(dtype, dtype, math.gcd(self.vector_bytes // dtype.itemsize, size))
+
+
+@cache
+def this_machine() -> Machine:
+    """The CPU that this process runs on."""
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f") and features.get("avx512bw"):
+        return Machine(64, 32, "vnni" if features.get("avx512vnni") else "madd")
+    if features.get("avx2"):
+        return Machine(32, 16, "vnni" if features.get("avxvnni") else "madd")
+    if features.get("neon"):
+        return Machine(16, 32, "usdot" if features.get("i8mm") else "plain")
+    return Machine(16, 16)
+
+
+@cache
+def openmp() -> ctypes.CDLL | None:
+    """The OpenMP library that torch uses, or None if it does not have GNU's interface."""
+    preloaded = ctypes.CDLL(None)
+    if hasattr(preloaded, "GOMP_parallel"):
+        return preloaded
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    return ctypes.CDLL(str(found[0])) if found else None
+
+
+def compute_alone() -> None:
+    """Makes torch's operations single-threaded in the calling thread; other threads are unchanged.
+
+    Each thread that calls torch has its own team of OpenMP threads. Two teams have more threads
+    than there are cores, and then GNU OpenMP lets its threads sleep after every operation.
+    """
+    torch.get_num_threads()  # the first call sets the number, which must not happen later
+    library = openmp()
+    if library is not None:
+        library.omp_set_num_threads(1)
+
+
+@cache
+def computes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels support tensors of this dtype and device."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.float64) or openmp() is None:
+        return False
+    features = llvm.get_host_cpu_features()
+    # Without such an instruction, every fused multiply-add would be a function call.
+    return bool(features.get("fma") or features.get("neon"))
+
+
+def threads_for(n_numbers: int) -> int:
+    """The number of threads for a pass over n numbers: a few are done before a thread starts."""
+    return torch.get_num_threads() if n_numbers > 1 << 16 else 1
+
+
+class Program(Generic[ArgumentsT]):
+    """A compiled kernel. Calling it runs it on torch's threads and waits for them.
+
+    Args:
+        arguments: the dataclass that declares the arguments.
+        body: builds the kernel.
+        types: see `Signature`.
+
+    Attributes:
+        part: the address of what one thread runs: a function of the address of packed arguments,
+            the thread's number, and the number of threads.
+        packed: the arguments in memory, as the kernel reads them.
+    """
+
+    def __init__(self, arguments: type[ArgumentsT], body: Body, **types: ir.Type) -> None:
+        library = openmp()
+        assert library is not None, "kernels need torch's own OpenMP"
+        signature = Signature(arguments, types)
+        self._code = _linked(_compiled(signature, body), library)
+        self._entry = ctypes.c_void_p(self._code["entry"])
+        self.part: int = self._code["part"]
+        self.packed = signature.pack
+        self._start = library.GOMP_parallel
+
+    def __call__(self, n_threads: int, arguments: ArgumentsT) -> None:
+        self._start(self._entry, self.packed(arguments), n_threads, 0)
+
+
+class Run(Protocol):
+    """How a program is called: `at_once`, or as `Recording.run` does, which records the call."""
+
+    def __call__(
+        self, program: Program[ArgumentsT], n_threads: int, arguments: ArgumentsT, /
+    ) -> None: ...
+
+
+at_once: Run = Program.__call__
+
+
+def _compiled(signature: Signature[Any], body: Body) -> bytes:
+    """The machine code of a kernel, from the cache if possible.
+
+    The key is a digest of the source that builds the kernel, since building it for the key would
+    take longer than everything else here.
+    """
+    machine = _this_target()
+    made_by = f"llvmlite {llvmlite.__version__} LLVM {llvm.llvm_version_info} {machine.triple}"
+    cpu = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+    def make() -> bytes:
+        return _optimised(_module(signature, body), machine)
+
+    try:
+        own = _recipe(body)
+    except OSError:
+        return make()
+    if _SOURCES is None:
+        return make()
+    recipe = (made_by, cpu, _SOURCES, *signature.names, *map(str, signature.types), own)
+    return machine_code("\n".join(recipe), make)
+
+
+def _recipe(body: Body) -> str:
+    """The part of a kernel's key that names its function, that module's source and parameters."""
+    function, parameters = body, ()
+    if isinstance(body, partial):
+        function, parameters = body.func, body.args
+        assert not body.keywords, "parameters of kernels are positional"
+    assert isinstance(function, FunctionType) and function.__closure__ is None
+    source = _source_digest((Path(function.__code__.co_filename),))
+    return " ".join((function.__qualname__, source, *map(_text, parameters)))
+
+
+def _text(parameter: object) -> str:
+    """A complete description of a parameter, which is plain data."""
+    if is_dataclass(parameter):
+        own = (f"{each.name}={_text(getattr(parameter, each.name))}" for each in fields(parameter))
+        return f"{type(parameter).__qualname__}({', '.join(own)})"
+    assert parameter is None or isinstance(parameter, (int, float, str, torch.dtype))
+    return repr(parameter)
+
+
+def _sources() -> tuple[Path, ...]:
+    """The files that kernels are built with: those of this package, and those they import."""
+    kernels = Path(__file__).parent
+    package = kernels.parents[1]
+    others = package / "dtypes.py", package / "parallel" / "shared_memory.py"
+    return *sorted((*kernels.glob("*.py"), *kernels.parent.glob("*.py"))), *others
+
+
+@cache
+def _source_digest(files: tuple[Path, ...]) -> str:
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+# Read on import, since the files may change before the first kernel is built. A package in an
+# archive has no files; its kernels are not cached.
+try:
+    _SOURCES: str | None = _source_digest(_sources())
+except OSError:
+    _SOURCES = None
+
+
+def _module(signature: Signature[Any], body: Body) -> ir.Module:
+    """A kernel in LLVM's intermediate representation."""
+    module = ir.Module()
+    _entry(module, _part(module, signature, body))
+    return module
+
+
+def _part(module: ir.Module, signature: Signature[Any], body: Body) -> ir.Function:
+    """The function that each thread runs, with the packed arguments."""
+    packed = ir.LiteralStructType(signature.types).as_pointer()
+    function = ir.Function(module, ir.FunctionType(VOID, [packed, I64, I64]), "part")
+    function.attributes.add("noinline")  # a second copy of it would take as long to compile
+    b = ir.IRBuilder(function.append_basic_block())
+    address, number, count = function.args
+    fields = (b.gep(address, [I32(0), I32(i)]) for i in range(len(signature.types)))
+    arguments = signature.loaded(Value(b, b.load(field)) for field in fields)
+    body(b, Thread(Value(b, number), Value(b, count)), arguments)
+    b.ret_void()
+    return function
+
+
+def _entry(module: ir.Module, part: ir.Function) -> None:
+    """The function that OpenMP starts in each thread, which asks for the thread's number."""
+    packed = part.args[0].type
+    function = ir.Function(module, ir.FunctionType(VOID, [packed]), "entry")
+    b = ir.IRBuilder(function.append_basic_block())
+    queries = (ir.Function(module, ir.FunctionType(I32, []), name) for name in _FROM_OPENMP)
+    b.call(part, [function.args[0], *(b.sext(b.call(each, []), I64) for each in queries)])
+    b.ret_void()
+
+
+def _linked(code: bytes, library: ctypes.CDLL) -> llvm.ResourceTracker:
+    """Loads machine code for as long as the result lives, which maps functions to addresses."""
+    linker = llvm.JITLibraryBuilder().add_object_img(code)
+    for names, source in ((_FROM_OPENMP, library), (_FROM_SYSTEM, ctypes.CDLL(None))):
+        for each in names:
+            linker.import_symbol(each, ctypes.cast(getattr(source, each), ctypes.c_void_p).value)
+    linker.export_symbol("entry").export_symbol("part")
+    return linker.link(llvm.create_lljit_compiler(_this_target()), "kernel")
+
+
+@cache
+def _this_target() -> llvm.TargetMachine:
+    """LLVM's description of the CPU that this process runs on."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=cpu, features=features, opt=3
+    )
+
+
+def _optimised(built: ir.Module, machine: llvm.TargetMachine) -> bytes:
+    """The machine code of a module."""
+    module = llvm.parse_assembly(str(built))
+    module.verify()
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+    passes.getModulePassManager().run(module, passes)
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+def machine_code(key: str, make: Callable[[], bytes]) -> bytes:
+    """The code for a key, which contains everything that the code depends on."""
+    folder, name = _folder(), hashlib.sha256(key.encode()).hexdigest()
+    if folder is None:
+        return make()
+    path = folder / f"{name}.o"
+    code = _read(path, name)
+    if code is None:
+        code = make()
+        with suppress(OSError):  # a full disk costs the next start some time
+            _write(path, _digest(name, code) + code)
+    return code
+
+
+def _folder() -> Path | None:
+    """The cache folder, created if missing; None if others than this user may write to it."""
+    with suppress(OSError, RuntimeError):  # a user without a home folder has no cache
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        if not base.is_absolute():  # the specification says to ignore relative paths
+            return None
+        folder = base / "parallel_llama" / "kernels"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_ours(folder.lstat(), stat.S_IFDIR):
+            return folder
+    return None
+
+
+def _is_ours(status: os.stat_result, kind: int) -> bool:
+    mode = status.st_mode
+    others_write = mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_IFMT(mode) == kind and status.st_uid == os.geteuid() and not others_write
+
+
+def _read(path: Path, name: str) -> bytes | None:
+    """The code in a file, or None if there is no file that can be trusted."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            if not _is_ours(os.fstat(descriptor), stat.S_IFREG):
+                return None
+            content = file.read(_MAX_BYTES)
+        code = content[_DIGEST_BYTES:]
+        if content[:_DIGEST_BYTES] == _digest(name, code):
+            return code
+    return None
+
+
+def _digest(name: str, code: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + code).digest()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes a file atomically, and deletes the oldest files beyond the limit."""
+    held = sorted(path.parent.glob("*.o"), key=lambda each: each.lstat().st_mtime)
+    for old in held[: max(0, len(held) + 1 - _MAX_FILES)]:
+        old.unlink(missing_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # with mode 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink()
+        raise

@@ -1,0 +1,94 @@
+"""A time limit for collectives that are queued on a card.
+
+A call of NCCL returns when its collective is queued. If a rank is lost, the card waits without
+limit, and so does the host when it reads the result. A watchdog thread checks queued collectives
+and aborts one that exceeds the limit. The host then continues with invalid results, so the next use
+of the group raises before those results leave this rank. A kernel that waits for other cards itself
+cannot be aborted; if the group is not used within a further limit, the process ends.
+"""
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from parallel_llama.parallel.failures import RankError
+
+_LOOK_S = 0.02
+_HEARD_S = 10.0  # for the host to use the group again after an abort
+
+
+class Work(Protocol):
+    """The handle that torch returns for a collective in flight."""
+
+    def is_completed(self) -> bool: ...
+
+
+def end_process(why: str) -> None:
+    """Ends this process at once, because one of its threads can never continue."""
+    print(f"error: {why}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class Watchdog:
+    """Checks works in the order in which they were queued.
+
+    Args:
+        limit_s: how long a work may take, in seconds.
+        abort: aborts the group. It runs in its own thread, because it may never return.
+        explain: says why a work may be late.
+        heard_s: `end` is called if `require_whole` is not called within this time after an abort.
+        end: ends the process, given the reason.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        abort: Callable[[], None],
+        explain: Callable[[], str],
+        heard_s: float = _HEARD_S,
+        end: Callable[[str], None] = end_process,
+    ) -> None:
+        self._limit_s, self._abort, self._explain = limit_s, abort, explain
+        self._heard_s, self._end, self._heard = heard_s, end, threading.Event()
+        self._works: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
+        self._failure: str | None = None
+        threading.Thread(target=self._look, name="watchdog", daemon=True).start()
+
+    def add(self, work: Work) -> None:
+        """Starts the time limit of a work that has just been queued."""
+        self._works.put((work, time.monotonic()))
+
+    def require_whole(self) -> None:
+        """Raises: RankError if a work has been aborted."""
+        if self._failure is not None:
+            self._heard.set()
+            raise RankError(self._failure)
+
+    def end(self) -> None:
+        self._heard.set()
+        self._works.put(None)
+
+    def _look(self) -> None:
+        while (queued := self._works.get()) is not None:
+            if not is_done(*queued, self._limit_s):
+                why = self._explain()
+                # Set before the abort, which lets the host continue.
+                self._failure = f"{why} (nothing came for {self._limit_s:g} s)"
+                # NCCL's abort may block or raise, and neither may prevent the end of the process.
+                threading.Thread(target=self._abort, name="abort", daemon=True).start()
+                if not self._heard.wait(self._heard_s):
+                    self._end(self._failure)
+                return
+
+
+def is_done(work: Work, began_s: float, limit_s: float) -> bool:
+    """Waits until a work is done or `limit_s` after `began_s`; returns whether it is done."""
+    while not work.is_completed():
+        if time.monotonic() - began_s > limit_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True

@@ -1,0 +1,111 @@
+"""Products on the CPU's matrix tiles (AMX), skipped on machines without them."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from parallel_llama.ops import cpu_ops
+from parallel_llama.ops.cpu import gemm_amx
+from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, tiles_are_allowed
+from parallel_llama.ops.cpu.jit import openmp
+from parallel_llama.ops.cpu_ops import CPUOps
+
+has_tiles = pytest.mark.skipif(
+    openmp() is None or not tiles_are_allowed(), reason="this CPU has no tiles (AMX)"
+)
+SHAPES = [(1, 32, 32), (31, 64, 33), (33, 96, 100), (200, 576, 64), (70, 160, 47)]
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return GemmAMXKernel()
+
+
+@has_tiles
+def test_a_product_is_that_of_float32_but_for_the_split(kernel):
+    for n, k, m in SHAPES:
+        x, weight = torch.randn(n, k), torch.randn(m, k).to(torch.bfloat16)
+        exact = x.double() @ weight.double().T
+        error = (kernel(x, weight) - exact).abs().max()
+        assert error < 1e-5 * exact.abs().max()
+
+
+@has_tiles
+def test_two_parts_of_a_row_are_both_multiplied(kernel):
+    """1 + 2^-10 has more bits than one bfloat16."""
+    x, weight = torch.full((33, 32), 1 + 2.0**-10), torch.ones(32, 32, dtype=torch.bfloat16)
+    assert torch.equal(kernel(x, weight), torch.full((33, 32), 32 + 2.0**-5))
+
+
+@has_tiles
+def test_a_row_is_the_same_in_any_company_and_on_any_number_of_threads(kernel):
+    x, weight = torch.randn(450, 96), torch.randn(100, 96).to(torch.bfloat16)
+    alone = torch.cat([kernel(row[None], weight) for row in x[:5]])
+    before = torch.get_num_threads()
+    try:
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            for n in (5, 37, 450):
+                assert torch.equal(kernel(x[:n], weight)[:5], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@has_tiles
+def test_rows_may_lie_apart_and_neighbours_are_not_read(kernel):
+    around = torch.full((40, 80), torch.nan)
+    x = around[1:38, 4:68].normal_()
+    weight = torch.randn(35, 64).to(torch.bfloat16)
+    assert torch.equal(kernel(x, weight), kernel(x.contiguous(), weight))
+
+
+@has_tiles
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0x7F800000])
+def test_a_number_that_is_none_spoils_its_own_row_alone(kernel, bits):
+    x, weight = torch.randn(35, 64), torch.randn(40, 64).to(torch.bfloat16)
+    x.view(torch.int32)[7, 3] = bits
+    y = kernel(x, weight)
+    assert not y[7].isfinite().any()
+    assert y[:7].isfinite().all() and y[8:].isfinite().all()
+
+
+def test_the_measurement_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    gemm_amx.make_gemm_amx.__wrapped__()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@has_tiles
+def test_what_does_not_fill_tiles_is_left_to_others(monkeypatch):
+    monkeypatch.setattr(cpu_ops, "make_gemm_amx", GemmAMXKernel)
+    ops = CPUOps(torch.float32, 32, {1})
+    for k, m in [(33, 64), (64, 31), (64, 64)]:
+        x, weight = torch.randn(40, k), torch.randn(m, k).to(torch.bfloat16)
+        bias = torch.randn(m)
+        expected = x @ weight.float().T + bias
+        torch.testing.assert_close(ops.linear(x, weight, bias), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("answer", [1, -1])
+def test_where_the_system_allows_no_tiles_none_are_used(monkeypatch, answer):
+    class System:
+        @staticmethod
+        def syscall(*_):
+            return answer
+
+    monkeypatch.setattr(gemm_amx.ctypes, "CDLL", lambda _: System)
+    assert not tiles_are_allowed.__wrapped__()
+
+
+@has_tiles
+def test_asking_for_tiles_is_what_allows_them():
+    """In a process that has not requested permission, the first instruction kills the process."""
+    program = (
+        "import torch\n"
+        "from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel\n"
+        "y = GemmAMXKernel()(torch.ones(33, 32), torch.ones(32, 32, dtype=torch.bfloat16))\n"
+        "assert (y == 32).all()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=250)

@@ -1,0 +1,141 @@
+"""A replay of recorded kernel calls gives the same bits as the calls one by one."""
+
+from dataclasses import dataclass
+from typing import Generic
+
+import pytest
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from parallel_llama.ops import CPUOps, NotRecorded
+from parallel_llama.ops.cpu.arguments import Integer, Integers, T
+from parallel_llama.ops.cpu.ir import Thread, Value, loop
+from parallel_llama.ops.cpu.jit import Program, openmp
+from parallel_llama.ops.cpu.replay import Arena, Recording
+
+pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Arguments(Generic[T]):
+    x: Integers[T]
+    y: Integers[T]
+    n: Integer[T]
+
+
+def _next(_b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
+    """y[i] = x[i - 1] + 1 in this thread's part, whose first number reads another thread's part."""
+    n = args.n
+    with loop(thread.number.b, *thread.part_of(n)) as i:
+        args.y[i] = args.x[(i + n - 1) % n] + 1
+
+
+def next_of() -> Program[_Arguments[float]]:
+    return Program(_Arguments[float], _next)
+
+
+def arguments(x: Tensor, y: Tensor) -> _Arguments[int]:
+    return _Arguments(x=x.data_ptr(), y=y.data_ptr(), n=len(x))
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("alone", [0, 1, 2, 3])
+def test_each_call_sees_what_all_threads_did_in_the_one_before(n_threads, alone):
+    """Every `alone`-th call uses one thread; more threads than cores must not hang."""
+    program, recording, n = next_of(), Recording(Arena()), 24
+    x, y = torch.zeros(2, n, dtype=torch.int64)
+    n_calls = 200
+    for number in range(n_calls):
+        is_alone = alone and number % alone == 0
+        run_on = 1 if is_alone else n_threads
+        recording.run(program, run_on, arguments(x, y))
+        x, y = y, x
+    recording.complete()
+    for turn in range(3):
+        recording.replay()
+        assert x.tolist() == [(turn + 1) * n_calls] * n
+
+
+def test_a_call_may_leave_the_rest_to_python_and_the_next_goes_on(n_threads=3):
+    """At any position, also at the end; the Python function runs between the calls."""
+    program, recording, n = next_of(), Recording(Arena()), 24
+    x, y = torch.zeros(2, n, dtype=torch.int64)
+    seen = []
+    for number in range(9):
+        if number % 2 == 0:
+            recording.host_call(lambda x=x: seen.append(x.clone()))
+        if number < 8:
+            recording.run(program, 1 if number in (3, 4) else n_threads, arguments(x, y))
+            x, y = y, x
+    recording.complete()
+    for turn in range(2):
+        recording.replay()
+        assert [each.tolist() for each in seen] == [[8 * turn + 2 * i] * n for i in range(5)]
+        seen.clear()
+
+
+def test_an_error_in_python_leaves_a_recording_that_can_be_replayed():
+    program, recording, n = next_of(), Recording(Arena()), 6
+    x, y = torch.zeros(2, n, dtype=torch.int64)
+    errors = [KeyboardInterrupt()]
+
+    def fail_once() -> None:
+        if errors:
+            raise errors.pop()
+
+    recording.run(program, 2, arguments(x, y))
+    recording.host_call(fail_once)
+    recording.run(program, 2, arguments(y, x))
+    recording.complete()
+    with pytest.raises(KeyboardInterrupt):
+        recording.replay()
+    assert y.tolist() == [1] * n and x.tolist() == [0] * n
+    recording.replay()
+    assert x.tolist() == [2] * n
+
+
+def test_memory_of_an_arena_is_taken_again_when_the_last_view_of_it_is_gone():
+    arena = Arena()
+    like = torch.empty(3, 40)
+    first = arena.tensor(like)
+    place, view = first.data_ptr(), first[1:].flatten()
+    assert first.shape == like.shape and first.dtype == like.dtype and place % 64 == 0
+    del first
+    assert arena.tensor(like).data_ptr() != place
+    del view
+    assert arena.tensor(torch.empty(2, 50)).data_ptr() == place
+    assert arena.tensor(torch.empty(0, 5)).shape == (0, 5)
+
+
+@pytest.fixture
+def ops():
+    return CPUOps(torch.float64, 4, {1})
+
+
+def test_operators_of_torch_are_not_recorded(ops):
+    x = torch.ones(2, 6, dtype=torch.float64)
+    for compute in (
+        lambda: x + 1,
+        lambda: x.add_(1),
+        lambda: x[torch.tensor([1])],
+        lambda: x.T.contiguous(),
+        lambda: x.__setitem__(0, 5.0),
+        lambda: torch.zeros(3),
+        lambda: ops.gelu(x, is_tanh=False),
+        lambda: ops.linear(x.expand(80, 2, 6)[:, 0], x),
+    ):
+        with pytest.raises(NotRecorded), ops.recording():
+            compute()
+    assert torch.equal(x, torch.ones(2, 6, dtype=torch.float64))
+    assert torch.equal(ops.add_(x, x), torch.full((2, 6), 2.0, dtype=torch.float64))
+
+
+def test_nothing_is_computed_while_it_is_recorded(ops):
+    x, y = torch.ones(2, 3, 6, dtype=torch.float64)
+    with ops.recording() as recording:
+        ops.add_(x, y)
+    assert torch.equal(x, y)
+    for n in (2, 3):
+        recording.replay()
+        assert torch.equal(x, n * y)
