@@ -372,7 +372,7 @@ class Completion(_ShortRepr):
 
     `tokens` holds every drawn id, including an eos or stop id and the token that completed a stop
     string; `text` ends before them, so `tokens` may decode to more than `text`. `prompt_logprobs`
-    has an entry for each prompt token; the first is None. A request with this `seed` produces the
+    has an entry for each prompt token, None for the first. A request with this `seed` produces the
     same tokens; greedy decoding has no seed. `n_cached_tokens` prompt tokens were in the prefix
     cache when the request started. `stop_reason` is the stop string or stop token id of the request
     that ended it, else None.

@@ -43,7 +43,7 @@ class BlockPool:
         self._key_of: list[bytes | None] = [None] * n_blocks
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._open = _Runs()  # free runs, no two of them adjacent
+        self._open = _Runs()  # free runs, none adjacent to another
         self._promised = _Runs()  # free runs, each right after the last block of its sequence
         if n_blocks:
             self._open.add(0, n_blocks)
@@ -75,7 +75,7 @@ class BlockPool:
         return self.n_free + self.n_cached - sum(not self._n_owners[block] for block in kept)
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Add an owner to each block. Raises: ValueError if one of them is free."""
+        """Add an owner to each block. Raises: ValueError if a block is free."""
         for block in blocks:
             if not self._n_owners[block] and block not in self._cached:
                 raise ValueError(f"block {block} is free; take it first")
@@ -133,7 +133,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove an owner from each block of a sequence, in the order of the sequence.
 
-        Raises: ValueError if one of them has no owner.
+        Raises: ValueError if a block has no owner.
         """
         for block in blocks:
             if not self._n_owners[block]:

@@ -74,7 +74,7 @@ class Engine:
 
     Args:
         tokenizer: None for a model without a tokenizer, and on ranks above 0.
-        grammars: the grammar compiler; None where `tokenizer` is None.
+        grammars: the grammar compiler, where there is a tokenizer.
         step_tokens: most tokens of a step; by default those of `capacity`.
         max_drafts: most draft tokens of a sequence in one step.
 
@@ -358,7 +358,7 @@ class Engine:
     ) -> list[list[Sampled]]:
         """Draw the tokens of each sequence: one after its last token and one after each draft.
 
-        A sequence has fewer if no token is allowed at one of them. If the device draws by itself,
+        A sequence has fewer draws if one has no allowed token. If the device draws by itself,
         the next step is launched before the tokens of this one are read.
         """
         masks = self._exchange_masks(drawing)

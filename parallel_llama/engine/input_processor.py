@@ -243,7 +243,7 @@ class InputProcessor:
             return tuple(prompt)
         if self.chat_template is None:
             raise UsageError(
-                f"{self.files.path} has no chat template, so it is no chat model; "
+                f"{self.files.path} has no chat template, so it is not a chat model; "
                 "give text without a chat"
             )
         return tuple(self.chat_template.encode(prompt))

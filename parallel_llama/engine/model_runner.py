@@ -398,7 +398,7 @@ class ModelRunner:
         return GroupBatch(self._int64(slots), rotations, tiles=tuple(tiles))
 
     def _before_sinks(self, number: int, positions: range) -> range:
-        """The positions whose window starts at the sequence's start; all of them without sinks."""
+        """The positions whose window starts at the sequence's start, or all without sinks."""
         window = self.groups[number].window
         if not self.args.attention_sinks or window is None:
             return positions

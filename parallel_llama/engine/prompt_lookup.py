@@ -1,6 +1,6 @@
 """Speculative decoding by prompt lookup: draft tokens copied from earlier in the sequence.
 
-The model verifies the drafts, each of which costs a row of a forward pass. A budget for each
+The model verifies the drafts. Each draft costs a row of a forward pass, so a budget for each
 sequence limits the drafts by their acceptance rate and the cost of rows.
 
 Source: prompt lookup decoding (Saxena, 2023); speculative decoding, arXiv 2211.17192, section 3.3,

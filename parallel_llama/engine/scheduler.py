@@ -5,7 +5,7 @@ randomness, so the ranks choose the same steps without communication. The caller
 sequence has ended, and calls `finish`.
 
 A sequence holds blocks in each KV group (layers that share a block table), and runs only if it has
-enough of them in every group.
+enough blocks in every group.
 
 Prompts with the least work left go first, so that a short prompt behind long ones has its first
 token soon; long prompts wait while a short request runs, for at most MAX_HELD_STEPS. The oldest

@@ -30,7 +30,7 @@ RowNoise = tuple[int, float]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of one sequence, the first of them at position `start`.
+    """Consecutive tokens of one sequence, the first at position `start`.
 
     `tables` are the sequence's block tables, one for each KV group, at least up to the chunk's last
     token; `n_prompt` is the length of the sequence's prompt.

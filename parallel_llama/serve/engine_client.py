@@ -312,7 +312,7 @@ def _log(answer: Answer) -> None:
     """Log one line for an answer that has ended, without any text of it. Units: seconds."""
     now, asked_s = time.monotonic(), answer.submitted_s
     first_s = answer.first_token_s
-    told = {
+    fields = {
         "request_id": answer.request_id,
         "prompt_tokens": len(answer.request.prompt),
         "completion_tokens": answer.n_tokens,
@@ -320,7 +320,7 @@ def _log(answer: Answer) -> None:
         "first_token_s": None if first_s is None else round(first_s - asked_s, 4),
         "total_s": round(now - asked_s, 4),
     }
-    logger.info("answered", extra={"told": told})
+    logger.info("answered", extra={"told": fields})
 
 
 _WHY = {

@@ -316,7 +316,7 @@ def test_a_damaged_chat_template_is_refused(
 def test_a_model_without_a_template_cannot_chat(folder: Path, refused: Refused, verb: str) -> None:
     edit_json(folder / "tokenizer_config.json", chat_template=None)
     flags = () if verb == "chat" else ("--chat", *TEXT)
-    refused(verb, "--model", str(folder), *flags, says=["no chat template", "no chat model"])
+    refused(verb, "--model", str(folder), *flags, says=["no chat template", "not a chat model"])
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused(
