@@ -49,7 +49,7 @@ def test_a_prompt_is_what_its_author_means(given: Any, prompts: list[Any]) -> No
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (5, "prompts cannot be int 5; give a text, a list of token ids, a conversation"),
+        (5, "prompts cannot be int 5; give a string, a list of token ids, a conversation"),
         (None, "prompts cannot be NoneType None"),
         (b"Hi!", "cannot be bytes b'Hi!'"),
         ({"a", "b"}, "cannot be set"),
