@@ -1,9 +1,9 @@
-# Makes a virtual environment and keeps it up to date; sourced by quickstart.sh and test.sh.
+# Makes a virtual environment and keeps it up to date; sourced by the scripts beside it.
 #
 #   prepare_environment FOLDER REQUIREMENT PACKAGE...
 #
-# installs this repository as REQUIREMENT ('.' or '.[test]', editable) and each PACKAGE without
-# what it declares. A stamp of everything that decides the result makes a second run free.
+# installs this repository as REQUIREMENT ('.', '.[docs]' or '.[test]', editable) and each PACKAGE
+# without what it declares. A stamp of everything that decides the result makes a second run free.
 
 TORCH=2.13.0
 
@@ -70,7 +70,7 @@ prepare_environment() {
 
     echo "[3/3] installing parallel_llama and what it needs" >&2
     install "$folder" --editable "$requirement" || installation_failed "$log"
-    install "$folder" --no-deps "$@" || installation_failed "$log"
+    [ $# -eq 0 ] || install "$folder" --no-deps "$@" || installation_failed "$log"
     echo "$stamp" >"$folder/stamp"
 }
 

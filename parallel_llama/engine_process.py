@@ -164,7 +164,7 @@ class EngineProcess:
         grammar = message.request.params.grammar
         assert grammar is not None
         with suppress(UsageError):  # which `Engine.submit` raises again
-            self._inputs.grammars.matcher(grammar, is_tried=True)  # by the front
+            self._inputs.grammars.matcher(grammar, is_checked=True)  # by the front
         self._compiled.append(message)
         os.eventfd_write(self._woken, 1)
 

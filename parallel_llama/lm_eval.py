@@ -28,7 +28,8 @@ class ParallelLlama(TemplateLM):  # type: ignore[misc]
     """A model on some ranks of this host; further arguments are those of `LLM`.
 
     With a batch size of 1 every log-likelihood is what `LLM.score` gives, to the last bit; more at
-    once share steps, which changes last digits where batch invariance is not exact (README).
+    once share steps, which changes the last digits where batch invariance is not exact (see
+    docs/design.md).
 
     Raises: UsageError as `LLM`.
     """

@@ -1,1 +1,1 @@
-"""The command line: one module per verb, and nothing that the library needs."""
+"""The command line, one module per command. The library does not depend on it."""

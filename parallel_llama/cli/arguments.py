@@ -1,8 +1,7 @@
-"""Flags: what may be given, what it means, and how a command line becomes checked values.
+"""Flags and commands: definitions, parsing of a command line, and help texts.
 
-A `Flag` is the one home of a flag's name, parser, default and help, and the key of its value. The
-text of a flag is never parsed as Python, repeats stay in order, and a value may begin with a dash.
-Nothing here starts work or knows what a verb does.
+The text of a flag is never parsed as Python, repeated flags keep their order, and a value may begin
+with a dash.
 """
 
 import re
@@ -22,12 +21,14 @@ Value = TypeVar("Value", covariant=True)
 
 @dataclass(frozen=True)
 class Flag(Generic[Value]):
-    """One flag of a verb, or an argument given by its place.
+    """One flag of a verb, or a positional argument.
 
-    `parse` turns its text into a value, and raises ValueError saying what is allowed; a flag
-    without one is a switch, given as --name or --noname. A repeatable flag's value is the list of
-    all that were given. `aliases` are names that other programs give the flag, and `subject` is the
-    heading that the help lists it under; "" stands for the verb's own.
+    Args:
+        parse: converts the text to a value; raises ValueError with what is allowed. None for a
+            switch, given as --name or --noname.
+        repeatable: whether the value is the list of all given values.
+        aliases: names of the flag in other programs.
+        subject: heading of the flag in the help; "" for the verb's own heading.
     """
 
     name: str
@@ -55,31 +56,34 @@ class Flag(Generic[Value]):
         return False if self.parse is None else self.default
 
 
-JSON: Flag[bool] = Flag("json", "print JSON to stdout, and nothing else there", subject="output")
+JSON: Flag[bool] = Flag("json", "print only JSON to stdout", subject="output")
 
 
 class Flags:
-    """The checked values of one command line, each found by its flag: `flags[MODEL]`."""
+    """The checked values of one command line, by flag: `flags[MODEL]`."""
 
     def __init__(self, verb: str, given: Mapping[str, Any]) -> None:
         self.verb, self._given = verb, given
 
     def __getitem__(self, flag: Flag[Value]) -> Value:
-        """What was given, else the verb's default; a flag the verb does not take has its own."""
+        """The given value, else the verb's default; for flags of other verbs the flag's default."""
         value: Value = self._given.get(flag.name, flag.initial)
         return value
 
-    def having(self, flag: Flag[Value], value: Any) -> "Flags":
-        """The same, with another value of this flag."""
+    def with_value(self, flag: Flag[Value], value: Any) -> "Flags":
+        """A copy with another value of this flag."""
         return Flags(self.verb, {**self._given, flag.name: value})
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A command: its flags in the order of its help, and the function that prepares its job.
+    """A command.
 
-    `positionals` are given by their place and not by name, all of them. After them, the flag
-    `placed` may be given by its place as well as by its name.
+    Args:
+        flags: in the order of the help.
+        prepare: checks the flags and returns the job.
+        positionals: required positional arguments.
+        placed: a flag that may also be given as a positional argument, after the others.
     """
 
     name: str
@@ -93,34 +97,34 @@ class Verb:
 
 
 class HelpRequested(Exception):
-    """The command line asks for help, not for work."""
+    """The command line contains -h or --help."""
 
 
 def parse_flags(verb: Verb, argv: Sequence[str]) -> Flags:
     """The value of every flag of a verb, given or default.
 
-    Raises: UsageError for an unknown, repeated or incomplete flag, a value that is not allowed, or
-    an argument that is no flag; HelpRequested for -h or --help where a flag may stand.
+    Raises: UsageError for an unknown, repeated or incomplete flag, an invalid value, or an
+    unexpected argument; HelpRequested for -h or --help in the place of a flag.
     """
     given: dict[str, Any] = {}
     for flag, text in _pairs(verb, argv):
         if flag.repeatable:
             given.setdefault(flag.name, []).append(_value(verb, flag, text))
         elif flag.name in given:
-            places = f", by its place or as --{flag.name}" if flag is verb.placed else ""
+            places = f", as an argument or as --{flag.name}" if flag is verb.placed else ""
             raise UsageError(f"--{flag.name} is given twice; give it once{places}")
         else:
             given[flag.name] = _value(verb, flag, text)
     for flag in verb.positionals:
         if flag.name not in given:
             raise UsageError(f"{verb.name} needs {flag.name.upper()}: {verb.name} {verb.usage}")
-    # Verbs have flags of one name with defaults of their own: the verb's default is the one to use.
+    # Flags of several verbs have the same name and different defaults: use this verb's default.
     defaults = {flag.name: flag.initial for flag in verb.flags}
     return Flags(verb.name, defaults | given)
 
 
 def _pairs(verb: Verb, argv: Sequence[str]) -> Iterator[tuple[Flag[Any], str]]:
-    """Each flag of the command line with its text; a switch's text is 'true' or 'false'."""
+    """Each flag of the command line with its text; 'true' or 'false' for a switch."""
     words = iter(argv)
     places = iter((*verb.positionals, *([verb.placed] if verb.placed else ())))
     for word in words:
@@ -178,7 +182,7 @@ def _value(verb: Verb, flag: Flag[Any], text: str) -> Any:
 
 
 def help_text(verb: Verb) -> str:
-    """A verb's help, as wide as the terminal: usage, flags by subject, and one example."""
+    """A verb's help at the terminal's width: usage, flags by subject, and one example."""
     width = terminal_width()
     arguments = [(flag.name.upper(), flag.help) for flag in verb.positionals]
     if verb.placed:
@@ -187,7 +191,7 @@ def help_text(verb: Verb) -> str:
     subjects: dict[str, list[tuple[str, str]]] = {"arguments": arguments, own: []}
     for flag in verb.flags:
         subjects.setdefault(flag.subject or own, []).append((_left(flag), _right(flag)))
-    subjects["help"] = [("-h, --help", "this text")]
+    subjects["help"] = [("-h, --help", "show this help")]
     left = max(len(name) for rows in subjects.values() for name, _ in rows)
     lines = [*_wrapped_usage(verb, width), "", *textwrap.wrap(verb.help, width), ""]
     for heading, rows in subjects.items():
@@ -197,15 +201,15 @@ def help_text(verb: Verb) -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or what COLUMNS says; 80 where there is neither."""
+    """Columns of the terminal, or the variable COLUMNS; 80 without both."""
     return max(shutil.get_terminal_size().columns, _LEAST_WIDTH)
 
 
 def columns(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> list[str]:
-    """Lines of at most `width` characters: an indented left column, and a wrapped right one.
+    """Lines of at most `width` characters: an indented left column and a wrapped right column.
 
-    The left column is as wide as its widest entry and at least `left`, up to a third of the width;
-    a wider entry has a line of its own.
+    The left column is as wide as its widest entry and at least `left`, but at most a third of the
+    width; a wider entry is on its own line.
     """
     left = max(left, *(len(name) for name, _ in rows))
     left = min(left, width // 3)
@@ -221,7 +225,7 @@ def columns(rows: Sequence[tuple[str, str]], width: int, left: int = 0) -> list[
 
 
 def wrapped_command(command: str, width: int) -> list[str]:
-    """A command to copy, continued on the next line where it is too long, before a flag."""
+    """A command to copy; a long one is continued on further lines, each beginning with a flag."""
     lines = [""]
     for part in re.split(r"(?<= )(?=--)", command):
         if lines[-1] and len(lines[-1]) + len(part) + 3 > width:
@@ -234,7 +238,7 @@ _LEAST_WIDTH = 40
 
 
 def _wrap(text: str, width: int, first: str, indent: str) -> list[str]:
-    """A wrapped paragraph, in which no flag or path is broken in two."""
+    """A wrapped paragraph; flags and paths are not split."""
     return textwrap.wrap(
         text,
         width,
@@ -246,7 +250,7 @@ def _wrap(text: str, width: int, first: str, indent: str) -> list[str]:
 
 
 def _wrapped_usage(verb: Verb, width: int) -> list[str]:
-    """The usage, broken between its parts and not inside the brackets of one."""
+    """The usage line, wrapped, but not inside brackets."""
     first = f"usage: parallel-llama {verb.name} "
     kept = re.sub(r"\[[^]]*\]", lambda part: part[0].replace(" ", "\0"), verb.usage)
     return [line.replace("\0", " ") for line in _wrap(kept, width, first, " " * 8)]
@@ -269,5 +273,5 @@ def _right(flag: Flag[Any]) -> str:
 
 
 def warn(message: str) -> None:
-    """One line to the person at the terminal, beside whatever stdout carries."""
+    """Prints a line to stderr."""
     print(f"parallel-llama: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`bench`: how fast a model runs here, and how much of the memory's bandwidth it reaches."""
+"""`bench`: measures a model's speed and the fraction of the memory bandwidth that it reaches."""
 
 import json
 import random
@@ -39,26 +39,24 @@ PROMPT_TOKENS: Flag[int] = Flag(
     "prompt-tokens", "length of each prompt, such as 512 or 4k", token_count(1), "N", 512
 )
 MAX_TOKENS: Flag[int] = Flag(
-    "max-tokens", "new tokens for each prompt", token_count(1, MAX_TOKEN_ID), "N", 64
+    "max-tokens", "new tokens per prompt", token_count(1, MAX_TOKEN_ID), "N", 64
 )
 BATCH: Flag[int] = Flag("batch", "prompts at once", whole(1, MAX_RUNNING), "B", 1)
-REPEAT: Flag[int] = Flag(
-    "repeat", "runs to take the median of, after one to warm up", whole(1, 1000), "R", 5
-)
+REPEAT: Flag[int] = Flag("repeat", "measured runs, after one warm-up run", whole(1, 1000), "R", 5)
 SLICE: Flag[tuple[int, int] | None] = Flag(
-    "slice", "time rank R's share of N ranks alone on this device, with random weights (which it "
-    "implies, from seed 0), and add to a step what its collectives would wait",
+    "slice", "time only rank R's shard of N ranks on this device, with random weights (default "
+    "seed 0), and model the time of its collectives",
     rank_of, "R/N",
 )  # fmt: skip
 
-# Microseconds that a decode step's collective waits, on cards of one host that NVLink joins: a
-# kernel that goes on with the norm, one that only sums, and NCCL.
+# Microseconds per collective of a decode step on GPUs of one host with NVLink: for a fused
+# all-reduce and norm kernel, for an all-reduce kernel, and for NCCL.
 WAITS_US = (5, 7, 20)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One repetition. Units: seconds; `steps_s` are the decode steps, all requests in each."""
+    """One repetition. Units: seconds; `steps_s` are decode steps that contain all requests."""
 
     first_token_s: float
     prefill_s: float
@@ -66,7 +64,7 @@ class Run:
 
 
 def prepare(flags: Flags) -> Job:
-    """Check the sizes, model and plan, and return the job that measures."""
+    """Checks the sizes, model and plan, and returns the job."""
     slice_of = flags[SLICE]
     if slice_of is not None:
         flags = _alone(flags, "--slice {}/{}".format(*slice_of))
@@ -75,7 +73,7 @@ def prepare(flags: Flags) -> Job:
         rank, n_shares = slice_of
         make_plan(inputs.args, n_shares, kv_split=flags[KV_SPLIT]).alone(rank)
     n_tokens, batch = flags[PROMPT_TOKENS], flags[BATCH]
-    # Any ids will do: the arithmetic of a token does not depend on which it is.
+    # Random ids: the time of a token does not depend on its id.
     draw = random.Random(0)
     prompts = [
         [draw.randrange(inputs.args.vocab_size) for _ in range(n_tokens)] for _ in range(batch)
@@ -84,7 +82,7 @@ def prepare(flags: Flags) -> Job:
     requests = inputs.requests(prompts, params) if leads() else []
 
     def work(llm: "LLM") -> int:
-        # The first run warms memory and threads, and does not count.
+        # The first run is a warm-up.
         _, *runs = [_measure(llm, _unseen(requests, run)) for run in range(1 + flags[REPEAT])]
         figures = _figures(llm, runs, n_tokens * batch, batch)
         if slice_of is not None:
@@ -93,7 +91,7 @@ def prepare(flags: Flags) -> Job:
         print(json.dumps(figures) if flags[JSON] else "\n".join(_report(flags[MODEL], figures)))
         return 0
 
-    # Guesses would make a step's tokens, and so its speed, a matter of what random prompts hold.
+    # With draft tokens the number of tokens per step would depend on the random prompts.
     options = {"max_drafts": 0, "slice_of": slice_of}
     return Job(lambda: lead(flags, inputs, work, **options), n_ranks)
 
@@ -101,19 +99,17 @@ def prepare(flags: Flags) -> Job:
 def _alone(flags: Flags, what: str) -> Flags:
     """The flags of a slice, which has random weights.
 
-    Raises: UsageError where there are other ranks.
+    Raises: UsageError if there are other ranks.
     """
     if is_started_as_rank():
-        raise UsageError(f"{what} under torchrun: a slice runs alone; start it without torchrun")
+        raise UsageError(f"{what} runs in one process; start it without torchrun")
     if (flags[NPROC] or 1) > 1:
-        raise UsageError(
-            f"{what} with --nproc {flags[NPROC]}: a slice runs alone; leave --nproc out"
-        )
-    return flags.having(RANDOM_WEIGHTS, flags[RANDOM_WEIGHTS] or 0)
+        raise UsageError(f"{what} runs in one process; omit --nproc {flags[NPROC]}")
+    return flags.with_value(RANDOM_WEIGHTS, flags[RANDOM_WEIGHTS] or 0)
 
 
 def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
-    """The same requests, which find nothing in the KV cache that another run left there."""
+    """The requests with a cache salt, so that they do not hit the prefix cache of another run."""
     return [
         replace(request, params=replace(request.params, cache_salt=f"run {run}"))
         for request in requests
@@ -121,14 +117,14 @@ def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
 
 
 def _measure(llm: "LLM", requests: Sequence[Request]) -> Run:
-    """Run the batch once, and note when each step's tokens came."""
+    """Runs the batch once, and records the time of each step's tokens."""
     started = time.perf_counter()
     times: dict[int, list[float]] = {request.index: [] for request in requests}
     for output in llm.run(requests):
         times[output.index].append(time.perf_counter() - started)
     firsts = [own[0] for own in times.values()]
     prefill_s = max(firsts)
-    # Once all are decoding, a step gives each of them one token: the first request keeps time.
+    # Once all requests are decoding, each step generates one token of the first request.
     ticks = [tick for tick in times[0] if tick >= prefill_s]
     return Run(min(firsts), prefill_s, tuple(b - a for a, b in pairwise(ticks)))
 
@@ -164,10 +160,10 @@ def _figures(llm: "LLM", runs: Sequence[Run], n_prompt_tokens: int, batch: int) 
 def _slice_figures(
     llm: "LLM", slice_of: tuple[int, int], figures: dict[str, Any], batch: int, longest: int
 ) -> dict[str, Any]:
-    """What is measured of a slice, and what a step of all ranks would take, by the wait.
+    """The time of a slice's step, and a model of the time of all ranks' step.
 
-    The least that a step could take is the time to read its weights, and the keys and values of
-    sequences that end with `longest` tokens.
+    `byte_floor_ms` is a lower bound: the time to read the weights, and the keys and values of
+    sequences of `longest` tokens.
     """
     runner = llm.engine.runner
     kv = kv_bytes_per_token(llm.args, runner.share, llm.kv_format)
@@ -194,7 +190,7 @@ def _slice_figures(
 
 
 def _count_collectives(llm: "LLM") -> int:
-    """How many collectives a step has: counted in one that no graph replays, as a prompt is."""
+    """Collectives per step, counted in a prefill step, which is not replayed from a CUDA graph."""
     from parallel_llama.engine.step_buffer import MAX_DECODED
     from parallel_llama.parallel.collectives import Slice
 
@@ -209,7 +205,7 @@ def _count_collectives(llm: "LLM") -> int:
 
 
 def _rounded(choose: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
-    """Four significant digits; None where max-tokens 1 leaves no step to time."""
+    """Four significant digits; None if there are no values, as with max-tokens 1."""
     return float(f"{choose(values):.4g}") if values else None
 
 
@@ -218,9 +214,9 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
     for key, label in (
         ("prefill_tokens_per_s", "prefill, tokens/s"),
         ("decode_tokens_per_s", "decode, tokens/s"),
-        ("decode_ms_per_step", "decode, ms a step"),
+        ("decode_ms_per_step", "decode, ms/step"),
         ("time_to_first_token_s", "first token, s"),
-        ("read_bandwidth_share", "share of read bandwidth"),
+        ("read_bandwidth_share", "fraction of read bandwidth"),
     ):
         cells = [figures[key + suffix] for suffix in ("", "_min", "_max")]
         rows.append([*("-" if cell is None else f"{cell:g}" for cell in cells), label])
@@ -228,26 +224,26 @@ def _report(model: str, figures: dict[str, Any]) -> list[str]:
     if "slice" in figures:
         n_ranks = f"rank {figures['slice'].partition('/')[0]} of {n_ranks}, alone, random weights"
     kinds = in_dtypes(figures["dtype"], figures["quant"], figures["kv_cache_dtype"])
-    readers = "this rank alone" if "slice" in figures else "all ranks at once"
+    readers = "this rank" if "slice" in figures else "all ranks together"
     return [
         f"{model} on {n_ranks}, {kinds}",
         "",
         *table(["median", "min", "max", ""], rows, sys.stdout),
         "",
-        f"a step reads {size(figures['weight_bytes_per_step'])} of weights; the memory gives "
-        f"{size(figures['read_bytes_per_s'])}/s to {readers}",
-        f"loaded in {figures['start_s']} s; the largest rank held "
-        f"{size(figures['peak_rss_bytes'])} at its peak{_on_card(figures['peak_cuda_bytes'])}",
+        f"a step reads {size(figures['weight_bytes_per_step'])} of weights; read bandwidth of "
+        f"{readers}: {size(figures['read_bytes_per_s'])}/s",
+        f"loaded in {figures['start_s']} s; peak memory of the largest rank: "
+        f"{size(figures['peak_rss_bytes'])}{_on_card(figures['peak_cuda_bytes'])}",
         *_modelled(figures),
     ]
 
 
 def _on_card(n_bytes: int | None) -> str:
-    return "" if n_bytes is None else f", and {size(n_bytes)} of its card"
+    return "" if n_bytes is None else f", and {size(n_bytes)} on its GPU"
 
 
 def _modelled(figures: dict[str, Any]) -> list[str]:
-    """What a step of all ranks would take, told apart from what was measured."""
+    """The modelled time of all ranks' step, beside the measured time of the slice."""
     if "slice" not in figures or figures["compute_ms_per_step"] is None:
         return []
     totals = ", ".join(
@@ -255,30 +251,22 @@ def _modelled(figures: dict[str, Any]) -> list[str]:
     )
     return [
         "",
-        f"measured   {figures['compute_ms_per_step']:g} ms a step of this rank's own work, none of "
-        f"it waiting; its bytes alone take {figures['byte_floor_ms']:g} ms",
+        f"measured   {figures['compute_ms_per_step']:g} ms/step of this rank without collectives; "
+        f"reading its bytes takes {figures['byte_floor_ms']:g} ms",
         f"modelled   {totals} for each of {figures['collectives_per_step']} collectives, which "
-        "nobody waited for here",
+        "were not run",
     ]
 
 
 VERB = Verb(
     "bench",
-    "Measures prefill and decode, and the share of the memory's bandwidth that decode reaches.",
+    "Measures prefill and decode speed, and the memory bandwidth that decode reaches.",
     "[MODEL] [flags]",
     (
-        MODEL,
-        PROMPT_TOKENS,
-        MAX_TOKENS,
-        BATCH,
-        REPEAT,
-        SLICE,
-        JSON,
-        *RANKS,
-        RANDOM_WEIGHTS,
+        MODEL, PROMPT_TOKENS, MAX_TOKENS, BATCH, REPEAT, SLICE, JSON, *RANKS, RANDOM_WEIGHTS,
         TIMEOUT,
     ),
     "parallel-llama bench --nproc 2",
     prepare,
     placed=MODEL,
-)
+)  # fmt: skip

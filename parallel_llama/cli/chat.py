@@ -1,4 +1,4 @@
-"""`chat`: a conversation in the terminal."""
+"""`chat`: an interactive conversation in the terminal."""
 
 import json
 import sys
@@ -25,22 +25,20 @@ from parallel_llama.tokenizer import Chat, Message
 if TYPE_CHECKING:
     from parallel_llama.llm import LLM
 
-SYSTEM: Flag[str | None] = Flag(
-    "system", "system message that the conversation begins with", plain_text, "TEXT"
-)
+SYSTEM: Flag[str | None] = Flag("system", "system message of the conversation", plain_text, "TEXT")
 MAX_TOKENS: Flag[int] = Flag(
-    "max-tokens", "most tokens of an answer", token_count(1, MAX_TOKEN_ID), "N", 512
+    "max-tokens", "maximum tokens of an answer", token_count(1, MAX_TOKEN_ID), "N", 512
 )
 
 COMMANDS = {
-    "/help": "this list",
-    "/clear": "begin a new conversation",
-    "/system TEXT": "begin a new conversation with this instruction",
+    "/help": "list the commands",
+    "/clear": "start a new conversation",
+    "/system TEXT": "start a new conversation with this system message",
     "/retry": "answer the last message again",
-    "/continue": "go on with an answer that was cut off",
-    "/set NAME VALUE": "change a sampling setting, as the flag --NAME does; alone it lists them",
-    "/save FILE": "write the conversation to a new file, a line for generate --prompts",
-    "/exit": "leave, as /quit and Ctrl-D do",
+    "/continue": "continue an answer that was cut off",
+    "/set NAME VALUE": "change a sampling parameter, like the flag --NAME; /set alone lists them",
+    "/save FILE": "write the conversation to a new file, as a line for generate --prompts",
+    "/exit": "leave, like /quit and Ctrl-D",
 }
 NAMES = (*(command.split()[0] for command in COMMANDS), "/quit")
 HINT = "/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves"
@@ -48,12 +46,12 @@ SETTINGS = {flag.key: flag for flag in FLAGS if flag.key in ("max_tokens", "seed
     flag.key: flag for flag in SAMPLING
 }
 
-# An answer has room for this many tokens at the least, where older turns can make way for it.
+# Old turns are dropped until an answer has room for at least this many tokens.
 LEAST_ANSWER = 256
 
 
 def prepare(flags: Flags) -> Job:
-    """Check sampling, model and plan, and return the job that chats."""
+    """Checks sampling parameters, model and plan, and returns the job."""
     model, sampling = flags[MODEL], given_sampling(flags)
     inputs, n_ranks = check_model(flags)
 
@@ -61,7 +59,7 @@ def prepare(flags: Flags) -> Job:
         if not leads():
             return lead(flags, inputs, lambda _: 0)
         if inputs.chat_template is None:
-            raise UsageError(f"{model} has no chat template, so it is no chat model; use generate")
+            raise UsageError(f"{model} has no chat template: it is not a chat model; use generate")
         params = inputs.sampling_params(**sampling)
 
         def work(llm: "LLM") -> int:
@@ -74,23 +72,23 @@ def prepare(flags: Flags) -> Job:
 
 
 class Conversation:
-    """The turns so far, and the loop that reads a line and answers it."""
+    """The turns so far, and the loop that reads lines and answers them."""
 
     def __init__(
         self, llm: "LLM", params: SamplingParams, system: str | None, variables: Mapping[str, Any]
     ) -> None:
-        # Needed by this verb alone, and slow to load.
+        # Slow to import, and needed only by this verb.
         from rich.console import Console
 
         self.llm, self.params, self.system, self.variables = llm, params, system, variables
         self.console = Console(highlight=False, markup=False, emoji=False)
         self.remarks = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.turns: list[Message] = []
-        # Prompt and answer of the last turn where the answer was cut off; empty otherwise.
+        # Tokens of the last prompt and answer if the answer was cut off; else empty.
         self.cut_off: tuple[int, ...] = ()
 
     def run(self, model: str) -> int:
-        """Talk until the input ends; Ctrl-C gives up a line or an answer, not the program."""
+        """Runs until the input ends. Ctrl-C cancels a line or an answer, not the program."""
         ctrl_c_raises()
         ending_raises()
         self._say(f"{model} on {self.llm.tp_size} rank{'s' * (self.llm.tp_size > 1)}. {HINT}")
@@ -104,11 +102,11 @@ class Conversation:
         return 0
 
     def _lines(self) -> Iterator[str]:
-        """What the person enters; a line that ends in a backslash goes on in the next."""
+        """The user's inputs; a line that ends in a backslash continues on the next line."""
         if sys.stdin is None:
             return
         if sys.stdin.isatty():
-            # Line editing and a history with the arrow keys; a pasted text stays in one piece.
+            # Line editing, history, and pasting of several lines at once.
             with suppress(ImportError):
                 import readline
 
@@ -121,7 +119,7 @@ class Conversation:
                 if sys.stdin.isatty():
                     print()
                 return
-            except KeyboardInterrupt:  # gives up the line, not the program
+            except KeyboardInterrupt:  # cancels the line, not the program
                 print()
                 self._say("Ctrl-D or /exit leaves")
                 held = ""
@@ -138,13 +136,13 @@ class Conversation:
         if name == "/help":
             for command, meaning in COMMANDS.items():
                 self._say(f"  {command:<17}{meaning}")
-            self._say("  a line that ends in \\ goes on in the next")
+            self._say("  a line that ends in \\ continues on the next line")
         elif name == "/clear" and not rest:
             self.turns, self.cut_off = [], ()
             self._say("a new conversation")
         elif name == "/system" and rest:
             self.turns, self.cut_off, self.system = [], (), rest
-            self._say("a new conversation, with this instruction")
+            self._say("a new conversation with this system message")
         elif name == "/retry" and not rest:
             self._retry()
         elif name == "/continue" and not rest:
@@ -165,7 +163,7 @@ class Conversation:
 
     def _continue(self) -> None:
         if not self.cut_off:
-            self._say("no answer was cut off" if self.turns else "nothing was said yet")
+            self._say("the last answer was not cut off" if self.turns else "no message yet")
             return
         answer = self._generate(lambda: self._capped(list(self.cut_off)))
         if answer is not None:
@@ -173,14 +171,14 @@ class Conversation:
             self.turns[-1] = {"role": "assistant", "content": said + answer}
 
     def _generate(self, make_request: Callable[[], Request]) -> str | None:
-        """Stream the completion of a request to the terminal and return it; None if refused."""
+        """Streams a completion to the terminal; its text, or None if the request was refused."""
         pieces: list[str] = []
         tokens: list[int] = []
         reason = None
         try:
             request = make_request()
             meter = Meter([request])
-            # Closed even if the terminal goes away in between: the other ranks wait for the end.
+            # Closed even if the terminal closes in between: the other ranks wait for the end.
             with (
                 ctrl_c(raises_at=0) as interrupted,
                 closing(self.llm.run([request], interrupted)) as steps,
@@ -192,7 +190,7 @@ class Conversation:
                     reason = step.completion and step.completion.finish_reason
                     self.console.print(printable(step.text), end="", style="cyan", soft_wrap=True)
         except (UsageError, CheckpointError) as error:
-            self._say(f"{error}; /clear begins a new conversation")
+            self._say(f"{error}; /clear starts a new conversation")
             return None
         print(flush=True)
         if sys.stdout.isatty():
@@ -203,22 +201,22 @@ class Conversation:
         if reason == "length":
             self._say(self._cut_off_line(request.max_tokens))
         elif is_cut_off and interrupted():
-            self._say("stopped; /continue goes on with the answer")
+            self._say("stopped; /continue continues the answer")
         return "".join(pieces)
 
     def _cut_off_line(self, max_tokens: int) -> str:
-        """Why an answer of so many tokens was cut off, and how to get the rest."""
+        """Why an answer was cut off, and how to get the rest."""
         if len(self.cut_off) >= self.llm.input_processor.longest:
             return "the answer is cut off: the context is full; ask for the rest in a new message"
         return (
-            f"the answer is cut off at --max-tokens {max_tokens}; /continue goes on with it, "
+            f"the answer is cut off at --max-tokens {max_tokens}; /continue continues it, "
             "/set max-tokens N allows longer answers"
         )
 
     def _request(self, turn: Message) -> Request:
-        """The request for an answer to a turn, within what the context has room for.
+        """The request for an answer to a turn.
 
-        The oldest turns make way for it, with a remark.
+        Drops the oldest turns, with a notice, until the answer fits in the context.
         """
         n_dropped = 0
         wanted = min(self._max_tokens, LEAST_ANSWER)
@@ -234,7 +232,7 @@ class Conversation:
                     break
             self.turns, n_dropped = self.turns[2:], n_dropped + 2
         if n_dropped:
-            self._say(f"the context is full: the {n_dropped} oldest messages are left out")
+            self._say(f"the context is full: dropped the {n_dropped} oldest messages")
         return request
 
     @property
@@ -242,9 +240,9 @@ class Conversation:
         return self.params.max_tokens or self.llm.input_processor.max_seq_len
 
     def _capped(self, prompt: Chat | list[int]) -> Request:
-        """The request for --max-tokens tokens, or for as many as the context has room for.
+        """The request for --max-tokens tokens, or for as many as fit in the context.
 
-        Raises: ContextExceeded if it has room for none.
+        Raises: ContextExceeded if none fits.
         """
         inputs = self.llm.input_processor
         request: Request = inputs.request(0, prompt, replace(self.params, max_tokens=None))
@@ -292,7 +290,7 @@ class Conversation:
         self._say(f"{len(self.turns)} messages in {path}")
 
     def _say(self, text: str) -> None:
-        """A remark of the program's own, apart from what the model says."""
+        """Prints a message of the program, as opposed to the model's text, to stderr."""
         self.remarks.print(text, style="dim", soft_wrap=True)
 
 
@@ -302,7 +300,7 @@ def _usage(name: str) -> str:
 
 VERB = Verb(
     "chat",
-    "A conversation in the terminal.",
+    "Starts a conversation in the terminal.",
     "[MODEL] [flags]",
     (MODEL, SYSTEM, MAX_TOKENS, *SAMPLING, SEED, TEMPLATE_VAR, *RANKS, ATTENTION_SINKS, *LOADING),
     "parallel-llama chat --nproc 2",

@@ -1,6 +1,6 @@
-"""`completion`: a script that completes commands, flags and values in a shell.
+"""`completion`: prints a shell completion script for commands, flags and values.
 
-It is written from the tables of the commands' flags, so that it offers what this version takes.
+The script is generated from the flags of the commands of this version.
 """
 
 import re
@@ -15,7 +15,7 @@ from parallel_llama.cli.parsers import OneOf, one_of
 from parallel_llama.cli.ranks import Job
 from parallel_llama.files.model_files import model_names
 
-_FILE = re.compile("FILE|DIR|PATH")  # in the metavar of a flag that takes a file or a folder
+_FILE = re.compile("FILE|DIR|PATH")  # metavars of flags for files and folders
 _HELP = "show the flags and their defaults"
 
 _BASH = """\
@@ -88,7 +88,7 @@ complete -c parallel-llama -n '__parallel_llama_command ""' -s V -l version
 
 
 def prepare(flags: Flags) -> Job:
-    """Return the job that prints the script."""
+    """Returns the job that prints the script."""
     write = SCRIPTS[flags[SHELL]]
 
     def run() -> int:
@@ -105,7 +105,7 @@ def bash_script(verbs: Sequence[Verb]) -> str:
 
 
 def _bash_case(verb: Verb) -> Iterator[str]:
-    """What may follow the word before the cursor: a flag's value, else a flag or an argument."""
+    """The completions after the previous word: a flag's value, else a flag or an argument."""
     names: dict[str, list[str]] = {}
     for flag in verb.flags:
         if flag.parse is not None:
@@ -196,7 +196,7 @@ def _choices(flag: Flag[Any]) -> tuple[str, ...]:
 
 
 def _is_file(flag: Flag[Any]) -> bool:
-    """Whether the value names a file or a folder, as positionals do; these have no metavar."""
+    """Whether the value is a file or folder, as for positionals, which have no metavar."""
     return bool(_FILE.search(flag.metavar)) or not (flag.metavar or _choices(flag))
 
 
@@ -211,7 +211,7 @@ SHELL: Flag[str] = Flag(
 
 VERB = Verb(
     "completion",
-    "Prints a script that completes commands, flags and values in a shell.",
+    "Prints a shell completion script.",
     "bash|zsh|fish",
     (),
     "parallel-llama completion bash",

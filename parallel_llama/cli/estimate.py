@@ -1,4 +1,4 @@
-"""What the ranks of a plan need and have, and how few are enough. All sizes are bytes. No torch."""
+"""Memory that the ranks of a plan need, and the fewest ranks that fit. In bytes. Without torch."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ BLOCK_TOKENS: int = BLOCK_SIZE.initial
 
 @dataclass(frozen=True)
 class Workload:
-    """What the ranks are to hold: a model, and `batch` sequences in the KV cache."""
+    """What the ranks must hold: a model, and `batch` sequences in the KV cache."""
 
     args: ModelArgs
     precision: Precision
@@ -47,8 +47,8 @@ class Workload:
         return STEP_TOKENS[self.device]
 
     def working(self, share: Share) -> int:
-        """What a rank needs beside weights and KV cache: its process or libraries, and a step."""
-        # A card keeps room for the largest batch; on the CPU the batch takes what it needs.
+        """Memory of a rank besides weights and KV cache: process or libraries, and a step."""
+        # CUDA reserves memory for the largest batch; the CPU allocates what the batch needs.
         n_drawn = MAX_RUNNING if self.device == "cuda" else min(self.batch, MAX_RUNNING)
         return working_bytes(
             self.args, share, self.precision, self.step_tokens, n_drawn, self.device
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def tokens_each(self) -> tuple[int, ...]:
-        """Tokens of a sequence that each group of layers keeps at once, at the most."""
+        """Maximum tokens of a sequence in the cache of each KV group."""
         return tuple(
             blocks_held(self.max_seq_len, 1, group.window, self.step_tokens)
             for group in layer_groups(self.args)
@@ -64,15 +64,15 @@ class Workload:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all sequences that the first group of layers keeps at once, at the most."""
+        """Maximum tokens of all sequences in the cache of the first KV group."""
         return self.tokens_each[0] * self.batch
 
     def pools(self, n_tokens: int) -> tuple[int, ...]:
-        """Tokens that each group of layers has room for, where the first has so much."""
+        """Capacity in tokens of each KV group if the first has a capacity of `n_tokens`."""
         return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, self.step_tokens)
 
     def cache_bytes(self, per_group: Sequence[int]) -> int:
-        """What --kv-cache-bytes must be, in whole blocks, where a token takes so many bytes."""
+        """The --kv-cache-bytes needed, in whole blocks, for these bytes per token of a KV group."""
         full = layer_groups(self.args)[0]
         each = blocks_held(self.max_seq_len, BLOCK_TOKENS, full.window, self.step_tokens)
         n_blocks = self.batch * each
@@ -82,15 +82,17 @@ class Workload:
 
     @property
     def weights(self) -> int:
-        """The model's own weights, each held once."""
+        """Bytes of the model's weights, without replication."""
         return estimate(self, 1).weights
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A plan that is asked for, in the terms of the flags; `stored` are the files' own formats.
+    """A requested plan, in terms of the flags.
 
-    `memory` is what every rank has, or what each of them has, in bytes; None if not known.
+    Args:
+        stored: formats of the matrices in the model's files.
+        memory: bytes of every rank, or of each rank; None if not known.
     """
 
     args: ModelArgs
@@ -107,7 +109,7 @@ class PlanRequest:
 
     @property
     def work(self) -> "Workload":
-        """Raises: UsageError where the model cannot have what is asked for."""
+        """Raises: UsageError if the model does not support the request."""
         return Workload(
             self.args,
             make_precision(self.args, self.dtype, self.device, self.quant, self.stored),
@@ -119,13 +121,13 @@ class PlanRequest:
         )
 
     def estimate(self) -> "Estimate":
-        """Raises: UsageError as `work` and the function `estimate` do."""
+        """Raises: UsageError, like `work` and the function `estimate`."""
         return estimate(self.work, self.tp_size, self.memory)
 
 
 @dataclass(frozen=True)
 class KVEstimate:
-    """What a rank with some KV heads needs for tokens: one in each group of layers, and all."""
+    """Bytes of a rank's KV cache: per token of each KV group, per sequence, and in total."""
 
     per_group: tuple[int, ...]
     per_sequence: int
@@ -140,7 +142,7 @@ class KVEstimate:
 
 @dataclass(frozen=True)
 class RankEstimate:
-    """What one rank needs for its share of a workload, and has; `memory` is None if not known."""
+    """Bytes that one rank needs for its shard of a workload; `memory` is None if not known."""
 
     share: Share
     weights: int
@@ -150,7 +152,7 @@ class RankEstimate:
 
     @property
     def kv_per_token(self) -> int:
-        """What a token takes in all layers, while it is in the window of those that have one."""
+        """Bytes of a token in all layers while it is inside all windows."""
         return sum(self.kv.per_group)
 
     @property
@@ -160,7 +162,7 @@ class RankEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What all ranks of a plan need and have."""
+    """The memory that all ranks of a plan need and have."""
 
     work: Workload
     plan: ShardPlan
@@ -172,17 +174,17 @@ class Estimate:
 
     @property
     def n_kv_heads(self) -> int:
-        """KV heads on all ranks; one that several ranks hold whole counts for each."""
+        """KV heads on all ranks, including replicas."""
         return sum(share.n_local_kv_heads for share in self.plan.shares) // self.plan.kv_parts
 
     @property
     def kv_overhead(self) -> float:
-        """KV heads held beyond one copy of each, as a share of that copy."""
+        """Replicas of KV heads beyond one copy of each, as a fraction of the KV heads."""
         return self.n_kv_heads / self.work.args.n_kv_heads - 1
 
     @property
     def room_for_tokens(self) -> int | None:
-        """Tokens that the first group of layers has room for on the tightest rank.
+        """Capacity in tokens of the first KV group on the tightest rank.
 
         None if memory is not known.
         """
@@ -200,14 +202,14 @@ class Estimate:
 
     @property
     def cache_bytes(self) -> int:
-        """What --kv-cache-bytes must be on every rank for the workload to fit in."""
+        """The --kv-cache-bytes that the workload needs."""
         return max(self.work.cache_bytes(rank.kv.per_group) for rank in self.ranks)
 
     @property
     def default_rooms(self) -> list[int] | None:
-        """What each rank's KV cache may take where --kv-cache-bytes is not given.
+        """Default bytes of each rank's KV cache.
 
-        None if that depends on memory that is not known. Ranks on the CPU share a host's.
+        None if they depend on memory that is not known. Ranks on the CPU share the host's memory.
         """
         memory = [rank.memory for rank in self.ranks if rank.memory is not None]
         if self.work.device == "cpu":
@@ -223,7 +225,7 @@ class Estimate:
 
     @property
     def needs_cache_flag(self) -> bool:
-        """Whether the workload runs only with --kv-cache-bytes, since the default is less."""
+        """Whether the workload needs --kv-cache-bytes, because the default is too small."""
         rooms = self.default_rooms or []
         return any(
             self.work.cache_bytes(rank.kv.per_group) > room
@@ -232,15 +234,17 @@ class Estimate:
 
     @property
     def tightest(self) -> RankEstimate:
-        """The rank with the least memory left, or that needs most where memory is not known."""
+        """The rank with the least memory left, or the highest need if memory is not known."""
         return min(self.ranks, key=lambda rank: (rank.memory or 0) - rank.needed)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The estimates of a range of sizes, and why each of those after them has no plan.
+    """The estimates for a range of numbers of ranks.
 
-    `memory` is what every rank has, None if not known.
+    Args:
+        memory: bytes of every rank; None if not known.
+        refused: numbers of ranks without a plan, and why.
     """
 
     work: Workload
@@ -254,14 +258,14 @@ class Comparison:
 
     @property
     def fits(self) -> bool | None:
-        """Whether any size fits; None if memory is not known."""
+        """Whether any number of ranks fits; None if memory is not known."""
         return None if self.memory is None else self.smallest_that_fits is not None
 
 
 def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = None) -> Estimate:
-    """The plan of a workload; `memory` is what every rank has, or what each of them has.
+    """The plan of a workload; `memory` is that of every rank, or of each rank.
 
-    Raises: UsageError if there is no plan of so many ranks, or `memory` is not one for each.
+    Raises: UsageError if there is no plan for `tp_size` ranks, or `memory` has another length.
     """
     each = [memory] * tp_size if isinstance(memory, int) else memory
     group_size = work.precision.group_size
@@ -281,7 +285,7 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
 
 
 def compare(work: Workload, sizes: range, memory: int | None) -> Comparison:
-    """The plans of a workload for each number of ranks in a range."""
+    """The plans of a workload for a range of numbers of ranks."""
     allowed: list[Estimate] = []
     refused: dict[int, str] = {}
     for tp_size in sizes:
@@ -293,12 +297,12 @@ def compare(work: Workload, sizes: range, memory: int | None) -> Comparison:
 
 
 def fewest_that_fit(work: Workload, memory: int) -> tuple[Estimate, Estimate | None]:
-    """The plan of the fewest ranks of that memory that fits, else of the most that there can be.
+    """The plan with the fewest ranks of that memory that fits, else with the maximum of ranks.
 
-    Returns: that plan, and the one of one rank fewer, which does not fit.
+    Returns: that plan, and the plan with one rank fewer, which does not fit.
     """
     fewer, found = None, estimate(work, 1, memory)
-    # One by one: a rank more can mean that one rank holds a KV head more.
+    # Not a bisection: with one more rank, a rank may hold one more KV head.
     for tp_size in range(2, min(work.args.n_heads, MAX_RANKS) + 1):
         if found.fits:
             break

@@ -1,4 +1,4 @@
-"""`generate`: prompts in, completions out."""
+"""`generate`: completes prompts."""
 
 import json
 import sys
@@ -45,28 +45,28 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 OUTPUT: Flag[str | None] = Flag(
-    "output", "write a JSON line per completion, as each is finished", filled_text, "FILE",
+    "output", "write completions to a file, one JSON object per line", filled_text, "FILE",
     subject="output",
 )  # fmt: skip
 RESUME: Flag[bool] = Flag(
-    "resume", "continue an interrupted --output: run what is missing in it", subject="output"
+    "resume", "continue an interrupted run: generate what is missing in --output", subject="output"
 )
 
 
 def prepare(flags: Flags) -> Job:
-    """Check what can be checked without reading a prompt, and return the job that generates."""
+    """Checks what can be checked before the prompts are read, and returns the job."""
     require_one_source(flags)
     given = given_sampling(flags)
     output, resume = flags[OUTPUT], flags[RESUME]
     if resume and output is None:
-        raise UsageError("--resume goes on with the file of --output; add --output FILE")
+        raise UsageError("--resume continues the file of --output; add --output FILE")
     path = None if output is None else check_path(output, flags[PROMPTS])
     inputs, n_ranks = model.check_model(flags)
 
     def run() -> int:
         if not leads():
             return lead(flags, inputs, lambda _: 0)
-        # All of this before a weight is read, so that what is wrong is said at once.
+        # Before the weights are read, so that errors are reported at once.
         with Activity("reading the prompts", sys.stderr):
             lines = gather(flags)
             run_seed = earlier_seed(path) if resume and path and flags[model.SEED] is None else None
@@ -85,13 +85,13 @@ def prepare(flags: Flags) -> Job:
                 file = ResultFile(path, requests, identity, resume)
                 requests = file.missing(requests)
         if file is not None and not requests and not is_under_torchrun():
-            warn(f"{_count(file)}; nothing is left to do")
+            warn(f"{_count(file)}; nothing to do")
             return 0
 
         def work(llm: "LLM") -> int:
             warn_of_idle_filters(given, (request.params for request in requests))
             if file is not None and file.done:
-                warn(f"{_count(file)}; going on with the others")
+                warn(f"{_count(file)}; generating the others")
             results = Results(lines, requests, flags[JSON], file)
             return _generate(llm, requests, results, _shown_seed(requests, run_seed))
 
@@ -101,10 +101,9 @@ def prepare(flags: Flags) -> Job:
 
 
 class Results:
-    """Where completions go as they finish: stdout in input order, a file at once.
+    """Writes completions to stdout in input order, and to a file as they finish.
 
-    With one prompt on a terminal its text appears piece by piece; with several, a line on stderr
-    says how far they are.
+    A single completion is streamed to stdout. Otherwise a status line on stderr shows the progress.
 
     Raises: UsageError if the file cannot be written.
     """
@@ -136,7 +135,7 @@ class Results:
             self.file.close()
 
     def take(self, output: "StepOutput") -> None:
-        """What one step gave to one choice."""
+        """Adds the output of one step for one choice."""
         self.meter.take(output)
         if self.streams and output.text:
             write_text(output.text)
@@ -176,7 +175,7 @@ class Results:
 
 
 def write_text(text: str) -> None:
-    """A model's text on stdout: harmless on a terminal, as it is into a pipe or file."""
+    """Writes generated text to stdout; control characters are escaped on a terminal."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -184,7 +183,7 @@ def write_text(text: str) -> None:
 def _requests(
     lines: Sequence[Line], inputs: InputProcessor, given: Mapping[str, Any], run_seed: int
 ) -> list[Request]:
-    """A request for each line, drawn as the line says, else the flags, else the model.
+    """A request per line, with the sampling parameters of the line, else the flags, else the model.
 
     Raises: UsageError that names the line.
     """
@@ -200,14 +199,14 @@ def _requests(
 
 
 def _shown_seed(requests: Sequence[Request], run_seed: int) -> int | None:
-    """The seed that repeats the run with --seed, where anything was drawn from it."""
+    """The seed that reproduces the run with --seed; None if it was not used."""
     drawn = any(not each.params.is_greedy and each.params.seed is None for each in requests)
     return run_seed if drawn else None
 
 
 def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: int | None) -> int:
     with results, ctrl_c() as interrupted:
-        # Closed even if the reader goes away in between: the other ranks wait for the end.
+        # Closed even if stdout breaks in between: the other ranks wait for the end.
         with closing(llm.run(requests, interrupted)) as steps:
             for output in steps:
                 results.take(output)
@@ -223,7 +222,7 @@ def _generate(llm: "LLM", requests: Sequence[Request], results: Results, seed: i
 
 
 def _logprob_rows(logprobs: Sequence[TokenLogprob]) -> list[str]:
-    """A row for each token: its log-probability, its text, and what else was likely."""
+    """A row per token: its log-probability, its text, and its alternatives."""
     rows = []
     for each in logprobs:
         others = [
@@ -232,7 +231,7 @@ def _logprob_rows(logprobs: Sequence[TokenLogprob]) -> list[str]:
         ]
         rows.append([f"{each.logprob:.3f}", repr(each.text), ", ".join(others)])
     return table(
-        ["logprob", "token", "instead" if any(each.top for each in logprobs) else ""],
+        ["logprob", "token", "alternatives" if any(each.top for each in logprobs) else ""],
         rows,
         sys.stdout,
     )
@@ -247,7 +246,7 @@ def _remedy(file: ResultFile | None) -> str:
     if file is None:
         return "the completions so far are above"
     if file.resumable and not file.is_complete:
-        return "the same command with --resume goes on"
+        return "the same command with --resume continues"
     return f"the completions so far are in {file.path}"
 
 

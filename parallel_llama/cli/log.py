@@ -1,4 +1,4 @@
-"""The log of a program that runs for long, on stderr, as lines for people or as JSON."""
+"""The server's log on stderr, as text or JSON."""
 
 import json
 import logging
@@ -10,18 +10,18 @@ FORMATS = "text", "json"
 
 
 class _Lines(logging.Formatter):
-    """A record as lines, of which only the first begins at the margin.
+    """A record as text; lines after the first are indented.
 
-    Whatever text of others a record holds, it steers no terminal and passes for no other record.
+    So text of clients in a record can neither control the terminal nor imitate another record.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        told = "".join(f" {name}={value}" for name, value in _told(record).items())
-        return printable(super().format(record) + told).replace("\n", "\n  ")
+        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        return printable(super().format(record) + fields).replace("\n", "\n  ")
 
 
 class _Json(logging.Formatter):
-    """A record as one line of JSON, all of it ASCII."""
+    """A record as one line of ASCII JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -29,7 +29,7 @@ class _Json(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": record.getMessage(),
-            **_told(record),
+            **_fields(record),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -37,7 +37,7 @@ class _Json(logging.Formatter):
 
 
 def log_to_stderr(form: str = "text") -> None:
-    """Write what all loggers say from warnings on, and what ours say of their work."""
+    """Logs to stderr: warnings of all loggers, and messages of the package from level INFO on."""
     handler = logging.StreamHandler()
     lines = _Lines("%(asctime)s %(levelname)s %(name)s: %(message)s")
     handler.setFormatter(_Json() if form == "json" else lines)
@@ -45,7 +45,7 @@ def log_to_stderr(form: str = "text") -> None:
     logging.getLogger("parallel_llama").setLevel(logging.INFO)
 
 
-def _told(record: logging.LogRecord) -> dict[str, Any]:
-    """What a record says beside its message, by name."""
-    told: dict[str, Any] = getattr(record, "told", {})
-    return told
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """The fields of a record in addition to its message."""
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields

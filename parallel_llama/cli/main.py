@@ -15,7 +15,7 @@ from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.fields import did_you_mean
 from parallel_llama.parallel.exit_code import DONE, WRONG_USE, exit_code
 
-# Each is a module of this package, loaded when it is asked for: `plan` needs no tokenizers.
+# Each is a module of this package, and imported only when it is called.
 VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "completion")
 
 
@@ -26,8 +26,8 @@ def load_verb(name: str) -> Verb:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit code; what is wrong with it is said on stderr."""
-    # Of an address without a name, torch's store warns once for each connection.
+    """Runs a command line and returns its exit code; errors are printed to stderr."""
+    # torch's store logs a warning per connection if an address has no host name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return exit_code(lambda: _run(list(argv)), _give_up)
 
@@ -64,10 +64,10 @@ def _run(argv: list[str]) -> int:
 
 
 def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
-    """Check the flags, and let fire call the verb's function with them.
+    """Checks the flags, and lets fire dispatch to the verb's function.
 
-    fire alone would read a prompt as Python, keep only the last of a repeated flag, and notice an
-    unknown flag after the work: it finds the function by its name, and the flags are bound to it.
+    fire does not see the flags: it would parse prompts as Python, keep only the last of repeated
+    flags, and report unknown flags only after the work.
     """
     flags = parse_flags(verb, argv)
     commands = {verb.name: lambda: verb.prepare(flags)}
@@ -77,7 +77,7 @@ def _prepare(verb: Verb, argv: Sequence[str]) -> Job:
 
 
 def overview() -> str:
-    """The help of the command as a whole."""
+    """The help of the program."""
     verbs, width = [load_verb(name) for name in VERBS], arguments.terminal_width()
     return "\n".join(
         [
@@ -89,8 +89,8 @@ def overview() -> str:
             "",
             *arguments.columns(
                 [
-                    ("-V, --version", "the version"),
-                    ("-h, --help", "this text; parallel-llama COMMAND --help lists its flags"),
+                    ("-V, --version", "show the version"),
+                    ("-h, --help", "show this help; parallel-llama COMMAND --help lists its flags"),
                 ],
                 width,
             ),
@@ -102,9 +102,9 @@ def overview() -> str:
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # not for every start
+    from importlib.metadata import PackageNotFoundError, version  # slow, and rarely needed
 
     try:
         return version("parallel_llama")
     except PackageNotFoundError:
-        return "of a source tree that is not installed"
+        return "(source tree, not installed)"

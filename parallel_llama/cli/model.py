@@ -1,4 +1,4 @@
-"""The model that a command runs: its flags, and what is checked before torch is loaded."""
+"""Flags of the model that a command runs, and its checks before torch is loaded."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ MODEL: Flag[str] = Flag(
     "model", "a HF folder, a Meta folder, a .gguf file, or the name of a model",
     filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
 )  # fmt: skip
-# The names of vLLM for the number of ranks.
+# vLLM's names of --nproc.
 NPROC_ALIASES = "tp", "tensor-parallel-size"
 NPROC: Flag[int | None] = Flag(
     "nproc", "ranks to start on this machine; under torchrun, their number is torchrun's",
@@ -41,8 +41,8 @@ DTYPE: Flag[str | None] = Flag(
     dtype_name, "DTYPE", default_text="bfloat16 on CUDA, float32 on the CPU", subject="model",
 )  # fmt: skip
 QUANT: Flag[str | None] = Flag(
-    "quant", "int8, int4 or fp8: matrices as integers, or floats of 8 bits, with a scale for every "
-    "32; stored: as the files have them; none: decoded to --dtype",
+    "quant", "quantise matrices to int8, int4 or fp8, with a scale per 32 weights; stored: keep "
+    "the files' quantisation; none: decode to --dtype",
     quant_name, "FORMAT", default_text="stored for a quantised folder, else none",
     aliases=("quantization",), subject="model",
 )  # fmt: skip
@@ -50,23 +50,25 @@ DEVICE: Flag[str] = Flag(
     "device", "auto, cpu or cuda", device_name, "DEVICE", default=LLMConfig.device, subject="ranks"
 )
 MAX_SEQ_LEN: Flag[int | None] = Flag(
-    "max-seq-len", "most tokens of a sequence, prompt and completion together, such as 4096 or 32k",
+    "max-seq-len", "maximum tokens of a sequence, prompt and completion together, such as 4096 or "
+    "32k",
     token_count(1), "N", default_text="the model's context", subject="context and KV cache",
 )  # fmt: skip
 KV_CACHE_BYTES: Flag[int | None] = Flag(
     "kv-cache-bytes", "memory for the KV cache on each rank, such as 2GB, 512MiB or 24G (24GiB)",
-    byte_size, "SIZE", default_text="what is free, at most 2 GiB on the CPU",
+    byte_size, "SIZE", default_text="the free memory, at most 2 GiB on the CPU",
     subject="context and KV cache",
 )  # fmt: skip
 KV_SPLIT: Flag[KVSplit] = Flag(
     "kv-split",
-    "what ranks share out of the KV cache: heads, or tokens where several would hold one head",
+    "how the KV cache is sharded: by heads, or by sequence (tokens) if several ranks would hold "
+    "copies of a head",
     one_of("heads", "sequence"), "WHAT", default=LLMConfig.kv_split, subject="context and KV cache",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
-    "first tokens that stay visible beside a sliding window, the model's or its context's length; "
-    "with them, 4 are usual, a text may grow beyond the context without end",
+    "first tokens that remain visible with a sliding window of the model's window or context "
+    "length, usually 4; a text can then grow beyond the context without limit",
     token_count(0), "N", default=LLMConfig.attention_sinks, subject="context and KV cache",
 )  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(
@@ -74,25 +76,24 @@ BLOCK_SIZE: Flag[int] = Flag(
     default=LLMConfig.block_size, subject="context and KV cache",
 )  # fmt: skip
 KV_CACHE_DTYPE: Flag[str] = Flag(
-    "kv-cache-dtype", "what the KV cache keeps numbers in: auto for the model's dtype, bfloat16, "
-    "int8 or fp8, which take a half to a quarter of float32's bytes",
+    "kv-cache-dtype", "dtype of the KV cache: auto (the model's dtype), bfloat16, int8 or fp8; the "
+    "last three take a half to about a quarter of float32's bytes",
     kv_dtype_name, "DTYPE", default=LLMConfig.kv_cache_dtype, subject="context and KV cache",
 )  # fmt: skip
 RANDOM_WEIGHTS: Flag[int | None] = Flag(
-    "random-weights", "draw the weights from this seed, for a model that is only a configuration",
+    "random-weights", "random weights from this seed, for a model that is only a configuration",
     whole(0), "SEED", subject="model",
 )  # fmt: skip
 SEED: Flag[int | None] = Flag(
-    "seed", "seed of all random draws; the same seed gives the same text",
-    whole(0), "N", default_text="a new one, which is shown", subject="sampling",
+    "seed", "random seed; the same seed gives the same text",
+    whole(0), "N", default_text="random, and shown", subject="sampling",
 )  # fmt: skip
 VERIFY: Flag[bool] = Flag(
-    "verify",
-    "check every file of the model against its manifest before it is read",
+    "verify", "check every file of the model against its manifest before reading it",
     subject="model",
-)
+)  # fmt: skip
 TIMEOUT: Flag[float | None] = Flag(
-    "timeout", "how long a rank waits for another before it gives up",
+    "timeout", "how long a rank waits for another before it fails",
     number(0, 1e6, above=True), "SECONDS", default_text="30 in a step, 60 at the start",
     subject="ranks",
 )  # fmt: skip
@@ -109,31 +110,33 @@ _SETTINGS: tuple[Flag[Any], ...] = (
 
 
 def args_of(files: ModelFiles) -> ModelArgs:
-    """The arguments of the model in some files."""
+    """The ModelArgs of a model's files."""
     return load_model_args(files, _count_vocab)
 
 
 def in_dtype(dtype: str, quant: str) -> str:
-    """What the weights of a model are kept in."""
+    """How the weights are stored in memory, in words."""
     return {"none": dtype, "stored": "weights as stored"}.get(quant, quant)
 
 
 def in_dtypes(dtype: str, quant: str, kv_cache_dtype: str) -> str:
-    """What the weights of a model are kept in, and its KV cache where that is something else."""
+    """How the weights are stored in memory, and the KV cache if it differs, in words."""
     weights = in_dtype(dtype, quant)
     return weights if kv_cache_dtype == weights else f"{weights}, KV cache in {kv_cache_dtype}"
 
 
 def check_model(flags: Flags) -> tuple["InputProcessor", int]:
-    """The text side of the model that is to run, and the number of ranks that its plan allows.
+    """The model's input processor, and the number of ranks.
 
-    With --verify, the files read here are first compared with the model's manifest; the weights are
-    compared when they are read.
+    With --verify, the files read here are first checked against the model's manifest; the weights
+    are checked when they are read.
 
-    Raises: UsageError if it is not there, has no weights, or cannot be cut into that many shares;
-    CheckpointError if its files are damaged.
+    Raises: UsageError if the model does not exist, has no weights, or cannot be sharded over that
+    many ranks; CheckpointError if its files are damaged.
     """
-    from parallel_llama.engine.input_processor import InputProcessor  # not for `plan`
+    from parallel_llama.engine.input_processor import (
+        InputProcessor,
+    )  # slow, and `plan` does not need it
 
     if flags[VERIFY]:
         _verify_metadata(flags)
@@ -160,16 +163,16 @@ def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
 
 
 def _verify_metadata(flags: Flags) -> None:
-    # Costs the start torch, and is asked for.
+    # Imports torch, which delays the start only with --verify.
     from parallel_llama.checkpoint import require_whole
 
     if flags[RANDOM_WEIGHTS] is not None:
-        raise UsageError("--verify with --random-weights: there are no files to verify; drop one")
+        raise UsageError("--verify and --random-weights cannot be combined: no files; drop one")
     require_whole(flags[MODEL], weights=False)
 
 
 def _count_vocab(files: ModelFiles) -> int:
-    # Llama 1 and 2 leave their vocabulary open: only the weights know it, and those need torch.
+    # Llama 1 and 2 of Meta do not state the vocabulary size; the weights, which need torch, do.
     from parallel_llama.checkpoint import meta_vocab_size
 
     return meta_vocab_size(files)

@@ -1,7 +1,7 @@
-"""Parsers of what a flag may be given: each turns a text into a value, or says what is allowed.
+"""Parsers of flag values.
 
-All of them raise ValueError, whose message goes on after the flag and the text. None reads a text
-as Python.
+Each converts a text to a value or raises ValueError; the message follows the flag and the text. No
+text is parsed as Python.
 """
 
 import math
@@ -24,7 +24,7 @@ _ORIGIN = re.compile(
 )
 GIB = 1 << 30
 
-# A number, the prefix of a unit, and the rest of the unit.
+# A number, the prefix of its unit, and the rest of the unit.
 _SIZE = re.compile(
     r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?) ?(?:([kmgt]?)((?:(?<=[kmgt])i)?b?))?",
     re.ASCII | re.IGNORECASE,
@@ -32,8 +32,8 @@ _SIZE = re.compile(
 
 _COUNTED = re.compile(r"(?:([0-9]{1,4}) ?[xX] ?)?(.+)")
 
-# Memory of NVIDIA cards in GiB, as CUDA reports it: less than their names say, since part of it
-# holds error correction and the driver's own data.
+# Memory of NVIDIA GPUs in GiB, as CUDA reports it: less than their nominal memory, because of error
+# correction and the driver.
 CARDS = {
     "B200": 178.3,
     "H200": 139.7,
@@ -50,12 +50,12 @@ CARDS = {
     "T4": 14.5,
 }
 
-# What stands for stdin in the place of a prompt or a file, as in other programs.
+# Stands for stdin in place of a prompt or a file.
 STDIN = "-"
 
 
 def plain_text(text: str) -> str:
-    """Any text that is UTF-8, the empty one included."""
+    """Any UTF-8 text, also an empty one."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -64,14 +64,14 @@ def plain_text(text: str) -> str:
 
 
 def filled_text(text: str) -> str:
-    """Text that is not empty."""
+    """UTF-8 text that is not empty."""
     if not text:
         raise ValueError("empty; give at least one character")
     return plain_text(text)
 
 
 def origin(text: str) -> str:
-    """A web page's origin as browsers send it, or * for all of them."""
+    """A web page's origin as browsers send it, or * for any origin."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise ValueError(
             "not an origin; give SCHEME://HOST or SCHEME://HOST:PORT in lower case, without a path "
@@ -93,7 +93,7 @@ def whole(low: int, high: int = LARGEST) -> Callable[[str], int]:
 
 
 def number(low: float, high: float = math.inf, above: bool = False) -> Callable[[str], float]:
-    """Parser of a finite number in [low, high], or (low, high] where it must lie above."""
+    """Parser of a finite number in [low, high], or in (low, high] with `above`."""
     allowed = f"a number above {low:g}" if above else f"a number from {low:g}"
     if high < math.inf:
         allowed += f", at most {high:g}" if above else f" to {high:g}"
@@ -110,7 +110,7 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Callable[
 
 
 def token_count(low: int, high: int = LARGEST) -> Callable[[str], int]:
-    """Parser of a number of tokens in [low, high], where k stands for 1,024 and M for 1,048,576.
+    """Parser of a number of tokens in [low, high]; the suffix k means 1,024 and M means 1,048,576.
 
     >>> token_count(1)("32k"), token_count(1)("1M"), token_count(1)("4096")
     (32768, 1048576, 4096)
@@ -130,9 +130,9 @@ def token_count(low: int, high: int = LARGEST) -> Callable[[str], int]:
 
 
 def byte_size(text: str, plain: int = 1) -> int:
-    """Bytes, given as a number and a unit; a number without a unit counts `plain` bytes each.
+    """Bytes, given as a number with a unit, or in units of `plain` bytes without one.
 
-    G and GiB are 2**30 bytes, as tools that show memory use them; GB is 10**9 bytes.
+    G and GiB are 2**30 bytes; GB is 10**9 bytes.
 
     >>> byte_size("2GB"), byte_size("0.5 KiB"), byte_size("4k"), byte_size("4096")
     (2000000000, 512, 4096, 4096)
@@ -155,8 +155,9 @@ def byte_size(text: str, plain: int = 1) -> int:
 class OneOf:
     """Parser of one of a few words.
 
-    `synonyms` are other programs' words for a choice, and `hint` says of a word in lower case what
-    to do instead, or "".
+    Args:
+        synonyms: words of other programs for a choice.
+        hint: for an invalid word in lower case, what to do instead, or "".
     """
 
     choices: tuple[str, ...]
@@ -175,7 +176,7 @@ class OneOf:
 
 
 def one_of(*choices: str) -> OneOf:
-    """Parser of one of a few words, which have no synonyms."""
+    """Parser of one of a few words, without synonyms."""
     return OneOf(choices)
 
 
@@ -186,14 +187,14 @@ _DTYPE_SYNONYMS = {
 }  # fmt: skip
 _GGUF_FORMAT = re.compile(r"i?q[1-8](_[0-9a-z]+)+")
 _GGUF_HINT = (
-    "that is a format of GGUF files: --quant stored keeps such a file's weights as they are, and "
+    "that is a format of GGUF files: --quant stored keeps such a file's quantised weights, and "
     "--quant int8 or int4 quantises any model"
 )
 
 
 def _dtype_hint(word: str) -> str:
     if word == "auto":
-        return "leave --dtype out for the default"
+        return "omit --dtype for the default"
     if _GGUF_FORMAT.fullmatch(word):
         return _GGUF_HINT
     return f"--quant {word} quantises the weights" if word in ("int8", "int4", "fp8") else ""
@@ -203,14 +204,14 @@ def _quant_hint(word: str) -> str:
     if _GGUF_FORMAT.fullmatch(word):
         return _GGUF_HINT
     if word in ("gptq", "awq", "gptq_marlin", "awq_marlin"):
-        return "a folder in that format runs as it is stored; leave --quant out"
+        return "a folder in that format runs as it is stored; omit --quant"
     dtype = word if word in DTYPES else _DTYPE_SYNONYMS.get(word)
     return f"that is a dtype: --dtype {dtype}" if dtype else ""
 
 
 def _device_hint(word: str) -> str:
     if re.fullmatch(r"(cuda|gpu):[0-9]+", word):
-        return "--device cuda runs on the cards that CUDA_VISIBLE_DEVICES names"
+        return "--device cuda uses the GPUs listed in CUDA_VISIBLE_DEVICES"
     return ""
 
 
@@ -221,7 +222,7 @@ device_name = OneOf(("auto", "cpu", "cuda"), {"gpu": "cuda"}, _device_hint)
 
 
 def memory_sizes(text: str) -> int | list[int]:
-    """Bytes that every rank has, or what each has where several sizes or SIZExN are given.
+    """Bytes of every rank, or a list with those of each rank if several sizes or SIZExN are given.
 
     >>> memory_sizes("80") == 80 * GIB, memory_sizes("1KiB,2kBx2")
     (True, [1024, 2000, 2000])
@@ -240,15 +241,15 @@ def memory_sizes(text: str) -> int | list[int]:
     except ValueError:
         raise ValueError(
             f"not sizes such as 80 (GiB), 24GB, 24G, 80,80,40 or 80x8, for at most {MAX_RANKS} "
-            "ranks; --gpus takes cards by name"
+            "ranks; for names of GPUs use --gpus"
         ) from None
     return sizes
 
 
 def card_sizes(text: str) -> int | list[int]:
-    """Bytes of memory of every card, or of each one where counts (COUNTxCARD) or several are given.
+    """Memory in bytes of every GPU, or a list with that of each if counts or several are given.
 
-    A card is a name of `CARDS`, or its memory in GiB or a unit.
+    A GPU is given by a name of `CARDS`, or by its memory in GiB or another unit.
 
     >>> card_sizes("24") == 24 * GIB, card_sizes("2x80,40") == [80 * GIB, 80 * GIB, 40 * GIB]
     (True, True)
@@ -267,7 +268,7 @@ def card_sizes(text: str) -> int | list[int]:
                 raise ValueError
     except ValueError:
         raise ValueError(
-            f"not cards such as 8xH200, 3x24 (GiB) or 2x80,1x40, at most {MAX_RANKS}; the names "
+            f"not GPUs such as 8xH200, 3x24 (GiB) or 2x80,1x40, at most {MAX_RANKS}; the names "
             f"are {', '.join(CARDS)}"
         ) from None
     return sizes
@@ -279,13 +280,13 @@ def _card_size(text: str) -> int:
 
 
 def _plain_name(name: str) -> str:
-    """A card's name without case, spaces, hyphens and what its maker puts around it."""
+    """A GPU's name in lower case, without spaces, hyphens and the brand."""
     joined = re.sub(r"[ _-]", "", name.lower())
     return re.sub(r"^(nvidia)?(geforce)?(rtx)?|gb$", "", joined)
 
 
 def count_or_range(text: str) -> list[int]:
-    """One count N as [N], or A-B as [A, B]."""
+    """A count N as [N], or a range A-B as [A, B]."""
     match = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", text)
     bounds = [int(group) for group in match.groups() if group] if match else []
     if not bounds or not 1 <= bounds[0] <= bounds[-1] <= MAX_RANKS:
@@ -294,7 +295,7 @@ def count_or_range(text: str) -> list[int]:
 
 
 def rank_of(text: str) -> tuple[int, int]:
-    """One rank of several as R/N.
+    """A rank and the number of ranks, as R/N.
 
     >>> rank_of("0/8")
     (0, 8)
@@ -302,14 +303,12 @@ def rank_of(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
     rank, size = (int(group) for group in match.groups()) if match else (0, 0)
     if not rank < size <= MAX_RANKS:
-        raise ValueError(
-            f"not R/N, rank R of N such as 0/8; R is from 0 to N-1, N up to {MAX_RANKS}"
-        )
+        raise ValueError(f"not R/N, rank R of N such as 0/8; R is 0 to N-1, N at most {MAX_RANKS}")
     return rank, size
 
 
 def input_file(text: str) -> str:
-    """The path of a regular file, or of a pipe that the shell gives, /dev/fd/N."""
+    """The path of a regular file, or of a pipe of the shell (/dev/fd/N)."""
     path = Path(filled_text(text))
     if not is_there(path):
         raise ValueError("no such file")
@@ -321,12 +320,12 @@ def input_file(text: str) -> str:
 
 
 def input_file_or_stdin(text: str) -> str:
-    """The same, or - for stdin."""
+    """The path of an input file, or - for stdin."""
     return text if text == STDIN else input_file(text)
 
 
 def template_var(text: str) -> tuple[str, Any]:
-    """A variable of a chat template as NAME=VALUE: JSON where it is any, else text.
+    """A chat template variable as NAME=VALUE; the value is JSON, or text if it is not valid JSON.
 
     >>> template_var("enable_thinking=false"), template_var("date=1 May")
     (('enable_thinking', False), ('date', '1 May'))

@@ -1,4 +1,4 @@
-"""`plan`: who holds what and how many ranks it takes, before a byte is loaded. Imports no torch."""
+"""`plan`: how a model is sharded, how much memory it needs and how many ranks. Without torch."""
 
 import json
 import sys
@@ -53,35 +53,30 @@ PLACEMENTS = {
 BAR_WIDTH = 18
 
 NPROC: Flag[list[int] | None] = Flag(
-    "nproc",
-    "ranks to plan for, or a range to compare",
-    count_or_range,
-    "N|A-B",
-    default_text="1; with --memory or --gpus as many as they list, or the fewest that fit",
+    "nproc", "ranks to plan for, or a range to compare", count_or_range, "N|A-B",
+    default_text="1; with --memory or --gpus as many as listed, else the fewest that fit",
     aliases=NPROC_ALIASES,
-)
+)  # fmt: skip
 MEMORY: Flag[int | list[int] | None] = Flag(
     "memory",
-    "memory of every rank in GiB (80; or 24G, 24GB, 24576MiB), or of each (80,80,40; 80x4,40x2), "
-    "which then work in proportion; of their cards with --device cuda",
-    memory_sizes,
-    "SIZES",
-)
+    "memory of every rank in GiB (80; or 24G, 24GB, 24576MiB), or of each rank (80,80,40; "
+    "80x4,40x2), which then get work in proportion; GPU memory with --device cuda",
+    memory_sizes, "SIZES",
+)  # fmt: skip
 GPUS: Flag[int | list[int] | None] = Flag(
     "gpus",
-    "plan for CUDA cards, one for each rank: their number and name (8xH200) or usable GiB (3x24; "
-    "2x80,1x40); a card without a number (H100) asks how many it takes",
-    card_sizes,
-    "CARDS",
-)
-BATCH: Flag[int] = Flag("batch", "sequences at once", whole(1, 1_000_000), "B", 1)
+    "plan for CUDA GPUs, one per rank: number and name (8xH200) or number and usable GiB (3x24; "
+    "2x80,1x40); without a number (H100) finds the fewest that fit",
+    card_sizes, "GPUS",
+)  # fmt: skip
+BATCH: Flag[int] = Flag("batch", "concurrent sequences", whole(1, 1_000_000), "B", 1)
 
 
 def prepare(flags: Flags) -> Job:
-    """Check the request and return the job that prints a plan, or the table of a range.
+    """Checks the request, and returns the job that prints a plan, or a table for a range of ranks.
 
-    The plan is that of --nproc ranks, else of those that --memory or --gpus lists, else of the
-    fewest with that memory that fit.
+    The number of ranks is --nproc, else the number that --memory or --gpus lists, else the smallest
+    that fits.
     """
     memory = _memory(flags)
     files = find_model(flags[MODEL])
@@ -105,8 +100,8 @@ def prepare(flags: Flags) -> Job:
     if last:
         if isinstance(memory, tuple):
             raise UsageError(
-                f"{'--gpus' if flags[GPUS] else '--memory'} names {len(memory)} ranks and --nproc "
-                "a range of numbers; give --nproc N, not a range, or one size for all ranks"
+                f"{'--gpus' if flags[GPUS] else '--memory'} lists {len(memory)} ranks, but --nproc "
+                "is a range; give --nproc N, or one size for all ranks"
             )
         comparison = compare(asked.work, range(first, last[0] + 1), memory)
         return Job(lambda: _show_range(flags, asked, comparison))
@@ -118,12 +113,12 @@ def prepare(flags: Flags) -> Job:
 
 
 def _memory(flags: Flags) -> int | tuple[int, ...] | None:
-    """What every rank has or each of them has, from --memory or --gpus."""
+    """The memory of all ranks, or of each rank, from --memory or --gpus."""
     gpus, memory = flags[GPUS], flags[MEMORY]
     if gpus is not None and memory is not None:
-        raise UsageError("--gpus and --memory both say what memory ranks have; give one of them")
+        raise UsageError("--gpus and --memory cannot be combined; give one of them")
     if gpus is not None and flags[DEVICE] == "cpu":
-        raise UsageError("--gpus plans for CUDA cards and --device cpu for the CPU; drop one")
+        raise UsageError("--gpus and --device cpu cannot be combined; drop one")
     if isinstance(gpus, list) and (nproc := flags[NPROC]):
         gpus = _some_of(gpus, nproc)
     given = memory if gpus is None else gpus
@@ -131,11 +126,11 @@ def _memory(flags: Flags) -> int | tuple[int, ...] | None:
 
 
 def _some_of(gpus: list[int], nproc: list[int]) -> int | list[int]:
-    """The memory of the cards that --nproc ranks take of those that --gpus lists."""
+    """The memory of those of the GPUs listed by --gpus that --nproc ranks use."""
     if nproc[-1] > len(gpus):
         raise UsageError(
-            f"--gpus names {len(gpus)} cards and --nproc {nproc[-1]} ranks; a rank needs a card of "
-            "its own"
+            f"--gpus lists {len(gpus)} GPUs, fewer than --nproc {nproc[-1]}; each rank needs its "
+            "own GPU"
         )
     if len(set(gpus)) > 1:
         return gpus
@@ -143,7 +138,7 @@ def _some_of(gpus: list[int], nproc: list[int]) -> int | list[int]:
 
 
 def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
-    """What ranks would run on; the device that was asked for may be another machine's."""
+    """The device to plan for; an explicit --device need not exist on this machine."""
     return choose_device(asked, n_ranks, count_cards() if asked == "auto" else n_ranks)
 
 
@@ -154,7 +149,7 @@ def _show_one(flags: Flags, asked: PlanRequest, found: Estimate) -> int:
 
 
 def _show_fewest(flags: Flags, asked: PlanRequest, found: Estimate, fewer: Estimate | None) -> int:
-    """The plan of the fewest ranks that fit, or of the most that there can be."""
+    """Shows the plan with the fewest ranks that fit, or with the maximum number of ranks."""
     asked = replace(asked, tp_size=found.plan.tp_size)
     remedies = _remedies(asked, found)
     page = [*_page(asked, found), *_answer(found, fewer), *_advice(found.fits, remedies)]
@@ -171,7 +166,7 @@ def _show_range(flags: Flags, asked: PlanRequest, comparison: Comparison) -> int
     if comparison.fits is False and comparison.allowed:
         largest = comparison.allowed[-1]
         last = replace(asked, tp_size=largest.plan.tp_size)
-        if isinstance(flags[GPUS], list) and comparison.memory:  # more ranks are more cards
+        if isinstance(flags[GPUS], list) and comparison.memory:  # more ranks need more GPUs
             last = replace(last, memory=(comparison.memory,) * last.tp_size)
         remedies = _remedies(last, largest)
     errors = [{"tp_size": n, "error": reason} for n, reason in comparison.refused.items()]
@@ -214,7 +209,7 @@ def _show(flags: Flags, asked: PlanRequest, answer: dict[str, Any], page: Sequen
 
 
 def _object(found: Estimate) -> dict[str, Any]:
-    """The JSON form of a plan; ranges are half-open [start, stop]."""
+    """A plan as a JSON object; ranges are half-open [start, stop]."""
     return {
         "tp_size": found.plan.tp_size,
         "ranks": [
@@ -259,13 +254,13 @@ def _title(flags: Flags, asked: PlanRequest) -> list[str]:
         f"{args.n_kv_heads} KV heads, {_channels(args)}, vocabulary of {args.vocab_size}, "
         f"{in_dtypes(work.precision.dtype, work.precision.quant, work.kv.dtype)}"
     )
-    where = "for CUDA cards" if asked.device == "cuda" else "for the CPU"
+    where = "for CUDA GPUs" if asked.device == "cuda" else "for the CPU"
     if isinstance(asked.memory, tuple):
         where += f": {_sizes(asked.memory)}"
     elif asked.memory:
         where += f", {size(asked.memory)} each"
     if asked.device == "cpu" and asked.memory and flags[DEVICE] == "auto":
-        where += " (--gpus plans for cards)"
+        where += " (--gpus plans for GPUs)"
     lines = textwrap.wrap(shape, WIDTH, break_long_words=False)
     return [f"{flags[MODEL]}, {where}", *(painted(line, DIM, sys.stdout) for line in lines), ""]
 
@@ -281,13 +276,13 @@ def _channels(args: ModelArgs) -> str:
 
 
 def _line(label: str, text: str) -> list[str]:
-    """A label and a text beside it, in as many lines as it needs."""
+    """A label with wrapped text beside it."""
     wrapped = textwrap.wrap(text, WIDTH - LABEL_WIDTH, break_long_words=False)
     return [f"{label:<{LABEL_WIDTH}}{wrapped[0]}", *(" " * LABEL_WIDTH + w for w in wrapped[1:])]
 
 
 def _page(asked: PlanRequest, found: Estimate) -> list[str]:
-    """One plan for a person: who holds what, what each rank needs, and what to make of it."""
+    """One plan as text: what each rank holds and needs, and a summary."""
     plan, work = found.plan, found.work
     sequences = f"{work.max_seq_len:,} tokens" + (f" x {work.batch}" if work.batch > 1 else "")
     held = ["rank", "heads", "KV heads", *(["experts"] if plan.placement else [])]
@@ -305,17 +300,18 @@ def _page(asked: PlanRequest, found: Estimate) -> list[str]:
         "",
         *_line(
             "balance",
-            f"{plan.balance:.3f} (most work of a rank / its fair share), cut between "
+            f"{plan.balance:.3f} (maximum work of a rank / its fair share), cut between "
             f"{CUTS[plan.cut]}",
         ),
         *_line(
             "weights",
-            f"{size(found.weights)} on all ranks, {found.weights / work.weights:.3f} x the model's "
-            f"own {size(work.weights)}",
+            f"{size(found.weights)} on all ranks, {found.weights / work.weights:.3f} x the "
+            f"model's {size(work.weights)}",
         ),
         *_line(
             "KV cache",
-            f"of {sequences}, {size(kv_per_token)} a token on all ranks, {_copies(asked, found)}",
+            f"for {sequences}, {size(kv_per_token)} per token on all ranks, "
+            f"{_copies(asked, found)}",
         ),
         *_line("rest", _rest(found)),
         *_window(found),
@@ -350,12 +346,12 @@ def _experts(plan: ShardPlan) -> list[str]:
 
 
 def _copies(asked: PlanRequest, found: Estimate) -> str:
-    """How often KV heads are held, and what --kv-split sequence would save where it saves."""
+    """How often KV heads are replicated, and what --kv-split sequence would save."""
     own, n_ranks = found.work.args.n_kv_heads, found.plan.tp_size
     if found.plan.kv_parts > 1:
-        return f"each KV head held once, its tokens spread over {n_ranks} ranks"
+        return f"each KV head stored once, its tokens sharded over {n_ranks} ranks"
     if found.n_kv_heads == own:
-        return "each KV head held once"
+        return "each KV head stored once"
     copies = f"{found.n_kv_heads} copies of {own} KV heads ({found.kv_overhead:+.0%})"
     spread = replace(asked, kv_split="sequence").estimate()
     if found.room_for_tokens is not None and spread.room_for_tokens is not None:
@@ -365,25 +361,25 @@ def _copies(asked: PlanRequest, found: Estimate) -> str:
     before, after = found.tightest.needed, spread.tightest.needed
     if after >= before:
         return copies
-    return f"{copies}; with --kv-split sequence a rank needs {size(after)} at most"
+    return f"{copies}; with --kv-split sequence a rank needs at most {size(after)}"
 
 
 def _rest(found: Estimate) -> str:
-    """What a rank needs beside weights and cache."""
+    """What a rank needs in addition to weights and KV cache."""
     n_tokens = found.work.step_tokens
     if found.work.device == "cuda":
         return (
-            f"a step of {n_tokens} tokens and its scores, and {size(CUDA_ALLOWANCE)} for CUDA's "
-            "libraries and graphs"
+            f"activations and scores of a step of {n_tokens} tokens, and {size(CUDA_ALLOWANCE)} "
+            "for CUDA's libraries and graphs"
         )
     return (
-        f"a process of about {PROCESS_BYTES >> 20} MiB (torch, LLVM, the tokenizer), a step of "
-        f"{n_tokens} tokens and its scores"
+        f"a process of about {PROCESS_BYTES >> 20} MiB (torch, LLVM, the tokenizer), activations "
+        f"and scores of a step of {n_tokens} tokens"
     )
 
 
 def _window(found: Estimate) -> list[str]:
-    """What a sliding window saves; nothing where all layers see all keys."""
+    """The KV cache of a model with a sliding window; empty for other models."""
     args = found.work.args
     if args.sliding_window is None:
         return []
@@ -401,7 +397,7 @@ def _verdict(found: Estimate) -> list[str]:
         return []
     if not found.fits:
         return _fits(False, _shortfall(found))
-    room = f"there is room for {found.room_for_tokens:,} tokens of KV cache"
+    room = f"room for {found.room_for_tokens:,} tokens of KV cache"
     if found.work.args.sliding_window is not None:
         n_sequences = (found.room_for_tokens or 0) // found.work.tokens_each[0]
         room += f", {n_sequences:,} sequences of {found.work.max_seq_len:,} tokens"
@@ -409,13 +405,13 @@ def _verdict(found: Estimate) -> list[str]:
 
 
 def _cache_flag(found: Estimate) -> list[str]:
-    """The flag without which the cache would be too small; nothing where it is not needed."""
+    """The --kv-cache-bytes that the plan needs; empty if the default is enough."""
     if found.fits is False or not found.needs_cache_flag:
         return []
     n_mib = -(-found.cache_bytes >> 20)
     default = min(found.default_rooms or [0])
     return _line(
-        "start", f"with --kv-cache-bytes {n_mib}M; without it a rank takes {size(default)}"
+        "start", f"with --kv-cache-bytes {n_mib}M; the default for a rank is {size(default)}"
     )
 
 
@@ -426,29 +422,29 @@ def _fits(fits: bool, text: str) -> list[str]:
 
 
 def _shortfall(found: Estimate) -> str:
-    """Which rank has too little, and what that leaves for the KV cache."""
+    """Which rank has too little memory, and how much is left for the KV cache."""
     rank = found.tightest
     room = found.room_for_tokens or 0
     left = "the weights leave no room for KV cache"
     if room:
-        left = f"there is room for {room:,} of {found.work.n_tokens:,} tokens of KV cache"
+        left = f"room for {room:,} of {found.work.n_tokens:,} tokens of KV cache"
     has = size(rank.memory or 0)
     return f"rank {rank.share.rank} needs {size(rank.needed)} and has {has}; {left}"
 
 
 def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
-    """The changes that make a plan fit that does not, and what the tightest rank needs then."""
+    """The changes that would make the plan fit, and what the tightest rank would need."""
     if fits is not False:
         return []
     if not remedies:
-        text = "more memory on each rank is needed; no format and no number of ranks or tokens fits"
+        text = "give each rank more memory: no other format, number of ranks or of tokens fits"
         return _line("remedy", text)
     width = max(len(remedy.words) for remedy in remedies)
     rows = [(remedy.words, _numbers(remedy.found)) for remedy in remedies]
     lines = [f"  {words:<{width}}  {numbers}" for words, numbers in rows]
     if max(map(len, lines)) > WIDTH:
         lines = [line for words, numbers in rows for line in (f"  {words}", f"      {numbers}")]
-    return ["", "each of these makes it fit, those that lose least first:", *lines]
+    return ["", "each of these changes makes it fit, the least lossy first:", *lines]
 
 
 def _numbers(found: Estimate) -> str:
@@ -460,11 +456,11 @@ def _numbers(found: Estimate) -> str:
 
 
 def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
-    """How few ranks are enough, and how one fewer fails."""
+    """The fewest ranks that are enough, and why one fewer is not."""
     precision = found.work.precision
     tp_size, dtype = found.plan.tp_size, in_dtype(precision.dtype, precision.quant)
     if not found.fits:
-        text = f"no number of ranks is enough, and {tp_size} are the most there can be"
+        text = f"no number of ranks is enough; the maximum is {tp_size}"
     elif fewer is None:
         text = f"1 rank is enough in {dtype}"
     else:
@@ -477,7 +473,7 @@ def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
 
 
 def _overview(comparison: Comparison) -> list[str]:
-    """A range of sizes for a person: one row per size, and what to make of them."""
+    """A range of numbers of ranks as text: one row each, and a summary."""
     header = ["ranks", "balance", "cut between", "weights", "KV/token", "extra KV"]
     header += ["works"] if comparison.memory is None else ["KV tokens", "fits"]
     rows = [_size_row(found) for found in comparison.allowed]
@@ -490,9 +486,9 @@ def _overview(comparison: Comparison) -> list[str]:
     return [
         *table(header, rows, sys.stdout),
         "",
-        "balance    most work of a rank / its fair share",
-        "weights    and KV/token of the rank that holds most",
-        "extra KV   copies of KV heads beyond one of each",
+        "balance    maximum work of a rank / its fair share",
+        "weights    of the rank with the most; KV/token likewise",
+        "extra KV   replicated KV heads beyond one copy of each",
         *refused,
         *_conclusion(comparison),
     ]
@@ -513,7 +509,7 @@ def _size_row(found: Estimate) -> list[str]:
 
 
 def _conclusion(comparison: Comparison) -> list[str]:
-    """Which of the sizes is the smallest that fits, or why none does; nothing without memory."""
+    """The fewest ranks that fit, or why no number does; empty if the memory is not known."""
     if comparison.memory is None:
         return []
     work, fewest = comparison.work, comparison.smallest_that_fits
@@ -526,7 +522,8 @@ def _conclusion(comparison: Comparison) -> list[str]:
             answer += f"; with {largest.plan.tp_size}, {_shortfall(largest)}"
     return [
         *_line(
-            "KV tokens", f"room with {size(comparison.memory)} a rank; {work.n_tokens:,} are wanted"
+            "KV tokens",
+            f"room with {size(comparison.memory)} per rank; {work.n_tokens:,} are needed",
         ),
         *_line("fewest", answer),
     ]
@@ -541,7 +538,7 @@ def _pair(r: range) -> list[int]:
 
 
 def _span(r: range) -> str:
-    """The members of a range for a person, who reads both ends as included."""
+    """A range as text, with both ends included."""
     if not r:
         return "none"
     return f"{r.start}-{r.stop - 1}" if len(r) > 1 else str(r.start)
@@ -549,23 +546,13 @@ def _span(r: range) -> str:
 
 VERB = Verb(
     "plan",
-    "Shows which rank would hold what, whether it fits, and how few ranks are enough.",
-    "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus CARDS] [flags]",
+    "Shows how a model is sharded, whether it fits, and the fewest ranks that do.",
+    "[MODEL] [--nproc N | --nproc A-B] [--memory SIZES | --gpus GPUS] [flags]",
     (
-        MODEL,
-        NPROC,
-        MEMORY,
-        GPUS,
-        MAX_SEQ_LEN,
-        BATCH,
-        DTYPE,
-        QUANT,
-        KV_CACHE_DTYPE,
-        KV_SPLIT,
-        DEVICE,
-        JSON,
+        MODEL, NPROC, MEMORY, GPUS, MAX_SEQ_LEN, BATCH, DTYPE, QUANT, KV_CACHE_DTYPE, KV_SPLIT,
+        DEVICE, JSON,
     ),
     "parallel-llama plan --model llama-3.1-70b --gpus 4xH100 --max-seq-len 32k",
     prepare,
     placed=MODEL,
-)
+)  # fmt: skip

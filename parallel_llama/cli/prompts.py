@@ -1,4 +1,4 @@
-"""Prompts as a person gives them: --prompt texts or a JSONL file, checked line by line."""
+"""Prompts from the command line: --prompt texts or a JSONL file, checked line by line."""
 
 import json
 import sys
@@ -27,16 +27,16 @@ MAX_PROMPTS = 1_000_000
 MAX_LINE_BYTES = 64 << 20
 
 PROMPT: Flag[list[str]] = Flag(
-    "prompt", "text to complete; - reads it from stdin", plain_text, "TEXT", repeatable=True,
+    "prompt", "text to complete; - reads stdin", plain_text, "TEXT", repeatable=True,
     subject="prompts",
 )  # fmt: skip
 PROMPTS: Flag[str | None] = Flag(
     "prompts",
-    'a JSON object per line: {"prompt"}, {"tokens"} or {"messages"}, perhaps with sampling '
-    'settings of its own, such as "max_tokens"; - is stdin',
+    'a JSON object per line: {"prompt"}, {"tokens"} or {"messages"}, optionally with sampling '
+    'parameters such as "max_tokens"; - reads stdin',
     input_file_or_stdin, "FILE.jsonl", subject="prompts",
 )  # fmt: skip
-CHAT: Flag[bool] = Flag("chat", "put each prompt into the model's chat template", subject="prompts")
+CHAT: Flag[bool] = Flag("chat", "apply the model's chat template to each prompt", subject="prompts")
 SYSTEM: Flag[str | None] = Flag(
     "system", "system message of each chat", plain_text, "TEXT", subject="prompts"
 )
@@ -50,7 +50,7 @@ PROMPT_FLAGS: tuple[Flag[Any], ...] = (PROMPT, PROMPTS, CHAT, SYSTEM, TEMPLATE_V
 
 @dataclass(frozen=True)
 class Line:
-    """One prompt, where it was given, and the sampling settings that are its own."""
+    """One prompt, where it was given, and its own sampling parameters."""
 
     where: str
     prompt: Prompt
@@ -58,7 +58,7 @@ class Line:
 
 
 def require_one_source(flags: Flags) -> None:
-    """Raises: UsageError unless prompts come from one place, as chats where they have to be."""
+    """Raises: UsageError for two sources of prompts or none, and for chat flags without a chat."""
     texts, path = flags[PROMPT], flags[PROMPTS]
     if bool(texts) == (path is not None):
         raise UsageError(
@@ -66,17 +66,17 @@ def require_one_source(flags: Flags) -> None:
             + (", not both" if texts else "")
         )
     if texts.count(STDIN) > 1:
-        raise UsageError("--prompt - is given twice, and stdin can be read once")
+        raise UsageError("--prompt - is given twice, but stdin can be read only once")
     if flags[SYSTEM] is not None and not flags[CHAT]:
-        raise UsageError("--system is a part of a chat; add --chat")
+        raise UsageError("--system needs a chat; add --chat")
     if flags[TEMPLATE_VAR] and not flags[CHAT] and path is None:
-        raise UsageError("--template-var is for the chat template; add --chat")
+        raise UsageError("--template-var needs the chat template; add --chat")
 
 
 def gather(flags: Flags) -> list[Line]:
-    """All prompts in input order; with --chat, each text is a user's message.
+    """All prompts in input order; with --chat, each text becomes a user message.
 
-    Raises: UsageError naming the prompt or line that cannot be used.
+    Raises: UsageError naming the invalid prompt or line.
     """
     path = flags[PROMPTS]
     if path is not None:
@@ -97,10 +97,10 @@ def gather(flags: Flags) -> list[Line]:
 
 
 def read_lines(path: str) -> list[Line]:
-    """The prompts of a JSONL file, one object a line; blank lines are skipped.
+    """The prompts of a JSONL file, one object per line; blank lines are skipped.
 
-    Raises: UsageError naming the first line that is not {"prompt"}, {"tokens"} or {"messages"},
-    with sampling settings beside it or none, and what belongs to a chat beside messages.
+    Raises: UsageError naming the first line that is not a {"prompt"}, {"tokens"} or {"messages"}
+    object, optionally with sampling parameters, and with the fields of a chat only for messages.
     """
     lines: list[Line] = []
     name = "stdin" if path == STDIN else path
@@ -115,16 +115,16 @@ def read_lines(path: str) -> list[Line]:
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
     if not lines:
-        raise UsageError(f"{name}: no prompts in it; give one JSON object a line")
+        raise UsageError(f"{name}: contains no prompts; give one JSON object per line")
     return lines
 
 
 def check_tokens(value: Any, what: str = "tokens") -> list[int]:
-    """A non-empty list of token ids; ValueError says what else was found."""
+    """Returns `value` if it is a non-empty list of token ids, else raises ValueError."""
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{what} must be a list of token ids with at least one of them")
+        raise ValueError(f"{what} must be a list of token ids, at least one")
     for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:  # bool is an int to Python
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:  # excludes bool
             raise ValueError(
                 f"{what}[{position}] is {quoted(json.dumps(token))}, not a token id, "
                 f"0 to {MAX_TOKEN_ID}"
@@ -133,7 +133,7 @@ def check_tokens(value: Any, what: str = "tokens") -> list[int]:
 
 
 def _split(path: str, name: str) -> Iterator[bytes]:
-    """The lines of a file, one at a time in memory."""
+    """The lines of a file, read one at a time."""
     try:
         with nullcontext(_stdin()) if path == STDIN else open_input(Path(path)) as file:
             while data := file.readline(MAX_LINE_BYTES + 1):
@@ -145,7 +145,7 @@ def _split(path: str, name: str) -> Iterator[bytes]:
 
 
 def _read_stdin() -> str:
-    """What stdin holds, without the end of its last line."""
+    """The contents of stdin, without a final line break."""
     data = _stdin().read(MAX_LINE_BYTES + 1)
     if len(data) > MAX_LINE_BYTES:
         raise UsageError(f"--prompt -: stdin holds more than {MAX_LINE_BYTES} bytes")
@@ -157,7 +157,7 @@ def _read_stdin() -> str:
 
 def _stdin() -> BinaryIO:
     if sys.stdin is None:
-        raise UsageError("stdin is closed; give it a file or a pipe, or leave - out")
+        raise UsageError("stdin is closed; redirect a file or pipe to it, or omit -")
     return sys.stdin.buffer
 
 
@@ -165,11 +165,11 @@ def _decoded(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text (byte {error.start} of it)") from None
+        raise ValueError(f"not UTF-8 text (at byte {error.start})") from None
 
 
 def _in_chat(line: Line, system: str | None) -> Line:
-    """A text as a user's message."""
+    """The line with its text as a user message; unchanged if it is not a text."""
     if not isinstance(line.prompt, str):
         return line
     first = [] if system is None else [{"role": "system", "content": system}]
@@ -177,7 +177,7 @@ def _in_chat(line: Line, system: str | None) -> Line:
 
 
 def _with_vars(line: Line, template_vars: Mapping[str, Any]) -> Line:
-    """With variables for the template, unless a chat has its own."""
+    """The line with template variables; those of the line itself take precedence."""
     if not isinstance(line.prompt, Chat):
         return line
     own = {**template_vars, **line.prompt.template_vars}
@@ -202,7 +202,7 @@ def _prompt(value: dict[str, Any]) -> Prompt:
     if "messages" in value:
         return Chat(value["messages"], **chat)
     if chat:
-        raise ValueError(f"{', '.join(chat)}: for a chat; give messages beside it")
+        raise ValueError(f"{', '.join(chat)}: only for a chat; give messages too")
     return check_tokens(value["tokens"]) if "tokens" in value else _text(value["prompt"], "prompt")
 
 
@@ -212,4 +212,4 @@ def _text(value: Any, what: str) -> str:
     try:
         return plain_text(value)
     except ValueError:
-        raise ValueError(f"{what} holds half of a surrogate pair, which is no character") from None
+        raise ValueError(f"{what} contains an unpaired surrogate, which is not text") from None

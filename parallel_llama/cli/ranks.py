@@ -1,4 +1,4 @@
-"""From a checked command to the ranks that run it: started here, or joined under torchrun."""
+"""Runs a checked command on its ranks, which are started here or by torchrun."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +10,11 @@ from parallel_llama.parallel.place import is_started_as_rank, launcher_name, wor
 
 @dataclass(frozen=True)
 class Job:
-    """A command that has been checked and not started: what each of `nproc` ranks runs.
+    """A checked command.
 
-    `run` returns the exit code. An interactive job decides itself what Ctrl-C means.
+    Args:
+        run: what each of `nproc` ranks calls; returns the exit code.
+        interactive: whether the job handles Ctrl-C itself.
     """
 
     run: Callable[[], int]
@@ -21,7 +23,7 @@ class Job:
 
 
 def leads() -> bool:
-    """Whether this process checks what was asked: the one that was called, or rank 0."""
+    """Whether this process is rank 0, or starts the ranks."""
     rank, _ = world()
     return rank == 0
 
@@ -29,21 +31,20 @@ def leads() -> bool:
 def rank_count(nproc: int | None) -> int:
     """The number of ranks that a command runs on.
 
-    Raises: UsageError if --nproc contradicts torchrun, or torchrun's variables each other.
+    Raises: UsageError if --nproc contradicts torchrun, or torchrun's variables are inconsistent.
     """
     _, size = world()
     if not is_started_as_rank():
         return nproc or 1
     if nproc is not None and nproc != size:
         raise UsageError(
-            f"--nproc {nproc} inside {launcher_name()}, which started {size} ranks; "
-            "leave --nproc out"
+            f"--nproc {nproc} inside {launcher_name()}, which started {size} ranks; omit --nproc"
         )
     return size
 
 
 def execute(job: Job, argv: list[str]) -> int:
-    """Run a job to its end and return its exit code; `argv` repeats the command on each rank."""
+    """Runs a job and returns its exit code; `argv` is the command line for the other ranks."""
     if job.nproc == 1 or is_started_as_rank():
         return job.run()
     threads = threads_per_rank(job.nproc)

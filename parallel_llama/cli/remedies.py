@@ -1,4 +1,4 @@
-"""What makes a plan fit that does not fit. Each change is planned before it is named. No torch."""
+"""Changes that make a plan fit; each is planned before it is suggested. Without torch."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -13,21 +13,21 @@ from parallel_llama.dtypes import ITEM_BYTES, kv_format
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import MAX_RANKS
 
-# Changes of a request's fields, and the flags that are not named as the fields are.
+# Changed fields of a request, and the flags with other names than the fields.
 Change = dict[str, Any]
 FLAGS = {"tp_size": "nproc"}
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of a request, and the plan that fits with it."""
+    """A change of a request, and the resulting plan, which fits."""
 
     change: Change
     found: Estimate
 
     @property
     def words(self) -> str:
-        """The change as flags, after the number of ranks and their memory where that is listed."""
+        """The change as flags; a list of ranks and their memory comes first, in words."""
         flags = [
             f"--{FLAGS.get(name, name).replace('_', '-')} {value}"
             for name, value in self.change.items()
@@ -38,11 +38,10 @@ class Remedy:
 
 
 def find_remedies(asked: PlanRequest) -> list[Remedy]:
-    """The changes that make a request fit that does not, those that lose least first.
+    """The changes that make a request fit, the least lossy first.
 
-    First come changes that lose nothing, then more ranks, fewer bits, and fewer tokens. Of several
-    formats of one kind only the most precise one that fits is named; formats are combined where
-    none fits by itself.
+    The order is: lossless changes, more ranks, fewer bits, fewer tokens. Only the most precise
+    fitting format of each kind is suggested; formats are combined if none fits alone.
     """
     lossless = _that_fit(asked, _lossless(asked))
     ladders = [_weights(asked), _keys_and_values(asked)]
@@ -73,7 +72,7 @@ def _planned(asked: PlanRequest, change: Change) -> Estimate | None:
     """The plan of a changed request if it fits."""
     try:
         found = replace(asked, **change).estimate()
-    except UsageError:  # this model or plan cannot have it
+    except UsageError:  # this model does not support the change
         return None
     return found if found.fits else None
 
@@ -88,7 +87,7 @@ def _that_fit(asked: PlanRequest, changes: Sequence[Change]) -> list[Remedy]:
 
 
 def _lossless(asked: PlanRequest) -> list[Change]:
-    """The split of the cache by tokens, and the formats that the files have."""
+    """Sharding the KV cache by tokens, and the formats of the files."""
     changes = _splits(asked)
     if asked.stored and asked.quant == "none":
         changes.append({"quant": "stored"})
@@ -102,14 +101,14 @@ def _splits(asked: PlanRequest) -> list[Change]:
 
 
 def _is_wider(asked: PlanRequest, dtype: str) -> bool:
-    """Whether weights are kept as plain numbers of more bytes than those of `dtype`."""
+    """Whether weights are not quantised and have more bytes than `dtype`."""
     return asked.quant == "none" and ITEM_BYTES[asked.dtype] > ITEM_BYTES[dtype]
 
 
 def _weights(asked: PlanRequest) -> list[Change]:
-    """Formats of weights with fewer bits than those asked for, the most precise first."""
+    """Formats of weights with fewer bits than the requested ones, the most precise first."""
     changes: list[Change] = []
-    if _is_wider(asked, "bfloat16") and ITEM_BYTES[asked.args.dtype] > 2:  # else it is lossless
+    if _is_wider(asked, "bfloat16") and ITEM_BYTES[asked.args.dtype] > 2:  # else lossless
         changes.append({"dtype": "bfloat16"})
     if asked.quant == "none":
         changes.append({"quant": "int8"})
@@ -119,7 +118,7 @@ def _weights(asked: PlanRequest) -> list[Change]:
 
 
 def _keys_and_values(asked: PlanRequest) -> list[Change]:
-    """Formats of the KV cache with fewer bits than the one asked for, the most precise first."""
+    """Formats of the KV cache with fewer bits than the requested one, the most precise first."""
     head_dim = asked.args.head_dim
     n_bytes = kv_format(asked.kv_cache_dtype, asked.dtype).n_bytes(head_dim)
     return [
@@ -130,9 +129,9 @@ def _keys_and_values(asked: PlanRequest) -> list[Change]:
 
 
 def _more_ranks(asked: PlanRequest, lossless: Sequence[Change]) -> list[Remedy]:
-    """The fewest ranks that fit, more than there are, together with changes that lose nothing.
+    """The fewest additional ranks that fit, combined with lossless changes.
 
-    Ranks that are added have the most memory of those that there are.
+    Added ranks have as much memory as the largest of the given ranks.
     """
     several = chain.from_iterable(combinations(lossless, n) for n in range(3))
     found = [
@@ -144,7 +143,7 @@ def _more_ranks(asked: PlanRequest, lossless: Sequence[Change]) -> list[Remedy]:
 
 
 def _fewest_more(asked: PlanRequest) -> list[Remedy]:
-    """The fewest ranks that fit, more than there are, with the request's own formats."""
+    """The fewest additional ranks that fit with the request's formats."""
     most = min(asked.args.n_heads, MAX_RANKS)
     for tp_size in range(asked.tp_size + 1, most + 1):
         change: Change = {"tp_size": tp_size}
@@ -157,7 +156,7 @@ def _fewest_more(asked: PlanRequest) -> list[Remedy]:
 
 
 def _combined(asked: PlanRequest) -> list[Remedy]:
-    """The first that fits of all formats of weights and KV cache, and both splits, together."""
+    """The first fitting combination of the formats of weights and KV cache, and its sharding."""
     weights = [change for change in _lossless(asked) if "kv_split" not in change]
     kinds = ([*weights, *_weights(asked)], _keys_and_values(asked), _splits(asked))
     for parts in product(*([{}, *changes] for changes in kinds)):
@@ -168,7 +167,7 @@ def _combined(asked: PlanRequest) -> list[Remedy]:
 
 
 def _fewer_tokens(asked: PlanRequest) -> list[Remedy]:
-    """The most sequences that fit, and the longest."""
+    """The largest batch that fits, and the longest sequences."""
     remedies: list[Remedy] = []
     for name in ("batch", "max_seq_len"):
         most = _most_that_fit(asked, name, range(1, getattr(asked, name)))
@@ -177,5 +176,5 @@ def _fewer_tokens(asked: PlanRequest) -> list[Remedy]:
 
 
 def _most_that_fit(asked: PlanRequest, name: str, counts: range) -> int:
-    """The largest count with which a request fits, of those from 1; 0 where none does."""
+    """The largest count with which the request fits; 0 if none does."""
     return bisect_left(counts, True, key=lambda n: not _planned(asked, {name: n}))

@@ -1,4 +1,4 @@
-"""`reshard`: a model's files rewritten in another layout, for any number of ranks."""
+"""`reshard`: rewrites a model's files in another layout, for any number of ranks."""
 
 import json
 import sys
@@ -26,25 +26,27 @@ MAX_FILES = 99_999
 SRC: Flag[str] = Flag(
     "src", "a HF folder, a Meta folder, a native folder or a .gguf file", filled_text
 )
-DST: Flag[str] = Flag("dst", "the folder to write, which is not there yet", filled_text)
-TP: Flag[int | None] = Flag("tp", "files; for meta, model-parallel ranks", whole(1, MAX_FILES), "N")
+DST: Flag[str] = Flag("dst", "the folder to write, which must not exist", filled_text)
+TP: Flag[int | None] = Flag(
+    "tp", "number of files; for meta, of model-parallel ranks", whole(1, MAX_FILES), "N"
+)
 FORMAT: Flag[TargetKind | None] = Flag(
     "format", "meta, hf or native", one_of("meta", "hf", "native"), "FORMAT"
 )
 DTYPE: Flag[str | None] = Flag(
     "dtype", "float32, bfloat16, float16 or float64",
-    dtype_name, "DTYPE", default_text="as the source has it",
+    dtype_name, "DTYPE", default_text="that of the source",
 )  # fmt: skip
 QUANT: Flag[str | None] = Flag(
-    "quant", "for native, int8, int4 or fp8: matrices as integers, or floats of 8 bits, with a "
-    "scale for every 32; stored: as the source has them; none: plain values",
+    "quant", "for native: quantise matrices to int8, int4 or fp8, with a scale per 32 weights; "
+    "stored: keep the source's quantisation; none: decode",
     quant_name, "FORMAT", default_text="stored for a quantised folder, else none",
 )  # fmt: skip
 RESUME: Flag[bool] = Flag("resume", "continue an interrupted run")
 
 
 def prepare(flags: Flags) -> Job:
-    """Check source and target, and return the job that writes."""
+    """Checks source and target, and returns the job."""
     layout, n_parts = flags[FORMAT], flags[TP]
     if n_parts is None:
         raise UsageError("reshard needs --tp N")
@@ -60,7 +62,7 @@ def prepare(flags: Flags) -> Job:
 
 
 class Progress:
-    """How much is written, how fast, and how long it takes yet, on a line of the terminal."""
+    """A status line on the terminal: bytes written, speed, and time left."""
 
     def __init__(self, what: str) -> None:
         self.what, self.status = what, StatusLine(sys.stderr)
@@ -68,7 +70,7 @@ class Progress:
         self.began_s = 0.0
 
     def start(self, total: int, done: int) -> None:
-        """`done` of the `total` bytes are there from an earlier run, and do not count as speed."""
+        """Starts the clock; `done` of the `total` bytes were written by an earlier run."""
         self.total, self.before, self.done = total, done, done
         self.began_s = time.monotonic()
 
@@ -89,12 +91,12 @@ class Progress:
 
 
 def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, flags: Flags) -> int:
-    # torch comes in here: what is wrong with a command line is said without it.
+    # Slow to import: usage errors are reported before.
     import torch
 
     from parallel_llama.reshard.reshard import reshard
 
-    # Its threads would only wait beside those that read, hash and write.
+    # The work is reading, hashing and writing, in threads of its own.
     torch.set_num_threads(1)
     progress = Progress(f"writing {target}")
     ctrl_c_raises()
@@ -112,7 +114,7 @@ def _run(source: ModelFiles, target: Path, layout: TargetKind, n_parts: int, fla
         )
     except KeyboardInterrupt:
         progress.end()
-        warn(f"{target} is not written; the same command with --resume goes on")
+        warn(f"{target} is incomplete; the same command with --resume continues")
         raise
     finally:
         progress.end()

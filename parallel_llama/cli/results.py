@@ -1,14 +1,13 @@
-"""The file of --output: a JSON line per completion, as each is finished.
+"""The file of --output: a JSON line per completion, written when it finishes.
 
-As long as lines are missing, FILE.run lies beside it and says which run they are of, so that
---resume runs what is missing and nothing else: whatever ends the process, what is lost is at most
-the line that was being written. It does not know how completions are made.
+Until all lines are written, FILE.run beside it identifies the run, so that --resume generates only
+the missing completions. If the process is killed, at most the line being written is lost.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -25,51 +24,52 @@ from parallel_llama.request import Completion, Request
 
 Key = tuple[int, int]  # request index, choice
 
-_WHOLE = ("stop", "length")  # other reasons to finish cut a completion short
+_WHOLE = ("stop", "length")  # finish reasons of completions that were not interrupted
 _MAX_RUN_BYTES = 64 << 10
 _DIGESTS = ("model", "set of prompts", "sampling or seed")
 _ENCODER = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def check_path(output: str, prompts: str | None) -> Path:
-    """The path of a file that can be written.
+    """The path of --output.
 
-    Raises: UsageError.
+    Raises: UsageError if it cannot be written.
     """
     path = Path(output)
     if is_folder(path):
         raise UsageError(f"--output {output}: a folder; give the name of a file in it")
     if not is_folder(path.parent):
-        raise UsageError(f"--output {output}: there is no folder {path.parent}; make it first")
+        raise UsageError(f"--output {output}: there is no folder {path.parent}; create it first")
     if not has_short_name(_growing(path)):
-        raise UsageError(f"--output {path.name[:80]}...: too long for a name; give a shorter one")
+        raise UsageError(f"--output {path.name[:80]}...: the name is too long; give a shorter one")
     exists = is_there(path)
     if prompts not in (None, STDIN) and exists and path.samefile(prompts):
-        raise UsageError(f"--output {output}: the file of the prompts itself; give another name")
+        raise UsageError(f"--output {output}: is the file of the prompts; give another name")
     if not os.access(path if exists else path.parent, os.W_OK):
-        raise UsageError(f"--output {output}: it cannot be written; name a file that can")
+        raise UsageError(f"--output {output}: is not writable; give another file")
     if _is_resumable(path) and not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--output {output}: the folder {path.parent} cannot be written to")
+        raise UsageError(f"--output {output}: the folder {path.parent} is not writable")
     return path
 
 
 def _sidecar(path: Path) -> Path:
-    """Where it is noted which run writes a file."""
+    """The file that identifies the run which writes `path`."""
     return path.with_name(f"{path.name}.run")
 
 
 def _growing(path: Path) -> Path:
-    """The sidecar until it is whole."""
+    """The sidecar while it is written."""
     return path.with_name(f"{path.name}.run.part")
 
 
 def run_of(
     requests: Sequence[Request], model: ModelFiles, *, seed: int, **weights: Any
 ) -> dict[str, Any]:
-    """What makes a run's completions what they are; equal for equal runs.
+    """Identifies a run: equal for runs that generate the same completions.
 
-    `seed` is the run's, and `weights` are the settings that decide how the model's files become
-    weights.
+    Args:
+        seed: seed of the run.
+        weights: the settings that decide how the model's files are loaded.
     """
     prompts, sampling = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     for request in requests:
@@ -86,18 +86,18 @@ def run_of(
 
 
 def earlier_seed(path: Path) -> int | None:
-    """The seed of the unfinished run of a file, which a resumed one draws from as well."""
+    """The seed of the unfinished run of a file, to be used again on --resume."""
     sidecar = _sidecar(path)
     seed = _read_run(sidecar).get("seed") if is_there(sidecar) else None
     return seed if isinstance(seed, int) else None
 
 
 class ResultFile:
-    """The lines of one run, those of an earlier process included; nothing is written before `open`.
+    """The lines of one run, including those of earlier processes. Nothing is written before `open`.
 
-    A path that is no regular file, such as a pipe, is written to and cannot be resumed.
+    A path that is not a regular file, such as a pipe, cannot be resumed.
 
-    Raises: UsageError if a run lies there that is not to be, or cannot be, continued.
+    Raises: UsageError if the file has lines and `resume` is false, or they are of another run.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class ResultFile:
         self._n_whole = 0  # bytes of the whole lines that stay
         self._file: BufferedWriter | None = None
         if resume and not self.resumable:
-            raise UsageError(f"--resume: {path} is no regular file, whose lines could be read")
+            raise UsageError(f"--resume: {path} is not a regular file, so it cannot be continued")
         self._n_found = path.stat().st_size if self.resumable and is_there(path) else 0
         if self._n_found and resume:
             self._continue()
         elif self._n_found:
-            what = "an unfinished run lies" if is_there(self._sidecar) else "results lie"
+            what = "an unfinished run" if is_there(self._sidecar) else "results"
             raise UsageError(
-                f"{path}: {what} there; go on with --resume, which runs what is missing, or remove "
-                "the file, or give another name"
+                f"{path}: contains {what}; continue with --resume, remove the file, or give "
+                "another name"
             )
 
     @property
@@ -128,15 +128,15 @@ class ResultFile:
         return len(self.done) == self.n_total
 
     def missing(self, requests: Sequence[Request]) -> list[Request]:
-        """Requests of which at least one choice is not there yet."""
+        """Requests with at least one missing choice."""
         return [
             request
             for request in requests
-            if any((request.index, choice) not in self.done for choice in _choices(request))
+            if any((request.index, choice) not in self.done for choice in range(request.params.n))
         ]
 
     def open(self) -> None:
-        """Begin, or go on where the earlier process ended; a torn last line is cut off.
+        """Opens the file for appending, and removes an incomplete last line.
 
         Raises: UsageError if the file cannot be written, or another process writes it.
         """
@@ -145,14 +145,14 @@ class ResultFile:
             if self.resumable:
                 self._lock(self._file.fileno())
                 self._file.truncate(self._n_whole)
-                # Beside the file, for good and at once: which run its lines are of.
+                # The sidecar must be complete on disk before any line is written.
                 run = json.dumps(self.run, indent=1).encode()
                 replace_file(self._sidecar, _growing(self.path), run)
         except OSError as error:
             raise UsageError(f"--output {self.path}: {error.strerror or error}") from error
 
     def write(self, completion: Completion) -> None:
-        """Append one completion, unless it is there; one that was cut short is left to --resume.
+        """Appends a completion that is missing; interrupted ones are left to --resume.
 
         Raises: WriteError if the disk is full or fails.
         """
@@ -168,7 +168,7 @@ class ResultFile:
         self.done.add(key)
 
     def close(self) -> None:
-        """Give the file back; once nothing is missing, nothing but the lines stays."""
+        """Closes the file, and removes the sidecar if no completion is missing."""
         assert self._file is not None
         try:
             if self.resumable and self.is_complete:
@@ -186,9 +186,9 @@ class ResultFile:
             self._n_whole += len(line)
         if not is_there(self._sidecar) and not self.is_complete:
             raise UsageError(
-                f"{self.path}: {len(self.done)} of {self.n_total} completions, and no "
-                f"{self._sidecar.name} that says which run they are of; leave --resume out to "
-                "write the file anew, or give another name"
+                f"{self.path}: has {len(self.done)} of {self.n_total} completions, but "
+                f"{self._sidecar.name}, which identifies their run, is missing; remove the file to "
+                "start again, or give another name"
             )
 
     def _require_same(self, before: Mapping[str, Any]) -> None:
@@ -196,14 +196,14 @@ class ResultFile:
         if what is None:
             return
         was, now = _shown(before.get(what)), _shown(self.run.get(what))
-        told = "" if what in _DIGESTS else f" ({was} then, {now} now)"  # a digest tells nobody much
+        values = "" if what in _DIGESTS else f" ({was} then, {now} now)"
         raise UsageError(
-            f"{self.path}: the unfinished run in it had a different {what}{told}; give the "
-            f"same as then, or remove {self.path.name} to begin anew"
+            f"{self.path}: the unfinished run in it had a different {what}{values}; give the same "
+            f"one, or remove {self.path.name} to start again"
         )
 
     def _key(self, number: int, line: bytes) -> Key:
-        """Which completion a line holds."""
+        """The request and choice of a line's completion."""
         try:
             value = json.loads(line)
             key = value["index"], value.get("choice", 0)
@@ -212,13 +212,13 @@ class ResultFile:
             belongs, key = False, (0, 0)
         if not belongs or key in self.done:
             raise UsageError(
-                f"{self.path}, line {number}: no completion of these prompts, or one that is there "
-                f"twice; remove the line, or {self.path.name} to begin anew"
+                f"{self.path}, line {number}: not a completion of these prompts, or a second one "
+                f"for the same choice; remove the line, or {self.path.name} to start again"
             )
         return key
 
     def _lock(self, descriptor: int) -> None:
-        """Keep other runs away, and see that none has written since the lines were read."""
+        """Locks the file against other runs, and checks that none has written since it was read."""
         try:
             is_mine = take_lock(descriptor)
         except OSError:  # a file system without locks
@@ -226,11 +226,11 @@ class ResultFile:
         if not is_mine:
             raise UsageError(f"{self.path}: is being written by another run; wait for it")
         if os.fstat(descriptor).st_size != self._n_found:
-            raise UsageError(f"{self.path}: another run has written to it meanwhile; start again")
+            raise UsageError(f"{self.path}: another run has written to it; start again")
 
     def _failed(self, error: OSError) -> WriteError:
         text = f"{self.path}: {error.strerror or error}; {len(self.done)} completions are in it"
-        return WriteError(f"{text}; --resume goes on from them" if self.resumable else text)
+        return WriteError(f"{text}; --resume continues after them" if self.resumable else text)
 
 
 def _is_resumable(path: Path) -> bool:
@@ -238,20 +238,16 @@ def _is_resumable(path: Path) -> bool:
 
 
 def _expected(requests: Sequence[Request]) -> dict[Key, int]:
-    """The number of prompt tokens of every completion that is to come."""
+    """The number of prompt tokens of every expected completion."""
     return {
         (request.index, choice): len(request.prompt)
         for request in requests
-        for choice in _choices(request)
+        for choice in range(request.params.n)
     }
 
 
-def _choices(request: Request) -> Iterator[int]:
-    return iter(range(request.params.n))
-
-
 def _model_digest(model: ModelFiles) -> str:
-    """A digest of what tells whether a model's files were changed, without reading weights."""
+    """A digest of the names, sizes and times of a model's files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in (model.config, *model.weights):
         stat = path.stat()
@@ -263,7 +259,7 @@ def _read_run(sidecar: Path) -> dict[str, Any]:
     try:
         return read_json_object(sidecar, _MAX_RUN_BYTES)
     except CheckpointError as error:
-        raise UsageError(f"{error}; remove it and the file beside it to begin anew") from error
+        raise UsageError(f"{error}; remove it and the output file to start again") from error
 
 
 def _shown(value: object) -> str:

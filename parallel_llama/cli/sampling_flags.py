@@ -1,6 +1,6 @@
-"""The sampling settings, as flags and as the keys of a line of a prompts file.
+"""The sampling parameters as flags, and as keys of a line of a prompts file.
 
-`request` says what they mean and checks their limits; here texts and JSON become them.
+`request` defines and checks them; this module parses them from text and JSON.
 """
 
 import re
@@ -31,7 +31,7 @@ from parallel_llama.request import (
 
 SETTINGS = tuple(field.name for field in fields(SamplingParams))
 
-# The flags of structured output, and the kind of grammar that each gives.
+# The flags of structured output, and their kinds of grammar.
 GRAMMARS: dict[str, GrammarKind] = {
     "json_schema": "json_schema",
     "regex": "regex",
@@ -40,7 +40,7 @@ GRAMMARS: dict[str, GrammarKind] = {
 
 
 def logit_bias(text: str) -> tuple[int, float]:
-    """A token id and what is added to its logit, as ID:BIAS.
+    """A token id and its logit bias, as ID:BIAS.
 
     >>> logit_bias("42:-1.5")
     (42, -1.5)
@@ -57,15 +57,15 @@ def logit_bias(text: str) -> tuple[int, float]:
 
 
 def json_schema(text: str) -> str:
-    """A JSON Schema, or the name of a file that holds one."""
+    """A JSON Schema, given as JSON or as a file."""
     schema = text if text.lstrip().startswith("{") else grammar_file(text)
     if not isinstance(parse_json(schema), dict):
-        raise ValueError("not a JSON schema, which is an object")
+        raise ValueError("not a JSON schema: it must be a JSON object")
     return schema
 
 
 def grammar_file(text: str) -> str:
-    """The text of a grammar's file."""
+    """The text of a grammar file."""
     path = Path(input_file(text))
     try:
         with open_input(path) as file:
@@ -74,34 +74,34 @@ def grammar_file(text: str) -> str:
         raise ValueError(f"not UTF-8 text (byte {error.start})") from None
 
 
-# The settings for which a model's generation_config may have defaults.
+# The parameters for which a model's generation_config may have defaults.
 SAMPLING: tuple[Flag[Any], ...] = (
     Flag(
         "temperature", "0 is greedy", number(0, 100), "T", aliases=("temp",), subject="sampling",
-        default_text="the model's generation_config, else 0; of smollm2 0.2, and 0.9 for --top-p",
+        default_text="the model's generation_config, else 0; smollm2: 0.2, with --top-p 0.9",
     ),
-    Flag("top-p", "sample from the likeliest tokens that together have this probability",
+    Flag("top-p", "sample from the most likely tokens with this total probability",
          number(0, 1, True), "P", subject="sampling"),
-    Flag("top-k", "sample from the K likeliest tokens; 0 is all", whole(0), "K",
+    Flag("top-k", "sample from the K most likely tokens; 0 means all", whole(0), "K",
          subject="sampling"),
-    Flag("min-p", "drop tokens below this share of the likeliest token's probability",
+    Flag("min-p", "drop tokens below this fraction of the most likely token's probability",
          number(0, 1), "P", subject="sampling"),
-    Flag("repetition-penalty", "above 1, makes tokens of prompt and completion less likely",
+    Flag("repetition-penalty", "above 1: make tokens of the prompt and completion less likely",
          number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY), "R", subject="sampling"),
 )  # fmt: skip
 
 FLAGS: tuple[Flag[Any], ...] = (
-    Flag("max-tokens", "most new tokens of a completion, such as 500 or 2k",
+    Flag("max-tokens", "maximum new tokens of a completion, such as 500 or 2k",
          token_count(1, MAX_TOKEN_ID), "N", 128, subject="completions"),
-    Flag("min-tokens", "fewest new tokens of a completion", token_count(0, MAX_TOKEN_ID), "N",
+    Flag("min-tokens", "minimum new tokens of a completion", token_count(0, MAX_TOKEN_ID), "N",
          subject="completions"),
-    Flag("n", "completions of each prompt", whole(1, MAX_CHOICES), "N", subject="completions"),
+    Flag("n", "completions per prompt", whole(1, MAX_CHOICES), "N", subject="completions"),
     Flag("stop", "text that ends a completion", filled_text, "TEXT", repeatable=True,
          subject="completions"),
     *SAMPLING,
     Flag("presence-penalty", "subtracted from the logit of every token in the completion",
          number(-MAX_PENALTY, MAX_PENALTY), "A", subject="sampling"),
-    Flag("frequency-penalty", "the same, once for each time that the token occurs",
+    Flag("frequency-penalty", "subtracted from the logit for every occurrence of the token",
          number(-MAX_PENALTY, MAX_PENALTY), "A", subject="sampling"),
     Flag("logit-bias", "added to the logit of a token", logit_bias, "ID:BIAS", repeatable=True,
          subject="sampling"),
@@ -114,17 +114,17 @@ FLAGS: tuple[Flag[Any], ...] = (
          subject="structured output"),
     Flag("logprobs", "log-probability of each new token and N alternatives",
          whole(0, MAX_LOGPROBS), "N", subject="output"),
-    Flag("prompt-logprobs", "the same for the tokens of the prompt", whole(0, MAX_LOGPROBS), "N",
-         subject="output"),
+    Flag("prompt-logprobs", "log-probability of each prompt token and N alternatives",
+         whole(0, MAX_LOGPROBS), "N", subject="output"),
 )  # fmt: skip
 
 
 def given_sampling(flags: Flags) -> dict[str, Any]:
-    """The sampling settings that were given, checked; the model's defaults fill the rest later.
+    """The sampling parameters given as flags, checked; defaults are filled in later.
 
-    Raises: UsageError for settings that do not go together.
+    Raises: UsageError for parameters that cannot be combined.
     """
-    # The seed is the run's, from which each request's is made.
+    # --seed is the run's seed; the requests' seeds are derived from it.
     given = {flag.key: flags[flag] for flag in FLAGS if flag is not SEED}
     given = {name: value for name, value in given.items() if value not in (None, [])}
     if "logit_bias" in given:
@@ -132,7 +132,7 @@ def given_sampling(flags: Flags) -> dict[str, Any]:
     shapes = [name for name in GRAMMARS if name in given]
     if len(shapes) > 1:
         names = [f"--{name.replace('_', '-')}" for name in shapes]
-        raise UsageError(f"{' and '.join(names)}: a completion matches one of them; drop the rest")
+        raise UsageError(f"{' and '.join(names)} cannot be combined; give only one")
     for name in shapes:
         given["grammar"] = Grammar(GRAMMARS[name], given.pop(name))
     SamplingParams(**given)
@@ -140,7 +140,7 @@ def given_sampling(flags: Flags) -> dict[str, Any]:
 
 
 def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling settings from JSON values under their names; ValueError says what is wrong."""
+    """Sampling parameters from JSON values by name; raises ValueError for invalid ones."""
     settings = dict(values)
     if "logit_bias" in settings:
         settings["logit_bias"] = _biases(settings["logit_bias"])
@@ -150,7 +150,7 @@ def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def warn_of_idle_filters(given: Mapping[str, Any], params: Iterable[SamplingParams]) -> None:
-    """Warn of --top-p, --top-k and --min-p where every completion is greedy."""
+    """Warns if --top-p, --top-k or --min-p is given and every completion is greedy."""
     filters = [
         f"--{name.replace('_', '-')}" for name in ("top_p", "top_k", "min_p") if name in given
     ]

@@ -1,4 +1,4 @@
-"""`score`: how likely a model finds a text, token by token."""
+"""`score`: log-probabilities of the tokens of a text."""
 
 import json
 import math
@@ -24,27 +24,27 @@ from parallel_llama.files.json_text import parse_json
 if TYPE_CHECKING:
     from parallel_llama.llm import LLM
 
-TEXT_FILE: Flag[str | None] = Flag("text-file", "one text", input_file, "FILE")
+TEXT_FILE: Flag[str | None] = Flag("text-file", "a text to score", input_file, "FILE")
 TOKENS_FILE: Flag[str | None] = Flag(
     "tokens-file", "a JSON list of token ids, or a list of lists", input_file, "FILE"
 )
 STRIDE: Flag[int | None] = Flag(
     "stride",
-    "tokens between the windows that a text beyond the context is read in (default: half of it)",
-    token_count(1),
-    "N",
-)
+    "tokens by which the window moves for a text longer than the context (default: half of it)",
+    token_count(1), "N",
+)  # fmt: skip
 
 
 def prepare(flags: Flags) -> Job:
-    """Check model and plan, and return the job that reads the input, checks it and scores."""
+    """Checks model and plan, and returns the job, which reads and checks the input."""
     if (flags[TEXT_FILE] is None) == (flags[TOKENS_FILE] is None):
-        raise UsageError("give the input with --text-file FILE or --tokens-file FILE, one of them")
+        raise UsageError("give either --text-file FILE or --tokens-file FILE")
     inputs, n_ranks = check_model(flags)
     stride, context = flags[STRIDE], inputs.longest
     if stride is not None and stride >= context:
         raise UsageError(
-            f"--stride {stride} and the context is {context}; lower it to {context - 1}"
+            f"--stride {stride} must be less than the context of {context}; give at most "
+            f"{context - 1}"
         )
 
     def run() -> int:
@@ -56,7 +56,7 @@ def prepare(flags: Flags) -> Job:
 
 
 def perplexity(logprobs: Sequence[float]) -> float | None:
-    """exp of the mean negative log-probability; None where nothing was predicted."""
+    """exp of the mean negative log-probability; None for no tokens."""
     if not logprobs:
         return None
     return math.exp(-math.fsum(logprobs) / len(logprobs))
@@ -70,8 +70,8 @@ def _score(
     if most > context:
         step = stride or context // 2
         print(
-            f"{most:,} tokens and a context of {context:,}: scored in windows of {context:,} that "
-            f"move on by {step:,}, so that a token has at least {context - step:,} before it",
+            f"{most:,} tokens exceed the context of {context:,}: scoring in windows that move by "
+            f"{step:,}, so that each token has at least {context - step:,} tokens before it",
             file=sys.stderr,
         )
     n_all, n_done = sum(map(len, sequences)), 0
@@ -104,9 +104,9 @@ def _score(
 
 
 def _read_sequences(flags: Flags, inputs: InputProcessor) -> list[list[int]]:
-    """The sequences of token ids to score, checked.
+    """The checked sequences of token ids to score.
 
-    Raises: UsageError naming the file that cannot be scored, and the list in it.
+    Raises: UsageError naming the file, and the list in it.
     """
     path = flags[TEXT_FILE] or flags[TOKENS_FILE]
     assert path is not None
@@ -151,7 +151,7 @@ def _token_lists(text: str) -> list[list[int]]:
 
 VERB = Verb(
     "score",
-    "Gives the log-probability of every token of a text.",
+    "Prints the log-probabilities and perplexity of a text.",
     "--text-file FILE | --tokens-file FILE [flags]",
     (TEXT_FILE, TOKENS_FILE, STRIDE, MODEL, JSON, *RANKS, *LOADING),
     "parallel-llama score --text-file README.md",

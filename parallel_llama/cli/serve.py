@@ -1,4 +1,4 @@
-"""`serve`: an OpenAI-compatible server."""
+"""`serve`: runs an OpenAI-compatible HTTP server."""
 
 import asyncio
 import os
@@ -32,46 +32,46 @@ if TYPE_CHECKING:
     from parallel_llama.llm import LLM
     from parallel_llama.serve.engine_child import AttachedEngine, EngineChild
 
-HOST: Flag[str] = Flag("host", "address to listen at", filled_text, "ADDRESS", "127.0.0.1")
-PORT: Flag[int] = Flag("port", "port to listen at; 0 for any", whole(0, 65535), "N", 8000)
+HOST: Flag[str] = Flag("host", "address to listen on", filled_text, "ADDRESS", "127.0.0.1")
+PORT: Flag[int] = Flag("port", "port to listen on; 0 for any free port", whole(0, 65535), "N", 8000)
 API_KEY_FILE: Flag[str | None] = Flag(
-    "api-key-file", "a file of keys, one a line, of which clients must send one",
-    filled_text, "FILE", default_text="none: whoever reaches the port is served",
+    "api-key-file", "file of API keys, one per line; clients must send one of them",
+    filled_text, "FILE", default_text="none, so that no key is required",
 )  # fmt: skip
 ORIGINS: Flag[list[str]] = Flag(
-    "allowed-origin", "web pages that may use the server (CORS), such as https://chat.example.org; "
-    "* for all",
-    origin, "ORIGIN", default_text="none but the server's own page", repeatable=True,
+    "allowed-origin", "origin of web pages that may use the server (CORS), such as "
+    "https://chat.example.org; * for all",
+    origin, "ORIGIN", default_text="only the server's own page", repeatable=True,
 )  # fmt: skip
 MODEL_NAME: Flag[str | None] = Flag(
-    "served-model-name", "the model's name to clients",
+    "served-model-name", "name of the model for clients",
     filled_text, "NAME", default_text="that of --model",
 )  # fmt: skip
 MAX_REQUESTS: Flag[int] = Flag(
-    "max-requests", "completions that are prepared, run or wait at once; others get 429",
+    "max-requests", "maximum completions that are prepared, running or waiting; others get 429",
     whole(1, 1 << 16), "N", 256,
 )  # fmt: skip
 RESTARTS: Flag[int] = Flag(
-    "restarts", "how often in 10 minutes an engine that has died is started again",
+    "restarts", "maximum restarts of a failed engine within 10 minutes",
     whole(0, 1000), "K", 3,
 )  # fmt: skip
 DRAIN: Flag[float] = Flag(
-    "drain", "how long requests may go on after SIGTERM or Ctrl-C",
+    "drain", "how long to wait for running requests after SIGTERM or Ctrl-C",
     number(0, 1e6), "SECONDS", 30.0,
 )  # fmt: skip
 
 LOG_FORMAT: Flag[str] = Flag(
-    "log-format", "text, or json for a line of JSON for each event", one_of(*FORMATS), "FORMAT",
+    "log-format", "text, or json for a JSON object per line", one_of(*FORMATS), "FORMAT",
     default="text",
 )  # fmt: skip
 
 _ENGINE = "parallel_llama.cli.serve_engine"  # the module that the engine's process runs
 STEP_TIMEOUT_S = 30.0
-_RANKS_FIRST_S = 5.0  # ranks that wait for each other say which of them is late
+_RANKS_FIRST_S = 5.0  # extra time, so that the ranks themselves report which one is late
 
 
 def prepare(flags: Flags) -> Job:
-    """Check the model, the plan and the address, and return the job that serves."""
+    """Checks the model, the plan and the address, and returns the job."""
     from parallel_llama.serve.access import is_loopback, read_keys
     from parallel_llama.serve.server import bound_socket
 
@@ -83,13 +83,13 @@ def prepare(flags: Flags) -> Job:
     keys = [] if key_file is None else read_keys(key_file)
     if not keys and not is_loopback(flags[HOST]):
         warn(
-            f"--host {flags[HOST]} without --{API_KEY_FILE.name}: whoever reaches this machine "
-            "is served"
+            f"--host {flags[HOST]} without --{API_KEY_FILE.name}: anyone who can reach this "
+            "machine can use the server"
         )
     if "*" in flags[ORIGINS] and not keys:
         warn(
-            f"--{ORIGINS.name} * without --{API_KEY_FILE.name}: every web page that is open in a "
-            "browser of this machine is served"
+            f"--{ORIGINS.name} * without --{API_KEY_FILE.name}: every web page in a browser on "
+            "this machine can use the server"
         )
     own = bound_socket(flags[HOST], flags[PORT])
     if is_started_as_rank():
@@ -120,7 +120,7 @@ def _front(
     start: "Callable[[], EngineChild | AttachedEngine]",
     restarts: int,
 ) -> int:
-    """Serve with an engine in another process until the end; the exit code."""
+    """Runs the HTTP server, with the engine in another process; the exit code."""
     import uvloop
 
     from parallel_llama.request import SamplingParams
@@ -132,7 +132,7 @@ def _front(
     from parallel_llama.serve.service import Service
     from parallel_llama.serve.wire import Loaded
 
-    # A text is encoded in the thread that asks for it, at that thread's priority.
+    # Texts must be encoded in the calling thread, at its priority.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     names = _names(flags[MODEL], flags[MODEL_NAME])
     engine = EngineClient(
@@ -144,7 +144,7 @@ def _front(
         step_timeout_s=(flags[TIMEOUT] or STEP_TIMEOUT_S) + _RANKS_FIRST_S,
     )
 
-    def tell(loaded: Loaded) -> None:
+    def announce(loaded: Loaded) -> None:
         inputs.n_cache_tokens = loaded.longest
         host, port = own.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
@@ -152,7 +152,7 @@ def _front(
         line = f"serving {names[0]} at http://{host}:{port} ({n_ranks} rank{'s' * (n_ranks > 1)}"
         print(f"{line}, {dtype})", file=sys.stderr, flush=True)
 
-    engine.on_loaded = tell
+    engine.on_loaded = announce
     access = Access(make_app(Service(names, inputs, engine)), keys, flags[HOST])
     app = allowing_origins(access, flags[ORIGINS])
     loop = uvloop.new_event_loop()
@@ -164,21 +164,21 @@ def _front(
 def _serve_as_rank(
     flags: Flags, inputs: "InputProcessor", own: socket.socket, keys: Sequence[str]
 ) -> int:
-    """What rank 0 does that somebody else has started: the engine, and the front as its child.
+    """Rank 0 under a launcher: runs the engine, and forks the HTTP server.
 
-    No thread runs yet and torch is not loaded, so that the child may go on from here.
+    Forking is safe here, because no thread runs yet and torch is not loaded.
     """
     from parallel_llama.serve.engine_child import AttachedEngine
 
     ours, theirs = socket.socketpair()
     front = os.fork()
     if front == 0:
-        os.setpgid(0, 0)  # signals to the group come from rank 0 alone, once
+        os.setpgid(0, 0)  # rank 0 forwards signals; those to its group must not arrive twice
         ours.close()
         os._exit(_front(flags, inputs, own, keys, lambda: AttachedEngine(theirs), restarts=0))
     theirs.close()
     own.close()
-    # They are the front's, which drains and then lets go of the engine.
+    # The HTTP server handles signals: it drains, then closes the engine.
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, lambda received, _: os.kill(front, received))
 
@@ -192,19 +192,19 @@ def _serve_as_rank(
     try:
         return lead(flags, inputs, work)
     finally:
-        ours.close()  # of which the front hears, where this fails
-        os.waitpid(front, 0)  # so that its port is free for the next
+        ours.close()  # ends the HTTP server if `lead` has failed
+        os.waitpid(front, 0)  # the port must be free when this process exits
 
 
 def _follow(flags: Flags, inputs: "InputProcessor") -> int:
-    """What the other ranks do: they end when rank 0 lets go of them, and not before."""
+    """The other ranks: they end only when rank 0 closes the engine."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return lead(flags, inputs, lambda _: 0)
 
 
 def _names(model: str, given: str | None) -> list[str]:
-    """What clients may call a model: without a name the end of its path, or that path."""
+    """The model's names for clients: `given`, else the last part of its path, and the path."""
     if given is not None:
         return [given]
     own = Path(model).name.removesuffix(".gguf") or model
@@ -213,7 +213,7 @@ def _names(model: str, given: str | None) -> list[str]:
 
 VERB = Verb(
     "serve",
-    "Serves a model over HTTP, to OpenAI's clients and to a browser.",
+    "Serves a model over HTTP: an OpenAI-compatible API and a web page.",
     "[MODEL] [--nproc N] [flags]",
     (
         MODEL, MODEL_NAME, HOST, PORT, API_KEY_FILE, ORIGINS, MAX_REQUESTS, RESTARTS, DRAIN,

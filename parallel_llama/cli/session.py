@@ -1,4 +1,4 @@
-"""A loaded model for the length of one command, on every rank that the command runs on."""
+"""Loads the model for one command, on every rank of the command."""
 
 import gc
 import io
@@ -46,10 +46,10 @@ def lead(
     def show_graph(n_rows: int) -> None:
         activity.what = f"recording decode steps of {n_rows} row{'s' * (n_rows > 1)}"
 
-    # The other ranks share rank 0's terminal.
+    # Only rank 0 draws status lines: all ranks share a terminal.
     stream = sys.stderr if leads() else io.StringIO()
     with _no_garbage(), Activity("loading torch", stream) as activity:
-        # torch and the model come in here: what is above this line starts at once.
+        # Slow to import: usage errors are reported before.
         import torch
 
         from parallel_llama.engine.machine import Interruptions
@@ -76,16 +76,16 @@ def lead(
 
 @cache
 def _warn_of_busy_cores(n_threads: int) -> None:
-    """Warns once in this process: a program may measure with several commands."""
+    """Warns once per process, even if several commands run in it."""
     warn(
-        f"the cores are busy, and the {n_threads} threads of a rank wait for each other; "
-        "OMP_NUM_THREADS=1 waits less"
+        f"the cores are busy, so the {n_threads} threads of a rank wait for each other; set "
+        "OMP_NUM_THREADS=1"
     )
 
 
 @contextmanager
 def _no_garbage() -> Iterator[None]:
-    """Keeps the garbage collector from looking through what is made here, now and later."""
+    """Excludes objects created inside from garbage collection, now and later."""
     gc.disable()
     try:
         yield
@@ -95,7 +95,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 def capacity_line(capacity: "Capacity", max_seq_len: int) -> str:
-    """What the KV cache holds, in one line."""
+    """The capacity of the KV cache, in one line."""
     n_full = capacity.n_full_requests(max_seq_len)
     return (
         f"KV cache: {capacity.n_tokens:,} tokens, {size(capacity.n_bytes)} on each rank, room for "

@@ -1,4 +1,4 @@
-"""Text for people: colours where a terminal shows them, bars, sizes, tables, and Ctrl-C."""
+"""Terminal output: colours, bars, sizes, tables, status lines; and handling of Ctrl-C."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from parallel_llama.parallel.launch import ENDING_SIGNALS
 BOLD, DIM, RED, GREEN = "1", "2", "31", "32"
 KIB = 1024
 
-_PATIENCE_S = 0.5  # what takes no longer needs no explanation
+_PATIENCE_S = 0.5  # shorter activities are not shown
 _REDRAWN_S = 0.1
 
 
 def has_colors(stream: TextIO) -> bool:
-    """Whether escape codes are wanted: on a terminal, unless NO_COLOR or TERM=dumb says no."""
+    """Whether to use colours: on a terminal, without NO_COLOR and TERM=dumb."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -29,15 +29,15 @@ def painted(text: str, code: str, stream: TextIO) -> str:
 
 
 def bar_fills(stream: TextIO) -> tuple[str, str]:
-    """The characters of a bar's parts in their order, and that of what no part fills."""
+    """The characters of a bar's parts, in their order, and of its empty rest."""
     utf8 = (stream.encoding or "").lower().replace("-", "") == "utf8"
     return ("\u2588\u2593\u2592", "\u2591") if utf8 else ("#=-", ".")
 
 
 def bar(parts: Sequence[float], width: int, stream: TextIO, limit: float = 1) -> str:
-    """A bar of `width` characters, filled by at most three consecutive fractions of it.
+    """A bar of `width` characters that shows up to three consecutive fractions of it.
 
-    What lies beyond the fraction `limit` is drawn as !, at least one where the parts exceed it.
+    Parts beyond the fraction `limit` are drawn as !, at least one.
 
     >>> import io
     >>> bar([0.5, 0.25], 8, io.StringIO()), bar([0.25, 0.5], 8, io.StringIO(), limit=0.5)
@@ -56,7 +56,7 @@ def bar(parts: Sequence[float], width: int, stream: TextIO, limit: float = 1) ->
 
 
 def size(n_bytes: float) -> str:
-    """Bytes in the unit that a person would choose.
+    """Bytes in a readable unit.
 
     >>> size(512), size(30 * 1024), size(3.5 * 1024**3)
     ('512 B', '30.0 KiB', '3.50 GiB')
@@ -73,7 +73,7 @@ def size(n_bytes: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) -> list[str]:
-    """Lines of columns two spaces apart; the last column is left-aligned, the others right."""
+    """Lines of a table; the last column is left-aligned, the others are right-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -84,7 +84,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], stream: TextIO) 
 
 
 def printable(text: str) -> str:
-    """A model's text without the power to steer a terminal: control characters are spelled out.
+    """Generated text with its control characters escaped, so that it cannot control a terminal.
 
     >>> printable("a\\tb\\x1b[2J")
     'a\\tb\\\\x1b[2J'
@@ -96,7 +96,7 @@ def printable(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the units that a person would choose.
+    """Seconds in readable units.
 
     >>> duration(48), duration(200), duration(7500)
     ('48 s', '3 min 20 s', '2 h 5 min')
@@ -109,22 +109,22 @@ def duration(seconds: float) -> str:
 
 
 class StatusLine:
-    """One line on a terminal that is drawn anew as work goes on; silent anywhere else."""
+    """A line on a terminal that is redrawn as work progresses; no output elsewhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream, self.shown = stream, stream.isatty()
         self.next_s = 0.0
 
     def show(self, text: Callable[[], str]) -> None:
-        """Draw the line, unless it was drawn a moment ago."""
+        """Draws the line, unless it was drawn less than _REDRAWN_S ago."""
         now = time.monotonic()
         if self.shown and now >= self.next_s:
             self.next_s = now + _REDRAWN_S
-            # A line that is wrapped could not be drawn over.
+            # A wrapped line could not be erased.
             self._write(f"\r\x1b[K{text()[: _columns(self.stream) - 1]}")
 
     def clear(self) -> None:
-        """Leave the place to other text."""
+        """Erases the line."""
         if self.shown and self.next_s:
             self.next_s = 0.0
             self._write("\r\x1b[K")
@@ -135,9 +135,9 @@ class StatusLine:
 
 
 class Activity:
-    """What takes its time, on a line of the terminal from half a second on; silent anywhere else.
+    """A status line for something that takes longer than _PATIENCE_S; no output without a terminal.
 
-    A thread draws the line: what is under way may be a call that does not come back for seconds.
+    A thread draws the line, because the work may be a single call of several seconds.
     """
 
     def __init__(self, what: str, stream: TextIO) -> None:
@@ -156,7 +156,7 @@ class Activity:
         self.end()
 
     def end(self) -> None:
-        """Leave the place to other text; it can be called twice."""
+        """Erases the line; may be called twice."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -170,12 +170,12 @@ class Activity:
 
 
 def ctrl_c_raises() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt, for work that has something to say of it."""
+    """From now on Ctrl-C raises KeyboardInterrupt."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ending_raises() -> None:
-    """From here on what would end this process raises SystemExit, and the terminal is restored."""
+    """From now on signals that end the process raise SystemExit, which restores the terminal."""
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _exit)
@@ -187,9 +187,9 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 @contextmanager
 def ctrl_c(raises_at: int = 2) -> Iterator[Callable[[], bool]]:
-    """Turns the first Ctrl-C into a yes to the question that this yields.
+    """Yields a function that tells whether Ctrl-C has been pressed.
 
-    The one that is number `raises_at` raises KeyboardInterrupt; 0 stands for none.
+    Press number `raises_at` raises KeyboardInterrupt; 0 means none does.
     """
     n_pressed = 0
 
@@ -209,16 +209,16 @@ def ctrl_c(raises_at: int = 2) -> Iterator[Callable[[], bool]]:
 def _columns(stream: TextIO) -> int:
     try:
         return os.get_terminal_size(stream.fileno()).columns or _USUAL_COLUMNS
-    except (OSError, ValueError):  # ValueError: a stream without a file
+    except (OSError, ValueError):  # ValueError if the stream is not a file
         return _USUAL_COLUMNS
 
 
 _USUAL_COLUMNS = 80
 
-# Cc controls, Cf invisible formatting (such as right-to-left overrides), Cs half surrogates, and
-# the two line separators that some terminals obey.
+# Unicode categories: Cc control, Cf format (such as right-to-left overrides), Cs surrogates, Zl and
+# Zp line and paragraph separators, which some terminals obey.
 _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-# Joiners make emoji and scripts such as Persian, and move nothing.
+# Joiners are needed for emoji and scripts such as Persian, and are harmless.
 _JOINERS = "\u200c\u200d"
 
 

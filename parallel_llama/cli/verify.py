@@ -1,4 +1,4 @@
-"""`verify`: whether a model's files are whole, and the model is the same as another one."""
+"""`verify`: checks a model's files for damage, and compares two models."""
 
 import json
 import sys
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 MAX_LINES = 100
 
-DIR: Flag[str] = Flag("dir", "the folder, or .gguf file, to check", filled_text)
+DIR: Flag[str] = Flag("dir", "the folder or .gguf file to check", filled_text)
 AGAINST: Flag[str | None] = Flag(
-    "against", "a model, of any layout, that must be the same", filled_text, "DIR2"
+    "against", "a model in any layout that must have the same weights", filled_text, "DIR2"
 )
 
 
 def prepare(flags: Flags) -> Job:
-    """Check that there is something to verify, and return the job that does."""
+    """Checks that the models exist, and returns the job."""
     for model in (flags[DIR], flags[AGAINST]):
         if model is not None and not is_folder(Path(model)):
             find_model(model).require_weights()
@@ -33,7 +33,7 @@ def prepare(flags: Flags) -> Job:
 
 
 def _verify(model: str, against: str | None, as_json: bool) -> int:
-    # torch comes in here: what is above this line starts at once.
+    # Imports torch, which is slow: usage errors are reported before.
     from parallel_llama.checkpoint.verify import verify
 
     n_read = 0
@@ -77,7 +77,7 @@ def _lines(model: str, report: "Report", against: str | None) -> list[str]:
 
 VERB = Verb(
     "verify",
-    "Checks a model's files against its manifest, and names what is damaged.",
+    "Checks a model's files against its manifest, and lists what is damaged.",
     "DIR [--against DIR2] [--json]",
     (AGAINST, JSON),
     "parallel-llama verify /path/to/model",

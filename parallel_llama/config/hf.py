@@ -10,9 +10,8 @@ from parallel_llama.config.generation import GenerationDefaults
 from parallel_llama.config.hf_keys import check_keys
 from parallel_llama.config.quantised import packing_of
 from parallel_llama.errors import UsageError
-from parallel_llama.families import FAMILIES, Family, family_of
+from parallel_llama.families import FAMILIES, MISSING, Family, family_of
 from parallel_llama.families.family import every_layer_has_the_window
-from parallel_llama.families.missing import MISSING
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, head_size, require_size
 from parallel_llama.files.fields import Fields, did_you_mean
 

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel_llama.errors import UsageError
-from parallel_llama.families.mistral import MISTRAL
-from parallel_llama.families.mixtral import MIXTRAL
+from parallel_llama.families.llama import MISTRAL, MIXTRAL
 from parallel_llama.families.model_args import ModelArgs, head_size
 from parallel_llama.files.fields import Fields
 

@@ -31,6 +31,7 @@ from parallel_llama.model.decode_program import (
     Program,
 )
 from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
+from parallel_llama.model.layers import Backend
 from parallel_llama.model.rope import (
     HostRotations,
     RotaryTables,
@@ -39,8 +40,9 @@ from parallel_llama.model.rope import (
     turns_back,
 )
 from parallel_llama.model.transformer import Transformer
+from parallel_llama.model.weights import WeightLoader
 from parallel_llama.ops import DecodeBatch, DecodeRows, QueryChunk, Scores, TorchOps, choose_ops
-from parallel_llama.ops.decode_batch import SeenKeys
+from parallel_llama.ops.attention import SeenKeys
 from parallel_llama.ops.formats import dtype_name, kv_dtype, matrix_forms, torch_dtype
 from parallel_llama.ops.torch_ops import MAX_QUERIES
 from parallel_llama.parallel.collectives import Communicator
@@ -103,7 +105,8 @@ class ModelRunner:
             cache_dtype = dtype if kv_format is None else kv_dtype(kv_format)
             forms = matrix_forms(precision)
             ops = choose_ops(dtype, device, args.head_dim, groups, scores, cache_dtype, forms)
-        model = Transformer(args, share, comm, ops, dtype)
+        model = Transformer(args, share, Backend(comm, ops, dtype))
+        loader = WeightLoader(model, args, share)
         own = partial(use_device, device)
         with ThreadPoolExecutor(1, initializer=own) as thread:
             # Concurrently with reading the weights.
@@ -111,8 +114,8 @@ class ModelRunner:
             weights = load(checkpoint, args, share, precision, device, on_bytes)
             with closing(prefetch(weights, _READ_AHEAD, own)) as read:
                 for name, value in read:
-                    model.assign(name, value)
-            model.complete()
+                    loader.assign(name, value)
+            loader.complete()
             compiled.result()
         return cls(args, plan, comm, model, kv_format)
 
@@ -184,7 +187,7 @@ class ModelRunner:
                 if program is not None:
                     return program.hidden.clone()
                 batch = self.batch(chunks, rows)
-                return self.model(batch, self.caches)  # type: ignore[no-any-return]
+                return self.model(batch, self.caches)
 
     def step(
         self,

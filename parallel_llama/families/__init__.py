@@ -1,22 +1,17 @@
-"""The families of models that run here; a new one is a record in a file of its own, named below."""
+"""The supported model families, each a `Family` record, and the weights of a model."""
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
-from parallel_llama.families.falcon import FALCON
+from parallel_llama.families.falcon import FALCON, PALM
 from parallel_llama.families.family import Family
 from parallel_llama.families.gemma import GEMMA, GEMMA2, GEMMA3
 from parallel_llama.families.glm import CHATGLM, GLM, GLM4
-from parallel_llama.families.llama import LLAMA
-from parallel_llama.families.mistral import MISTRAL
-from parallel_llama.families.mixtral import MIXTRAL
+from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
-from parallel_llama.families.palm import PALM
 from parallel_llama.families.places import Place, shared
-from parallel_llama.families.qwen2 import QWEN2
-from parallel_llama.families.qwen3 import QWEN3
-from parallel_llama.families.qwen3_moe import QWEN3_MOE
+from parallel_llama.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
 FAMILIES = {
@@ -39,7 +34,27 @@ FAMILIES = {
     )
 }
 
-__all__ = ["FAMILIES", "Family", "family_of", "parameters", "stored_places"]
+# Well-known families that are not supported, by HF's model_type, and why.
+_ALIBI = "its position biases (ALiBi) are not computed"
+_LEARNED = "its learned position embeddings are not computed"
+_LATENT = "its latent attention (MLA) is not computed"
+_SHARED = "its shared experts, to which every token is sent, are not computed"
+_STATE = "its state-space layers (SSM) are not computed"
+_FIRST_FALCON = "use the newer config.json of Falcon, which has model_type 'falcon'"
+_IMAGES = "it is a model of text and images, and only text models are supported"
+MISSING = {
+    **dict.fromkeys(("bloom", "mpt", "baichuan"), _ALIBI),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "opt"), _LEARNED),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3"), _LATENT),
+    **dict.fromkeys(("qwen2_moe", "glm4_moe", "ernie4_5_moe", "granitemoeshared"), _SHARED),
+    **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_h1", "falcon_mamba", "zamba2"), _STATE),
+    **dict.fromkeys(("llava", "mllama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), _IMAGES),
+    **dict.fromkeys(("RefinedWeb", "RefinedWebModel"), _FIRST_FALCON),
+    "gemma3": f"{_IMAGES}; use a text-only form of it (gemma3_text)",
+    "t5": "it has an encoder, and only decoders are supported",
+}
+
+__all__ = ["FAMILIES", "MISSING", "Family", "family_of", "parameters", "stored_places"]
 
 
 def family_of(args: ModelArgs) -> Family:
@@ -48,7 +63,7 @@ def family_of(args: ModelArgs) -> Family:
 
 
 def parameters(args: ModelArgs) -> Iterator[Param]:
-    """Every weight of the model in the order of the forward pass, with the axis that cuts it."""
+    """Every weight of the model in the order of the forward pass, with the axis that is sharded."""
     first, *last = outer_parameters(args)
     yield first
     for layer in range(args.n_layers):
@@ -58,10 +73,7 @@ def parameters(args: ModelArgs) -> Iterator[Param]:
 
 @lru_cache(maxsize=4)
 def stored_places(args: ModelArgs, layout: Layout) -> Mapping[str, Place]:
-    """Where a layout keeps each weight of the model, by the weight's name.
-
-    All who ask share the answer, so none may change it.
-    """
+    """Where a layout stores each weight of the model, by the weight's name. Do not change it."""
     family = family_of(args)
     stored: dict[str, list[Param]] = {}
     for param in parameters(args):

@@ -1,10 +1,11 @@
-"""Falcon: attention and feed-forward side by side, LayerNorm, GELU without a gate, one qkv tensor.
+"""Falcon and PaLM: attention and feed-forward in parallel, LayerNorm, few KV heads.
 
-The 7B has one KV head and one norm for both sides; the 40B and 180B have groups of KV heads and a
-norm for each side; 11B groups and one norm.
+Falcon has GELU without a gate and one tensor for queries, keys and values. The 7B has one KV head
+and one norm per block, the 40B and 180B have groups of KV heads and two norms, the 11B has groups
+and one norm. PaLM's weights were never published: its config.json and names are Llama's.
 
-Source: arXiv 2311.16867; FalconConfig of transformers 5.23; llama.cpp's falcon, whose files have
-queries, keys and values one after another.
+Source: Falcon, arXiv 2311.16867; FalconConfig of transformers 5.23; llama.cpp's falcon, whose files
+have queries, keys and values one after another. PaLM, arXiv 2204.02311, sections 2 and 5.
 """
 
 from collections.abc import Collection
@@ -56,7 +57,7 @@ def _features(fields: Fields) -> dict[str, Any]:
 
 
 def _n_kv_heads(fields: Fields, is_new: bool) -> int:
-    """The number is read in the new form alone; the first has one, or one for each query head."""
+    """The old form ignores the key: it has one KV head, or one for each query head."""
     n_heads = fields.integer("num_attention_heads")
     if is_new:
         return fields.integer(_KEYS["n_kv_heads"], n_heads)
@@ -106,6 +107,15 @@ def _norm_names(args: ModelArgs) -> tuple[Names, ...]:
     )
 
 
+def _palm_features(fields: Fields) -> dict[str, Any]:
+    return {
+        "norm": "layer",
+        "parallel_block": True,
+        "shared_norm": True,
+        "logit_scale": fields.integer("hidden_size") ** -0.5,
+    }
+
+
 FALCON = Family(
     name="falcon",
     architecture="FalconForCausalLM",
@@ -132,4 +142,13 @@ FALCON = Family(
     qkv_by_kv_head=frozenset({"hf"}),
     gguf=GGUFForm("falcon", _gguf_features, frozenset({_GGUF_EPS})),
     rotary_order={"meta": "interleaved", "hf": "half", "gguf": "half"},
+)
+
+PALM = Family(
+    name="palm",
+    architecture="PaLMForCausalLM",
+    base_architecture="PaLMModel",
+    features=_palm_features,
+    keys={"norm_eps": "layer_norm_eps"},
+    defaults={"tied_embeddings": True, "n_kv_heads": 1},
 )

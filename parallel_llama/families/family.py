@@ -1,4 +1,4 @@
-"""What a family of models is: all that its members share and others do differently."""
+"""The record of a model family: everything in which its models differ from other families."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from parallel_llama.families.names import (
 )
 from parallel_llama.files.fields import Fields
 
-# The keys of config.json that state these arguments in most families.
+# The keys of config.json for these arguments in most families.
 USUAL_KEYS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -40,11 +40,15 @@ def every_layer_has_the_window(_fields: Fields, _n_layers: int) -> Iterable[int]
 
 @dataclass(frozen=True)
 class GGUFForm:
-    """How llama.cpp's files tell of a family: their architecture, and whether there are experts.
+    """A family in GGUF files.
 
-    `features` is what the header's fields and the tensors' names say beside the shape, as
-    ModelArgs, and what llama.cpp has in its code in their place; `reads` are the keys for it that
-    not all architectures have, without the architecture in front.
+    Args:
+        architecture: llama.cpp's name of the architecture.
+        features: The ModelArgs, beside the shape, that follow from the header's fields, the names
+            of tensors, and what llama.cpp has in its code.
+        reads: The keys that `features` reads and not all architectures have, without the
+            architecture's prefix.
+        has_experts: Whether the models have experts.
     """
 
     architecture: str
@@ -55,32 +59,37 @@ class GGUFForm:
 
 @dataclass(frozen=True)
 class Family:
-    """One family's record; readers, writers and the plan ask it, and nothing else names a family.
+    """A model family. No other code names a family.
 
-    `name` is HF's model_type, and `architecture` HF's class with a head; `gguf` is None where
-    llama.cpp's files do not tell it from another one. Of config.json, `reads` are the keys that it
-    has beside those of all families, and `features` what they say, as ModelArgs; `writes` is the
-    way back. `keys` are those for which it has another word than Llama, by the argument that each
-    of them states; an empty one is not there, and nothing else than the usual can be said.
-
-    `names` are its weights' in each layout, `more_names` those that depend on the model, and
-    `rotary_order` that of the rows of wq and wk there. Weights of one name in a layout share a
-    tensor, in layouts of `qkv_by_kv_head` group by group (see `places`).
-
-    A family with a sliding window has `full_layers`, which of so many layers see all keys
-    nonetheless; where `window_switch` names a key, the window is only meant if that is true.
+    Args:
+        name: HF's model_type.
+        architecture: HF's class with an output layer.
+        base_architecture: HF's class without it.
+        features: From the fields of config.json to the ModelArgs in which the family differs.
+        writes: The inverse of `features`.
+        reads: The keys of config.json that not all families have.
+        keys: Keys that differ from `USUAL_KEYS`, by argument; empty for an argument without a key.
+        full_layers: The layers without a sliding window, of a family that has one.
+        window_switch: A key that must be true for the sliding window to be used.
+        defaults: Arguments for keys that config.json does not have.
+        names: The names of the weights in each layout. Weights with the same name in a layout share
+            a tensor.
+        more_names: Names that depend on the model.
+        qkv_by_kv_head: The layouts that store shared q, k and v KV head by KV head (see `places`).
+        gguf: The family in GGUF files; None if llama.cpp does not tell it from another family.
+        rotary_order: The order of the rows of wq and wk in each layout.
     """
 
     name: str
     architecture: str
-    base_architecture: str  # without a head
+    base_architecture: str
     features: Callable[[Fields], Mapping[str, Any]] = lambda _: {}
     writes: Callable[[ModelArgs], Mapping[str, Any]] = lambda _: {}
     reads: frozenset[str] = frozenset()
     keys: Mapping[str, str] = field(default_factory=dict)
     full_layers: FullLayers | None = None
     window_switch: str | None = None
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # where config.json does not say
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[Names, ...] = LLAMA_NAMES
     more_names: Callable[[ModelArgs], tuple[Names, ...]] = lambda _: ()
     qkv_by_kv_head: frozenset[Layout] = frozenset()
@@ -90,19 +99,19 @@ class Family:
     )
 
     def key(self, argument: str) -> str:
-        """The key of config.json that states an argument.
+        """The key of config.json for an argument.
 
-        Raises: KeyError for one that has no key in all families.
+        Raises: KeyError for an argument without a key.
         """
         return self.keys[argument] if argument in self.keys else USUAL_KEYS[argument]
 
     def name_in(self, layout: Layout, name: str, args: ModelArgs) -> str:
-        """What a layout calls the weight that has this name in the model."""
+        """The name in a layout of the weight with this name in the model."""
         return renamed(name, "meta", layout, (*self.names, *self.more_names(args)))
 
     def skips(self, name: str, layout: Layout, args: ModelArgs) -> bool:
-        """Whether a file may hold this tensor although the model has no use for it."""
-        # Some writers store the embeddings a second time where they are tied.
+        """Whether a file may hold this tensor although the model does not need it."""
+        # Some writers store tied embeddings twice.
         output = self.name_in(layout, "output.weight", args)
         is_second = args.tied_embeddings and name == output
         return is_second or is_rotary_table(name, layout)

@@ -1,8 +1,8 @@
-"""Gemma 1, 2 and 3 (text): a gate of GELU, norms around 1, embeddings scaled up.
+"""Gemma 1, 2 and 3 (text): GEGLU, norms with weight + 1, scaled embeddings.
 
-Gemma 2 alternates layers with and without a sliding window, caps its scores and puts a norm behind
-attention and feed-forward as well; Gemma 3 has norms of queries and keys in place of the caps, and
-a rotary base of its own in layers with a window.
+Gemma 2 alternates layers with and without a sliding window, caps scores and logits, and norms the
+outputs of attention and feed-forward. Gemma 3 replaces the caps by norms of queries and keys, and
+has a separate rotary base in layers with a window.
 
 Source: arXiv 2403.08295, 2408.00118 and 2503.19786; the configurations of transformers 5.23.
 """
@@ -26,7 +26,7 @@ _CAPS_IN_GGUF = frozenset({"attn_logit_softcapping", "final_logit_softcapping"})
 
 def _arithmetic(dim: int) -> dict[str, Any]:
     return {
-        "activation": "gelu_tanh",  # also where the first files say gelu
+        "activation": "gelu_tanh",  # also if config.json says gelu, as in the first files
         "norm_offset": 1.0,
         "embedding_scale": dim**0.5,
     }
@@ -66,7 +66,7 @@ def _features_of_2(fields: Fields) -> dict[str, Any]:
 
 
 def _features_of_3(fields: Fields) -> dict[str, Any]:
-    # The form of transformers 5 has the bases of both kinds of layers in one place.
+    # transformers 5 stores the rotary bases of both kinds of layers under rope_parameters.
     local = Fields(Fields(fields.mapping("rope_parameters")).mapping("sliding_attention"))
     return {
         **_features_of_2_and_3(fields),
@@ -90,7 +90,7 @@ def _gguf_features(fields: Fields, _names: Collection[str]) -> dict[str, Any]:
 
 
 def _gguf_features_of_2_and_3(fields: Fields, arch: str, n_layers_of_27b: int) -> dict[str, Any]:
-    """What both say. Of the sizes the 27B alone does not scale by the width of a head."""
+    """Features of Gemma 2 and 3. Only the 27B models do not scale by the size of a head."""
     dim, n_heads = (
         fields.integer(f"{arch}.{key}") for key in ("embedding_length", "attention.head_count")
     )
@@ -125,7 +125,7 @@ def _gguf_features_of_3(fields: Fields, _names: Collection[str]) -> dict[str, An
 
 
 def _gguf_window(fields: Fields, arch: str, usual: int, full: Iterable[int]) -> dict[str, Any]:
-    """The window and the layers without it; nothing where it hides nothing, as in config.json."""
+    """The window and the layers without it; nothing if it hides no key, as in config.json."""
     window, full_layers = fields.integer(f"{arch}.{_WINDOW_IN_GGUF}", usual), tuple(full)
     if not window or (not full_layers and window >= fields.integer(f"{arch}.context_length")):
         return {}
@@ -152,7 +152,7 @@ def _writes_of_2_and_3(args: ModelArgs) -> dict[str, Any]:
         _ATTENTION_CAP: args.attention_soft_cap,
         _LOGIT_CAP: args.logit_soft_cap,
         "layer_types": _layer_types(args),
-        # transformers wants a number even where no layer has a window.
+        # transformers needs a number even if no layer has a window.
         "sliding_window": args.sliding_window or args.max_seq_len,
     }
 
@@ -188,7 +188,7 @@ GEMMA3 = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
     base_architecture="Gemma3TextModel",
-    # transformers' Gemma 3 has the key for caps of scores and does not use it: refused if set.
+    # transformers ignores attn_logit_softcapping for Gemma 3, so it is refused if set.
     reads=GEMMA2.reads - {_ATTENTION_CAP} | {_LOCAL_THETA, "sliding_window_pattern"},
     features=_features_of_3,
     writes=lambda args: {**_writes_of_2_and_3(args), _LOCAL_THETA: args.local_rope_theta},

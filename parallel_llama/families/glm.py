@@ -1,9 +1,8 @@
-"""ChatGLM 2 and 3, and GLM 4: Llama with biases on queries, keys and values, of which a part turns.
+"""ChatGLM 2 and 3, and GLM 4: Llama with biases on queries, keys and values, and partial rotation.
 
-ChatGLM's config.json and names are its own, and so is its tokenizer, which is code of its folder;
-GLM's are transformers'. Both rotate the first half of each head, pair by pair of neighbours.
-GLM-4-0414 and GLM-Z1 have another model_type than GLM-4, glm4, and a norm behind attention and
-feed-forward as well.
+ChatGLM has its own keys and names, and a tokenizer that is code in its folder; GLM has those of
+transformers. Both rotate the first half of each head, in pairs of neighbours. GLM-4-0414 and GLM-Z1
+have the model_type glm4, and norm the outputs of attention and feed-forward.
 
 Source: arXiv 2406.12793; GlmConfig and Glm4Config of transformers 5.24; config.json of
 THUDM/chatglm2-6b and 3.
@@ -78,7 +77,7 @@ GLM4 = Family(
     rotary_order=_INTERLEAVED,
 )
 
-# What ChatGLM's code could do otherwise, with what it does in all published models.
+# Switches of ChatGLM's code, with their values in all published models.
 _FIXED: dict[str, Any] = {
     "add_bias_linear": False,
     "apply_residual_connection_post_layernorm": False,

@@ -1,18 +1,27 @@
-"""Llama 1 to 3, and whoever trained another model of their shape.
+"""Llama 1 to 3, and the families with its layers: Mistral (sliding window) and Mixtral (experts).
 
-Source: LlamaConfig of transformers 5.23; ggml's docs/gguf.md.
+Source: LlamaConfig, MistralConfig and MixtralConfig of transformers 5.23; ggml's docs/gguf.md;
+Mistral 7B, arXiv 2310.06825; Mixtral, arXiv 2401.04088. GGUF files call all three llama.
 """
 
 from typing import Any
 
-from parallel_llama.families.family import Family, GGUFForm
+from parallel_llama.families.family import Family, GGUFForm, every_layer_has_the_window
+from parallel_llama.families.names import expert_names, names_with
 from parallel_llama.files.fields import Fields
 
 
-def _features(fields: Fields) -> dict[str, Any]:
+def _llama_features(fields: Fields) -> dict[str, Any]:
     return {
         "attention_bias": fields.flag("attention_bias", False),
         "mlp_bias": fields.flag("mlp_bias", False),
+    }
+
+
+def _mixtral_features(fields: Fields) -> dict[str, Any]:
+    return {
+        "n_experts": fields.integer("num_local_experts", 8),
+        "n_active_experts": fields.integer("num_experts_per_tok", 2),
     }
 
 
@@ -21,7 +30,37 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     base_architecture="LlamaModel",
     reads=frozenset({"attention_bias", "mlp_bias"}),
-    features=_features,
+    features=_llama_features,
     gguf=GGUFForm("llama"),
     writes=lambda args: {"attention_bias": args.attention_bias, "mlp_bias": args.mlp_bias},
+)
+
+MISTRAL = Family(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    base_architecture="MistralModel",
+    full_layers=every_layer_has_the_window,
+    defaults={"max_seq_len": 131072, "sliding_window": 4096},
+)
+
+MIXTRAL = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    base_architecture="MixtralModel",
+    reads=frozenset({"num_local_experts", "num_experts_per_tok"}),
+    full_layers=every_layer_has_the_window,
+    defaults={
+        "max_seq_len": 131072,
+        "norm_eps": 1e-5,
+        "n_kv_heads": 8,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+    },
+    features=_mixtral_features,
+    gguf=GGUFForm("llama", has_experts=True),
+    writes=lambda args: {
+        "num_local_experts": args.n_experts,
+        "num_experts_per_tok": args.n_active_experts,
+    },
+    names=names_with(*expert_names("block_sparse_moe", "w1", "w2", "w3")),
 )

@@ -1,7 +1,4 @@
-"""What a model is, in numbers, whichever file they come from.
-
-Values that no model can have are refused when the arguments are made, so nothing later has to.
-"""
+"""The arguments of a model, from any file format, which are validated when they are created."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -10,7 +7,7 @@ from typing import Any, Literal
 from parallel_llama.dtypes import DTYPES
 from parallel_llama.errors import UsageError, shown
 
-# The largest sizes accepted, far beyond any model: a damaged file must not ask for terabytes.
+# The largest sizes accepted, far above any model's, so that a damaged file cannot take terabytes.
 MAX_SIZES = {
     "dim": 1 << 20, "n_layers": 1 << 12, "n_heads": 1 << 14, "n_kv_heads": 1 << 14,
     "head_dim": 1 << 14, "ffn_dim": 1 << 24, "vocab_size": 1 << 24, "max_seq_len": 1 << 30,
@@ -20,9 +17,9 @@ MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 
 
 def require_size(name: str, value: int) -> int:
-    """A size that a model may have; for readers that count so far before there are arguments.
+    """Check a size before there are arguments, and return it.
 
-    Raises: UsageError for any other.
+    Raises: UsageError for a size below 1 or above `MAX_SIZES`.
     """
     if not 1 <= value <= MAX_SIZES[name]:
         raise UsageError(f"{name}={value}: use a whole number from 1 to {MAX_SIZES[name]}")
@@ -31,13 +28,13 @@ def require_size(name: str, value: int) -> int:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained context.
+    """How rotary frequencies are scaled beyond the trained context.
 
-    kind `linear` divides positions by `factor`; `dynamic` raises the base with the length that the
-    sequence has when a token comes; `llama3` and `yarn` treat low and high frequencies differently;
-    `factors` divides each frequency by its own number (GGUF files carry llama3 scaling so).
+    kind `linear` divides positions by `factor`; `dynamic` raises the base with the length of the
+    sequence when a token is processed; `llama3` and `yarn` treat low and high frequencies
+    differently; `factors` divides each frequency by its own factor (llama3 scaling in GGUF files).
 
-    Raises: UsageError for a value that no rotary table can be computed from.
+    Raises: UsageError for a value that gives no valid rotary table.
     Source: linear arXiv 2306.15595; yarn arXiv 2309.00071; llama3 as in Meta's llama-models.
     """
 
@@ -82,9 +79,9 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Everything about a Llama-family model that shapes its weights or its arithmetic.
+    """Everything about a model that determines the shapes of its weights or its arithmetic.
 
-    Names are those of Meta's params.json where it has one.
+    Names are those of Meta's params.json, where that has the argument.
 
     Raises: UsageError for values that no model can have.
     """
@@ -104,34 +101,34 @@ class ModelArgs:
     attention_bias: bool = False
     mlp_bias: bool = False
     dtype: str = "bfloat16"  # of the weights as stored; 'float32' for quantised GGUF files
-    # Features, of which native.json states those that a model has, and all that stands above.
+    # Features. native.json states those that differ from the default, and all arguments above.
     family: str = "llama"
-    wo_bias: bool | None = None  # where it differs from attention_bias, which wq, wk and wv have
+    wo_bias: bool | None = None  # None: attention_bias, the bias of wq, wk and wv
     # Norms and residual stream
     norm: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False  # of LayerNorm
-    norm_offset: float = 0.0  # what is added to every norm's weight, 1 in Gemma
+    norm_offset: float = 0.0  # added to every norm's weight; 1 in Gemma
     parallel_block: bool = False  # x + attention + feed-forward, both of the same x
     shared_norm: bool = False  # in a parallel block: one norm for both
-    post_norms: bool = False  # a norm behind attention and feed-forward as well
+    post_norms: bool = False  # norms of the outputs of attention and feed-forward
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None  # c: logits become c tanh(logit / c)
     # Attention
-    qk_norm: bool = False  # a norm of every head's query and key before they are rotated
+    qk_norm: bool = False  # norms of every head's query and key before rotation
     attention_scale: float | None = None  # of q k^T; None: 1 / sqrt(head_dim)
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
-    sliding_window: int | None = None  # keys that a token sees, its own among them
-    full_layers: tuple[int, ...] = ()  # where there is a window: the layers that see all keys
-    local_rope_theta: float | None = None  # base in layers with a window, unscaled; None: the same
+    sliding_window: int | None = None  # keys that a token attends to, its own among them
+    full_layers: tuple[int, ...] = ()  # with a window: the layers that attend to all keys
+    local_rope_theta: float | None = None  # unscaled base in layers with a window; None: rope_theta
     rotary_dim: int | None = None  # values of each head that are rotated; None: all
-    attention_sinks: int = 0  # first tokens that are seen beside the window; never of a file
+    attention_sinks: int = 0  # first tokens that are attended to beside the window; not in files
     # Feed-forward
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True  # w2(f(w1 x) * w3 x), else w2(f(w1 x))
     n_experts: int = 0  # 0: one feed-forward; ffn_dim is that of one expert
-    n_active_experts: int = 0  # experts that each token goes to
-    normed_experts: bool = True  # the chosen experts' shares sum to 1
+    n_active_experts: int = 0  # experts per token
+    normed_experts: bool = True  # the routing weights of a token sum to 1
 
     def __post_init__(self) -> None:
         if self.wo_bias == self.attention_bias:
@@ -165,12 +162,13 @@ class ModelArgs:
             return
         if rotary_dim is not None:
             raise UsageError(
-                f"rotary_dim={rotary_dim} and {scaling.kind} rope scaling: one of them runs"
+                f"rotary_dim={rotary_dim} and {scaling.kind} rope scaling cannot be combined; "
+                "drop one"
             )
         if scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
             raise UsageError(
                 f"rope scaling has {len(scaling.factors)} factors and head_dim={self.head_dim}: "
-                f"there are {self.head_dim // 2} rotary pairs, each needs one"
+                f"use one for each of the {self.head_dim // 2} rotary pairs"
             )
         if scaling.kind == "dynamic" and self.head_dim == 2:
             raise UsageError("head_dim=2 has one rotary pair, and dynamic rope scaling needs two")
@@ -191,10 +189,10 @@ class ModelArgs:
         window, full = self.sliding_window, list(self.full_layers)
         if window is not None and window < 1:
             raise UsageError(
-                f"sliding_window={window}: a token sees at least itself; use 1 or more"
+                f"sliding_window={window}: a token attends to at least itself; use 1 or more"
             )
         if full and window is None:
-            raise UsageError(f"full_layers={full[:10]} and no sliding_window; give one")
+            raise UsageError(f"full_layers={full[:10]} without a sliding_window; give one")
         if full != sorted(set(full) & set(range(self.n_layers))):
             raise UsageError(
                 f"full_layers={full[:10]}: use some of 0 to {self.n_layers - 1}, in order"
@@ -202,16 +200,16 @@ class ModelArgs:
 
     def _check_combinations(self) -> None:
         impossible = {
-            "norm='rms' has no bias; norm='layer' has": self.norm_bias and self.norm == "rms",
-            "norm='layer' has no norm_offset": self.norm_offset != 0 and self.norm == "layer",
-            "shared_norm is of a parallel_block": self.shared_norm and not self.parallel_block,
-            "post_norms and parallel_block exclude each other": (
+            "norm_bias needs norm='layer'": self.norm_bias and self.norm == "rms",
+            "norm_offset needs norm='rms'": self.norm_offset != 0 and self.norm == "layer",
+            "shared_norm needs parallel_block": self.shared_norm and not self.parallel_block,
+            "post_norms and parallel_block cannot be combined": (
                 self.post_norms and self.parallel_block
             ),
-            "activation='silu' has a gate": not self.gated and self.activation == "silu",
-            "n_experts have no biases": self.n_experts > 0 and self.mlp_bias,
-            "n_experts have a gate": self.n_experts > 0 and not self.gated,
-            "n_experts and parallel_block exclude each other": (
+            "activation='silu' needs gated": not self.gated and self.activation == "silu",
+            "n_experts and mlp_bias cannot be combined": self.n_experts > 0 and self.mlp_bias,
+            "n_experts needs gated": self.n_experts > 0 and not self.gated,
+            "n_experts and parallel_block cannot be combined": (
                 self.n_experts > 0 and self.parallel_block
             ),
         }
@@ -230,8 +228,8 @@ class ModelArgs:
         least = min(1, self.n_experts)
         if not least <= self.n_active_experts <= self.n_experts:
             raise UsageError(
-                f"n_active_experts={self.n_active_experts} and n_experts={self.n_experts}: a token "
-                f"goes to {least} to {self.n_experts} of them"
+                f"n_active_experts={self.n_active_experts} and n_experts={self.n_experts}: use "
+                f"{least} to {self.n_experts} active experts"
             )
 
     @property
@@ -240,7 +238,7 @@ class ModelArgs:
 
 
 def features_of(args: ModelArgs) -> dict[str, Any]:
-    """The features in which a model differs from Llama, the family's name among them."""
+    """The features in which a model differs from the defaults, the family's name among them."""
     stated = {field.name: field.default for field in fields(ModelArgs)}
     names = list(stated)
     named = names[names.index("family") :]
@@ -248,9 +246,9 @@ def features_of(args: ModelArgs) -> dict[str, Any]:
 
 
 def head_size(dim_key: str, dim: int, heads_key: str, n_heads: int) -> int:
-    """The width of a head where a file leaves it to the model's width and number of heads.
+    """The size of a head, from the model's width and number of heads.
 
-    Raises: UsageError, with the file's own names for the two, unless they divide.
+    Raises: UsageError, with the file's keys, unless the width is a multiple of the heads.
     """
     if n_heads < 1 or dim % n_heads:
         raise UsageError(
@@ -260,9 +258,9 @@ def head_size(dim_key: str, dim: int, heads_key: str, n_heads: int) -> int:
 
 
 def context_length(args: ModelArgs, wanted: int | None = None) -> int:
-    """The longest sequence that may run: the model's own context, or less where less is wanted.
+    """The longest sequence that may run: `wanted`, or the model's own context.
 
-    Raises: UsageError for more than the model's own.
+    Raises: UsageError for more than the model's own context.
     """
     limit = args.max_seq_len
     if args.rope_scaling is not None and args.rope_scaling.kind == "dynamic":
@@ -277,23 +275,23 @@ def context_length(args: ModelArgs, wanted: int | None = None) -> int:
 
 
 def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
-    """The model with its first tokens seen beside a window, so that it can go on without end.
+    """The model with attention sinks beside a sliding window, for sequences without an end.
 
-    The window is the model's own; of one that has none, what `max_seq_len` leaves beside the sinks.
+    The window is the model's own, or `max_seq_len` less the sinks for a model without one.
 
-    Raises: UsageError for a model that cannot go on so.
+    Raises: UsageError for a model with layers without a window, or with dynamic rope scaling.
     Source: StreamingLLM, arXiv 2309.17453.
     """
     scaling = args.rope_scaling
     if args.full_layers:
         raise UsageError(
-            f"attention_sinks={n_sinks}: some layers see all keys, which grow without end; use a "
-            "model whose layers all have a window, or none"
+            f"attention_sinks={n_sinks}: some layers attend to all keys, whose number is not "
+            "bounded; use a model whose layers all have a window, or none of them"
         )
     if scaling is not None and scaling.kind == "dynamic":
         raise UsageError(
             f"attention_sinks={n_sinks} and dynamic rope scaling, whose base grows with the "
-            "length: one of them runs"
+            "length, cannot be combined; drop one"
         )
     window = args.sliding_window or max_seq_len - n_sinks
     if not 1 <= n_sinks < max_seq_len or window < 1:
@@ -303,14 +301,14 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that see the same keys: all of a sequence's, or as many of the last as the window."""
+    """A KV group: layers that attend to the same keys, all or those of the window."""
 
     layers: tuple[int, ...]
     window: int | None
 
 
 def layer_groups(args: ModelArgs) -> tuple[LayerGroup, ...]:
-    """The layers by what they see, those that see all keys first; no group is empty."""
+    """The KV groups of a model: layers without a window first; no group is empty."""
     full = tuple(range(args.n_layers)) if args.sliding_window is None else args.full_layers
     local = tuple(layer for layer in range(args.n_layers) if layer not in full)
     groups = LayerGroup(full, None), LayerGroup(local, args.sliding_window)

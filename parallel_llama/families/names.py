@@ -1,7 +1,7 @@
-"""What each layout calls a weight: Meta's, HF's and GGUF's names.
+"""The names of weights in Meta's, HF's and GGUF's layouts.
 
-Meta's names are the model's own. A name that two rows match, or none, is an error, so that no
-weight is ever taken for another in silence.
+The model uses Meta's names. A name that does not match exactly one row is an error, so that no
+weight is mistaken for another.
 """
 
 import re
@@ -16,7 +16,7 @@ RotaryOrder = Literal["interleaved", "half"]
 
 @dataclass(frozen=True)
 class Names:
-    """One row: the name of a weight in each layout; `*` stands for the same part in all three."""
+    """The name of a weight in each layout; `*` stands for the same part in all three."""
 
     meta: str
     hf: str
@@ -28,7 +28,7 @@ class Names:
 
 
 def in_layers(*rows: tuple[str, str, str], hf_layers: str = "model.layers") -> tuple[Names, ...]:
-    """Rows for weights of a layer, by their names within it; `hf_layers` is where HF has layers."""
+    """Rows for weights of a layer, by their names within it; `hf_layers` is HF's list of layers."""
     return tuple(
         Names(f"layers.*.{meta}", f"{hf_layers}.*.{hf}", f"blk.*.{gguf}") for meta, hf, gguf in rows
     )
@@ -56,7 +56,7 @@ QK_NORM_NAMES = in_layers(
     ("attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight"),
 )
 
-# What HF calls post_attention_layernorm is in these behind the attention, as the name says.
+# In these families post_attention_layernorm norms the output of attention.
 POST_NORM_NAMES = in_layers(
     (
         "post_attention_norm.weight",
@@ -69,7 +69,7 @@ POST_NORM_NAMES = in_layers(
 
 
 def expert_names(hf: str, w1: str, w2: str, w3: str) -> tuple[Names, ...]:
-    """Rows for a router and its experts, which HF calls `hf`, and their weights as given."""
+    """Rows for a router and its experts, with HF's names of the module and of its weights."""
     ggufs = {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up"}
     return in_layers(
         ("feed_forward.gate.weight", f"{hf}.gate.weight", "ffn_gate_inp.weight"),
@@ -85,12 +85,12 @@ def expert_names(hf: str, w1: str, w2: str, w3: str) -> tuple[Names, ...]:
 
 
 def names_with(*rows: Names) -> tuple[Names, ...]:
-    """Llama's rows and these, which take the place of a row for the same weight."""
+    """Llama's rows with these added; they replace rows for the same weights."""
     own = {row.meta for row in rows}
     return (*(row for row in LLAMA_NAMES if row.meta not in own), *rows)
 
 
-# Some files carry them; the model computes its own from the configuration.
+# Some files contain these tables; the model computes its own from the configuration.
 _ROTARY_TABLES: dict[Layout, tuple[str, ...]] = {
     "meta": ("rope.freqs", "layers.*.attention.inner_attention.rope.freqs"),
     "hf": (
@@ -103,14 +103,14 @@ _ROTARY_TABLES: dict[Layout, tuple[str, ...]] = {
 
 
 def renamed(name: str, source: Layout, target: Layout, names: Sequence[Names] = LLAMA_NAMES) -> str:
-    """The name in layout `target` of the weight that layout `source` calls `name`.
+    """The name in layout `target` of the weight called `name` in layout `source`.
 
-    Where `target` keeps several weights under one name it may have fewer `*`.
+    If several weights share a name in `target`, the pattern there may have fewer `*`.
 
     >>> renamed("layers.3.attention.wq.bias", "meta", "hf")
     'model.layers.3.self_attn.q_proj.bias'
 
-    Raises: KeyError unless exactly one row of the table matches, and that is of one weight there.
+    Raises: KeyError unless exactly one row of the table matches, with one weight in `target`.
     """
     hits = [
         (row, match)
@@ -128,7 +128,7 @@ def renamed(name: str, source: Layout, target: Layout, names: Sequence[Names] = 
 
 
 def hf_full_name(name: str, names: Sequence[Names] = LLAMA_NAMES) -> str:
-    """The name of a weight in HF's model with a head; the base model leaves out the first part.
+    """The name of a weight in HF's model with an output layer; base models omit the first part.
 
     >>> hf_full_name("norm.weight"), hf_full_name("lm_head.weight")
     ('model.norm.weight', 'lm_head.weight')
@@ -139,7 +139,7 @@ def hf_full_name(name: str, names: Sequence[Names] = LLAMA_NAMES) -> str:
 
 @cache
 def _base_models(names: tuple[Names, ...]) -> dict[str, str]:
-    """What the base model is called in the one with a head, by the name of each of its parts."""
+    """The attribute that holds the base model, by the name of each part of the base model."""
     paths = [row.hf.split(".") for row in names]
     parts = {path[1]: path[0] for path in paths if len(path) > 2}
     return {**parts, "rotary_emb": next(iter(parts.values()))}

@@ -1,8 +1,8 @@
-"""Where a layout keeps each weight: in which stored tensor, and in which rows of that.
+"""Where a layout stores each weight: the stored tensor and the rows of it.
 
-Weights to which a layout gives one name lie in one stored tensor, one behind the other in the order
-of the model. It is cut into equal groups where a layout keeps every KV head's queries, key and
-value together:
+Weights with the same name in a layout share a stored tensor, concatenated in the order of the
+model. If the layout stores the queries, key and value of every KV head together, the tensor is cut
+into equal groups:
 
     one group    q0 q1 q2 q3 k0 k1 v0 v1        two groups    q0 q1 k0 v0 | q2 q3 k1 v1
 """
@@ -16,9 +16,17 @@ from parallel_llama.families.weights import Param
 
 @dataclass(frozen=True)
 class Place:
-    """The rows of a weight in a stored tensor: runs of them, each `step` behind the one before.
+    """The rows of a weight in a stored tensor, as runs at equal distances.
 
-    A stored tensor's rows are those of all its dimensions but the last; a vector's are its values.
+    All dimensions of a stored tensor but the last are flattened into rows; the rows of a vector are
+    its values.
+
+    Args:
+        name: The name of the stored tensor.
+        shape: Its shape.
+        first: The first row of the first run.
+        run: Rows per run.
+        step: The distance between the starts of two runs.
     """
 
     name: str
@@ -34,11 +42,11 @@ class Place:
 
     @property
     def extent(self) -> range:
-        """The stored rows from the weight's first to its last, whatever lies between."""
+        """The stored rows from the weight's first to its last, with all rows in between."""
         return range(self.first, self.n_rows - self.step + self.first + self.run)
 
     def runs(self, rows: range) -> Iterator[range]:
-        """Where some rows of the weight lie, in their order.
+        """The stored rows of some rows of the weight, in order.
 
         >>> list(Place("qkv", (8, 5), first=0, run=2, step=4).runs(range(1, 4)))
         [range(1, 2), range(4, 6)]
@@ -53,18 +61,18 @@ class Place:
 
 
 def whole(name: str, shape: tuple[int, ...]) -> Place:
-    """The place of a weight that has a stored tensor to itself."""
+    """The place of a weight that is a whole stored tensor."""
     return Place(name, shape, 0, shape[0], shape[0])
 
 
 def shared(
     name: str, weights: Sequence[Param], n_groups: int = 1, n_slices: int = 1
 ) -> Iterator[tuple[str, Place]]:
-    """The places of weights that share a stored tensor, by their names.
+    """The places of weights that share a stored tensor, by the names of the weights.
 
-    `n_slices` is the first dimension of a tensor that has one more than the weights.
+    `n_slices` is the first dimension of a tensor with one dimension more than the weights.
 
-    Shapes: the weights differ in their first dimension at most, and each divides by `n_groups`.
+    Shapes: the weights differ at most in their first dimension, a multiple of `n_groups`.
     """
     n_rows, row = sum(weight.shape[0] for weight in weights), weights[0].shape[1:]
     shape = (n_rows, *row) if n_slices == 1 else (n_slices, n_rows // n_slices, *row)

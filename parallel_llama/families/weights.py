@@ -1,4 +1,4 @@
-"""The weights of a model, told from its features: names, shapes, and the axis that cuts each."""
+"""The weights of a model: names, shapes, and the axis along which each is sharded."""
 
 import math
 from collections.abc import Iterator
@@ -13,11 +13,15 @@ Axis = Literal["heads", "kv_heads", "ffn", "vocab"]
 
 @dataclass(frozen=True)
 class Param:
-    """One weight of the model under its Meta name: its whole shape and the axis that cuts it.
+    """One weight of the model.
 
-    `dim` is the dimension that is cut, `unit` the rows (or columns) of one head, channel or
-    vocabulary row along it. A parameter without an axis is replicated. One of an `expert` is held
-    by the ranks of that expert alone.
+    Args:
+        name: Meta's name of the weight.
+        shape: The shape of the whole weight.
+        axis: The axis that is sharded; None for a replicated weight.
+        dim: The dimension of that axis.
+        unit: Rows or columns per head, channel or vocabulary entry along the dimension.
+        expert: The expert of the weight; only ranks of the expert hold it.
     """
 
     name: str
@@ -29,14 +33,14 @@ class Param:
 
     @property
     def values_per_unit(self) -> int:
-        """Values in one unit of the axis that cuts it; all of them where replicated."""
+        """Values per unit of the sharded axis; all values of a replicated weight."""
         n_units = self.shape[self.dim] // self.unit if self.axis else 1
         return math.prod(self.shape) // n_units
 
     @property
     def kind(self) -> Kind:
-        """What it is to arithmetic, which says in what format it may be kept."""
-        if len(self.shape) == 1 or self.name.endswith(".gate.weight"):  # a router's, which decides
+        """The kind of weight, on which the allowed formats depend."""
+        if len(self.shape) == 1 or self.name.endswith(".gate.weight"):  # routers stay exact
             return "vector"
         return "matrix" if self.name.startswith("layers.") else "outer"
 
@@ -98,7 +102,7 @@ def _feed_forward(name: str, args: ModelArgs) -> Iterator[Param]:
 
 
 def _experts(name: str, args: ModelArgs) -> Iterator[Param]:
-    """The router of a layer, under mistral-inference's name for it, and every expert."""
+    """The router of a layer, with mistral-inference's name for it, and every expert."""
     dim, channels = args.dim, args.ffn_dim
     yield Param(f"{name}.gate.weight", (args.n_experts, dim))
     for expert in range(args.n_experts):

@@ -1,8 +1,8 @@
 """Grouped-query attention of this rank's heads over packed sequences.
 
 Each chunk of a sequence attends to its own past in the KV cache and to nothing else, so a request's
-result does not depend on its neighbours. No head knows which rank's it is: the plan's runs say
-which query heads share which KV heads.
+result does not depend on the rest of the batch. The runs of the plan say which query heads share
+which KV heads.
 
 Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
 """
@@ -10,74 +10,73 @@ Source: Llama 2, arXiv 2307.09288; grouped queries, arXiv 2305.13245.
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.families.model_args import layer_groups
 from parallel_llama.model.batch import Batch, GroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
-from parallel_llama.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, end_to_end
-from parallel_llama.model.spread_attention import attend_to_all_parts, merged
+from parallel_llama.model.layers import (
+    Backend,
+    ColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    concat_outputs,
+)
+from parallel_llama.model.sharded_attention import attend_to_all_parts, merge_lse
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.torch_ops import rotate_
-from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Run, Share
 
 
-class Attention(nn.Module):
+class Attention:
     """One attention block: wq, wk, wv by columns, wo by rows.
 
-    `pack` lays wq, wk and wv end to end once they are filled; `heads` needs it done.
+    `fuse` concatenates wq, wk and wv once they are loaded; a call needs that.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
-    Collective: the all_reduce of wo; two all_gathers more where the cache's tokens are spread.
+    Collective: the all_reduce of wo; two all_gathers more if the cache is sharded by token.
     """
 
-    def __init__(
-        self,
-        args: ModelArgs,
-        share: Share,
-        layer: int,
-        comm: Communicator,
-        ops: TorchOps,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self.share, self.comm, self.ops = share, comm, ops
-        # Which group the layer is in, and its number there.
+    def __init__(self, args: ModelArgs, share: Share, layer: int, backend: Backend) -> None:
+        self.share, self.comm, self.ops = share, backend.comm, backend.ops
+        # The KV group of the layer, and the layer's number in it.
         self.group, self.layer = next(
             (number, group.layers.index(layer))
             for number, group in enumerate(layer_groups(args))
             if layer in group.layers
         )
         self.head_dim, self.n_local_heads = args.head_dim, share.n_local_heads
+        self.n_local_kv_heads = share.n_local_kv_heads
         q_rows = range(share.n_local_heads * args.head_dim)
         kv_rows = range(share.n_local_kv_heads * args.head_dim)
         self.wq, self.wk, self.wv = (
-            ColumnParallelLinear(args.dim, rows, ops, dtype, bias=args.attention_bias)
+            ColumnParallelLinear(args.dim, rows, backend, bias=args.attention_bias)
             for rows in (q_rows, kv_rows, kv_rows)
         )
-        self.wo = RowParallelLinear(q_rows, args.dim, comm, ops, dtype, bias=args.has_wo_bias)
-        if args.qk_norm:
-            norm = args.head_dim, args.norm_eps, ops, dtype, args.norm_offset
-            self.q_norm, self.k_norm = RMSNorm(*norm), RMSNorm(*norm)
-        self.qk_norm, self.n_local_kv_heads = args.qk_norm, share.n_local_kv_heads
+        self.wo = RowParallelLinear(q_rows, args.dim, backend, bias=args.has_wo_bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(args.head_dim, args.norm_eps, backend, args.norm_offset)
+            if args.qk_norm
+            else None
+            for _ in range(2)
+        )
 
-    def pack(self) -> None:
-        self.wqkv = end_to_end(self.wq, self.wk, self.wv)
+    def fuse(self) -> None:
+        self.wqkv = concat_outputs(self.wq, self.wk, self.wv)
 
-    def forward(
+    def __call__(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
-        return self.wo(self.heads(x, batch, caches, rows))  # type: ignore[no-any-return]
+        return self.wo(self.heads(x, batch, caches, rows))
 
     def heads(
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
-        """What the heads give, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
+        """The output of the heads, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
         own, cache = batch.groups[self.group], caches[self.group]
         qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
-        if self.qk_norm:
+        if self.q_norm is not None and self.k_norm is not None:
             n_rotated = self.n_local_heads + self.n_local_kv_heads
             self.q_norm.in_place(qkv[:, : self.n_local_heads])
             self.k_norm.in_place(qkv[:, self.n_local_heads : n_rotated])
@@ -93,10 +92,10 @@ class Attention(nn.Module):
 def attend(
     q: Tensor, layer: int, batch: GroupBatch, cache: KVCache, runs: Sequence[Run], ops: TorchOps
 ) -> Tensor:
-    """Softmax attention of every query over its own keys: of `paged` ones in one call, of others
-    run by run of equal groups.
+    """Softmax attention of every query over its own keys.
 
-    A rank with 5 query heads over 2 KV heads is two runs, 3 + 2.
+    Paged queries take one call, all others one call per run of heads: 5 query heads on 2 KV heads
+    are two runs, 3 + 2.
 
     Shapes: q [T, H, D] local; the result [T, H * D] local.
     """
@@ -119,7 +118,7 @@ def attend(
 
 
 def _with_sinks(q: Tensor, tile: SinkTile, number: int, layer: int, ops: TorchOps) -> Tensor:
-    """Attention to a window and to the sinks before it. Shapes: q [T, H, D] -> [T, H, D]."""
+    """Attention to the window and to the attention sinks. Shapes: q [T, H, D] -> [T, H, D]."""
     turned = q.clone()
     rotate_(turned, tile.turns)
     parts = [
@@ -129,4 +128,4 @@ def _with_sinks(q: Tensor, tile: SinkTile, number: int, layer: int, ops: TorchOp
             for queries, seen in ((q, tile.window), (turned, tile.sinks))
         )
     ]
-    return merged(torch.stack(parts))
+    return merge_lse(torch.stack(parts))

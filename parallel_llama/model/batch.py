@@ -1,7 +1,7 @@
-"""The tokens of one forward pass, and what each of them sees of the KV cache.
+"""The tokens of one forward pass, and the keys of the KV cache that each of them attends to.
 
 A batch holds chunks of sequences end to end, [T, ...] without padding. In a layer with a sliding
-window a token sees no more of its past than the window.
+window a token attends to no keys beyond the window.
 
 Source: sliding windows, Longformer, arXiv 2004.05150, and Mistral, arXiv 2310.06825.
 """
@@ -16,11 +16,13 @@ from parallel_llama.ops import DecodeBatch, Noise, PagedQueries, QueryChunk
 
 @dataclass(frozen=True)
 class QueryTile:
-    """What consecutive queries of one sequence see: their rows of the batch, and their past.
+    """Consecutive queries of one sequence and the keys that they attend to.
 
-    Shapes: `queries` is a slice of the batch's T tokens; `pasts`, one per run of heads, hold the
-    sequence from the first token that one of the queries sees to the last query's; `mask` is
-    [len(queries), S], 0 where a query may look and -inf elsewhere.
+    Args:
+        queries: The queries' rows of the batch.
+        pasts: The keys and values, one record per run of heads, from the first key that a query
+            attends to up to the last query's own.
+        mask: [len(queries), S], 0 where a query attends to a key and -inf elsewhere.
     """
 
     queries: slice
@@ -30,12 +32,15 @@ class QueryTile:
 
 @dataclass(frozen=True)
 class SinkTile:
-    """Consecutive queries with first tokens of their sequence before their window.
+    """Consecutive queries that attend to their window and to attention sinks outside of it.
 
-    They see their window, and those tokens as if these lay right before it: `turns` rotates the
-    queries back by as much as is missing between.
+    Args:
+        window: The queries with the keys of their windows.
+        sinks: The queries with the sinks, which are attended to as if they came right before the
+            window.
+        turns: [len(queries), 1, D / 2] complex, rotates the queries back by the gap between the
+            sinks and the window.
 
-    Shapes: turns [len(queries), 1, D / 2] complex.
     Source: positions within the cache, StreamingLLM, arXiv 2309.17453, section 3.2.
     """
 
@@ -46,13 +51,15 @@ class SinkTile:
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """The batch to the layers of one group: where its tokens are kept, and what they see.
+    """The batch in the layers of one KV group: the slots of its tokens, and their queries.
 
-    Each token is in one of the `chunks` or the `sink_tiles`, or a row of `decode`. For operators
-    that find keys by their blocks it is among the `paged` queries; where the cache's tokens are
-    spread over the ranks it is in one of the `tiles`, if any of its keys is here.
-
-    Shapes: slots [T] int64, rotations [T, 1, head_dim / 2] complex; replicated.
+    Args:
+        slots: [T] int64 replicated, the slot of each token.
+        rotations: [T, 1, head_dim / 2] complex, replicated, the rotary embedding of each token.
+        chunks, decode, sink_tiles: Each token is in one of them.
+        paged: The queries, in place of the three, for operators that read block tables.
+        tiles: The queries with keys on this rank, in place of the three, for a cache that is
+            sharded by token.
     """
 
     slots: Tensor
@@ -66,12 +73,13 @@ class GroupBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens of one forward pass, sequences end to end, and what they are to each group.
+    """The tokens of one forward pass, sequences end to end.
 
-    With `noise`, which is that of the rows whose result is wanted, their draws are made as well.
-
-    Shapes: tokens [T] int64, rows [n] int64 (those whose result is wanted, None for all); all
-    replicated.
+    Args:
+        tokens: [T] int64 replicated.
+        groups: The batch in the layers of each KV group.
+        rows: [n] int64 replicated, the rows whose result is wanted; None for all.
+        noise: The random numbers of these rows, to sample their tokens on the device as well.
     """
 
     tokens: Tensor

@@ -1,9 +1,9 @@
-"""Decode steps as programs: one call in the place of hundreds, for steps of equal numbers of rows.
+"""Recorded decode steps on the CPU: one call in place of hundreds, per number of rows.
 
-A step that is nothing but a few decode rows, in operators that are kernels, is recorded the first
-time; after that its numbers are written to where the recording looks, and all blocks and the head
-are one call. Every other step runs block by block, and so does a model with operators of torch's.
-Both give the same to the last bit, and take part in the same collectives.
+The first step of a few decode rows records the kernel calls of all blocks and of the output layer.
+Later steps with as many rows write their inputs into the recorded tensors and replay the calls.
+All other steps, and models with an operator that is not a kernel, run operator by operator. Both
+give the same bits and take part in the same collectives.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,22 @@ from parallel_llama.model.rope import HostRotations
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import CPUOps, DecodeRoom, DecodeRows, NotRecorded
 
-# Keys of a row, and ranges of slots for each row, for which there is room at the least.
+# The least room for keys of a row, and for ranges of slots per row.
 _LEAST_KEYS, _LEAST_RANGES = 1024, 8
 
-# Programs are kept, one for each number of rows up to this one. Beyond it arithmetic takes so long
-# that calls from Python cost little beside it, and a program would seldom be run again.
+# Steps with more rows are not recorded: their arithmetic outweighs the calls from Python, and a
+# recording would seldom be replayed.
 _MAX_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Scores of this rank's vocabulary rows, and what is known of each row besides.
+    """Logits of this rank's vocabulary rows, and perhaps the best token of each row.
 
-    That is its largest, on the host, or what `TorchOps.draw` makes of it.
-
-    Shapes: values [n, V_local] local; largest and drawn [n, 2] float64 local, the second of each
-    pair being the token.
+    Args:
+        values: [n, V_local] local.
+        largest: [n, 2] float64 local, on the host: the largest logit of each row and its token.
+        drawn: [n, 2] float64 local: the result of `TorchOps.draw`.
     """
 
     values: Tensor
@@ -43,7 +43,7 @@ class Logits:
     drawn: Tensor | None = None
 
     def rows(self, which: slice | list[int]) -> "Logits":
-        """The same of some rows."""
+        """The logits of some rows."""
         largest = None if self.largest is None else self.largest[which]
         drawn = None if self.drawn is None else self.drawn[which]
         return Logits(self.values[which], largest, drawn)
@@ -51,7 +51,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class GroupRows:
-    """What decode rows are to the layers of one group, in plain numbers: see `GroupBatch`.
+    """Decode rows in the layers of one KV group, in plain numbers, as in `GroupBatch`.
 
     Shapes: rotations [T, 1, head_dim / 2] complex.
     """
@@ -63,28 +63,33 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A batch of nothing but decode rows, the result of each being wanted, in plain numbers."""
+    """A batch of decode rows alone, all with a wanted result, in plain numbers."""
 
     tokens: list[int]
     groups: tuple[GroupRows, ...]
 
 
 class DecodePrograms:
-    """A model's forward pass over these caches, as programs: one for each number of rows."""
+    """The recorded decode steps of a model, one per number of rows.
+
+    Args:
+        model: The model.
+        caches: One KV cache per KV group.
+    """
 
     def __init__(self, model: Transformer, caches: Sequence[KVCache]) -> None:
         self._model, self._caches = model, caches
         self._ops = model.ops if isinstance(model.ops, CPUOps) else None
-        # By number of rows; None where something was no kernel.
+        # By number of rows; None if an operator is not a kernel.
         self._programs: dict[int, Program | None] = {}
 
     def may_take(self, n_rows: int) -> bool:
-        """Whether a step of so many rows is worth its `DecodeStep`."""
+        """Whether a step with this number of rows may be recorded."""
         is_refused = n_rows in self._programs and self._programs[n_rows] is None
         return self._ops is not None and n_rows <= _MAX_ROWS and not is_refused
 
     def run(self, step: DecodeStep) -> "Program | None":
-        """The program that has run a step; None where operators have to.
+        """Run a step. Returns: its recording, or None if the step must run operator by operator.
 
         Raises, and Collective: as `Transformer.forward`.
         """
@@ -106,10 +111,16 @@ class DecodePrograms:
 
 
 class Program:
-    """A model over steps like one: of as many rows, with no more keys than it has room for.
+    """A recorded decode step, for steps with as many rows and at most as many keys as it has room.
 
-    Shapes: of the step that was run last, `hidden` [T, dim].
-    Raises: NotRecorded if something behind the embedding is no kernel.
+    Args:
+        model: The model.
+        ops: Its operators.
+        caches: One KV cache per KV group.
+        step: The first step.
+
+    Shapes: `hidden` [T, dim], of the step that ran last.
+    Raises: NotRecorded if an operator after the embedding is not a kernel.
     """
 
     def __init__(
@@ -127,23 +138,23 @@ class Program:
         self._x = torch.empty(shape, dtype=embedding.weight.computed)
         batch = Batch(self._tokens, tuple(group.batch for group in self._groups), rows=None)
         with ops.recording() as self._recording:
-            x = model.embedded(self._tokens) if model.embeds_plainly else self._x
+            x = self._x if model.has_embedding_scale else model.embedded(self._tokens)
             self.hidden = model.blocks(x, batch, caches)
             scores = model.scores(self.hidden)
             first = embedding.rows.start
-            largest = None if model.scales_logits else ops.largest(scores, first)
-            # By far the largest of a step's tensors: all programs may have theirs in one place,
-            # which the next step's first kernels may take as well.
+            largest = None if model.has_logit_scaling else ops.largest(scores, first)
+            # The logits are the largest tensor of a step. All recordings share its memory, which
+            # the first kernels of the next step may overwrite.
             borrowed = self._recording.borrowed(scores)
         self._scores = Logits(borrowed, None if largest is None else largest.numpy())
 
     @property
     def logits(self) -> Logits:
-        """Those of the step that was run last; the next may put its own in their place."""
-        if not self._model.scales_logits:
+        """The logits of the step that ran last; the next step may overwrite them."""
+        if not self._model.has_logit_scaling:
             return self._scores
         with torch.inference_mode():
-            return Logits(self._model.scaled(self._scores.values))
+            return Logits(self._model.finish_logits(self._scores.values))
 
     def has_room_for(self, step: DecodeStep) -> bool:
         pairs = zip(self._groups, step.groups, strict=True)
@@ -151,22 +162,19 @@ class Program:
 
     def run(self, step: DecodeStep) -> None:
         """Run the step through the model."""
-        # With numpy alone: a call of torch's goes through so much code and data that it takes ten
-        # times as long as usual once a step's weights have passed through the caches.
+        # With numpy, since a call of torch touches so much code and data that it takes ten times as
+        # long once a step's weights have evicted them from the caches.
         self._token_ids[:] = step.tokens
         for group, rows in zip(self._groups, step.groups, strict=True):
             group.fill(rows)
-        if not self._model.embeds_plainly:
+        if self._model.has_embedding_scale:
             with torch.inference_mode():
                 self._x.copy_(self._model.embedded(self._tokens))
         self._recording.replay()
 
 
 class _GroupRoom:
-    """A group's part of a batch, to be filled by others of as many rows.
-
-    It has room for more keys than these rows have, which come later.
-    """
+    """The part of a batch for one KV group at fixed addresses, with room for more keys."""
 
     def __init__(self, rows: GroupRows) -> None:
         n_rows, n_ranges = rows.decode.n_rows, len(rows.decode.slot_ranges)

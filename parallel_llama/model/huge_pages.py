@@ -1,7 +1,6 @@
-"""Weights in memory with huge pages, so that reading them all is not a search for their addresses.
+"""Weights in huge pages, to avoid TLB misses when every weight is read once per step.
 
-Decoding reads every weight once a step; with pages of 4 KiB the processor looks up an address for
-each of them, and waits. Where a system has no huge pages to give, it gives small ones.
+A system without free huge pages gives small ones.
 
 Source: Linux's admin guide, "Transparent Hugepage Support".
 """
@@ -14,14 +13,15 @@ from torch import Tensor
 
 from parallel_llama.ops.formats import Weight
 
-_LINE_BYTES = 64  # of a cache: where a weight begins
+_LINE_BYTES = 64  # of a CPU cache, the alignment of weights
 
 
 class HugePages:
-    """One stretch of the CPU's memory with room for some weights, which move there end to end.
+    """One region of CPU memory, into which weights are moved one after another.
 
-    `values` are the weights' before they are filled: their sizes count. What is not used, since
-    they come in fewer bits, costs nothing.
+    Args:
+        values: The empty weights, whose sizes are reserved. Pages that stay unused, because
+            weights come in fewer bits, take no memory.
     """
 
     def __init__(self, values: Collection[Tensor]) -> None:
@@ -29,9 +29,9 @@ class HugePages:
         self._n_used = 0
 
     def move(self, weights: Iterable[Weight]) -> None:
-        """Move weights here that are there by now, so that none is held twice for long.
+        """Move some loaded weights into the region.
 
-        Weights that share memory go on sharing it, and those that are here already stay.
+        Weights that share memory still share it afterwards. Weights in the region stay in place.
         """
         owners: dict[int, list[Weight]] = {}
         here = self._memory.untyped_storage().data_ptr()
@@ -56,9 +56,8 @@ def _rounded(n_bytes: int) -> int:
 
 
 def huge_pages(n_bytes: int) -> Tensor:
-    """Fresh memory, in huge pages where the system has them. Shapes: [n_bytes] uint8."""
+    """New memory, in huge pages if the system has them. Shapes: [n_bytes] uint8."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, max(n_bytes, 1), flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

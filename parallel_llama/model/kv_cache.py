@@ -1,9 +1,9 @@
 """The paged KV cache: keys and values of this rank's KV heads, in blocks.
 
-A slot is one token's place, a block is `block_size` consecutive slots, and a sequence's block table
-lists its blocks in order. Layers that see the same keys are a group, with a cache and block tables
-of its own. Who owns which block is kept elsewhere, the same on every rank, since it counts tokens
-and not bytes; here are the tensors.
+A slot holds one token, a block is `block_size` consecutive slots, and a sequence's block table
+lists its blocks in order. Layers that attend to the same keys form a KV group, with a cache and
+block tables of its own. This module holds the tensors; the scheduler allocates the blocks, alike on
+every rank.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from parallel_llama.plan import Share
 
 
 class Blocks(Protocol):
-    """A block table: which block a sequence's block of this number is, or those of some numbers."""
+    """A block table: from the number of a block in its sequence to its number in the cache."""
 
     @overload
     def __getitem__(self, number: int, /) -> int: ...
@@ -30,11 +30,19 @@ class Blocks(Protocol):
 
 
 class KVCache:
-    """Keys and values of one group's layers for `n_blocks` blocks; layers count from 0 in it.
+    """Keys and values of the layers of one KV group.
 
-    Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, W] local, in rows as `ops.kv_rows`
-    describes them; keys are rotated and in the interleaved order of `rope`. `heads` says which of
-    the rank's query heads see them.
+    Args:
+        args: The model.
+        share: The shard of this rank.
+        n_layers: The layers of the group, which are numbered from 0 here.
+        n_blocks: The number of blocks.
+        block_size: Slots per block.
+        form: The format of keys and values.
+        device: The device of the cache.
+
+    Shapes: `k` and `v` are [n_layers, K, n_blocks * block_size, W] local, rows as in `ops.kv_rows`;
+    keys are rotated and in the interleaved order of `rope`.
     """
 
     def __init__(
@@ -58,7 +66,7 @@ class KVCache:
         self.k, self.v = self._kv.unbind(1)
 
     def past(self, kv_heads: range, slots: Sequence[slice]) -> "Past":
-        """What these heads keep in these slots. Shapes: K = len(kv_heads), S slots in all."""
+        """Keys and values of some heads in some slots, S in all; K = len(kv_heads)."""
         return Past(self._kv[:, :, kv_heads.start : kv_heads.stop], slots)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -67,10 +75,9 @@ class KVCache:
 
 
 class Past:
-    """Keys and values of some heads of one sequence, in all layers, as views into the cache.
+    """Keys and values of some heads of one sequence, in all layers, as views of the cache.
 
-    The views of all layers are made at once: layer by layer that would take a good part of the
-    time of attention to a short past.
+    Making the views layer by layer would take much of the time of attention to a short past.
 
     Shapes: kv [n_layers, 2, K, n_slots, W] local.
     """
@@ -80,7 +87,7 @@ class Past:
         self._parts = [flat[:, :, :, own].unbind() for own in slots]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, in place where their slots are one slice.
+        """Keys and values of one layer, copied unless their slots are one slice.
 
         Shapes: each [1, K, S, W].
         """
@@ -91,7 +98,7 @@ class Past:
 
 
 def slots_of(blocks: Blocks, block_size: int, positions: range) -> list[int]:
-    """Where positions of a sequence with this block table lie.
+    """The slots of some positions of a sequence.
 
     >>> slots_of([7, 2], 4, range(2, 6))
     [30, 31, 8, 9]
@@ -100,7 +107,7 @@ def slots_of(blocks: Blocks, block_size: int, positions: range) -> list[int]:
 
 
 def slices_of(blocks: Blocks, block_size: int, positions: range) -> tuple[slice, ...]:
-    """The same as slices, those of consecutive blocks as one.
+    """The slots of some positions as slices; consecutive blocks are one slice.
 
     >>> slices_of([7, 8, 2], 4, range(1, 10))
     (slice(29, 36, None), slice(8, 10, None))
@@ -108,7 +115,7 @@ def slices_of(blocks: Blocks, block_size: int, positions: range) -> tuple[slice,
     if not positions:
         return ()
     first, stop = positions.start // block_size, -(-positions.stop // block_size)
-    runs: list[list[int]] = []  # of consecutive blocks: the first, and the one after the last
+    runs: list[list[int]] = []  # of consecutive blocks: the first, and the last + 1
     for block in blocks[first:stop]:
         if runs and runs[-1][1] == block:
             runs[-1][1] += 1
@@ -121,7 +128,7 @@ def slices_of(blocks: Blocks, block_size: int, positions: range) -> tuple[slice,
 
 
 def part_of(slices: Sequence[slice], part: range) -> tuple[slice, ...]:
-    """The slots with these numbers among those of the slices, counted in order.
+    """The slots at some indices of the concatenated slices.
 
     >>> part_of((slice(28, 36), slice(8, 10)), range(6, 9))
     (slice(34, 36, None), slice(8, 9, None))

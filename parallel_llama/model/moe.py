@@ -1,8 +1,8 @@
-"""The mixture of experts: a router sends each token to a few of many feed-forwards.
+"""The mixture of experts: a router sends each token to a few of many feed-forward layers.
 
-x is replicated, so every rank routes all tokens alike and takes the rows of its own experts, one
-expert behind the other. What its channels of them make is a partial sum, as in a dense layer, and
-one all_reduce makes it whole, whether ranks share an expert or hold different ones.
+x is replicated, so every rank routes all tokens alike and gathers the rows of its own experts,
+sorted by expert. Its channels of these experts give a partial sum, as in a dense layer, and one
+all_reduce completes it, whether ranks shard an expert or hold different experts.
 
     token           0    1    2         rank of experts 0-1    rank of experts 2-3
     its experts    3 1  0 3  1 2        0: 1   1: 0 2          2: 2   3: 0 1
@@ -10,67 +10,60 @@ one all_reduce makes it whole, whether ranks share an expert or hold different o
 Source: Mixtral, arXiv 2401.04088; sparsely-gated mixtures, arXiv 1701.06538.
 """
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.model.layers import activation_of, unfilled
-from parallel_llama.ops import TorchOps
-from parallel_llama.ops.formats import apply_routed, end_to_end
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.model.layers import Backend, activation_of
+from parallel_llama.ops.formats import Weight, apply_routed, concat_outputs
 from parallel_llama.plan import Share
 
 
-class Matrix(nn.Module):
-    """A matrix in torch's order, [out, in], that is applied by who holds it."""
+class Matrix:
+    """A weight in torch's order, [out, in]; its owner multiplies with it."""
 
-    def __init__(self, dtype: torch.dtype, *shape: int) -> None:
-        super().__init__()
-        self.weight = unfilled(dtype, *shape)
+    def __init__(self, backend: Backend, *shape: int) -> None:
+        self.weight: Weight = backend.empty_weight(*shape)
 
 
-class Expert(nn.Module):
-    """One SwiGLU's weights: w1 and w3 by columns, w2 by rows.
+class Expert:
+    """The weights of one SwiGLU: w1 and w3 by columns, w2 by rows.
 
-    `pack` lays w1 and w3 end to end once they are filled.
+    `fuse` concatenates w1 and w3 once they are loaded.
     """
 
-    def __init__(self, dim: int, n_channels: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.w1, self.w3 = (Matrix(dtype, n_channels, dim) for _ in range(2))
-        self.w2 = Matrix(dtype, dim, n_channels)
+    def __init__(self, dim: int, n_channels: int, backend: Backend) -> None:
+        self.w1, self.w3 = (Matrix(backend, n_channels, dim) for _ in range(2))
+        self.w2 = Matrix(backend, dim, n_channels)
 
-    def pack(self) -> None:
-        self.w13 = end_to_end([self.w1.weight, self.w3.weight])
+    def fuse(self) -> None:
+        self.w13 = concat_outputs([self.w1.weight, self.w3.weight])
 
 
-class MixtureOfExperts(nn.Module):
-    """Each token's best experts, summed in their shares; this rank has some of them, or of each.
+class MixtureOfExperts:
+    """The sum of each token's best experts, weighted by the router.
 
-    Which experts a token goes to depends on no other token.
+    This rank holds some of the experts, or some channels of each. The experts of a token depend on
+    no other token.
 
     Shapes: x [T, dim] replicated; the result [T, dim] replicated.
     Collective: one all_reduce.
     """
 
-    def __init__(
-        self, args: ModelArgs, share: Share, comm: Communicator, ops: TorchOps, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.comm, self.ops, self.numbers = comm, ops, share.experts
-        self.activation = activation_of(args, ops)
+    def __init__(self, args: ModelArgs, share: Share, backend: Backend) -> None:
+        self.comm, self.ops, self.numbers = backend.comm, backend.ops, share.experts
+        self.activation = activation_of(args, backend.ops)
         self.n_active, self.normed = args.n_active_experts, args.normed_experts
-        self.gate = Matrix(dtype, args.n_experts, args.dim)
-        self._held = [Expert(args.dim, len(share.ffn), dtype) for _ in share.experts]
-        names = map(str, share.experts)
-        self.experts = nn.ModuleDict(dict(zip(names, self._held, strict=True)))
+        self.gate = Matrix(backend, args.n_experts, args.dim)
+        self.experts = {
+            number: Expert(args.dim, len(share.ffn), backend) for number in share.experts
+        }
 
-    def pack(self) -> None:
-        """The experts themselves are packed one by one, as they are filled."""
-        self.w13 = [expert.w13 for expert in self._held]
-        self.w2 = [expert.w2.weight for expert in self._held]
+    def fuse(self) -> None:
+        """Collects the weights of the experts, each of which was fused when it was loaded."""
+        self.w13 = [expert.w13 for expert in self.experts.values()]
+        self.w2 = [expert.w2.weight for expert in self.experts.values()]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         shares, experts = self.ops.route(  # [T, n_active] replicated
             x, self.gate.weight.values, self.n_active, normed=self.normed
         )

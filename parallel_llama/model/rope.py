@@ -1,9 +1,9 @@
-"""Rotary position embeddings and the ways they are stretched to longer contexts.
+"""Rotary position embeddings and their scaling to longer contexts.
 
 Queries and keys are in interleaved order (Meta's): pair i of a head is its values 2 i and 2 i + 1,
-so that rotating a pair is one product of complex numbers. Checkpoints are read in that order
-whatever theirs is (see `checkpoint.rotary`); q k^T is the same in both. Frequencies and angles are
-computed in float64 and rounded once, so the tables do not depend on the runtime dtype.
+so that rotating a pair is one complex product. Checkpoints in another order are reordered when they
+are read (see `checkpoint.rotary`), which leaves q k^T unchanged. Frequencies and angles are
+computed in float64 and rounded once.
 
 Source: RoFormer, arXiv 2104.09864, section 3.2.2.
 """
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from parallel_llama.config import ModelArgs, RopeScaling
 
-# Tables that are kept: one, but for dynamic scaling, where each length of a sequence has its own.
+# Tables to keep. Only dynamic scaling has more than one: one per length of a sequence.
 _MAX_TABLES = 64
 
-# Rotations as tables have them, on the host: decode steps copy theirs without torch.
+# Rotations on the host, from which decode steps copy without torch.
 HostRotations = npt.NDArray[np.complexfloating]
 
 
 def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
     """Radians per position of each rotary pair, and the factor on cos and sin.
 
-    `n_tokens` is the length of the sequence, at which dynamic scaling alone looks.
+    `n_tokens` is the length of the sequence, which matters for dynamic scaling alone.
 
     Shapes: [head_dim / 2] float64.
     """
@@ -38,7 +38,7 @@ def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
     rotary_dim = args.rotary_dim or args.head_dim
     pair = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
     freqs = base ** (-pair / rotary_dim)
-    freqs[rotary_dim // 2 :] = 0  # where only a part of each head is rotated, the rest stays
+    freqs[rotary_dim // 2 :] = 0  # the part of each head that is not rotated
     if scaling is None or scaling.kind == "dynamic":
         return freqs, 1.0
     if scaling.kind == "linear":
@@ -51,21 +51,23 @@ def frequencies(args: ModelArgs, n_tokens: int) -> tuple[Tensor, float]:
 
 
 def rotary_of_windows(args: ModelArgs) -> ModelArgs:
-    """The model as rotary embeddings know it in layers with a sliding window."""
+    """The arguments for the rotary embeddings of layers with a sliding window."""
     if args.local_rope_theta is None:
         return args
     return replace(args, rope_theta=args.local_rope_theta, rope_scaling=None)
 
 
 class RotaryTables:
-    """The rotations of every position, computed when a position is first asked for and kept.
+    """The rotations of all positions, computed on first use and kept.
 
-    `dtype` is that of the model; the tables have at least float32.
-
-    Dynamic scaling raises the base with the length that a sequence has when a token comes: the
-    prompt's tokens come at once, and each later one makes it longer by itself. So nothing depends
-    on how long the sequence may become, and keys keep the rotation that they were given, as with
+    With dynamic scaling the base grows with the length of the sequence when a token is processed:
+    the whole prompt for its tokens, one more for each later token. Keys keep their rotation, as in
     transformers' generate.
+
+    Args:
+        args: The model.
+        dtype: The dtype of the model; the tables have at least float32.
+        device: The device of `whole`.
     """
 
     def __init__(self, args: ModelArgs, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,7 +82,7 @@ class RotaryTables:
         """
         n_together = base_len(self._args, n_prompt)
         if not n_together and positions.stop > self._args.max_seq_len:
-            # A sequence that goes on without end would need a table without end.
+            # A sequence without an end would need a table without an end.
             return self._rounded(rotations(self._args, positions, n_prompt))
         if not n_together or positions.stop <= n_together:
             return self._from_table(positions, n_prompt)
@@ -91,7 +93,7 @@ class RotaryTables:
         return np.concatenate([*parts, self._rounded(rows)])
 
     def whole(self) -> Tensor:
-        """Rotations of all positions up to the model's `max_seq_len`, of no dynamic scaling.
+        """Rotations of all positions up to the model's `max_seq_len`, without dynamic scaling.
 
         Shapes: [max_seq_len, 1, head_dim / 2] complex.
         """
@@ -100,13 +102,13 @@ class RotaryTables:
         return table.to(device=self._device, dtype=self._dtype)
 
     def _from_table(self, positions: range, n_tokens: int) -> HostRotations:
-        """Rotations of positions in a sequence of this length."""
+        """Rotations of positions in a sequence of `n_tokens` tokens."""
         key = base_len(self._args, n_tokens)
         table = self._tables.get(key)
         if table is None or len(table) < positions.stop:
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
-            # Twice what is asked for, so that a growing sequence rarely asks again.
+            # Twice the length, so that a growing sequence rarely needs a new table.
             table = self._rounded(rotations(self._args, range(2 * positions.stop), n_tokens))
             self._tables[key] = table
         return table[positions.start : positions.stop]
@@ -117,7 +119,7 @@ class RotaryTables:
 
 
 def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:
-    """exp(i angle) of every position and pair, times the factor of the scaling.
+    """exp(i angle) of every position and pair, times the factor on cos and sin.
 
     Shapes: [T, 1, head_dim / 2] complex128.
     """
@@ -128,7 +130,7 @@ def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:
 
 
 def turns_back(args: ModelArgs, positions: range, latest: int) -> Tensor:
-    """What takes queries that are rotated to these positions back to `latest`, if that is before.
+    """Rotations that move queries at later positions back to position `latest`.
 
     Shapes: [T, 1, head_dim / 2] complex128.
     """
@@ -139,9 +141,9 @@ def turns_back(args: ModelArgs, positions: range, latest: int) -> Tensor:
 
 
 def base_len(args: ModelArgs, n_tokens: int) -> int:
-    """The length that a dynamic base goes by; 0 where the base is the same for all sequences.
+    """The sequence length for dynamic scaling of the base; 0 without dynamic scaling.
 
-    Keys of the same tokens are the same in two sequences where this is for their prompts.
+    Two sequences can share the keys of equal tokens if their prompts have the same `base_len`.
     """
     scaling = args.rope_scaling
     if scaling is None or scaling.kind != "dynamic":
@@ -161,7 +163,7 @@ def _dynamic_base(args: ModelArgs, scaling: RopeScaling, n_tokens: int) -> float
 
 
 def _llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
-    """Keep high frequencies, divide low ones by the factor, blend those in between.
+    """Keep high frequencies, divide low ones by the factor, interpolate in between.
 
     Source: Llama 3.1, apply_scaling in Meta's llama-models (models/llama3/model.py).
     """

@@ -1,18 +1,30 @@
-"""The operators of the model: torch's, and faster ones where a device has them.
+"""The operators of the model: in torch, and faster ones for devices that have kernels.
 
-A model is given one set of operators when it is loaded, calls them as `ops.rms_norm(..)`, and
-never asks which device it is on. torch's are always there, and what all others are compared with.
+A model gets one set of operators when it is loaded and calls them as `ops.rms_norm(..)`, whatever
+its device. `TorchOps` runs everywhere and is the reference for all other sets.
 """
 
-from parallel_llama.ops.choice import choose_ops
+from collections.abc import Collection
+from importlib.util import find_spec
+
+import torch
+
+from parallel_llama.dtypes import GroupFormat
+from parallel_llama.ops.attention import (
+    PLAIN,
+    DecodeBatch,
+    DecodeRoom,
+    DecodeRows,
+    HeadMap,
+    PagedQueries,
+    QueryChunk,
+    Scores,
+)
+from parallel_llama.ops.cpu.jit import computes
 from parallel_llama.ops.cpu.replay import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
-from parallel_llama.ops.decode_batch import DecodeBatch, DecodeRoom, DecodeRows
 from parallel_llama.ops.noise import Noise
-from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
-from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.routes import Routes
-from parallel_llama.ops.scores import Scores
 from parallel_llama.ops.torch_ops import TorchOps
 
 __all__ = [
@@ -31,3 +43,34 @@ __all__ = [
     "TorchOps",
     "choose_ops",
 ]
+
+_CUDA_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # those of the Triton kernels
+
+
+def choose_ops(
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    groups: Collection[int],
+    scores: Scores = PLAIN,
+    cache_dtype: torch.dtype | None = None,
+    matrices: Collection[torch.dtype | GroupFormat] = (),
+) -> TorchOps:
+    """The fastest operators for a model.
+
+    Args:
+        dtype: The dtype that the model computes in.
+        device: The device of its weights.
+        head_dim: The size of a head.
+        groups: The numbers of query heads that share a KV head.
+        scores: The score function of its attention.
+        cache_dtype: The dtype of its KV cache; None for `dtype`.
+        matrices: The dtypes and formats of its matrices, beside `dtype`.
+    """
+    if computes(dtype, device):
+        return CPUOps(dtype, head_dim, groups, scores, cache_dtype, matrices)
+    if device.type == "cuda" and dtype in _CUDA_DTYPES and find_spec("triton") is not None:
+        from parallel_llama.ops.cuda_ops import CUDAOps
+
+        return CUDAOps(scores)
+    return TorchOps(scores)

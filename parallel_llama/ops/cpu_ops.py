@@ -1,4 +1,4 @@
-"""The operators on a CPU: kernels of our own, and torch for what has none."""
+"""The operators on a CPU: LLVM kernels, and torch for the rest."""
 
 from array import array
 from collections.abc import Collection, Iterator, Sequence
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.dtypes import GroupFormat
+from parallel_llama.ops.attention import PLAIN, DecodeBatch, QueryChunk, Scores
 from parallel_llama.ops.cpu.all_reduce import make_all_reduce
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
 from parallel_llama.ops.cpu.elementwise import (
@@ -32,18 +33,24 @@ from parallel_llama.ops.cpu.quant_gemm import make_quant_gemm
 from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, Recording, make_executor
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
-from parallel_llama.ops.decode_batch import DecodeBatch
 from parallel_llama.ops.groups import PanelShape
-from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.routes import Routes
-from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.shared_memory import SharedMemory
 
 
 class CPUOps(TorchOps):
-    """For a model of one dtype and head size, with such groups of query heads on each KV head."""
+    """Operators for a model of one dtype and head size.
+
+    Args:
+        dtype: The dtype that the model computes in.
+        head_dim: The size of a head.
+        groups: The numbers of query heads that share a KV head.
+        scores: The score function of attention.
+        cache_dtype: The dtype of the KV cache; None for `dtype`.
+        matrices: The dtypes and formats of matrices, beside `dtype`.
+    """
 
     def __init__(
         self,
@@ -65,7 +72,7 @@ class CPUOps(TorchOps):
         self._arena = Arena()
 
     def compile(self, *, has_experts: bool = False) -> None:
-        """Make the kernels, which are kept for all models; a second time it costs nothing."""
+        """Compile the kernels, which are kept for all models."""
         for form in self._matrices:
             if isinstance(form, GroupFormat):
                 make_quant_gemm(form)
@@ -94,9 +101,9 @@ class CPUOps(TorchOps):
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Record what the operators are asked for inside, in place of doing it.
+        """Record the operators that are called inside instead of running them.
 
-        Raises: NotRecorded where an operator, or what is between them, is torch's.
+        Raises: NotRecorded if an operator, or a call between operators, is torch's.
         """
         recording = Recording(self._arena)
         self._recording, self._run = recording, recording.run
@@ -136,8 +143,8 @@ class CPUOps(TorchOps):
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        # For any number of rows: a token's experts must not hang on how many others there are, nor
-        # on the threads of the rank.
+        # For any number of rows: a token's experts must depend neither on the batch nor on the
+        # number of threads.
         scores = make_gemv(self._dtype, self._dtype)(x, gate, self._run)
         return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
 
@@ -198,7 +205,7 @@ class CPUOps(TorchOps):
         return make_largest(x.dtype)(x, first, self._run)
 
     def _table(self, addresses: Sequence[int]) -> "array[int]":
-        """Addresses where a kernel finds them, now and later."""
+        """The addresses as an array that a kernel can read, also when it is replayed."""
         return self._tables.setdefault(tuple(addresses), array("q", addresses))
 
     def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -225,7 +232,7 @@ class CPUOps(TorchOps):
 
 
 def _has_few_rows(routes: Routes) -> bool:
-    """Whether no weight has more rows than kernels take."""
+    """Whether every weight has at most MAX_ROWS rows."""
     if routes.max_rows <= MAX_ROWS:
         return True
     return max(stop - start for start, stop in zip(*routes.bounds(), strict=True)) <= MAX_ROWS

@@ -1,37 +1,45 @@
-"""The operators on a CUDA device: kernels of our own where torch's take several launches, or read
-more than they need.
-"""
+"""The operators on a CUDA device: Triton kernels where torch takes several launches."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from parallel_llama.ops.cuda.candidates import candidates, draw_filtered, takes_candidates
+from parallel_llama.ops.attention import PLAIN, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.chunk_attention import chunk_attention
 from parallel_llama.ops.cuda.decode_attention import decode_attention
-from parallel_llama.ops.cuda.draw import draw
-from parallel_llama.ops.cuda.fp8_linear import fp8_linear
-from parallel_llama.ops.cuda.gate import gelu_and_mul, silu_and_mul
-from parallel_llama.ops.cuda.group_linear import PANEL_ROWS, group_linear
-from parallel_llama.ops.cuda.linear import linear, takes
-from parallel_llama.ops.cuda.lookup import lookup
-from parallel_llama.ops.cuda.norm import add_rms_norm, rms_norm
+from parallel_llama.ops.cuda.elementwise import (
+    add_rms_norm,
+    gelu_and_mul,
+    lookup,
+    rms_norm,
+    silu_and_mul,
+    weighted_sum,
+)
+from parallel_llama.ops.cuda.linear import (
+    Addresses,
+    linear,
+    routed_linear,
+    takes,
+    takes_routed,
+)
+from parallel_llama.ops.cuda.quant_linear import PANEL_ROWS, fp8_linear, group_linear
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
 from parallel_llama.ops.cuda.route import MAX_PAIRS, route, routes_of
-from parallel_llama.ops.cuda.routed_linear import Addresses, routed_linear, takes_routed
-from parallel_llama.ops.cuda.weighted_sum import weighted_sum
+from parallel_llama.ops.cuda.sampling import candidates, draw, draw_filtered, takes_candidates
 from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.noise import Noise
-from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
 from parallel_llama.ops.routes import Routes
-from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.ops.torch_ops import TorchOps
 
 
 class CUDAOps(TorchOps):
-    """For a model in float32, bfloat16 or float16; sums are in float32."""
+    """Operators for a model in float32, bfloat16 or float16, with sums in float32.
+
+    Args:
+        scores: The score function of attention.
+    """
 
     panel_rows = PANEL_ROWS
     is_paged = True
@@ -46,24 +54,21 @@ class CUDAOps(TorchOps):
         return lookup(tokens, weight, first, dtype or weight.dtype)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As in torch. Up to 16 rows are multiplied as each would be alone, to the last bit.
+        """As in `TorchOps`. For up to 16 rows, a row's bits do not depend on the batch.
 
-        More go to cuBLAS, which chooses by their number how it sums: a row may differ in its last
-        bits with the company that it has.
+        More rows go to cuBLAS, whose order of sums depends on the number of rows.
         """
         return linear(x, weight, bias) if takes(x, weight) else super().linear(x, weight, bias)
 
     def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-        """As in torch. With fp8, up to 16 rows are multiplied as each would be alone, to the last
-        bit; with integers any number of them.
-        """
+        """As in `TorchOps`. A row's bits do not depend on the batch (fp8: for up to 16 rows)."""
         multiply = fp8_linear if shape.form.is_float else group_linear
         multiply(x, panels, shape, out)
 
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        # For any number of rows: a token's experts must not hang on how many others there are.
+        # For any number of rows: a token's experts must not depend on the batch.
         return route(linear(x, gate, None), n_active, normed=normed)
 
     def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
@@ -72,13 +77,11 @@ class CUDAOps(TorchOps):
         return routes_of(experts, own)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
-        """As in torch. In a step of few rows each is multiplied as `linear` would it alone, to the
-        last bit, and the host is not asked whose they are.
-        """
+        """As in `TorchOps`. With few rows, each gives the bits of `linear`, without a host sync."""
         if not takes_routed(x, weights, routes):
             return super().routed_linear(x, weights, routes)
         places = tuple(weight.data_ptr() for weight in weights)
-        if places not in self._addresses:  # as it is not while a step is recorded: it ran before
+        if places not in self._addresses:  # never while a CUDA graph records: the step ran before
             self._addresses[places] = Addresses.of(places, weights[0].device)
         return routed_linear(x, weights, self._addresses[places], routes)
 
@@ -129,9 +132,7 @@ class CUDAOps(TorchOps):
     def paged_attention(
         self, q: Tensor, k: Tensor, v: Tensor, queries: PagedQueries, heads: HeadMap, out: Tensor
     ) -> None:
-        """As in torch. Where all ranges are of one query, each gets to the last bit what it would
-        get alone.
-        """
+        """As in `TorchOps`. If all ranges have one query, bits do not depend on the batch."""
         if not can_store(q.shape[2], k.dtype):
             super().paged_attention(q, k, v, queries, heads, out)
         elif queries.max_queries == 1:

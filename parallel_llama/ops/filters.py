@@ -1,8 +1,8 @@
-"""top_k, top_p and min_p: which tokens a draw keeps, told from the largest logits alone.
+"""top_k, top_p and min_p, computed from the candidates: the largest logits of a row.
 
-Those are its candidates. A rank's lie in one row of float64 for each draw: the row's mass, which is
-the sum of exp((logit - its largest) / temperature) over the rank's whole vocabulary, and then K
-logits in falling order, equal ones by token, and their K tokens; -inf and -1 where it has no more.
+A rank sends its candidates as one float64 row per sampled token: the mass, sum of exp((logit -
+largest) / temperature) over the rank's vocabulary; then K logits in falling order, equal ones by
+token; then their K tokens. Missing candidates are -inf and -1.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,20 @@ from torch.nn import functional as F
 
 from parallel_llama.ops.noise import Noise, gumbel
 
-# A sum of probabilities this close below top_p has reached it: of 25 equal tokens top_p=0.28 keeps
-# 7, though 0.28 * 25 > 7 in float64, and so it is whichever way a sum over ranks was rounded.
+# Tolerance of sums that are compared with top_p: of 25 equal tokens top_p=0.28 keeps 7, although
+# 0.28 * 25 > 7 in float64, whichever way a sum over ranks is rounded.
 TOP_P_SLACK = 1e-12
 
 
 @dataclass(frozen=True)
 class Filters:
-    """What some rows' draws keep, and the noise of the draw from that.
+    """The filters of some rows, and the noise of the draw from the kept tokens.
 
-    Shapes: top_k [n] int64, 0 being off; top_p and min_p [n] float64.
+    Args:
+        noise: The keys and temperatures of the rows.
+        top_k: [n] int64; 0 for off.
+        top_p: [n] float64; 1 for off.
+        min_p: [n] float64; 0 for off.
     """
 
     noise: Noise
@@ -31,13 +35,12 @@ class Filters:
     min_p: Tensor
 
     def kept(self, logits: Tensor, mass: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """Which candidates the filters keep, and which rows the candidates settle.
+        """Which candidates the filters keep, and for which rows the candidates suffice.
 
-        A settled row's kept set is the one that the whole vocabulary would give.
+        They suffice if the filters keep the same tokens of the whole vocabulary.
 
         Shapes: logits [n, C], each row's largest logits in falling order, C <= vocab_size; mass
-        [n, 1], sum of exp((logit - largest) / temperature) over the whole vocabulary; returns
-        [n, C] bool and [n] bool.
+        [n, 1], of the whole vocabulary; returns [n, C] bool and [n] bool.
         """
         n_candidates = logits.shape[1]
         temperature, top_p = self.noise.temperatures[:, None], self.top_p[:, None]
@@ -47,35 +50,35 @@ class Filters:
         is_cut = top_k < vocab_size
         in_k = torch.arange(n_candidates, device=logits.device) < top_k
         sums = (weight * in_k).cumsum(1)
-        # top_p is a share of what top_k left.
+        # top_p is a fraction of the mass that top_k keeps.
         needed = top_p * torch.where(is_cut, sums[:, -1:], mass) * (1 - TOP_P_SLACK)
         has_nucleus = top_p < 1
-        before = F.pad(sums[:, :-1], (1, 0))  # the likeliest has 0 before it and always stays
+        before = F.pad(sums[:, :-1], (1, 0))  # 0 for the likeliest token, which is always kept
         in_nucleus = (before < needed) | ~has_nucleus
         min_p = self.min_p[:, None]
         kept = in_k & in_nucleus & (weight >= min_p) & (logits > -torch.inf)
 
         knows_mass = (n_candidates >= top_k) | ~is_cut
-        settled = (
+        decided = (
             (n_candidates >= top_k)
             | (~is_cut & has_nucleus & (sums[:, -1:] >= needed))
             | ((knows_mass | ~has_nucleus) & (weight[:, -1:] < min_p))
         )
-        return kept, settled[:, 0]
+        return kept, decided[:, 0]
 
     def draw(self, logits: Tensor, tokens: Tensor, kept: Tensor) -> Tensor:
-        """The place of each row's drawn token among its candidates. Shapes: all [n, C] -> [n]."""
+        """The index of each row's drawn token among its candidates. Shapes: all [n, C] -> [n]."""
         scores = logits / self.noise.temperatures[:, None] + gumbel(self.noise.keys, tokens)
         return scores.masked_fill(~kept, -torch.inf).argmax(1)
 
     def rows(self, rows: list[int]) -> "Filters":
-        """The same of some rows."""
+        """The filters of some rows."""
         noise = Noise(self.noise.keys[rows], self.noise.temperatures[rows])
         return Filters(noise, self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
-def leaders_of(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
-    """The largest logits of the whole vocabulary and their tokens, from each rank's own.
+def merge_top_k(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
+    """The largest logits of the whole vocabulary and their tokens, from those of each rank.
 
     Shapes: blocks [tp_size, n, n_fixed + 2 K]: after the fixed columns K values and K token ids;
     returns [n, K] float64 and int64, in falling order, equal ones by token.
@@ -92,7 +95,7 @@ def leaders_of(blocks: Tensor, n_fixed: int) -> tuple[Tensor, Tensor]:
 
 
 def mass_of(masses: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
-    """The mass of the whole vocabulary, relative to its largest logit, from each rank's own.
+    """The mass of the whole vocabulary, relative to its largest logit, from that of each rank.
 
     Shapes: masses and largest [tp_size, n], temperatures [n]; [n, 1].
     """

@@ -1,4 +1,4 @@
-"""How a weight is stored, and how it is applied: the one place that looks into a weight."""
+"""Formats of weights: how a weight is stored, and how a model multiplies with it."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -25,12 +25,12 @@ HALVES = torch.bfloat16, torch.float16
 
 
 class DenseWeight:
-    """A rank's part of a weight as plain values; on the meta device until it is filled.
+    """A rank's shard of a weight that is not quantised; on the meta device until it is loaded.
 
-    `computed` is what products with it are computed in, and what it is looked up in; values of a
-    matrix may be kept in 16 bits where that is float32.
-
-    Shapes: `values` as the plan cuts them, for a matrix in torch's order, [out, in].
+    Args:
+        shape: The shape of the shard; for a matrix in torch's order, [out, in].
+        dtype: The dtype of products and lookups. A matrix may be stored in 16 bits for float32.
+        device: The device of the empty weight.
     """
 
     def __init__(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
@@ -38,21 +38,21 @@ class DenseWeight:
         self.computed = dtype
 
     @property
-    def is_filled(self) -> bool:
+    def is_loaded(self) -> bool:
         return not self.values.is_meta
 
     @property
     def n_outputs(self) -> int:
         return len(self.values)
 
-    def fill(self, values: Tensor) -> None:
-        """Take in the values as they were read.
+    def load(self, values: Tensor) -> None:
+        """Set the values.
 
-        Raises: ValueError for another shape or dtype, and where it is filled already.
+        Raises: ValueError for another shape or dtype, or if the weight is loaded already.
         """
         mine = self.values
-        if self.is_filled:
-            raise ValueError("is filled twice")
+        if self.is_loaded:
+            raise ValueError("is loaded twice")
         is_half = values.ndim == 2 and values.dtype in HALVES and self.computed == torch.float32
         if mine.shape != values.shape or not (mine.dtype == values.dtype or is_half):
             raise ValueError(
@@ -70,15 +70,15 @@ class DenseWeight:
         out.copy_(self.apply(x, ops))
 
     def lookup(self, tokens: Tensor, first: int, ops: TorchOps) -> Tensor:
-        """The rows of some tokens, the first row being that of `first`; zeros for other tokens.
+        """The rows of some tokens, row 0 for token `first`; zeros for other tokens.
 
         Shapes: int64 [T] -> [T, in].
         """
         return ops.lookup(tokens, self.values, first, self.computed)
 
     @staticmethod
-    def end_to_end(weights: Sequence["DenseWeight"]) -> "DenseWeight":
-        """One weight with the outputs of several side by side, of which they become views."""
+    def concat_outputs(weights: Sequence["DenseWeight"]) -> "DenseWeight":
+        """One weight with the outputs of several weights, which become views of it."""
         whole = copy(weights[0])
         whole.values = torch.cat([weight.values for weight in weights])
         start = 0
@@ -89,14 +89,17 @@ class DenseWeight:
 
 
 class GroupWeight:
-    """A rank's part of a matrix in small integers, in the panels that `ops` multiplies fastest.
+    """A rank's shard of a quantised matrix, in the panel layout of the operators.
 
-    Rows are looked up in the dtype `computed`.
+    Args:
+        groups: The matrix.
+        panel_rows: Rows per panel.
+        computed: The dtype of lookups.
 
-    Shapes: `values` [n_panels, n_bytes] uint8, as `ops.groups` says.
+    Shapes: `values` [n_panels, n_bytes] uint8, as in `ops.groups`.
     """
 
-    is_filled = True
+    is_loaded = True
 
     def __init__(
         self, groups: Groups, panel_rows: int, computed: torch.dtype = torch.float32
@@ -108,24 +111,24 @@ class GroupWeight:
 
     @classmethod
     def in_place_of(cls, empty: "Weight", groups: Groups, panel_rows: int) -> "GroupWeight":
-        """The weight that a model has where it left room for plain values.
+        """The quantised weight that replaces an empty one.
 
-        Raises: ValueError for another shape, and where it is filled already.
+        Raises: ValueError for another shape, or if the weight is loaded already.
         """
-        if empty.is_filled:
-            raise ValueError("is filled twice")
+        if empty.is_loaded:
+            raise ValueError("is loaded twice")
         if empty.values.shape != groups.shape:
             raise ValueError(
                 f"is {list(empty.values.shape)} on this rank, got {list(groups.shape)}"
             )
         return cls(groups, panel_rows, empty.computed)
 
-    def fill(self, _: Tensor) -> None:
-        """Raises: ValueError, for it is filled from the start."""
-        raise ValueError("is filled twice")
+    def load(self, _: Tensor) -> None:
+        """Raises: ValueError, since the weight is loaded from the start."""
+        raise ValueError("is loaded twice")
 
     def groups(self) -> Groups:
-        """The matrix as integers and scales."""
+        """The matrix outside of panels."""
         return self.panels.unpack(self.values, self.n_outputs)
 
     def apply(self, x: Tensor, ops: TorchOps, bias: DenseWeight | None = None) -> Tensor:
@@ -139,13 +142,13 @@ class GroupWeight:
         ops.group_linear(x, self.values, self.panels, out)
 
     def lookup(self, tokens: Tensor, first: int, ops: TorchOps) -> Tensor:
-        """The same. Shapes: int64 [T] -> [T, in]."""
+        """As `DenseWeight.lookup`. Shapes: int64 [T] -> [T, in]."""
         rows = ops.group_lookup(tokens, self.values, self.panels, self.n_outputs, first)
         return rows if rows.dtype == self.computed else rows.to(self.computed)
 
     @staticmethod
-    def end_to_end(weights: Sequence["GroupWeight"]) -> "GroupWeight":
-        """One weight with the outputs of several side by side, which give up theirs."""
+    def concat_outputs(weights: Sequence["GroupWeight"]) -> "GroupWeight":
+        """One weight with the outputs of several weights, whose own memory is freed."""
         whole = joined([weight.groups() for weight in weights], dim=0)
         for weight in weights:
             weight.values = weight.values.new_empty(0)
@@ -156,7 +159,11 @@ Weight = DenseWeight | GroupWeight
 
 
 class MixedWeight:
-    """The outputs of several weights side by side, in formats that differ."""
+    """The outputs of several weights side by side, whose formats differ.
+
+    Args:
+        parts: The weights, in the order of the outputs.
+    """
 
     def __init__(self, parts: "Sequence[Weight | MixedWeight]") -> None:
         self._parts = parts
@@ -176,23 +183,23 @@ class MixedWeight:
             part.apply_to(x, ops, out[:, place])
 
 
-def end_to_end(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWeight:
-    """One weight with the outputs of several side by side.
+def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWeight:
+    """One weight with the outputs of several weights side by side.
 
-    Of one format they are laid end to end, and hold nothing more of their own.
+    Weights of one format are concatenated and hold no memory of their own afterwards.
     """
     dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
     groups = [weight for weight in weights if isinstance(weight, GroupWeight)]
     forms = {weight.panels for weight in groups} | {weight.values.dtype for weight in dense}
     if len(forms) > 1:
         return MixedWeight(weights)
-    return DenseWeight.end_to_end(dense) if dense else GroupWeight.end_to_end(groups)
+    return DenseWeight.concat_outputs(dense) if dense else GroupWeight.concat_outputs(groups)
 
 
 def apply_routed(
     x: Tensor, weights: Sequence[Weight | MixedWeight], routes: Routes, ops: TorchOps
 ) -> Tensor:
-    """Rows of x by the weights that their routes lead through; zeros where none leads."""
+    """Products of rows of x, each with the weight of its route; zeros for rows without a weight."""
     dense = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
     if len(dense) == len(weights):
         return ops.routed_linear(x, dense, routes)
@@ -208,14 +215,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def matrix_forms(precision: Precision) -> set[torch.dtype | GroupFormat]:
-    """What operators multiply with in a model of this precision."""
+    """The dtypes and formats of the matrices of a model of this precision."""
     kinds: tuple[Kind, ...] = ("matrix", "outer")
     forms = {precision.form_of(kind, "") for kind in kinds} | {*(precision.stored or {}).values()}
     return {torch_dtype(form.dtype) if isinstance(form, DenseFormat) else form for form in forms}
 
 
 def kv_dtype(form: KVFormat) -> torch.dtype:
-    """The dtype of a KV cache in this format; `kv_rows` says how its rows lie."""
+    """The dtype of a KV cache in this format; see `kv_rows` for the layout of its rows."""
     scaled = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
     return scaled.get(form.dtype) or torch_dtype(form.dtype)
 

@@ -1,22 +1,22 @@
-"""Matrices as small integers, or floats, with a scale for every group of inputs, in torch.
+"""Quantised matrices: small integers or fp8 with a scale for every group of inputs, in torch.
 
     y[o] = sum over groups g of  x_scale[g] * (scale[o, g] * (q[o, g] . x_q[g])
                                                + min[o, g] * sum(x_q[g]))
 
-The inputs of a product are rounded to 8 bits group by group as well, so what a group adds up to is
-an integer, the same on every machine; only the sum over groups rounds. Some formats have a scale
-and a minimum for a block of several groups, and small integers, factors, that make those of a group
-of them, or of each half of a group.
+The inputs of a product are quantised to int8 group by group, so the dot product of a group is an
+integer, the same on every machine; only the sum over groups rounds. Some formats have a scale and a
+minimum per block of several groups, and integer factors per group, or per half of a group, that
+multiply them.
 
-In fp8 the bits of an e4m3 number stand for an integer's, and inputs are not rounded:
+In fp8 the integers are replaced by e4m3 numbers, and inputs are not quantised:
 
     y[o] = sum over groups g of  scale[o, g] * (value[o, g] . x[g])
 
-A kernel reads rows together, as many as a vector has lanes of 32 bits: a panel. In it lie, one
-behind the other, the scales of all blocks, [n_blocks, rows] float16, perhaps the minima alike, the
-factors of all groups, [n_groups, n_factors, rows] int8, and the integers of all groups four inputs
-at a time, [n_groups, n_bits, rows, 4]: `planes_of` says which bits are where. The last panel is
-made up with zeros.
+A panel has as many rows as a vector has lanes of 32 bits, and a kernel reads them together. A panel
+holds, in this order: the scales of all blocks, [n_blocks, rows] float16; the minima, if the format
+has them, likewise; the factors of all groups, [n_groups, n_factors, rows] int8; and the integers
+of all groups four inputs at a time, [n_groups, n_bits, rows, 4], with the bits where `planes_of`
+puts them. The last panel is padded with zeros.
 
 Source: the blocks of GGUF's Q8_0, Q4_0 and Q4_1, ggml's docs/gguf.md; e4m3, arXiv 2209.05433.
 """
@@ -31,17 +31,14 @@ from torch import Tensor
 
 from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
 
-# What products of groups are summed in.
-_COMPUTED = torch.float32
+_COMPUTED = torch.float32  # the dtype of sums over groups
+_LINE_BYTES = 64  # of a CPU cache, the alignment of a panel
 
-# A panel begins where a line of the cache does.
-_LINE_BYTES = 64
-
-# Parts of a group's range that its integers of 4 bits are tried over. What many values gain by
-# finer steps can be more than what few lose by being cut off.
+# Fractions of a group's range that int4 quantisation tries. The finer steps for most values can
+# outweigh the clipping of a few.
 _TRIED = (1.0, 0.93, 0.86)
 
-# Inputs whose largest is below it count as zeros: its inverse would be infinite.
+# A group of inputs whose largest is below this counts as zeros: the inverse would overflow.
 LEAST_INPUT = 1e-30
 
 _SCALE_LIMIT = torch.finfo(torch.float16).max
@@ -52,12 +49,15 @@ _LARGEST_E4M3 = torch.finfo(_E4M3).max
 
 @dataclass(frozen=True)
 class Groups:
-    """A matrix [out, in], quantised.
+    """A quantised matrix [out, in].
 
-    The first block may have begun before it, by `n_before` groups.
-
-    Shapes: integers [out, in] int8, in fp8 floats' bits; scales, and minima where the format has
-    them, [out, n_blocks] float16; factors, where it has them, [out, n_groups * n_factors] int8.
+    Args:
+        form: The format.
+        integers: [out, in] int8; for fp8 the bits of the floats.
+        scales: [out, n_blocks] float16.
+        mins: [out, n_blocks] float16, for formats with minima.
+        factors: [out, n_groups * n_factors] int8, for formats with factors.
+        n_before: How many groups of the first block come before the matrix, which may be a slice.
     """
 
     form: GroupFormat
@@ -77,22 +77,22 @@ class Groups:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Integers, scales, and minima and factors where there are any."""
+        """Integers and scales, and the minima and factors of formats that have them."""
         held = self.integers, self.scales, *self._optional
         return tuple(each for each in held if each is not None)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Groups":
-        """The same matrix with its rows changed, in all that it consists of alike."""
+        """The matrix with a function applied to all its tensors, whose first dimension is rows."""
         mins, factors = (None if part is None else change(part) for part in self._optional)
         integers, scales = change(self.integers), change(self.scales)
         return Groups(self.form, integers, scales, mins, factors, self.n_before)
 
     def to(self, device: torch.device) -> "Groups":
-        """The same matrix on a device."""
+        """The matrix on a device."""
         return self.each(lambda part: part.to(device))
 
     def columns(self, inputs: range) -> "Groups":
-        """Those of some inputs, whole groups of them."""
+        """The columns of some inputs, in whole groups."""
         start, stop = (at // GROUP_SIZE for at in (inputs.start, inputs.stop))
         first, n_shared = self.n_before + start, self.form.n_shared
         blocks = slice(first // n_shared, -(-(self.n_before + stop) // n_shared))
@@ -107,11 +107,11 @@ class Groups:
         )
 
     def some(self, rows: slice) -> "Groups":
-        """Some outputs of the same matrix."""
+        """The rows of some outputs."""
         return self.each(lambda of_rows: of_rows[rows])
 
     def values(self) -> Tensor:
-        """The matrix that is meant, in float32."""
+        """The dequantised matrix, in float32."""
         values = self.part_numbers() * self.part_scales()[..., None]
         mins = self.part_mins()
         return (values if mins is None else values + mins[..., None]).flatten(1)
@@ -126,14 +126,14 @@ class Groups:
         return self._of_parts(self.scales, 0 if self.form.scale_factors else None)
 
     def part_mins(self) -> Tensor | None:
-        """The same of minima, where there are some."""
+        """The minimum of every part of a group, or None. Shapes: as `part_scales`."""
         if self.mins is None:
             return None
         first = self.form.n_factors - self.form.n_parts
         return self._of_parts(self.mins, first if self.form.min_factors else None)
 
     def _of_parts(self, of_blocks: Tensor, first_factor: int | None) -> Tensor:
-        """Exact: 11 bits of a float16 by 8 bits of a factor are no more than 24."""
+        """Exact in float32: the product of a float16 and an int8 factor has at most 24 bits."""
         n_groups, n_parts = self.shape[1] // GROUP_SIZE, self.form.n_parts
         of_groups = of_blocks.to(_COMPUTED).repeat_interleave(self.form.n_shared, 1)
         of_groups = of_groups[:, self.n_before :][:, :n_groups]
@@ -150,9 +150,9 @@ class Groups:
 
 
 def quantise(values: Tensor, form: GroupFormat) -> Groups:
-    """The nearest matrix in int8 or fp8, or in int4 with minima; every group by itself.
+    """Quantise a matrix to int8, fp8, or int4 with minima, each group on its own.
 
-    Shapes: [out, in], whole groups of inputs.
+    Shapes: [out, in], in whole groups of inputs.
     """
     groups = _in_runs(values.to(_COMPUTED))
     if form.has_min:
@@ -168,9 +168,9 @@ def quantise(values: Tensor, form: GroupFormat) -> Groups:
 
 
 def joined(parts: Sequence[Groups], dim: int) -> Groups:
-    """Parts of a matrix in one: their outputs (dim 0) or their inputs (1) side by side.
+    """Concatenate matrices along their outputs (dim 0) or their inputs (dim 1).
 
-    Where inputs are joined, each part but the first begins with a block.
+    Along inputs, each matrix but the first must begin with a block.
     """
     first = parts[0]
     assert all(part.n_before == (0 if dim else first.n_before) for part in parts[1:])
@@ -195,7 +195,7 @@ def _in_runs(rows: Tensor, size: int = GROUP_SIZE) -> Tensor:
 
 
 def _with_minima(groups: Tensor, form: GroupFormat) -> Groups:
-    """For each group the line, of those tried, that leaves the least squared error."""
+    """For each group, the scale and minimum among those tried with the least squared error."""
     # Not aminmax, which takes several times as long for short rows.
     low, high, mean = groups.amin(-1), groups.amax(-1), groups.mean(-1)
     scales, mins = _line(groups, low, high, mean, _TRIED[0])
@@ -216,10 +216,10 @@ def _with_minima(groups: Tensor, form: GroupFormat) -> Groups:
 def _line(
     groups: Tensor, low: Tensor, high: Tensor, mean: Tensor, part: float
 ) -> tuple[Tensor, Tensor]:
-    """Scales and minima that fit best to integers over the middle part of each group's range."""
+    """The best scales and minima for integers over the middle `part` of each group's range."""
     cut = (high - low) * (1 - part) / 2
     integers = _integers(groups - (low + cut)[..., None], (high - low - 2 * cut) / 15, 0, 15)
-    # Least squares: the values' slope over the integers, through the mean of both.
+    # Linear regression of the values on the integers.
     mean_integer = integers.mean(-1, keepdim=True)
     apart = integers.sub_(mean_integer)
     scales = (apart * groups).sum(-1) / (apart * apart).sum(-1).clamp(min=1)
@@ -228,14 +228,14 @@ def _line(
 
 
 def _error(groups: Tensor, scales: Tensor, mins: Tensor) -> Tensor:
-    """What is left of each group's squares."""
+    """The squared error of each group."""
     lifted = groups - mins[..., None]
     left = _integers(lifted, scales, 0, 15).mul_(scales[..., None]).sub_(lifted)
     return left.mul_(left).sum(-1)
 
 
 def _rounded(numbers: Tensor) -> Tensor:
-    """As float16 keeps them, so that integers are chosen for what they will be multiplied by."""
+    """Rounded to float16, so that integers are chosen for the scales that are stored."""
     return numbers.clamp(-_SCALE_LIMIT, _SCALE_LIMIT).to(torch.float16).to(_COMPUTED)
 
 
@@ -246,12 +246,12 @@ def _integers(groups: Tensor, scales: Tensor, least: int, most: int) -> Tensor:
 
 def _e4m3_bits(groups: Tensor, scales: Tensor) -> Tensor:
     numbers = torch.where(scales[..., None] == 0, 0, groups / scales[..., None])
-    # Beyond the largest, which a rounded scale leads to, not every version of torch stays finite.
+    # A rounded scale can exceed the largest number, where some versions of torch give NaN.
     return numbers.clamp_(-_LARGEST_E4M3, _LARGEST_E4M3).to(_E4M3).view(torch.int8)
 
 
 def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The inputs of a product in 8 bits; a group with an infinity or nan has the scale nan.
+    """Quantise the inputs of a product to int8; a group with an infinity or NaN has a NaN scale.
 
     Shapes: x [T, in] -> integers [T, in / GROUP_SIZE, GROUP_SIZE] int8, scales [T, in /
     GROUP_SIZE], in at least float32.
@@ -259,20 +259,20 @@ def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = _in_runs(x.to(_COMPUTED))
     largest = groups.abs().amax(-1)
     scales = largest / 127 + largest * 0
-    # A quotient of tensors, for torch makes 127 times a rounded inverse of a number's.
+    # torch computes 127 / tensor as 127 times a rounded inverse, but divides two tensors.
     inverse = torch.where(largest < LEAST_INPUT, 0, torch.full_like(largest, 127) / largest)
     return (groups * inverse[..., None]).round_().nan_to_num_(0).to(torch.int8), scales
 
 
 def group_linear(x: Tensor, weight: Groups) -> Tensor:
-    """Y = X A, with rounded inputs if A is in integers. Shapes: [T, in], [out, in] -> [T, out]."""
+    """Y = X A, with int8 inputs if A is in integers. Shapes: [T, in], [out, in] -> [T, out]."""
     if weight.form.is_float:
         wide = torch.promote_types(x.dtype, _COMPUTED)
         return F.linear(x.to(wide), weight.values().to(wide)).to(x.dtype)
     rounded, x_scales = rounded_inputs(x)
     integers = weight.part_numbers()
     inputs = _in_runs(rounded.flatten(1), integers.shape[2]).to(_COMPUTED)
-    # Exact: these integers have fewer than the 24 bits of a float32.
+    # Exact: these sums of integers fit in the 24 bits of a float32.
     dots = torch.einsum("tpi,opi->top", inputs, integers)
     terms = dots * weight.part_scales()  # [T, out, n_parts of all groups]
     mins = weight.part_mins()
@@ -284,10 +284,11 @@ def group_linear(x: Tensor, weight: Groups) -> Tensor:
 
 @dataclass(frozen=True)
 class Plane:
-    """Some bits of all integers of a group: `width` of them, from bit `first` on.
+    """The bits `first` to `first` + `width` of all integers of a group.
 
-    A group's integers lie four inputs at a time: in words of 32 bits, a byte for each input. The
-    plane has the `width` words from number `first` on, each with the bits of several such columns.
+    The integers of a group are 8 columns of 4 inputs, a column being a 32-bit word with one byte
+    per input. The plane stores its bits in words `first` to `first` + `width`, each word with the
+    bits of several columns.
     """
 
     width: int
@@ -301,30 +302,30 @@ class Plane:
         return self.first + column % self.width
 
     def shift_of(self, column: int) -> int:
-        """At which bit of a byte of its word the bits of a column are."""
+        """The lowest bit, in each byte of its word, of the bits of a column."""
         return column // self.width * self.width
 
     def of_columns(self, unsigned: Tensor) -> Tensor:
-        """Its words. Shapes: [panels, groups, 8, rows, 4] -> [panels, groups, width, rows, 4]."""
+        """Pack it. Shapes: [panels, groups, 8, rows, 4] -> [panels, groups, width, rows, 4]."""
         bits = (unsigned >> self.first) & self.mask
         bits = bits.view(*bits.shape[:2], 8 // self.width, self.width, *bits.shape[3:])
         bits = bits << self._shifts(unsigned.device)
-        return bits.sum(2, dtype=torch.uint8)  # no bit is in two of them
+        return bits.sum(2, dtype=torch.uint8)  # the bits are disjoint
 
     def in_columns(self, words: Tensor) -> Tensor:
-        """The inverse, from the words of all planes: its bits, where they belong in each byte."""
+        """The inverse, from the words of all planes: its bits at their position in each byte."""
         own = words[:, :, self.first : self.first + self.width, None].transpose(2, 3)
         bits = ((own >> self._shifts(words.device)) & self.mask) << self.first
         return bits.flatten(2, 3)
 
     def _shifts(self, device: torch.device) -> Tensor:
-        """Those of the columns of each word. Shapes: [8 / width, 1, 1, 1]."""
+        """The shifts of the columns of each word. Shapes: [8 / width, 1, 1, 1]."""
         shifts = torch.arange(0, 8, self.width, dtype=torch.uint8, device=device)
         return shifts.view(-1, 1, 1, 1)
 
 
 def planes_of(n_bits: int) -> list[Plane]:
-    """How the bits of integers are kept apart, so that none of a word is left over.
+    """The planes that integers of `n_bits` are split into, so that no bit of a word is unused.
 
     >>> planes_of(6)
     [Plane(width=4, first=0), Plane(width=2, first=4)]
@@ -338,9 +339,13 @@ def planes_of(n_bits: int) -> list[Plane]:
 
 @dataclass(frozen=True)
 class PanelShape:
-    """Where things lie in the panels of a matrix of so many inputs, for vectors of so many rows.
+    """The layout of the panels of a matrix.
 
-    The first block of inputs may have begun `n_before` groups before them.
+    Args:
+        form: The format.
+        n_inputs: The number of inputs.
+        n_rows: Rows per panel.
+        n_before: As in `Groups`.
     """
 
     form: GroupFormat
@@ -358,17 +363,17 @@ class PanelShape:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of the integers of a group, of all rows of a panel."""
+        """Bytes of the integers of a group, for all rows of a panel."""
         return GROUP_SIZE * self.form.n_bits // 8 * self.n_rows
 
     @property
     def n_halves(self) -> int:
-        """Numbers in float16 that belong to a block: a scale, and perhaps a minimum."""
+        """float16 numbers per block and row: a scale, and a minimum if the format has minima."""
         return 1 + self.form.has_min
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of all blocks, and of the minima."""
+        """Bytes of the scales of all blocks; the minima take as many."""
         return 2 * self.n_blocks * self.n_rows
 
     @property
@@ -408,7 +413,7 @@ class PanelShape:
         return panels
 
     def unpack(self, panels: Tensor, n_outputs: int) -> Groups:
-        """The inverse of `pack`, for some panels and the outputs that they have."""
+        """The inverse of `pack`, for panels with `n_outputs` rows."""
         form, n_panels, n = self.form, len(panels), self.n_groups
         words = panels[:, self.integers_at :][:, : n * self.group_bytes]
         words = words.reshape(n_panels, n, form.n_bits, self.n_rows, 4)
@@ -429,7 +434,7 @@ class PanelShape:
         return whole.some(slice(n_outputs))
 
     def unpack_rows(self, panels: Tensor, outputs: Tensor) -> Groups:
-        """Some outputs of a matrix, in any order; no others are looked at.
+        """Unpack the rows of some outputs, in any order, without reading the others.
 
         Shapes: panels [n_panels, n_bytes], outputs [n] int64 -> a matrix [n, in].
         """

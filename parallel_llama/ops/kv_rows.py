@@ -1,8 +1,7 @@
-"""How keys and values lie in the KV cache, and the way in and out of it, in torch.
+"""The rows of the KV cache, and how they are packed, stored, read and unpacked, in torch.
 
-A row is what is kept of one head and one token: in a plain cache its D numbers; in one of int8 or
-fp8 D numbers of one byte and, in the last four bytes, the float32 by which they are multiplied. The
-dtype of a cache says which it is.
+A row holds the key or value of one head and one token: D numbers, or in an int8 or fp8 cache D
+numbers of one byte followed by their float32 scale. The dtype of the cache tells which.
 """
 
 import torch
@@ -10,19 +9,19 @@ from torch import Tensor
 
 from parallel_llama.dtypes import KV_SCALE_BYTES
 
-# The largest number of those that are kept with a scale: the largest of a row becomes this.
+# The number that the largest of a row is scaled to, for the dtypes with a scale.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# Not zero, so that a row of zeros can be divided by its scale.
+# Above zero, so that a row of zeros can be divided by its scale.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def row_width(head_dim: int, dtype: torch.dtype) -> int:
-    """How many numbers of a cache's dtype a row takes."""
+    """Numbers of the cache's dtype per row."""
     return head_dim + KV_SCALE_BYTES if dtype in LARGEST else head_dim
 
 
 def pack(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as rows of a cache; those with an infinity or nan among them are nan there.
+    """Keys or values as rows of a cache; with a scale, a row with an infinity or NaN becomes NaN.
 
     Shapes: [..., D] -> [..., row_width].
     """
@@ -30,7 +29,7 @@ def pack(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = wide.abs().amax(-1, keepdim=True)
-    # nan or infinite where a number is, which makes nan of all numbers that it is multiplied by.
+    # NaN or infinite if a number is, which makes the whole row NaN.
     scale = (largest / LARGEST[dtype]).to(torch.float32).clamp(min=LEAST_SCALE)
     numbers = wide / scale
     if dtype == torch.int8:
@@ -39,32 +38,32 @@ def pack(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as they were kept, in a dtype to compute in.
+    """The keys or values of some rows, in a dtype to compute in.
 
     Shapes: [..., row_width] -> [..., D].
     """
     if rows.dtype not in LARGEST:
         return rows.to(dtype)
     numbers, last = rows[..., :-KV_SCALE_BYTES], rows[..., -KV_SCALE_BYTES:]
-    # A copy, for four bytes in the middle of others are no float32.
+    # A copy, since a view as float32 needs contiguous bytes.
     scale = _bytes(last).clone(memory_format=torch.contiguous_format).view(torch.float32)
     wide = torch.promote_types(dtype, torch.float32)
     return numbers.to(wide).mul_(scale).to(dtype)
 
 
 def store(x: Tensor, slots: Tensor, cache: Tensor) -> None:
-    """Put keys or values into their slots.
+    """Store keys or values in their slots.
 
     Shapes: x [T, K, D]; slots [T]; cache [K, n_slots, row_width].
     """
     rows = pack(x.transpose(0, 1), cache.dtype)
-    if cache.dtype in LARGEST:  # which torch cannot index
+    if cache.dtype in LARGEST:  # torch cannot index all of these dtypes
         rows, cache = _bytes(rows), _bytes(cache)
     cache.index_copy_(1, slots, rows)
 
 
 def take(cache: Tensor, slots: Tensor) -> Tensor:
-    """The rows in some slots. Shapes: [K, n_slots, W], [S] -> [K, S, W]."""
+    """The rows of some slots. Shapes: [K, n_slots, W], [S] -> [K, S, W]."""
     if cache.dtype not in LARGEST:
         return cache[:, slots]
     return _bytes(cache)[:, slots].view(cache.dtype)

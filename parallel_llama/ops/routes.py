@@ -1,4 +1,4 @@
-"""Which rows go through which of several weights."""
+"""The routes of rows through several weights, as in a mixture of experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routes:
-    """For each of n weights, the rows of x that it takes, and the rows of y that they become.
+    """For each of n weights, its rows of the input x and of the output y.
 
-    Weight e takes sources[i] and gives targets[i], for each i from starts[e] to before the next.
-    Targets from the last start on are rows of y that no weight gives. No weight has more rows than
-    `max_rows`, which is known without a look into tensors.
+    Weight e computes row targets[i] of y from row sources[i] of x, for i from starts[e] up to
+    starts[e + 1]. Targets from starts[n] on are rows of y that no weight computes.
 
-    Shapes: int64 sources and targets [P], targets with each row of y once; starts [n + 1].
+    Args:
+        sources: [P] int64.
+        targets: [P] int64, each row of y once.
+        starts: [n + 1] int64.
+        max_rows: A bound on the rows of a weight that is known without reading tensors.
     """
 
     sources: Tensor
@@ -23,14 +26,14 @@ class Routes:
     max_rows: int
 
     def bounds(self) -> tuple[list[int], list[int]]:
-        """Where each weight's rows begin, and where they end."""
+        """The start and the end of each weight's rows."""
         starts = self.starts.tolist()
         return starts[:-1], starts[1:]
 
     def through(
         self, x: Tensor, products: Sequence[Callable[[Tensor], Tensor]], n_outputs: int
     ) -> Tensor:
-        """What the weights give, one by one; zeros in the other rows.
+        """y from one product per weight; zeros in rows that no weight computes.
 
         Shapes: x [n, in], each product [m, in] -> [m, n_outputs]; the result [P, n_outputs].
         """

@@ -1,4 +1,4 @@
-"""The operators in torch: they run on any device, in any dtype, and say what each computes."""
+"""The operators in torch: the reference, on any device and in any dtype."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,44 +10,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_llama.ops import kv_rows
-from parallel_llama.ops.decode_batch import DecodeBatch
-from parallel_llama.ops.filters import Filters, leaders_of, mass_of
+from parallel_llama.ops.attention import (
+    PLAIN,
+    DecodeBatch,
+    HeadMap,
+    PagedQueries,
+    QueryChunk,
+    Scores,
+)
+from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.ops.groups import PanelShape, group_linear
 from parallel_llama.ops.noise import Noise, gumbel
-from parallel_llama.ops.paged_queries import HeadMap, PagedQueries
-from parallel_llama.ops.query_chunk import QueryChunk
 from parallel_llama.ops.routes import Routes
-from parallel_llama.ops.scores import PLAIN, Scores
 from parallel_llama.parallel.collectives import Communicator
 
-# Queries that attention takes at once: so many that a call is worth it, so few that a long prompt's
-# first ones need not pass over its last keys.
+# Queries per attention call: enough to be worth a call, and few enough that the first queries of a
+# long prompt skip its last keys.
 MAX_QUERIES = 64
 
 
 class TorchOps:
-    """The operators of a model, called on one rank's part of it.
+    """The operators of a model, on one rank's shard.
 
-    Other sets of operators are subclasses with faster ones in the place of some.
+    Subclasses replace some operators by faster ones.
+
+    Args:
+        scores: The score function of attention.
     """
 
-    panel_rows = 16  # of a matrix in small integers
-    is_paged = False  # whether a batch tells of queries by the blocks of their keys
+    panel_rows = 16  # rows per panel of a quantised matrix
+    is_paged = False  # whether attention takes `PagedQueries`
 
     def __init__(self, scores: Scores = PLAIN) -> None:
         self._scores = scores
 
     def compile(self, *, has_experts: bool = False) -> None:
-        """Make ready what takes a while, so that the first step does not wait for it."""
+        """Compile the kernels, so that the first step does not wait for them."""
 
     def lookup(
         self, tokens: Tensor, weight: Tensor, first: int = 0, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The rows of a weight for some tokens, of which it has those from `first` on.
-
-        Zeros for the other tokens; `dtype` is the result's, perhaps with more bits.
-
-        Shapes: tokens [T] int64, weight [n, dim] -> [T, dim].
+        """The rows of a weight for some tokens, row 0 for token `first`; zeros for other tokens.
+        Shapes: tokens [T] int64, weight [n, dim] -> [T, dim], in `dtype` if that is given.
         """
         own = tokens - first
         elsewhere = (own < 0) | (own >= len(weight))
@@ -57,25 +61,24 @@ class TorchOps:
         return rows.to(dtype or weight.dtype).masked_fill_(elsewhere[:, None], 0)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Y = X A + b, the weight in torch's order, perhaps in 16 bits where x has more.
+        """Y = X A + b, the weight in torch's order; it may have 16 bits where x has more.
 
         Shapes: [T, in], [out, in] -> [T, out].
         """
         return F.linear(x, weight.to(x.dtype), bias)
 
     def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-        """out = X A with inputs rounded to bytes; A in integers with scales, as `groups` says.
+        """out = X A with a quantised A, as `groups` defines it.
 
-        Shapes: x [T, in]; panels [n_panels, n_bytes] uint8; out [T, n_outputs], perhaps some
-        columns of more.
+        Shapes: x [T, in]; panels [n_panels, n_bytes] uint8; out [T, n_outputs], perhaps a view of
+        some columns.
         """
         out.copy_(group_linear(x, shape.unpack(panels, out.shape[1])))
 
     def group_lookup(
         self, tokens: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int, first: int = 0
     ) -> Tensor:
-        """Rows of a matrix in panels, its first row being that of token `first`; zeros for tokens
-        that have none.
+        """`lookup` in a quantised matrix of `n_outputs` rows.
 
         Shapes: tokens [T] int64; panels [n_panels, n_bytes] uint8; [T, in] float32.
         """
@@ -88,7 +91,7 @@ class TorchOps:
         return rows.masked_fill_(elsewhere[:, None], 0)
 
     def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
-        """Y = X A for some rows each by one of several A; zeros where no weight gives a row.
+        """Y = X A, each row with one of several A; zeros for rows that no weight computes.
 
         Shapes: x [n, in], each weight [out, in] -> [P, out].
         """
@@ -98,17 +101,17 @@ class TorchOps:
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
     ) -> tuple[Tensor, Tensor]:
-        """The experts that each token goes to, the best first, and the share of each.
+        """The routing weights and the experts of each token, the best first.
 
-        Shares are the softmax over all experts, of at least float32; `normed` ones sum to 1. Of
-        equally good experts the one with the lower number comes first.
+        The weights are the softmax over all experts in at least float32; with `normed`, those of a
+        token sum to 1. Of experts with equal scores the lower number comes first.
 
         Shapes: x [T, dim], gate [n_experts, dim] -> shares [T, n_active], experts [T, n_active].
         Source: Mixtral, arXiv 2401.04088.
         """
         scores = F.linear(x, gate)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        # Not topk, which promises nothing about equal ones.
+        # Not topk, whose order of equal values is not defined.
         ordered, experts = wide.softmax(-1).sort(descending=True, stable=True)
         shares = ordered[:, :n_active]
         if normed:
@@ -116,10 +119,10 @@ class TorchOps:
         return shares, experts[:, :n_active]
 
     def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
-        """From tokens' rows to those of pairs by a rank's own experts, and on to those by token.
+        """The routes from tokens to rows sorted by this rank's experts, and from there to pairs.
 
-        A pair is a token and one of its experts: those of a token lie side by side. Between the two
-        products they lie expert by expert, and those of other ranks last.
+        A pair is a token and one of its experts; the pairs of a token are contiguous. Between the
+        two products the rows are sorted by expert, pairs of other ranks' experts last.
 
         Shapes: experts [T, n_active]; the results' sources and targets [T * n_active].
         """
@@ -127,26 +130,26 @@ class TorchOps:
         chosen = chosen.where((chosen >= 0) & (chosen < len(own)), len(own))
         (chosen, pairs), device = chosen.sort(stable=True), chosen.device
         order = torch.arange(len(pairs), device=device)
-        # Not bincount, which asks a device for the largest.
+        # Not bincount, which synchronises with the device.
         starts = torch.searchsorted(chosen, torch.arange(len(own) + 1, device=device))
         to_experts = Routes(pairs // experts.shape[1], order, starts, len(experts))
         return to_experts, Routes(order, pairs, starts, len(experts))
 
     def weighted_sum(self, parts: Tensor, shares: Tensor) -> Tensor:
-        """What each token gets from its experts, summed in the dtype of the shares.
+        """The weighted sum of each token's n parts, in the dtype of the weights.
 
         Shapes: parts [T * n, dim], shares [T, n] -> [T, dim] partial, in the dtype of the parts.
         """
         each = parts.view(*shares.shape, -1)
-        total = each[:, 0] * shares[:, :1]  # one by one: torch's sums may hang on how many rows
+        total = each[:, 0] * shares[:, :1]  # in order: torch.sum may depend on the number of rows
         for number in range(1, shares.shape[1]):
             total += each[:, number] * shares[:, number : number + 1]
         return total.to(parts.dtype)
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:
-        """The largest number of each row, and the first place where it is, counted from `first`.
+        """The largest value of each row and its first column, counted from `first`.
 
-        It is NaN where a row has one, and -inf where it has nothing else.
+        The value is NaN if the row has a NaN, and -inf if all values are -inf.
 
         Shapes: [n, m] -> [n, 2] float64.
         """
@@ -158,10 +161,10 @@ class TorchOps:
         return torch.stack((values.double(), (places + first).double()), dim=1)
 
     def draw(self, x: Tensor, noise: Noise, first: int = 0) -> Tensor:
-        """The best score of each row, and the first token that has it, their ids from `first` on.
+        """The best score of each row and the first token that has it; column 0 is token `first`.
 
-        A score is a logit / temperature + the noise of the key and the token; where the temperature
-        is 0, the logit. The best is NaN where a row has one, and -inf where it has nothing else.
+        A score is logit / temperature + the noise of the row's key and the token, or the logit for
+        temperature 0. The best is NaN if the row has a NaN, and -inf if all logits are -inf.
 
         Shapes: x [n, m], noise of n rows -> [n, 2] float64.
         """
@@ -171,7 +174,7 @@ class TorchOps:
         return TorchOps.largest(self, torch.where(temperatures > 0, noisy, wide), first)
 
     def candidates(self, x: Tensor, temperatures: Tensor, k: int, first: int = 0) -> Tensor:
-        """Each row's mass and its k largest logits with their tokens, as `ops.filters` says.
+        """Each row's mass and its k largest logits with their tokens, as in `ops.filters`.
 
         Shapes: x [n, m] of the tokens from `first` on, temperatures [n] -> [n, 1 + 2 k] float64.
         """
@@ -187,52 +190,52 @@ class TorchOps:
         return found
 
     def draw_filtered(self, of_ranks: Tensor, filters: Filters, vocab_size: int) -> Tensor:
-        """The token of each row, drawn from all ranks' candidates; -1 where they do not settle it.
+        """The token of each row, drawn from the candidates of all ranks; -1 if they do not suffice.
 
         Shapes: of_ranks [tp_size, n, 1 + 2 k] -> [n] int64.
         """
-        values, tokens = leaders_of(of_ranks, 1)
+        values, tokens = merge_top_k(of_ranks, 1)
         values, tokens = values[:, :vocab_size], tokens[:, :vocab_size]
         mass = mass_of(of_ranks[:, :, 0], of_ranks[:, :, 1], filters.noise.temperatures)
-        kept, settled = filters.kept(values, mass, vocab_size)
+        kept, decided = filters.kept(values, mass, vocab_size)
         drawn = tokens.gather(1, filters.draw(values, tokens, kept)[:, None])[:, 0]
-        return drawn.where(settled, -1)
+        return drawn.where(decided, -1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """x / rms(x) * (weight + offset), with the mean of squares in at least float32.
 
-        A row whose squares are too large for that becomes nan, not zeros.
+        A row whose sum of squares overflows becomes NaN, not zeros.
 
         Shapes: x [..., dim], and so is the result.
         Source: arXiv 1910.07467.
         """
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        # Not F.rms_norm: on the CPU it takes ten times as long for many rows.
+        # F.rms_norm takes ten times as long on the CPU for many rows.
         length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        # One call for eps + norm^2 / dim: at one row each call takes as long as what it computes.
+        # One call for eps + norm^2 / dim, since for one row a call costs as much as its arithmetic.
         mean = torch.full_like(length, eps).addcmul_(length, length, value=1 / x.shape[-1])
-        inverse_rms = (mean * 0).add_(mean.rsqrt())  # nan for an infinite mean
+        inverse_rms = (mean * 0).add_(mean.rsqrt())  # NaN for an infinite mean
         normed = wide * inverse_rms
-        if offset:  # a weight near 0 has digits that weight + offset loses in 16 bits
+        if offset:  # in 16 bits, weight + offset would lose digits of a weight near 0
             return normed.mul_(weight.to(normed.dtype) + offset).to(x.dtype)
         return normed.to(x.dtype).mul_(weight)
 
     def rms_norm_(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> None:
-        """The same of some heads, in place. Shapes: x [T, H, D], heads in one piece."""
+        """`rms_norm` of each head, in place. Shapes: x [T, H, D], contiguous in [H, D]."""
         x.copy_(self.rms_norm(x.contiguous(), weight, eps, offset))
 
     def add_(self, x: Tensor, y: Tensor) -> Tensor:
-        """x += y. Returns: x. Shapes: x [T, n], y [T, n], or [n] for every row."""
+        """Adds y to x in place and returns x. Shapes: x [T, n]; y [T, n], or [n] for every row."""
         return x.add_(y)
 
     def add_rms_norm(
         self, x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0
     ) -> Tensor:
-        """x += y. Returns: `rms_norm` of x then. Shapes: x, y [T, dim], and so is the result."""
+        """Adds y to x in place and returns `rms_norm` of x. Shapes: all [T, dim]."""
         return self.rms_norm(self.add_(x, y), weight, eps, offset)
 
     def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
-        """`comm.all_reduce`, where an operator comes before and after it."""
+        """`comm.all_reduce` between two operators, in place."""
         return comm.all_reduce(x)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -244,7 +247,7 @@ class TorchOps:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        """silu(gate) * up, which lie side by side in x; x may be overwritten.
+        """silu(gate) * up, the two halves of each row; may overwrite x.
 
         Shapes: [T, 2 * channels] -> [T, channels].
         Source: SwiGLU, arXiv 2002.05202.
@@ -253,7 +256,7 @@ class TorchOps:
         return F.silu(gate, inplace=True).mul_(up)
 
     def gelu_and_mul(self, x: Tensor, *, is_tanh: bool) -> Tensor:
-        """gelu(gate) * up, which lie side by side in x; `is_tanh` for the approximation by tanh.
+        """gelu(gate) * up, the two halves of each row; `is_tanh` for the tanh approximation.
 
         Shapes: [T, 2 * channels] -> [T, channels].
         Source: GEGLU, arXiv 2002.05202.
@@ -262,7 +265,7 @@ class TorchOps:
         return self.gelu(gate, is_tanh=is_tanh).mul_(up)
 
     def gelu(self, x: Tensor, *, is_tanh: bool) -> Tensor:
-        """x * Phi(x), exact or with Phi approximated by tanh; a new tensor.
+        """x * Phi(x), exact or with the tanh approximation of Phi, as a new tensor.
 
         Source: arXiv 1606.08415.
         """
@@ -271,7 +274,7 @@ class TorchOps:
     def rotate_and_store(
         self, qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        """Rotate the queries in place; put rotated keys, and values, in their slots of the cache.
+        """Rotates queries in place and stores rotated keys and values in their slots of the cache.
 
         The keys in qkv are undefined afterwards.
 
@@ -287,7 +290,7 @@ class TorchOps:
     def chunk_attention(
         self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor
     ) -> None:
-        """Softmax attention of a chunk's queries, heads in equal groups, into their rows of out.
+        """Softmax attention of a chunk's queries, G heads per KV head, into their rows of out.
 
         Shapes: q, out [T, K * G, D]; k, v [K, n_slots, W].
         """
@@ -306,24 +309,24 @@ class TorchOps:
             )
 
     def prefill_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Softmax attention of consecutive queries of one sequence, heads in equal groups.
+        """Softmax attention of consecutive queries of one sequence, G heads per KV head.
 
-        Shapes: q [T, K * G, D]; k, v [1, K, S, W]; mask [T, S], added to the scores, or None where
-        all queries see all keys; the result [T, K * G, D].
+        Shapes: q [T, K * G, D]; k, v [1, K, S, W]; mask [T, S], added to the scores, or None if all
+        queries attend to all keys; the result [T, K * G, D].
         """
         n_rows, n_kv_heads = len(q), k.shape[1]
         if self._scores.soft_cap is not None:
-            # Which torch's own attention has no place for.
+            # scaled_dot_product_attention has no soft cap.
             return self.partial_attention(q, k, v, mask)[0]
         k, v = self._unpack(k, q.dtype), self._unpack(v, q.dtype)
         scale = self._scores.scale
         if n_rows == 1:
-            # The heads of a group are the rows of one call, so each key is read once.
+            # The query heads of a KV head are the rows of one call, so each key is read once.
             q = q.view(1, n_kv_heads, -1, q.shape[2])
             return F.scaled_dot_product_attention(q, k, v, scale=scale).flatten(1, 2)
         q = q.view(n_rows, n_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [K, G, T, D]
         n_group = q.shape[1]
-        # No key or value is repeated, as torch's own grouped attention does on the CPU.
+        # Expanded keys and values are not copied, as torch's enable_gqa copies them on the CPU.
         o = F.scaled_dot_product_attention(
             q,
             k.transpose(0, 1).expand(-1, n_group, -1, -1),
@@ -334,17 +337,17 @@ class TorchOps:
         return o.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Keys or values as they were kept. Shapes: [1, K, S, W] -> [1, K, S, D]."""
+        """Dequantise keys or values. Shapes: [1, K, S, W] -> [1, K, S, D]."""
         return kv_rows.unpack(rows, dtype)
 
     def partial_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The same over some of the keys that a query sees, and the log-sum-exp of its scores.
+        """`prefill_attention` over a part of the keys, and the log-sum-exp of the scores.
 
-        A query that sees none of them has zeros and -inf.
+        A query that attends to none of the keys gets zeros and -inf.
 
-        Shapes: as above; the log-sum-exp [T, K * G].
+        Shapes: as in `prefill_attention`; the log-sum-exp [T, K * G].
         """
         n_rows, n_heads, head_dim = q.shape
         _, n_kv_heads, n_keys, _ = k.shape
@@ -358,7 +361,7 @@ class TorchOps:
             scores.mul_(scale / cap).tanh_().mul_(cap)
         if mask is not None:
             scores.view(n_kv_heads, -1, n_rows, n_keys).add_(mask)
-        # Weights are summed in at least float32, as torch's own attention sums them.
+        # Weights are summed in at least float32, as in scaled_dot_product_attention.
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         lse = wide.logsumexp(-1, keepdim=True)
         weights = wide.softmax(-1).masked_fill(lse == -torch.inf, 0)
@@ -369,7 +372,7 @@ class TorchOps:
     def decode_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: DecodeBatch, out: Tensor
     ) -> None:
-        """Softmax attention of single queries, each over keys of its own, into their rows of out.
+        """Softmax attention of single queries, each over its own keys, into their rows of out.
 
         Shapes: q, out [T, K * G, D]; k, v [K, n_slots, W].
         """
@@ -384,9 +387,9 @@ class TorchOps:
     def paged_attention(
         self, q: Tensor, k: Tensor, v: Tensor, queries: PagedQueries, heads: HeadMap, out: Tensor
     ) -> None:
-        """Softmax attention of consecutive queries over keys in blocks, into their rows of out.
+        """Softmax attention of ranges of queries over keys in blocks, into their rows of out.
 
-        Rows of no query stay as they are.
+        Rows without a query are not changed.
 
         Shapes: q, out [T, H, D]; k, v [K, n_slots, W].
         """
@@ -409,7 +412,7 @@ class TorchOps:
 
 
 def _causal(queries: range, keys: range, window: int | None, like: Tensor) -> Tensor:
-    """0 where a query sees a key, and -inf elsewhere. Shapes: [len(queries), len(keys)]."""
+    """0 where a query attends to a key, and -inf elsewhere. Shapes: [len(queries), len(keys)]."""
     at, of = (torch.arange(each.start, each.stop, device=like.device) for each in (queries, keys))
     behind = at[:, None] - of
     hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
@@ -417,7 +420,7 @@ def _causal(queries: range, keys: range, window: int | None, like: Tensor) -> Te
 
 
 def rotate_(x: Tensor, rotations: Tensor) -> None:
-    """Rotate every head of x, in interleaved order, by its token's angles, in place.
+    """Rotates every head of x, in interleaved order, by its token's angles, in place.
 
     Shapes: x [T, H, D]; `rotations` [T, 1, D / 2] complex, of at least float32.
     """

@@ -1,7 +1,15 @@
-"""From each rank's logits to tokens and log-probabilities: everything after the output layer."""
+"""Sampling tokens and scoring them, from the logits of all ranks."""
 
-from parallel_llama.sampling.draw import Draw, History, NoTokenLeft, Sampled, both, mask_of
-from parallel_llama.sampling.noise import noise_key, row_noise
+from parallel_llama.sampling.draw import (
+    Draw,
+    History,
+    NoTokenLeft,
+    Sampled,
+    both,
+    mask_of,
+    row_noise,
+    sampling_key,
+)
 from parallel_llama.sampling.pending import PendingDraws, can_pend
 from parallel_llama.sampling.sampler import sample
 from parallel_llama.sampling.scoring import gather_logits, score, score_tokens
@@ -16,9 +24,9 @@ __all__ = [
     "can_pend",
     "gather_logits",
     "mask_of",
-    "noise_key",
     "row_noise",
     "sample",
+    "sampling_key",
     "score",
     "score_tokens",
 ]

@@ -1,5 +1,7 @@
-"""What is to be drawn and what was: the two ends of sampling, as plain data."""
+"""The tokens to sample: their parameters, random keys, filters and masks, and the results."""
 
+import hashlib
+import struct
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -8,14 +10,18 @@ import torch
 from torch import Tensor
 
 from parallel_llama.errors import NumericalError
+from parallel_llama.ops import Noise
+from parallel_llama.ops.filters import Filters
 from parallel_llama.request import SamplingParams, TokenLogprob
 
 
 class History:
-    """The distinct tokens of one sequence and how often each was drawn; it grows with the sequence.
+    """The distinct tokens of a sequence and how often each was sampled, for penalties.
 
-    Only a draw with penalties needs one. Appending takes amortised constant time, and reading time
-    proportional to the distinct tokens, however long the sequence is.
+    Appending takes amortised constant time, and `counts` linear time in the distinct tokens.
+
+    Args:
+        prompt: The tokens of the prompt.
     """
 
     def __init__(self, prompt: Iterable[int]) -> None:
@@ -24,7 +30,7 @@ class History:
         self._n_drawn = np.zeros(len(self._place))
 
     def append(self, token: int) -> None:
-        """Take note of a token that was drawn and kept."""
+        """Count one more sampled token."""
         place = self._place.setdefault(token, len(self._place))
         if place == len(self._tokens):
             longer = 2 * place + 16
@@ -34,9 +40,9 @@ class History:
         self._n_drawn[place] += 1
 
     def counts(self, drafts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Every distinct token, and how often it was drawn, as if the drafts had been drawn too.
+        """The distinct tokens and how often each was sampled, with the drafts counted as sampled.
 
-        Returns: [n] int64 and [n] float64, to be read before the next append.
+        Returns: [n] int64 and [n] float64, valid until the next append.
         """
         n = len(self._place)
         tokens, n_drawn = self._tokens[:n], self._n_drawn[:n]
@@ -52,13 +58,19 @@ class History:
 
 @dataclass(frozen=True)
 class Draw:
-    """One token to be drawn: how, what came before it, and the numbers that fix its noise.
+    """One token to sample.
 
-    `choice` counts the completions of one request from 0, `position` is the place of the drawn
-    token in its sequence, and `request` is named in errors. Penalties need the `history` of the
-    sequence, and `drafts`, the guessed tokens between the history and this draw. `banned` holds
-    ids that cannot be drawn. `mask` has a bit per token of the whole vocabulary, token t in bit
-    t % 8 of byte t // 8: set where the token is allowed; what lies beyond its end is not.
+    Args:
+        params: The sampling parameters of its request.
+        seed: The seed of the request.
+        choice: The number of the completion within the request, from 0.
+        position: The position of the token in its sequence.
+        request: The number of the request, for errors.
+        history: The tokens of the sequence; needed for penalties.
+        drafts: The draft tokens between the history and this token.
+        banned: Ids that cannot be sampled.
+        mask: One bit per allowed token of the whole vocabulary, token t in bit t % 8 of byte
+            t // 8; tokens beyond its end are not allowed. None allows all tokens.
     """
 
     params: SamplingParams
@@ -73,14 +85,14 @@ class Draw:
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether it is drawn from other logits than the model's own."""
+        """Whether the model's logits are changed before the token is sampled."""
         params = self.params
         changed = params.has_penalties or bool(params.logit_bias)
         return changed or bool(self.banned) or self.mask is not None
 
     @property
     def takes_best(self) -> bool:
-        """Whether it takes the best score of all tokens, made of the model's own logits."""
+        """Whether the token is the argmax over the vocabulary, of unchanged logits with noise."""
         return not self.params.is_filtered and not self.is_adjusted
 
     def __str__(self) -> str:
@@ -90,17 +102,52 @@ class Draw:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A drawn token, and what the model made of it where the draw's `logprobs` asks for that.
+    """A sampled token.
 
-    Log-probabilities are of the model's own distribution, whatever the token was drawn from.
+    Args:
+        token: Its id.
+        logprobs: Its log-probability in the model's own distribution, if the request wants it.
     """
 
     token: int
     logprobs: TokenLogprob | None
 
 
+def sampling_key(draw: Draw) -> int:
+    """The random key of a token, 64 bits as a signed integer."""
+    return _key(draw.seed, draw.choice, draw.position)
+
+
+def row_noise(params: SamplingParams, seed: int, choice: int, position: int) -> tuple[int, float]:
+    """The random key and the temperature of a token; 0 and 0 for greedy and filtered sampling.
+
+    The arguments are those of a `Draw`, which need not exist yet.
+    """
+    if params.is_greedy or params.is_filtered:
+        return 0, 0.0
+    return _key(seed, choice, position), params.temperature
+
+
+def filters_of(draws: Sequence[Draw]) -> Filters:
+    """The filters and the noise of some tokens, on the host."""
+    keys = torch.tensor([sampling_key(draw) for draw in draws], dtype=torch.int64)
+    params = [draw.params for draw in draws]
+    wide = torch.float64
+    return Filters(
+        Noise(keys, torch.tensor([each.temperature for each in params], dtype=wide)),
+        top_k=torch.tensor([each.top_k for each in params], dtype=torch.int64),
+        top_p=torch.tensor([each.top_p for each in params], dtype=wide),
+        min_p=torch.tensor([each.min_p for each in params], dtype=wide),
+    )
+
+
+def _key(seed: int, choice: int, position: int) -> int:
+    counter = struct.pack("<qqq", seed, choice, position)
+    return int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little", signed=True)
+
+
 def mask_of(ids: Collection[int]) -> bytes:
-    """The mask that allows some tokens, one at least, and no other."""
+    """The mask that allows some tokens, at least one, and no other."""
     bits = bytearray(max(ids) // 8 + 1)
     for token in ids:
         bits[token // 8] |= 1 << token % 8
@@ -108,7 +155,7 @@ def mask_of(ids: Collection[int]) -> bytes:
 
 
 def both(mask: bytes | None, other: bytes | None) -> bytes | None:
-    """The mask of what two masks allow; None allows everything."""
+    """The intersection of two masks; None allows all tokens."""
     if mask is None or other is None:
         return mask or other
     n_bytes = min(len(mask), len(other))
@@ -117,11 +164,16 @@ def both(mask: bytes | None, other: bytes | None) -> bytes | None:
 
 
 class NoTokenLeft(NumericalError):
-    """Masks and bans leave some draws no token; `rows` says which, and the others can be drawn."""
+    """Masks and bans allow no token in some rows; the other rows can still be sampled.
+
+    Args:
+        rows: The rows without a token.
+        draws: The tokens to sample, one per row.
+    """
 
     def __init__(self, rows: Sequence[int], draws: Sequence[Draw]) -> None:
         super().__init__(
             f"{draws[rows[0]]}: its grammar, allowed_token_ids, bad_words, min_tokens and "
-            "logit_bias allow no token at all, or only such as the model cannot give; loosen them"
+            "logit_bias allow no token, or only tokens whose logit is -inf; loosen them"
         )
         self.rows = tuple(rows)

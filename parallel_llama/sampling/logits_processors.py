@@ -1,7 +1,7 @@
-"""What a request changes about the model's logits before its token is drawn.
+"""Logit biases, masks and penalties, applied to the model's logits before sampling.
 
-Every rank knows every sequence's tokens, so each changes its own part of the vocabulary and nothing
-crosses ranks.
+Every rank knows the tokens of all sequences, so each rank changes its own shard of the vocabulary
+without communication.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,22 @@ from parallel_llama.sampling.draw import Draw
 
 
 def adjust(logits: Tensor, vocab: range, draws: Sequence[Draw]) -> Tensor:
-    """The logits that the tokens are drawn from, at temperature 1 and without filters.
+    """Apply biases, masks and penalties to logits.
 
-    In this order: logit_bias is added; what is banned or not allowed by the mask becomes -inf;
-    repetition_penalty divides what is above 0 and multiplies the rest, for tokens of prompt and
+    In this order: logit_bias is added; banned tokens and tokens outside of the mask become -inf;
+    repetition_penalty divides positive logits and multiplies the others, for tokens of prompt and
     completion; presence_penalty and frequency_penalty are subtracted, for tokens of the completion.
-    That is the order of transformers (which has no presence and frequency penalties) and of vLLM.
+    transformers (without presence and frequency penalties) and vLLM have the same order.
 
-    Shapes: logits [n, V_local] local, the scores of the token ids in `vocab`, left as they are; n
-    draws; returns [n, V_local] local, `logits` itself where no draw changes anything.
+    Shapes: logits [n, V_local] local, for the token ids in `vocab`, not changed; n draws; returns
+    [n, V_local] local, `logits` itself if nothing changes.
     Source: repetition: Keskar et al., CTRL, arXiv 1909.05858, section 4.1, as transformers applies
     it to negative logits; presence and frequency: OpenAI's API reference.
     """
     rows = [row for row, draw in enumerate(draws) if draw.is_adjusted]
     if not rows or not len(vocab):
         return logits
-    # Half precision would round small biases away.
+    # In float32, since 16 bits would round small biases away.
     adjusted = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     for row in rows:
         own, draw = adjusted[row], draws[row]

@@ -1,4 +1,4 @@
-"""Draws that the device knows before the host does, for the step that comes after them."""
+"""Tokens sampled on the device, so that the next step can start before the host reads them."""
 
 from collections.abc import Sequence
 
@@ -8,23 +8,28 @@ from torch import Tensor
 from parallel_llama.ops import Noise, TorchOps
 from parallel_llama.ops.filters import Filters
 from parallel_llama.parallel.collectives import Communicator
-from parallel_llama.sampling.draw import Draw, Sampled
-from parallel_llama.sampling.noise import filters_of
-from parallel_llama.sampling.sampler import N_CANDIDATES, leading_tokens, sample
+from parallel_llama.sampling.draw import Draw, Sampled, filters_of
+from parallel_llama.sampling.sampler import N_CANDIDATES, best_tokens, sample
 
 _NO_TOKEN = float(1 << 52)
 
 
 class PendingDraws:
-    """One token for each row: on the device at once, on the host when read.
+    """One sampled token per row: on the device at once, on the host after `read`.
 
-    `drawn` is what `TorchOps.draw` gives, of noise as `row_noise` says; the rows with filters, for
-    which it gives the largest logit, are drawn here.
+    Args:
+        logits: [n, V_local] local, for the token ids in `vocab`.
+        drawn: [n, 2] float64 local, the result of `TorchOps.draw` with the noise of `row_noise`.
+            Rows with filters are sampled here.
+        vocab: The shard of the vocabulary.
+        vocab_size: The size of the whole vocabulary.
+        draws: The tokens to sample; `can_pend` holds for each.
+        comm: The communicator of the ranks.
+        ops: The operators.
 
-    Shapes: logits [n, V_local] local, the scores of the token ids in `vocab`; drawn [n, 2] float64
-    local; `tokens` [n] int64 on the device: one that is in no vocabulary for a row with a nan, and
-    for one that its candidates do not settle.
-    Collective: the constructor, one all_gather and another where a row has filters; and `read`.
+    Shapes: `tokens` [n] int64 on the device; an id outside of the vocabulary for a row with a NaN
+    and for a row whose candidates do not suffice.
+    Collective: the constructor, one all_gather, and another if a row has filters; and `read`.
     """
 
     def __init__(
@@ -46,7 +51,7 @@ class PendingDraws:
         self._filtered = [row for row, draw in enumerate(draws) if draw.params.is_filtered]
         if self._filtered:
             rows, filters = _sent(self._filtered, draws, logits.device)
-            # A copy, for the next step may put its own logits in the place of these.
+            # A copy, since the next step may overwrite the logits.
             self._logits = logits.index_select(0, rows)
             found = ops.candidates(
                 self._logits, filters.noise.temperatures, N_CANDIDATES, vocab.start
@@ -61,33 +66,33 @@ class PendingDraws:
         self._copied = torch.cuda.current_stream().record_event() if is_cuda else None
 
     def read(self) -> tuple[list[Sampled], bool]:
-        """The draws, once they are here; what was launched after them is not waited for.
+        """Wait for the tokens, but not for later work on the device.
 
-        Returns: also whether `tokens` were these. Where candidates did not settle a row they were
-        not, and it is drawn anew.
+        Returns: the tokens, and whether they equal `tokens`. Rows whose candidates did not suffice
+        are sampled again and differ.
 
-        Raises: NumericalError, on all ranks, where a row holds nan or +inf or nothing but -inf.
-        Collective: `sample` of the rows that are drawn anew.
+        Raises: NumericalError, on all ranks, if a row has NaN or +inf, or only -inf.
+        Collective: `sample` for the rows that are sampled again.
         """
         if self._copied is not None:
             self._copied.synchronize()
         n = len(self._draws)
         of_ranks = self._here[:-n].view(-1, n, 2).tolist()
-        tokens = leading_tokens(of_ranks, self._draws)
+        tokens = best_tokens(of_ranks, self._draws)
         for row in self._filtered:
             tokens[row] = int(self._here[row - n])
-        unsettled = [row for row in self._filtered if tokens[row] < 0]
-        if unsettled:
-            own = self._logits[[self._filtered.index(row) for row in unsettled]]
-            draws = [self._draws[row] for row in unsettled]
+        undecided = [row for row in self._filtered if tokens[row] < 0]
+        if undecided:
+            own = self._logits[[self._filtered.index(row) for row in undecided]]
+            draws = [self._draws[row] for row in undecided]
             anew = sample(own, self._vocab, draws, self._comm)
-            for row, one in zip(unsettled, anew, strict=True):
+            for row, one in zip(undecided, anew, strict=True):
                 tokens[row] = one.token
-        return [Sampled(token, None) for token in tokens], not unsettled
+        return [Sampled(token, None) for token in tokens], not undecided
 
 
 def can_pend(draw: Draw) -> bool:
-    """Whether a draw is of the model's own logits, no more is asked for, and candidates may do."""
+    """Whether a token has unchanged logits, no log-probabilities and few enough candidates."""
     params = draw.params
     return not draw.is_adjusted and params.logprobs is None and params.top_k <= N_CANDIDATES
 
@@ -95,7 +100,7 @@ def can_pend(draw: Draw) -> bool:
 def _sent(
     rows: Sequence[int], draws: Sequence[Draw], device: torch.device
 ) -> tuple[Tensor, Filters]:
-    """Some rows' numbers and filters on the device, in one copy."""
+    """The numbers and filters of some rows on the device, in one copy."""
     here = filters_of([draws[row] for row in rows])
     columns = (torch.tensor(rows), here.noise.keys, here.top_k)
     floats = (here.noise.temperatures, here.top_p, here.min_p)

@@ -1,16 +1,14 @@
-"""Drawing one token per row from a vocabulary that is cut over ranks.
+"""Sampling one token per row from a vocabulary that is sharded over ranks.
 
-The cuts are ascending ranges, some of them perhaps empty, and whole rows of logits do not cross
-ranks. In the head exchange each rank sends a few numbers per row; every rank then decides from the
-same gathered bytes, so all decide alike.
+The shards are ascending ranges, some perhaps empty, and ranks do not exchange whole rows of logits.
+In the head exchange each rank sends a few numbers per row; all ranks then decide from the same
+gathered bytes, so all decide alike.
 
-A draw is an argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
-The noise of a token follows from (seed, choice, position, token id) alone, so a draw depends
-neither on the other rows of the batch, nor on who holds which rows, nor on how many candidates were
-sent. Between tp sizes only the rounding of sums over ranks differs: log-probabilities agree to
-about 1e-14, and a nucleus may differ where its sum lies within rounding of top_p.
-
-It does not know requests' text, stop conditions or which rank's word counts.
+A token is the argmax of logits / temperature + Gumbel noise over the tokens that the filters keep.
+The noise depends on (seed, choice, position, token id) alone, so a token depends neither on the
+rest of the batch, nor on the shards, nor on the number of candidates. Between tp sizes only the
+rounding of sums over ranks differs: log-probabilities agree to about 1e-14, and a nucleus may
+differ if its sum is within rounding of top_p.
 """
 
 import math
@@ -24,31 +22,30 @@ import torch
 from torch import Tensor
 
 from parallel_llama.errors import NumericalError
-from parallel_llama.ops.filters import Filters, leaders_of, mass_of
+from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
-from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled
+from parallel_llama.sampling.draw import Draw, NoTokenLeft, Sampled, filters_of
 from parallel_llama.sampling.logits_processors import adjust
-from parallel_llama.sampling.noise import filters_of
 from parallel_llama.sampling.scoring import (
     N_LOCAL,
     chunks,
     gather_logits,
     new_block,
-    put_leaders,
+    put_top_k,
     score_tokens,
 )
 from parallel_llama.sampling.tiles import Tiles, column
 
-# Candidates that a rank sends for a row whose filters do not say how many they keep, and the most
-# it sends for one that does. A row that needs more is gathered whole.
+# Candidates per rank for a row without top_k, and the most for a row with top_k. A row that needs
+# more is gathered whole.
 N_CANDIDATES = 64
 MAX_CANDIDATES = 1024
 
-# Columns of the head exchange, one float64 row per draw and rank, behind N_LOCAL.
-_LARGEST = 1  # its largest logit
-_MASS = 2  # filtered rows: sum of exp((logit - its largest logit) / temperature)
-_SCORE, _TOKEN = 3, 4  # plain rows: its largest logit / temperature + noise, and whose
+# Columns of the head exchange after N_LOCAL, one float64 row per token and rank.
+_LARGEST = 1  # the rank's largest logit
+_MASS = 2  # filtered rows: sum of exp((logit - the rank's largest logit) / temperature)
+_SCORE, _TOKEN = 3, 4  # plain rows: the rank's largest logit / temperature + noise, and its token
 _N_FIXED = 5
 
 
@@ -59,24 +56,27 @@ def sample(
     comm: Communicator,
     best: Tensor | npt.NDArray[np.float64] | None = None,
 ) -> list[Sampled]:
-    """Draw one token per row; the same on all ranks, and at every tp_size.
+    """Sample one token per row; the same on all ranks, and at every tp_size.
 
-    Equal logits rank by token id: greedy takes the smallest, top_k keeps exactly k.
+    Equal logits are ordered by token id: greedy takes the smallest id, top_k keeps exactly k.
 
-    Whoever knows the best score of each row already, and whose it is, gives them as `best`. They
-    are of use where every draw takes the best.
+    Args:
+        logits: [n, V_local] local, for the token ids in `vocab`.
+        vocab: The shard of the vocabulary.
+        draws: The tokens to sample, one per row.
+        comm: The communicator of the ranks.
+        best: [n, 2] float64 local, the best score of each row and its token, if they are known;
+            used if every token is an argmax.
 
-    Shapes: logits [n, V_local] local, the scores of the token ids in `vocab`; n draws; best [n, 2]
-    float64 local.
-    Raises: on all ranks, NumericalError where a row holds nan or +inf or nothing but -inf, and
-    NoTokenLeft where only what the draw forbids made it so.
-    Collective: one all_gather; another where the candidates do not settle a row's filters, and
-    another where log-probabilities are asked for.
+    Raises: on all ranks, NumericalError if a row has NaN or +inf, or only -inf, and NoTokenLeft if
+    masks and bans alone caused that.
+    Collective: one all_gather; another if candidates do not suffice for a row's filters, and one
+    for log-probabilities.
     """
     if not draws:
         return []
     if best is not None and all(draw.takes_best for draw in draws):
-        tokens = leading_tokens(_of_ranks(best, comm), draws)
+        tokens = best_tokens(_of_ranks(best, comm), draws)
     else:
         assert logits.shape == (len(draws), len(vocab))
         tokens = _tokens(adjust(logits, vocab, draws), vocab, draws, comm)
@@ -88,56 +88,56 @@ def _of_ranks(
     best: Tensor | npt.NDArray[np.float64], comm: Communicator
 ) -> list[list[tuple[float, float]]]:
     """Shapes: [n, 2] local -> [tp_size, n, 2]."""
-    # A rank alone has them all, and every call of torch's that a step does without is felt.
+    # One rank needs no exchange, and every call of torch costs a measurable part of a step.
     return [best.tolist()] if comm.size == 1 else comm.all_gather(torch.as_tensor(best)).tolist()
 
 
 def _tokens(adjusted: Tensor, vocab: range, draws: Sequence[Draw], comm: Communicator) -> list[int]:
     ways = _Ways.of(draws)
     if len(ways.greedy) == len(draws):
-        return leading_tokens(comm.all_gather(_largest(adjusted, vocab)).tolist(), draws)
+        return best_tokens(comm.all_gather(_largest(adjusted, vocab)).tolist(), draws)
     return _pick(adjusted, vocab, draws, ways, comm).tolist()
 
 
 def _largest(logits: Tensor, vocab: range) -> Tensor:
-    """The largest logit of each row, and whose it is. Shapes: [n, 2] float64 local."""
+    """The largest logit of each row and its token. Shapes: [n, 2] float64 local."""
     own = logits.new_full((len(logits), 2), -math.inf, dtype=torch.float64)
     if len(vocab):
-        own[:, :1], own[:, 1:] = Tiles.of(logits, vocab).leaders(1)
+        own[:, :1], own[:, 1:] = Tiles.of(logits, vocab).top_k(1)
     return own
 
 
-def leading_tokens(
+def best_tokens(
     of_ranks: Sequence[Sequence[tuple[float, float]]], draws: Sequence[Draw]
 ) -> list[int]:
-    """The tokens where all draws take the best score, from a head exchange of two numbers a row.
+    """The tokens with the best scores, from a head exchange of two numbers per row.
 
-    In Python, for a call of torch takes as long as some dozens of rows.
+    In Python, since a call of torch takes as long as dozens of rows.
 
     Shapes: of_ranks [tp_size, n, 2].
     Raises: as `sample`.
     """
-    leaders = [_leader(row) for row in zip(*of_ranks, strict=True)]
-    # A score is a number where the largest logit is one, and else the same as that.
-    _require_tokens([score for score, _ in leaders], draws)
-    return [int(token) for _, token in leaders]
+    best = [_best_of(row) for row in zip(*of_ranks, strict=True)]
+    # A score is finite if the largest logit is finite, and equals that logit otherwise.
+    _require_tokens([score for score, _ in best], draws)
+    return [int(token) for _, token in best]
 
 
-def _leader(of_ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The best score and its token: nan where a rank has one, and of equal ones the first."""
-    leader = of_ranks[0]
+def _best_of(of_ranks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The best score and its token: NaN if a rank has one, and the first of equal scores."""
+    best = of_ranks[0]
     for other in of_ranks[1:]:
-        if other[0] > leader[0] or math.isnan(other[0]):
-            leader = other
-    return leader
+        if other[0] > best[0] or math.isnan(other[0]):
+            best = other
+    return best
 
 
 def _pick(
     adjusted: Tensor, vocab: range, draws: Sequence[Draw], ways: "_Ways", comm: Communicator
 ) -> Tensor:
-    """The tokens of draws of any kind.
+    """Sample tokens of any kind.
 
-    Collective: one all_gather, and another where the candidates do not settle a row's filters.
+    Collective: one all_gather, and another if candidates do not suffice for a row's filters.
     """
     head = _Head(comm.all_gather(_local_block(adjusted, vocab, draws, ways)).cpu())
     _require_tokens(head.largest.tolist(), draws)
@@ -156,7 +156,7 @@ def _pick(
 
 @dataclass(frozen=True)
 class _Ways:
-    """The rows that are drawn in each way: the largest logit, any token, or what filters keep."""
+    """The rows by kind: the largest logit, the whole vocabulary with noise, or with filters."""
 
     greedy: list[int]
     plain: list[int]
@@ -174,7 +174,7 @@ class _Ways:
 
 
 class _Head:
-    """What the head exchange brought: all ranks' numbers, and their candidates in one order.
+    """The result of the head exchange, with the candidates of all ranks merged.
 
     Shapes: blocks [tp_size, n, _N_FIXED + 2 K] float64; largest [n]; values and tokens [n, K], the
     largest logits of the whole vocabulary in falling order, equal ones by token id.
@@ -185,14 +185,14 @@ class _Head:
         borders = accumulate((int(each) for each in blocks[:, 0, N_LOCAL]), initial=0)
         self.vocabs = [range(start, stop) for start, stop in pairwise(borders)]
         self.vocab_size = self.vocabs[-1].stop
-        self.largest = blocks[:, :, _LARGEST].amax(0)  # nan wherever a rank has one
-        self.values, self.tokens = leaders_of(blocks, _N_FIXED)
+        self.largest = blocks[:, :, _LARGEST].amax(0)  # NaN if a rank has one
+        self.values, self.tokens = merge_top_k(blocks, _N_FIXED)
 
 
 def _pick_filtered(
     picked: Tensor, head: _Head, rows: list[int], draws: Sequence[Draw]
 ) -> list[int]:
-    """Draw the filtered rows that their candidates settle. Returns: the rows that are left."""
+    """Sample the filtered rows whose candidates suffice. Returns: the other rows."""
     if not rows:
         return []
     filters = filters_of([draws[row] for row in rows])
@@ -200,27 +200,27 @@ def _pick_filtered(
     values, tokens = head.values[rows, :n_candidates], head.tokens[rows, :n_candidates]
     blocks = head.blocks[:, rows]
     mass = mass_of(blocks[:, :, _MASS], blocks[:, :, _LARGEST], filters.noise.temperatures)
-    left = _pick_settled(picked, rows, filters, values, tokens, mass, head.vocab_size)
+    left = _pick_decided(picked, rows, filters, values, tokens, mass, head.vocab_size)
     return [rows[each] for each in left]
 
 
 def _pick_from_full(picked: Tensor, full: Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
-    """Draw the rows that needed their whole logits. Shapes: full [len(rows), vocab_size]."""
+    """Sample rows from their whole logits. Shapes: full [len(rows), vocab_size]."""
     vocab_size = full.shape[1]
     filters = filters_of([draws[row] for row in rows])
     tiles = Tiles.of(full, range(vocab_size))
     mass = _mass(tiles, filters.noise.temperatures[:, None])
-    # Sorting a whole row takes many times longer than finding its largest thousand.
+    # Sorting a whole row takes much longer than finding its 1024 largest logits.
     for k in (MAX_CANDIDATES, 8 * MAX_CANDIDATES, vocab_size):
-        values, tokens = tiles.leaders(min(k, vocab_size))
-        left = _pick_settled(picked, rows, filters, values.double(), tokens, mass, vocab_size)
+        values, tokens = tiles.top_k(min(k, vocab_size))
+        left = _pick_decided(picked, rows, filters, values.double(), tokens, mass, vocab_size)
         if not left:
             return
         rows = [rows[each] for each in left]
         tiles, mass, filters = tiles.rows(left), mass[left], filters.rows(left)
 
 
-def _pick_settled(
+def _pick_decided(
     picked: Tensor,
     rows: Sequence[int],
     filters: Filters,
@@ -229,20 +229,20 @@ def _pick_settled(
     mass: Tensor,
     vocab_size: int,
 ) -> list[int]:
-    """Draw the rows that their candidates settle. Returns: the places of the others in `rows`.
+    """Sample the rows whose candidates suffice. Returns: the indices of the others in `rows`.
 
     Shapes: values and tokens [n, C] candidates; mass [n, 1]; n rows.
     """
-    kept, settled = filters.kept(values, mass, vocab_size)
+    kept, decided = filters.kept(values, mass, vocab_size)
     place = filters.draw(values, tokens, kept)[:, None]
-    picked[torch.tensor(rows)[settled]] = tokens.gather(1, place)[settled, 0]
-    return (~settled).nonzero()[:, 0].tolist()
+    picked[torch.tensor(rows)[decided]] = tokens.gather(1, place)[decided, 0]
+    return (~decided).nonzero()[:, 0].tolist()
 
 
 def _score_drawn(
     logits: Tensor, vocab: range, tokens: Sequence[int], draws: Sequence[Draw], comm: Communicator
 ) -> dict[int, TokenLogprob]:
-    """Log-probabilities of the drawn tokens, by row, where they are asked for."""
+    """Log-probabilities of the sampled tokens, by row, for rows that want them."""
     rows = [row for row, draw in enumerate(draws) if draw.params.logprobs is not None]
     if not rows:
         return {}
@@ -263,12 +263,12 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[Draw], ways: _Way
     tiles = Tiles.of(logits, vocab)
     block[:, _LARGEST] = tiles.largest.amax(1).double()
     if rows := ways.plain:
-        scores, tokens = tiles.rows(rows).plain_leaders([draws[row] for row in rows])
+        scores, tokens = tiles.rows(rows).argmax_with_noise([draws[row] for row in rows])
         block[rows, _SCORE], block[rows, _TOKEN] = scores, tokens.double()
-    # One maximum is several times cheaper than the largest 64: rows share the work by their need.
-    for rows, n_leaders in ((ways.greedy, 1), (ways.filtered, k)):
+    # One maximum is several times cheaper than the 64 largest, so greedy rows are separate.
+    for rows, n_largest in ((ways.greedy, 1), (ways.filtered, k)):
         if rows:
-            put_leaders(block, rows, _N_FIXED, *tiles.rows(rows).leaders(n_leaders))
+            put_top_k(block, rows, _N_FIXED, *tiles.rows(rows).top_k(n_largest))
     if rows := ways.filtered:
         temperature = column([draws[row].params.temperature for row in rows])
         block[rows, _MASS] = _mass(tiles.rows(rows), temperature)[:, 0]
@@ -277,7 +277,7 @@ def _local_block(logits: Tensor, vocab: range, draws: Sequence[Draw], ways: _Way
 
 def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
     """The sum of exp((logit - its row's largest) / temperature). Shapes: [n, 1] twice, float64."""
-    # Rows of nothing but -inf on this rank have no mass; -inf minus itself would be nan.
+    # A row of -inf alone has no mass; -inf minus itself would be NaN.
     largest = tiles.largest.amax(1, keepdim=True).double()
     largest.clamp_(min=-torch.finfo(torch.float64).max)
     temperature = temperature.to(largest.device)
@@ -289,7 +289,7 @@ def _mass(tiles: Tiles, temperature: Tensor) -> Tensor:
 
 
 def _n_candidates(draw: Draw) -> int:
-    """How many of its largest logits each rank sends for a row; known from its parameters alone."""
+    """Candidates per rank for a row, which depend on its parameters alone."""
     params = draw.params
     if params.is_filtered:
         return min(params.top_k or N_CANDIDATES, MAX_CANDIDATES)
@@ -297,7 +297,7 @@ def _n_candidates(draw: Draw) -> int:
 
 
 def _require_tokens(largest: Sequence[float], draws: Sequence[Draw]) -> None:
-    """Check that every row has a largest logit that is a number."""
+    """Check that the largest logit of every row is finite."""
     without: list[int] = []
     for row, value in enumerate(largest):
         if math.isfinite(value):

@@ -1,4 +1,4 @@
-"""How likely the model finds tokens, and what it finds likelier: its own distribution."""
+"""Log-probabilities of tokens and of the most likely alternatives, from the logits of all ranks."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,20 +8,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_llama.errors import NumericalError, UsageError
-from parallel_llama.ops.filters import leaders_of
+from parallel_llama.ops.filters import merge_top_k
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.request import TokenLogprob
 from parallel_llama.sampling.tiles import Tiles
 
-# Logits that are widened to float64 at once: small enough to stay in a core's own cache.
+# Logits that are converted to float64 at once, few enough for a core's own cache.
 _CHUNK = 1 << 16
 
 # An exchange is one float64 row per token and rank: fixed columns, K values and K token ids.
-N_LOCAL = 0  # the first column: rows of the vocabulary that the rank holds
+N_LOCAL = 0  # the first column: the size of the rank's vocabulary shard
 
-# The fixed columns of the exchange of scores behind it.
-_LSE = 1  # log-sum-exp of its logits
-_TARGET = 2  # the target's logit, -inf where the rank does not hold it
+# The other fixed columns of the exchange for scores.
+_LSE = 1  # log-sum-exp of the rank's logits
+_TARGET = 2  # the target's logit, -inf if another rank holds it
 _N_FIXED = 3
 
 
@@ -29,8 +29,8 @@ def score(logits: Tensor, vocab: range, targets: Tensor, comm: Communicator) -> 
     """Natural-log probabilities of the targets, one per row.
 
     Shapes: logits [n, V_local] local; targets [n] int64 replicated; returns [n] float64 replicated.
-    Raises: NumericalError where a row holds nan or +inf or nothing but -inf; UsageError for a
-    target outside the vocabulary.
+    Raises: NumericalError if a row has NaN or +inf, or only -inf; UsageError for a target outside
+    the vocabulary.
     Collective: one all_gather.
     """
     if not len(targets):
@@ -42,20 +42,20 @@ def score(logits: Tensor, vocab: range, targets: Tensor, comm: Communicator) -> 
 def score_tokens(
     logits: Tensor, vocab: range, targets: Tensor, n_top: Sequence[int], comm: Communicator
 ) -> list[TokenLogprob]:
-    """Natural-log probabilities of the targets and their likeliest alternatives, row by row.
+    """Natural-log probabilities of the targets and of their most likely alternatives, row by row.
 
-    `n_top` says how many alternatives each row wants.
+    `n_top` is the number of alternatives of each row.
 
     Shapes and Raises: as in `score`.
     Collective: one all_gather.
     """
     if not len(targets):
         return []
-    k = max(n_top) + 1 if any(n_top) else 0  # one more, for the target may be among them
+    k = max(n_top) + 1 if any(n_top) else 0  # one more, since the target may be among them
     blocks = _exchange(logits, vocab, targets, k, comm)
     lse = _log_sum_exp(blocks)
     logprobs = (blocks[:, :, _TARGET].amax(0) - lse).tolist()
-    values, tokens = leaders_of(blocks, _N_FIXED)
+    values, tokens = merge_top_k(blocks, _N_FIXED)
     top_logprobs, top_tokens = (values - lse[:, None]).tolist(), tokens.tolist()
     scored = []
     for row, target in enumerate(targets.tolist()):
@@ -83,24 +83,24 @@ def gather_logits(logits: Tensor, vocabs: Sequence[range], comm: Communicator) -
 
 
 def new_block(n: int, n_fixed: int, k: int, vocab: range, device: torch.device) -> Tensor:
-    """A rank's part of an exchange, nothing but N_LOCAL filled in. Shapes: [n, n_fixed + 2 k]."""
+    """A rank's part of an exchange with N_LOCAL alone filled in. Shapes: [n, n_fixed + 2 k]."""
     block = torch.full((n, n_fixed + 2 * k), -math.inf, dtype=torch.float64, device=device)
     block[:, N_LOCAL] = len(vocab)
     block[:, n_fixed + k :] = -1
     return block
 
 
-def put_leaders(
+def put_top_k(
     block: Tensor, rows: slice | list[int], n_fixed: int, values: Tensor, tokens: Tensor
 ) -> None:
-    """Fill in this rank's largest logits and their tokens. Shapes: both [len(rows), at most K]."""
+    """Fill in this rank's candidates. Shapes: values and tokens [len(rows), at most K]."""
     first_token = (n_fixed + block.shape[1]) // 2
     block[rows, n_fixed : n_fixed + values.shape[1]] = values.double()
     block[rows, first_token : first_token + values.shape[1]] = tokens.double()
 
 
 def chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows at a time, so that a wide copy of them stays small."""
+    """The logits some rows at a time, so that a float64 copy stays small."""
     step = max(1, _CHUNK // max(1, logits.shape[1]))
     for start in range(0, len(logits), step):
         rows = slice(start, start + step)
@@ -108,13 +108,13 @@ def chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _exchange(logits: Tensor, vocab: range, targets: Tensor, k: int, comm: Communicator) -> Tensor:
-    """Everybody's numbers. Shapes: [tp_size, n, _N_FIXED + 2 k] float64."""
+    """The numbers of all ranks. Shapes: [tp_size, n, _N_FIXED + 2 k] float64."""
     assert logits.shape == (len(targets), len(vocab))
     block = new_block(len(targets), _N_FIXED, k, vocab, logits.device)
     for rows, x in chunks(logits):
         block[rows, _LSE] = x.double().logsumexp(-1)
         if k and len(vocab):
-            put_leaders(block, rows, _N_FIXED, *Tiles.of(x, vocab).leaders(k))
+            put_top_k(block, rows, _N_FIXED, *Tiles.of(x, vocab).top_k(k))
     own = ((targets >= vocab.start) & (targets < vocab.stop)).nonzero()[:, 0]
     block[own, _TARGET] = logits[own, targets[own] - vocab.start].double()
     blocks = comm.all_gather(block)

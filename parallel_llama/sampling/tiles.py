@@ -1,7 +1,7 @@
-"""A rank's logits in tiles of the vocabulary, and what is found without reading every token.
+"""A rank's logits in tiles of the vocabulary, searched without reading every token.
 
-Reading the largest logit of each tile is the one pass over all logits; what follows looks at the
-few tiles that matter.
+One pass over all logits computes the largest logit of each tile; later passes read the few tiles
+that matter.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel_llama.ops.noise import TILE, gumbel, tile_gumbel
-from parallel_llama.sampling.draw import Draw
-from parallel_llama.sampling.noise import noise_key
+from parallel_llama.sampling.draw import Draw, sampling_key
 
-# Tiles in which a plain draw looks first for a score that rules out most of the others.
+# Tiles that sampling without filters reads first, for a score that rules out most other tiles.
 _FIRST_TILES = 4
 
-# Far above the rounding of the noise, far below what would make a draw look at more tiles.
+# Far above the rounding of the noise, and too small to add tiles.
 _NOISE_SLACK = 1e-9
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Some rows of logits over whole tiles, -inf where a tile reaches beyond the rank's vocabulary.
+    """Some rows of logits in whole tiles, padded with -inf outside of the rank's vocabulary.
 
-    Shapes: logits [n, n_tiles, TILE]; largest [n, n_tiles], of each tile; `first` is the number of
-    the first tile.
+    Args:
+        logits: [n, n_tiles, TILE].
+        largest: [n, n_tiles], the largest logit of each tile.
+        first: The number of the first tile.
     """
 
     logits: Tensor
@@ -36,9 +37,7 @@ class Tiles:
 
     @classmethod
     def of(cls, logits: Tensor, vocab: range) -> "Tiles":
-        """Shapes: logits [n, V_local], the scores of the token ids in `vocab`; not copied if they
-        are whole tiles already.
-        """
+        """From logits [n, V_local] for the token ids in `vocab`; whole tiles are not copied."""
         before, after = vocab.start % TILE, -vocab.stop % TILE
         if before or after:
             logits = F.pad(logits, (before, after), value=-torch.inf)
@@ -46,7 +45,7 @@ class Tiles:
         return cls(tiles, tiles.amax(-1), vocab.start // TILE)
 
     def rows(self, rows: list[int]) -> "Tiles":
-        """Some of the rows, without a copy where they are all of them."""
+        """Some of the rows; all of them are not copied."""
         if len(rows) == len(self.logits):
             return self
         return Tiles(self.logits[rows], self.largest[rows], self.first)
@@ -55,7 +54,7 @@ class Tiles:
         """Shapes: [n, n_tiles * TILE]."""
         return self.logits.flatten(1)
 
-    def leaders(self, k: int) -> tuple[Tensor, Tensor]:
+    def top_k(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits of each row and their tokens, in falling order, equal ones by token.
 
         Shapes: returns [n, min(k, n_tiles * TILE)] twice, the logits' dtype and int64.
@@ -67,20 +66,20 @@ class Tiles:
             values, places = self.flat().sort(dim=1, descending=True, stable=True)
             values, places = values[:, :k], places[:, :k]
         else:
-            values, places = self._some_leaders(k)
+            values, places = self._some_top_k(k)
         return values, places + self.first * TILE
 
-    def plain_leaders(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-        """The best logit / temperature + noise of each unfiltered draw, and whose it is.
+    def argmax_with_noise(self, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+        """The best logit / temperature + noise of each row without filters, and its token.
 
-        Noise is made only for tokens that could win with the largest noise of their tile. Of equal
-        scores the smallest token's wins.
+        Noise is computed only for tokens that could win with the largest noise of their tile. Of
+        equal scores the smallest token wins.
 
         Shapes: n draws; returns [n] float64 and [n] int64.
         """
         device = self.logits.device
         n, n_tiles, _ = self.logits.shape
-        keys = torch.tensor([noise_key(draw) for draw in draws], device=device)
+        keys = torch.tensor([sampling_key(draw) for draw in draws], device=device)
         temperature = column([draw.params.temperature for draw in draws]).to(device)
         numbers = torch.arange(self.first, self.first + n_tiles, device=device)
         noise = tile_gumbel(keys, numbers).add_(_NOISE_SLACK)
@@ -99,7 +98,7 @@ class Tiles:
         return best, winners.scatter_reduce_(0, rows, rivals, "amin")
 
     def _best_in(self, tiles: Tensor, keys: Tensor, temperature: Tensor) -> Tensor:
-        """The best score within some tiles of each row. Shapes: tiles [n, t], places; [n]."""
+        """The best score in some tiles of each row. Shapes: tiles [n, t] -> [n]."""
         noise = gumbel(keys, _tokens_of(tiles + self.first))
         return noise.add_(self._within(tiles) / temperature).amax(1)
 
@@ -113,7 +112,7 @@ class Tiles:
         values, places = self._within(tiles).max(1, keepdim=True)
         return values, tiles * TILE + places
 
-    def _some_leaders(self, k: int) -> tuple[Tensor, Tensor]:
+    def _some_top_k(self, k: int) -> tuple[Tensor, Tensor]:
         logits = self.flat()
         n_tiles = self.logits.shape[1]
         if n_tiles > 2 * k:  # the k largest are all in the k tiles with the largest maxima
@@ -125,7 +124,7 @@ class Tiles:
         places, order = places.sort(1)
         values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
         places = places.gather(1, order)
-        # topk takes any of several values equal to the smallest it returns; the first are wanted.
+        # topk returns any of several values equal to the smallest one; the first are needed.
         smallest = values[:, -1:]
         is_open = ((logits >= smallest).sum(1) > k) & (smallest[:, 0] > -torch.inf)
         for row in is_open.nonzero()[:, 0].tolist():

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server before the tensor-parallel engine, which is another process."""
+"""An OpenAI-compatible HTTP server; the tensor-parallel engine runs in another process."""

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and the names under which a server on loopback is called."""
+"""Access control: API keys, and the Host header of a server on loopback."""
 
 import base64
 import hashlib
@@ -14,11 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parallel_llama.errors import UsageError
 from parallel_llama.files.bounded_files import expanded, read_private
-from parallel_llama.serve.errors import Refused, error_response
-from parallel_llama.serve.request_id import HEADER
+from parallel_llama.serve.asgi import HEADER
+from parallel_llama.serve.errors import HTTPError, error_response
 
 OPEN = frozenset(("/health", "/health/live", "/health/ready"))
-# In the state of a request's scope: what gives its connection a place, if one is free.
+# Key in the state of a request's scope: admits the request's connection if a slot is free.
 ADMIT = "parallel_llama.admit"
 TOO_MANY = "too many connections are open; try again later"
 MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
@@ -28,31 +28,31 @@ _HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?")
 
 
 def read_keys(path: str) -> list[str]:
-    """The keys of a file, one a line; empty lines and those that begin with # are none.
+    """The keys of a file, one per line; empty lines and lines that begin with # are skipped.
 
-    Raises: UsageError for a file that has none, a key that is too short to be one, and a file that
-    others can read: as in ssh, where it is one's own.
+    Raises: UsageError for a file without keys, for a key of a wrong length, and for a file of this
+    user that other users can read (the rule of ssh).
     """
     data = read_private(expanded(path), MAX_KEYS * MAX_KEY_CHARS)
     text = data.decode("utf-8", "replace")
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys or len(keys) > MAX_KEYS:
-        raise UsageError(f"{path} has {len(keys)} keys; give 1 to {MAX_KEYS}, one a line")
+        raise UsageError(f"{path} has {len(keys)} keys; give 1 to {MAX_KEYS}, one per line")
     for number, key in enumerate(keys, 1):
         if not (key.isascii() and key.isprintable() and MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS):
             raise UsageError(
                 f"{path}: key {number} has {len(key)} characters; use {MIN_KEY_CHARS} to "
-                f"{MAX_KEY_CHARS} letters, digits and signs"
+                f"{MAX_KEY_CHARS} printable ASCII characters"
             )
     return keys
 
 
 def allowing_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application, for web pages of these origins too, or of any origin with "*".
+    """The application, with CORS headers for these origins, or for any origin with "*".
 
-    Pages send a key themselves: a browser adds neither cookies nor a password that it was given.
-    Preflights carry no key and are answered without one. The check of the Host header stays.
+    Credentials are not allowed: pages of other origins must send a key themselves. Preflight
+    requests need no key. The Host header is still checked.
     """
     if not origins:
         return app
@@ -66,12 +66,12 @@ def allowing_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class Access:
-    """Lets a request through to the application, or turns it away.
+    """Passes authorised requests to the application and refuses others.
 
-    With keys every path but those in OPEN wants one: as a bearer token, as OpenAI's clients send
-    it, or as the password of a browser's own dialogue. A server that listens on loopback answers
-    to no other host's name: a web page could otherwise have its own name point here. A request that
-    is let through gives its connection a place, and is refused where none is free.
+    If there are keys, every path except those in OPEN requires one: as a bearer token, or as the
+    password of HTTP basic authentication, for browsers. A server on loopback refuses other hosts'
+    names, against DNS rebinding. An authorised request admits its connection, and is refused if all
+    slots for connections are taken.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], host: str) -> None:
@@ -84,8 +84,8 @@ class Access:
         try:
             self._check(scope["path"], Headers(scope=scope))
             if admit is not None and scope["path"] not in OPEN and not admit():
-                raise Refused(503, TOO_MANY)
-        except Refused as refused:
+                raise HTTPError(503, TOO_MANY)
+        except HTTPError as refused:
             response = error_response(refused)
             if refused.status == 401:
                 response.headers["www-authenticate"] = 'Basic realm="parallel_llama"'
@@ -96,18 +96,18 @@ class Access:
             await self._app(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Raises: Refused."""
+        """Raises: HTTPError."""
         hosts = headers.getlist("host")
         if len(hosts) != 1:
-            raise Refused(400, f"there are {len(hosts)} Host headers; send one")
+            raise HTTPError(400, f"there are {len(hosts)} Host headers; send one")
         if self._is_local and not is_loopback(_name_of(hosts[0])):
-            raise Refused(403, f"the host {hosts[0]!r:.200} is not this server; use localhost")
+            raise HTTPError(403, f"{hosts[0]!r:.200} is not a name of this server; use localhost")
         if self._digests and path not in OPEN and not self._has_key(headers):
-            raise Refused(401, "no valid API key; send one as Authorization: Bearer KEY")
+            raise HTTPError(401, "no valid API key; send one as Authorization: Bearer KEY")
 
     def _has_key(self, headers: Headers) -> bool:
         given = _digest(_key_of(headers.get("authorization", "")))
-        # All are compared, so that the time tells nothing of any.
+        # All keys are compared, so that the time does not depend on which one matches.
         return sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
 
 
@@ -116,7 +116,7 @@ def _key_of(header: str) -> str:
     if scheme.lower() == "bearer":
         return value.strip()
     if scheme.lower() == "basic":
-        with suppress(ValueError):  # no base64, or no text
+        with suppress(ValueError):  # not base64, or not UTF-8
             return base64.b64decode(value.strip(), validate=True).decode().partition(":")[2]
     return ""
 
@@ -126,13 +126,13 @@ def _digest(key: str) -> bytes:
 
 
 def _name_of(host: str) -> str:
-    """A Host header without its port; empty where no port, but other text follows the name."""
+    """A Host header without its port; empty if it is malformed."""
     match = _HOST.fullmatch(host)
     return "" if match is None else match[1] or match[2]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name for it, is this machine's own and no other's."""
+    """Whether a host is localhost or a loopback address."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""One request as the front holds it: what came of it so far, and who waits for more."""
+"""The front's handle of one request: its outputs so far, and the coroutine that waits for more."""
 
 import asyncio
 import time
@@ -6,24 +6,23 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from parallel_llama.request import FinishReason, Request, TokenLogprob
-from parallel_llama.serve.request_id import current_id
+from parallel_llama.serve.asgi import current_id
 from parallel_llama.serve.wire import Output
 
-# Outputs that nobody has taken: whoever asked has stopped reading.
-MAX_HELD = 4096
+MAX_HELD = 4096  # outputs that have not been read; more means that the client does not read
 
 
 class Stalled(Exception):
-    """Whoever asked does not take what comes."""
+    """The client does not read the outputs."""
 
 
 class Diverged(Exception):
-    """An engine that was started again gave other tokens than the one before it."""
+    """A restarted engine generated other tokens than the engine before it."""
 
 
 @dataclass
-class _Told:
-    """What of a choice has been told, and how much of it a new engine has repeated."""
+class _Emitted:
+    """The outputs of a choice so far, and how many of them a restarted engine has repeated."""
 
     tokens: list[int] = field(default_factory=list)
     n_chars: int = 0
@@ -33,53 +32,53 @@ class _Told:
 
 
 class Answer:
-    """One request on its way: iterate over what comes, in lists of what is there.
+    """A submitted request; iterate over `outputs`.
 
-    Where the engine is started again, the request runs once more from its prompt, which gives the
-    same tokens, and those that were told are not told again.
+    After a restart of the engine the request runs again from its prompt, which generates the same
+    tokens; those already emitted are not emitted again.
 
-    Iterating raises: UsageError, NumericalError, Stalled, Diverged, or what ended the engine.
+    Iterating raises: UsageError, NumericalError, Stalled, Diverged, or the engine's error.
     """
 
     def __init__(self, key: int, request: Request, cancel: Callable[["Answer"], None]) -> None:
         self.key, self.request, self.request_id = key, request, current_id.get()
-        self.is_abandoned = False  # nobody waits for it any more
-        self.n_engines = 1  # that have had it
-        self.prompt_logprobs: list[TokenLogprob] = []  # of the second token and those after it
-        # When things happened to it, on the monotonic clock.
+        self.is_abandoned = False
+        self.n_engines = 1  # engines that the request was sent to
+        self.prompt_logprobs: list[TokenLogprob] = []  # from the prompt's second token on
+        # Times of the monotonic clock.
         self.submitted_s = time.monotonic()
         self.begun_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self._cancel = cancel
-        self._told = [_Told() for _ in range(request.params.n)]
+        self._emitted = [_Emitted() for _ in range(request.params.n)]
         self._held: list[Output] = []
         self._error: Exception | None = None
         self._came = asyncio.Event()
 
     @property
     def ends(self) -> list[FinishReason]:
-        """Why the choices ended that have."""
-        return [told.end for told in self._told if told.end is not None]
+        """Finish reasons of the choices that have ended."""
+        return [emitted.end for emitted in self._emitted if emitted.end is not None]
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all choices so far."""
-        return sum(len(told.tokens) for told in self._told)
+        """Number of tokens of all choices so far."""
+        return sum(len(emitted.tokens) for emitted in self._emitted)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the engine has nothing more to say."""
-        return all(told.end is not None for told in self._told)
+        """Whether all choices have ended."""
+        return all(emitted.end is not None for emitted in self._emitted)
 
     def abandon(self) -> None:
-        """End it within a step, if it has not ended."""
+        """Cancels the request within one step, if it has not ended."""
         if not self.has_ended and not self.is_abandoned and self._error is None:
             self.is_abandoned = True
             self._cancel(self)
 
     async def outputs(self) -> AsyncIterator[list[Output]]:
-        """All outputs, in lists of those that have come; leaving early cancels the request."""
+        """All outputs, in lists of those that are ready; closing the iterator cancels them."""
         try:
             while True:
                 await self._came.wait()
@@ -95,17 +94,17 @@ class Answer:
             self.abandon()
 
     async def whole(self) -> list[Output]:
-        """Every output of it, once all have come."""
+        """All outputs, once the request has ended."""
         return [output async for some in self.outputs() for output in some]
 
-    # For the engine's client
+    # Called by the engine client
 
     def begin(self) -> None:
-        """A step has had it for the first time."""
+        """Records that a step has included the request."""
         self.begun_s = self.begun_s or time.monotonic()
 
     def put(self, output: Output) -> Output | None:
-        """Take what a step gave; what of it is new."""
+        """Adds a step's output; the part of it that is new."""
         new = self._unknown(output)
         if new is None:
             return None
@@ -116,45 +115,45 @@ class Answer:
         self._came.set()
         if len(self._held) > MAX_HELD:
             self.abandon()
-            self.fail(Stalled(f"{MAX_HELD} outputs were left unread"))
+            self.fail(Stalled(f"{MAX_HELD} outputs are unread; read the stream faster"))
         return new
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, which whoever iterates over it meets."""
+        """Ends the request with an error, which `outputs` raises."""
         if self._error is None and not self.has_ended:
             self._error = error
             self._came.set()
 
     def begin_again(self) -> None:
-        """A new engine runs it from the prompt."""
+        """Records that a restarted engine runs the request from its prompt."""
         self.n_engines += 1
-        self.prompt_logprobs.clear()  # which the new engine sends again
-        for told in self._told:
-            told.n_tokens_again = told.n_chars_again = 0
+        self.prompt_logprobs.clear()  # the new engine sends them again
+        for emitted in self._emitted:
+            emitted.n_tokens_again = emitted.n_chars_again = 0
 
     def _unknown(self, output: Output) -> Output | None:
-        """What of an output has not been told before."""
-        told = self._told[output.choice]
-        if told.end is not None:
+        """The part of an output that has not been emitted; None if there is none."""
+        emitted = self._emitted[output.choice]
+        if emitted.end is not None:
             return None
-        n_known = len(told.tokens) - told.n_tokens_again
-        n_known_chars = told.n_chars - told.n_chars_again
-        told.n_tokens_again += len(output.tokens)
-        told.n_chars_again += len(output.text)
+        n_known = len(emitted.tokens) - emitted.n_tokens_again
+        n_known_chars = emitted.n_chars - emitted.n_chars_again
+        emitted.n_tokens_again += len(output.tokens)
+        emitted.n_chars_again += len(output.text)
         if output.completion is not None:
-            told.end = output.completion.finish_reason
-        if not n_known and not n_known_chars:  # the usual case
-            told.tokens += output.tokens
-            told.n_chars = told.n_chars_again
+            emitted.end = output.completion.finish_reason
+        if not n_known and not n_known_chars:  # the engine was not restarted
+            emitted.tokens += output.tokens
+            emitted.n_chars = emitted.n_chars_again
             return output
-        start = len(told.tokens) - n_known
-        if list(output.tokens[:n_known]) != told.tokens[start : start + len(output.tokens)]:
+        start = len(emitted.tokens) - n_known
+        if list(output.tokens[:n_known]) != emitted.tokens[start : start + len(output.tokens)]:
             self.abandon()
-            self.fail(Diverged("the engine was started again and drew other tokens"))
+            self.fail(Diverged("the engine was restarted and generated other tokens; try again"))
             return None
         tokens, text = output.tokens[n_known:], output.text[n_known_chars:]
-        told.tokens += tokens
-        told.n_chars = max(told.n_chars, told.n_chars_again)
+        emitted.tokens += tokens
+        emitted.n_chars = max(emitted.n_chars, emitted.n_chars_again)
         if not tokens and not text and output.completion is None:
             return None
         logprobs = output.logprobs[n_known:]

@@ -1,12 +1,13 @@
-"""The bodies that clients send, every field with its type and bound.
+"""The JSON bodies of requests: every field with its type and bounds.
 
-A field that is not listed is refused, with the name that it is nearest to. Those under "taken
-without effect" are what SDKs send and what changes nothing here; the log names each of them once.
+Unknown fields are refused, with the nearest known name. Fields under "ignored" are sent by SDKs and
+have no effect here; each is logged once.
 
 Source: the API reference of OpenAI; vLLM's extra parameters.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -24,8 +25,8 @@ from parallel_llama.request import (
 from parallel_llama.tokenizer.chat import MAX_MESSAGES
 
 MAX_BODY_BYTES = 2 << 20
-MAX_NESTED = 1 << 15  # lists and objects; each takes some 20 times its bytes in memory
-MAX_TEXTS = 1 << 15  # keys included; a short one takes some 15 times its bytes in memory
+MAX_NESTED = 1 << 15  # lists and objects; each takes about 20 times its bytes in memory
+MAX_TEXTS = 1 << 15  # strings, keys included; short ones take about 15 times their bytes in memory
 MAX_TEXT_CHARS = 1 << 20
 MAX_PROMPTS = 64
 MAX_N = 16
@@ -40,27 +41,31 @@ Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
+Prompts = Annotated[list[Text | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TEXT_CHARS)]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Object = dict[str, Any]
-Metadata = dict[
-    Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]
-]  # as long as OpenAI takes them
+# OpenAI's limits.
+Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What all bodies have in common: what they are checked against."""
+    """Base of the bodies of requests."""
 
 
-class StreamOptions(Body):
-    """What a stream brings beside text."""
+class Nested(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Base of the objects inside bodies."""
+
+
+class StreamOptions(Nested):
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     continuous_usage_stats: Literal[False] | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchema(Body):
-    """A schema under a name, which clients choose for themselves."""
+class JsonSchema(Nested):
+    """A JSON schema with a name chosen by the client."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     schema: Object = msgspec.field(default_factory=dict)
@@ -68,15 +73,15 @@ class JsonSchema(Body):
     description: Text | None = None
 
 
-class ResponseFormat(Body):
-    """What an answer has to look like."""
+class ResponseFormat(Nested):
+    """The format of the generated text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Body):
-    """The same, with what else a grammar can say; vLLM's."""
+class StructuredOutputs(Nested):
+    """Constraints on the generated text; exactly one of the fields. An extension of vLLM."""
 
     json: Object | Text | None = None
     regex: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_BYTES)] | None = None
@@ -85,7 +90,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingBody(Body):
-    """What both kinds of completion can ask for; null is the same as leaving a field out."""
+    """Fields of chat and text completions. null is the same as omitting a field."""
 
     model: Name | None = None
     max_tokens: Count | None = None
@@ -104,7 +109,7 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
     skip_special_tokens: bool | None = None
-    # False: special tokens that texts or messages spell are text; llama.cpp's name.
+    # Whether special tokens written in prompts or messages are parsed; llama.cpp's name.
     parse_special: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
@@ -114,7 +119,7 @@ class SamplingBody(Body):
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT_BYTES)] | None = None
     return_token_ids: bool | None = None
     request_id: Name | None = None
-    # Taken without effect.
+    # Ignored.
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
@@ -125,8 +130,8 @@ class SamplingBody(Body):
     priority: Literal[0] | None = None
 
 
-class ToolFunction(Body):
-    """A function that an answer can call; its parameters are a JSON schema."""
+class ToolFunction(Nested):
+    """A function that the model may call; its parameters are a JSON schema."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
     description: Text | None = None
@@ -134,24 +139,24 @@ class ToolFunction(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(Nested):
     type: Literal["function"]
     function: ToolFunction
 
 
-class ChosenFunction(Body):
+class ChosenFunction(Nested):
     name: Annotated[str, Meta(min_length=1, max_length=64)]
 
 
-class ToolChoice(Body):
-    """The one function that the answer has to call."""
+class ToolChoice(Nested):
+    """The function that the model must call."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
 class ChatBody(SamplingBody, kw_only=True):
-    """POST /v1/chat/completions. The template's own checks of messages come later."""
+    """Body of POST /v1/chat/completions. The chat template checks the messages later."""
 
     messages: Annotated[list[Object], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
@@ -163,9 +168,9 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template_kwargs: Annotated[Object, Meta(max_length=16)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    # For the template, if it reads it; else without effect.
+    # Passed to the chat template; ignored if the template does not use it.
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    # Taken without effect.
+    # Ignored.
     verbosity: Literal["low", "medium", "high"] | None = None
     modalities: Annotated[list[Literal["text"]], Meta(max_length=1)] | None = None
     prediction: Object | None = None
@@ -173,25 +178,19 @@ class ChatBody(SamplingBody, kw_only=True):
 
 
 class CompletionBody(SamplingBody, kw_only=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
-    prompt: (
-        Text
-        | Annotated[
-            list[Text | Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)] | TokenIds],
-            Meta(min_length=1, max_length=MAX_TEXT_CHARS),
-        ]
-    )
+    prompt: Text | Prompts
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    # Taken without effect.
-    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    # Ignored.
+    best_of: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None  # must equal n
     suffix: Literal[""] | None = None
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: of a text, or of a conversation with its template."""
+    """Body of POST /tokenize: a prompt, or messages for the chat template."""
 
     model: Name | None = None
     prompt: Text | None = None
@@ -204,24 +203,28 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TEXT_CHARS)]
     model: Name | None = None
 
 
-BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-
-# Fields that change nothing, and that no template reads.
+# Ignored fields that are logged.
 WITHOUT_EFFECT = (
     "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
     "store", "metadata", "verbosity", "modalities", "prediction",
 )  # fmt: skip
 
-NESTED: tuple[type[Body], ...] = (
-    StreamOptions, JsonSchema, ResponseFormat, StructuredOutputs, ToolFunction, Tool,
-    ChosenFunction, ToolChoice,
-)  # fmt: skip
+
+def _fields_below(base: type[msgspec.Struct]) -> Iterator[str]:
+    """Names of the fields of a struct and of all its subclasses."""
+    yield from base.__struct_fields__
+    for kind in base.__subclasses__():
+        yield from _fields_below(kind)
+
+
+FIELDS = frozenset(_fields_below(Body))  # of bodies
+NESTED_FIELDS = frozenset(_fields_below(Nested))  # of the objects in them
 _UNKNOWN = re.compile("Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile("Object missing required field `(.*)`")
 _MAX_PARAM_CHARS = 64
@@ -229,7 +232,7 @@ B = TypeVar("B", bound=Body)
 
 
 class InvalidBody(ValueError):
-    """A body of another shape than its route takes; `param` and `code` are as OpenAI gives them."""
+    """The body does not match its route's type; `param` and `code` are those of OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None, code: str) -> None:
         super().__init__(message)
@@ -237,16 +240,16 @@ class InvalidBody(ValueError):
 
 
 def read_body(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
-    """The body in some JSON.
+    """Decodes and checks a body.
 
-    Raises: InvalidBody; msgspec.DecodeError, UnicodeDecodeError or RecursionError for other text.
+    Raises: InvalidBody; for invalid JSON msgspec.DecodeError, UnicodeDecodeError or RecursionError.
     """
     if _n_brackets(data) > MAX_NESTED and _n_brackets(_without_texts(data)) > MAX_NESTED:
         message = f"the body has more than {MAX_NESTED} lists and objects; use fewer"
         raise InvalidBody(message, None, "invalid_value")
-    # Escaped quotes are inside texts.
+    # Escaped quotes are inside strings.
     if data.count(b'"') - data.count(rb"\"") > 2 * MAX_TEXTS:
-        message = f"the body has more than {MAX_TEXTS} texts; use fewer"
+        message = f"the body has more than {MAX_TEXTS} strings; use fewer"
         raise InvalidBody(message, None, "invalid_value")
     try:
         return decoder.decode(data)
@@ -259,7 +262,7 @@ def _n_brackets(data: bytes) -> int:
 
 
 def _without_texts(data: bytes) -> bytes:
-    """JSON without what stands between quotes."""
+    """The JSON without the contents of its strings."""
     bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
     return b"".join(bare.split(b'"')[::2])
 
@@ -272,8 +275,7 @@ def _invalid(text: str, kind: type[Body]) -> InvalidBody:
     code = "invalid_type" if ", got `" in what else "invalid_value"
     if found := _UNKNOWN.fullmatch(what):
         code = "unknown_parameter"
-        structs = NESTED if where else (kind,)
-        text += did_you_mean(found[1], {name for of in structs for name in of.__struct_fields__})
+        text += did_you_mean(found[1], NESTED_FIELDS if where else kind.__struct_fields__)
     elif found := _MISSING.fullmatch(what):
         code = "missing_required_parameter"
     name = found[1][:_MAX_PARAM_CHARS] if found else ""

@@ -6,15 +6,21 @@ from dataclasses import dataclass, replace
 from secrets import token_hex
 
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.asgi import DONE, JSONBody, event
 from parallel_llama.serve.bodies import ChatBody
-from parallel_llama.serve.events import DONE, JSONBody, event, unless_gone
 from parallel_llama.serve.params import grammar_of, sampling_params
+from parallel_llama.serve.rendering import (
+    chat_logprobs,
+    finish_reason,
+    logprobs_of,
+    streamed,
+    usage_of,
+)
 from parallel_llama.serve.replies import (
     CalledFunction,
     ChatChoice,
@@ -29,22 +35,20 @@ from parallel_llama.serve.replies import (
     ToolCallDelta,
     Usage,
 )
-from parallel_llama.serve.service import Service
-from parallel_llama.serve.spelling import chat_logprobs
+from parallel_llama.serve.service import RequestContext
 from parallel_llama.serve.tool_prompt import conversation
 from parallel_llama.serve.tools import Tools, tools_of
 from parallel_llama.serve.wire import Output
-from parallel_llama.serve.writing import finish_reason, logprobs_of, streamed, usage_of
 
-_TOKEN_BYTES = 64  # of JSON, about, for a token and for each of its log-probabilities
+_TOKEN_BYTES = 64  # estimate of the JSON of a token, and of each of its log-probabilities
 _CHUNK = "chat.completion.chunk"
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """One conversation's answer on its way, and how it is to be shown."""
+class _Pending:
+    """One chat request in the engine, and how its response is formatted."""
 
-    service: Service
+    context: RequestContext
     body: ChatBody
     answer: Answer
     tools: Tools | None
@@ -57,14 +61,14 @@ class _Asked:
     def logprobs(self, scored: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
-        vocabulary = self.service.inputs.tokenizer.vocabulary
+        vocabulary = self.context.inputs.tokenizer.vocabulary
         return chat_logprobs(vocabulary, scored, self.body.top_logprobs or 0)
 
     def chunk(
         self, choices: list[ChatChunkChoice], usage: Usage | None = None, is_first: bool = False
     ) -> bytes:
-        """An event; the first of a choice has the prompt's token ids."""
-        model, prompt = self.service.names[0], self.answer.request.prompt
+        """An event; the first one of a choice contains the prompt's token ids."""
+        model, prompt = self.context.service.names[0], self.answer.request.prompt
         chunk = ChatChunk(
             id=self.id,
             object=_CHUNK,
@@ -77,20 +81,20 @@ class _Asked:
         return event(chunk.encode())
 
 
-async def chat(service: Service, request: Request, body: ChatBody) -> Response:
-    """The model's answer to a conversation, whole or as a stream of events."""
-    service.require_model(body.model)
-    asked = await unless_gone(request, _begin(service, body))
+async def chat(context: RequestContext, body: ChatBody) -> Response:
+    """A chat completion, as one reply or as a stream of events."""
+    context.service.require_model(body.model)
+    pending = await context.unless_gone(_begin(context, body))
     if body.stream:
-        return await unless_gone(request, streamed(_chunks(asked)))
-    outputs = await unless_gone(request, asked.answer.whole())
-    n_tokens = asked.answer.n_tokens + len(asked.answer.request.prompt)
+        return await context.unless_gone(streamed(_chunks(pending)))
+    outputs = await context.unless_gone(pending.answer.whole())
+    n_tokens = pending.answer.n_tokens + len(pending.answer.request.prompt)
     n_bytes = _TOKEN_BYTES * n_tokens * (2 + (body.top_logprobs or 0))
-    written = service.written(lambda: _reply(asked, outputs).encode(), n_bytes)
-    return JSONBody(await unless_gone(request, written))
+    written = context.serialize(lambda: _reply(pending, outputs).encode(), n_bytes)
+    return JSONBody(await context.unless_gone(written))
 
 
-async def _begin(service: Service, body: ChatBody) -> _Asked:
+async def _begin(context: RequestContext, body: ChatBody) -> _Pending:
     if body.top_logprobs is not None and not body.logprobs:
         raise UsageError("top_logprobs without logprobs; set logprobs to true")
     limits = [n for n in (body.max_completion_tokens, body.max_tokens) if n is not None]
@@ -98,9 +102,9 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
         raise UsageError(
             f"max_completion_tokens={limits[0]} and max_tokens={limits[1]}; give one of them"
         )
-    tools, grammar = tools_of(body, service.inputs), grammar_of(body)
+    tools, grammar = tools_of(body, context.inputs), grammar_of(body)
     params = sampling_params(
-        service.inputs,
+        context.inputs,
         body,
         max_tokens=limits[0] if limits else None,
         grammar=grammar if tools is None else tools.grammar(grammar),
@@ -108,87 +112,87 @@ async def _begin(service: Service, body: ChatBody) -> _Asked:
     )
     if tools is not None and tools.has_special_marks:
         params = replace(params, skip_special_tokens=False)
-    template, names = service.inputs.chat_template, body.chat_template_kwargs or {}
+    template, names = context.inputs.chat_template, body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:
         names = {"reasoning_effort": body.reasoning_effort, **names}
     functions = [] if tools is None else body.tools or []
     continues = bool(body.continue_final_message)
     if (body.add_generation_prompt is False) != continues:
         raise UsageError(
-            "continue_final_message=true and add_generation_prompt=false go together; give both or "
-            "none"
+            "continue_final_message=true needs add_generation_prompt=false and vice versa; give "
+            "both or neither"
         )
     special = body.parse_special is not False
-    prompt = await service.in_thread(
+    prompt = await context.in_thread(
         lambda: conversation(template, body.messages, functions, names, continues, special)
     )
-    (answer,) = await service.submit([prompt], params)
+    (answer,) = await context.submit([prompt], params)
     id = f"chatcmpl-{body.request_id or token_hex(12)}"
-    return _Asked(service, body, answer, tools, id, int(time.time()))
+    return _Pending(context, body, answer, tools, id, int(time.time()))
 
 
-def _reply(asked: _Asked, outputs: Sequence[Output]) -> ChatReply:
+def _reply(pending: _Pending, outputs: Sequence[Output]) -> ChatReply:
     ended = [output.completion for output in outputs if output.completion is not None]
     choices = []
     for completion in sorted(ended, key=lambda each: each.choice):
-        own = _Choice(asked, completion.choice)
+        own = _Choice(pending, completion.choice)
         message = own.message(completion.text)
         reason, stop_reason = own.finish_reason(completion)
         choices.append(
             ChatChoice(
                 index=completion.choice,
                 message=message,
-                logprobs=asked.logprobs(logprobs_of(outputs, completion.choice)),
+                logprobs=pending.logprobs(logprobs_of(outputs, completion.choice)),
                 finish_reason=reason,
                 stop_reason=stop_reason,
-                token_ids=asked.token_ids(completion.tokens),
+                token_ids=pending.token_ids(completion.tokens),
             )
         )
     return ChatReply(
-        id=asked.id,
-        created=asked.created,
-        model=asked.service.names[0],
+        id=pending.id,
+        created=pending.created,
+        model=pending.context.service.names[0],
         choices=choices,
-        usage=usage_of([asked.answer], ended),
-        prompt_token_ids=asked.token_ids(asked.answer.request.prompt),
+        usage=usage_of([pending.answer], ended),
+        prompt_token_ids=pending.token_ids(pending.answer.request.prompt),
     )
 
 
-async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
-    """The events of an answer: the role of each choice, its text, its end; then the usage."""
+async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
+    """The events: each choice's role, text and finish reason; then the usage."""
     ended = []
     begun: dict[int, _Choice] = {}
     try:
-        async for outputs in asked.answer.outputs():
+        async for outputs in pending.answer.outputs():
             pieces = []
             for output in outputs:
                 if output.choice not in begun:
-                    begun[output.choice] = _Choice(asked, output.choice)
+                    begun[output.choice] = _Choice(pending, output.choice)
                     delta = ChatDelta(role="assistant", content="")
                     choice = ChatChunkChoice(index=output.choice, delta=delta)
-                    pieces.append(asked.chunk([choice], is_first=True))
-                pieces += (asked.chunk([choice]) for choice in begun[output.choice].take(output))
+                    pieces.append(pending.chunk([choice], is_first=True))
+                pieces += (pending.chunk([choice]) for choice in begun[output.choice].take(output))
                 if output.completion is not None:
                     ended.append(output.completion)
             yield b"".join(pieces)
-        options = asked.body.stream_options
+        options = pending.body.stream_options
         if options is not None and options.include_usage:
-            yield asked.chunk([], usage_of([asked.answer], ended))
+            yield pending.chunk([], usage_of([pending.answer], ended))
         yield DONE
     finally:
-        asked.answer.abandon()
+        pending.answer.abandon()
 
 
 class _Choice:
-    """One choice of an answer as it is told: text, and calls of functions."""
+    """One choice of a response: separates its text from function calls."""
 
-    def __init__(self, asked: _Asked, index: int) -> None:
-        self._asked, self._index = asked, index
-        self._reader = None if asked.tools is None else asked.tools.reader()
+    def __init__(self, pending: _Pending, index: int) -> None:
+        self._pending, self._index = pending, index
+        self._reader = None if pending.tools is None else pending.tools.reader()
         self._n_calls = 0
 
     def message(self, text: str) -> ChatMessage:
-        """The whole of it."""
+        """The message of a choice that has ended."""
         parts = self._parts(text, is_last=True)
         texts = [part for part in parts if isinstance(part, str)]
         calls = [
@@ -203,17 +207,19 @@ class _Choice:
         )
 
     def take(self, output: Output) -> list[ChatChunkChoice]:
-        """What is to be told of an output, with its end where it is the last."""
+        """The choices of the events for an output, with the finish reason for the last output."""
         parts = self._parts(output.text, is_last=output.completion is not None)
-        if not parts and (output.logprobs or (output.tokens and self._asked.body.return_token_ids)):
+        if not parts and (
+            output.logprobs or (output.tokens and self._pending.body.return_token_ids)
+        ):
             parts = [""]
-        told = [ChatChunkChoice(index=self._index, delta=self._delta(part)) for part in parts]
-        if told:
-            told[0].logprobs = self._asked.logprobs(output.logprobs)
-            told[0].token_ids = self._asked.token_ids(output.tokens)
+        chunks = [ChatChunkChoice(index=self._index, delta=self._delta(part)) for part in parts]
+        if chunks:
+            chunks[0].logprobs = self._pending.logprobs(output.logprobs)
+            chunks[0].token_ids = self._pending.token_ids(output.tokens)
         if output.completion is not None:
             reason, stop_reason = self.finish_reason(output.completion)
-            told.append(
+            chunks.append(
                 ChatChunkChoice(
                     index=self._index,
                     delta=ChatDelta(),
@@ -221,10 +227,10 @@ class _Choice:
                     stop_reason=stop_reason,
                 )
             )
-        return told
+        return chunks
 
     def finish_reason(self, completion: Completion) -> tuple[FinishReason, str | int | None]:
-        """Why it ended; to be asked once all of it has been read."""
+        """The finish reason and stop reason. All of the choice's text must have been read."""
         reason, stop_reason = finish_reason(completion)
         return ("tool_calls" if self._n_calls and reason == "stop" else reason), stop_reason
 
@@ -242,5 +248,5 @@ class _Choice:
 
 
 def _call_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other."""
+    """Nine letters and digits, as Mistral's templates require."""
     return token_hex(5)[:9]

@@ -8,7 +8,6 @@ from functools import partial
 from secrets import token_hex
 
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
 from starlette.responses import Response
 
 from parallel_llama.engine.input_processor import InputProcessor
@@ -16,29 +15,34 @@ from parallel_llama.engine.prompts import Prompt
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Completion, TokenLogprob
 from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.asgi import DONE, JSONBody, event
 from parallel_llama.serve.bodies import MAX_PROMPTS, CompletionBody
-from parallel_llama.serve.events import DONE, JSONBody, event, unless_gone
 from parallel_llama.serve.params import grammar_of, sampling_params
+from parallel_llama.serve.rendering import (
+    completion_logprobs,
+    finish_reason,
+    logprobs_of,
+    streamed,
+    usage_of,
+)
 from parallel_llama.serve.replies import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
     Usage,
 )
-from parallel_llama.serve.service import Service
-from parallel_llama.serve.spelling import completion_logprobs
+from parallel_llama.serve.service import RequestContext
 from parallel_llama.serve.wire import Output
-from parallel_llama.serve.writing import finish_reason, logprobs_of, streamed, usage_of
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_TOKEN_BYTES = 32  # of JSON, about, for a token and for each of its log-probabilities
+_TOKEN_BYTES = 32  # estimate of the JSON of a token, and of each of its log-probabilities
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Prompts whose completions are on their way, and how they are to be shown."""
+class _Pending:
+    """The prompts of one request in the engine, and how the response is formatted."""
 
-    service: Service
+    context: RequestContext
     body: CompletionBody
     answers: list[Answer]
     id: str
@@ -49,7 +53,7 @@ class _Asked:
             id=self.id,
             object="text_completion",
             created=self.created,
-            model=self.service.names[0],
+            model=self.context.service.names[0],
             choices=choices,
             usage=usage,
         )
@@ -58,62 +62,65 @@ class _Asked:
         return ids if self.body.return_token_ids else UNSET
 
     def index(self, number: int, choice: int) -> int:
-        """The place of a choice among those of all prompts."""
+        """The index of a choice among those of all prompts."""
         return number * self.answers[number].request.params.n + choice
 
     def prompt_text(self, answer: Answer) -> str:
-        """What stands before a completion where the prompt is to be shown."""
+        """The prompt's text if the request asks for echo, else ""."""
         if not self.body.echo:
             return ""
-        return self.service.inputs.tokenizer.decode(answer.request.prompt, skip_special=False)
+        return self.context.inputs.tokenizer.decode(answer.request.prompt, skip_special=False)
 
     def logprobs(
         self, answer: Answer, scored: Sequence[TokenLogprob | None], at: int
     ) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
-        vocabulary = self.service.inputs.tokenizer.vocabulary
+        vocabulary = self.context.inputs.tokenizer.vocabulary
         first = answer.request.prompt[0]
         return completion_logprobs(vocabulary, scored, first, self.body.logprobs, at)
 
 
-async def completions(service: Service, request: Request, body: CompletionBody) -> Response:
-    """How some prompts go on, whole or as a stream of events."""
-    service.require_model(body.model)
-    asked = await unless_gone(request, _begin(service, body))
+async def complete(context: RequestContext, body: CompletionBody) -> Response:
+    """Text completions of some prompts, as one reply or as a stream of events."""
+    context.service.require_model(body.model)
+    pending = await context.unless_gone(_begin(context, body))
     if body.stream:
-        return await unless_gone(request, streamed(_chunks(asked)))
-    return JSONBody(await unless_gone(request, _whole(asked)))
+        return await context.unless_gone(streamed(_chunks(pending)))
+    return JSONBody(await context.unless_gone(_whole(pending)))
 
 
-async def _begin(service: Service, body: CompletionBody) -> _Asked:
+async def _begin(context: RequestContext, body: CompletionBody) -> _Pending:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise UsageError(f"best_of={body.best_of}: only n completions are drawn; leave it out")
+        raise UsageError(
+            f"best_of={body.best_of} must equal n={body.n or 1}: only n completions are generated; "
+            "omit best_of"
+        )
     if body.stream and body.echo and body.logprobs is not None:
-        raise UsageError("echo with logprobs is not streamed; leave one of the three out")
+        raise UsageError("echo with logprobs cannot be streamed; omit echo, logprobs or stream")
     if body.max_tokens == 0 and not body.echo:
-        raise UsageError("max_tokens=0 is for echo, which shows the prompt; give at least 1")
+        raise UsageError("max_tokens=0 needs echo=true; give max_tokens of at least 1")
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     params = sampling_params(
-        service.inputs,
+        context.inputs,
         body,
         max_tokens=max(1, wanted),
         grammar=grammar_of(body),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    prompts = await service.in_thread(lambda: prompts_of(body, service.inputs))
-    answers = await service.submit(prompts, params)
+    prompts = await context.in_thread(lambda: prompts_of(body, context.inputs))
+    answers = await context.submit(prompts, params)
     id = f"cmpl-{body.request_id or token_hex(12)}"
-    return _Asked(service, body, answers, id, int(time.time()))
+    return _Pending(context, body, answers, id, int(time.time()))
 
 
 def prompts_of(body: CompletionBody, inputs: InputProcessor) -> list[Prompt]:
-    """The prompts of a body: texts, or token ids, one or a list.
+    """The prompts of a body: one or several, as texts or token ids.
 
-    Texts that are to get no special token, in front or inside, are token ids already.
+    Texts are encoded here if the request turns off the bos token or the parsing of special tokens.
 
-    Raises: UsageError for a list of several kinds, or of too many.
+    Raises: UsageError for a list that mixes texts and token ids, or is too long.
     """
     prompts = _listed(body)
     bos, special = body.add_special_tokens is not False, body.parse_special is not False
@@ -133,7 +140,7 @@ def _listed(body: CompletionBody) -> list[Prompt]:
         return [prompt]
     kinds = {type(each) for each in prompt}
     if len(kinds) > 1:
-        raise UsageError("prompt mixes texts and token ids; give one kind")
+        raise UsageError("prompt mixes strings and token ids; give only one kind")
     if kinds == {int}:
         return [[each for each in prompt if isinstance(each, int)]]
     if len(prompt) > MAX_PROMPTS:
@@ -141,82 +148,78 @@ def _listed(body: CompletionBody) -> list[Prompt]:
     return [each for each in prompt if not isinstance(each, int)]
 
 
-async def _whole(asked: _Asked) -> bytes:
+async def _whole(pending: _Pending) -> bytes:
     try:
-        outputs = [await answer.whole() for answer in asked.answers]
+        outputs = [await answer.whole() for answer in pending.answers]
     finally:
-        _abandon(asked)
+        _abandon(pending)
     choices, ended = [], []
     for number, own in enumerate(outputs):
-        answer = asked.answers[number]
-        n_bytes = _TOKEN_BYTES * len(answer.request.prompt) * bool(asked.body.echo)
-        prompt = await asked.service.written(partial(asked.prompt_text, answer), n_bytes)
+        answer = pending.answers[number]
+        n_bytes = _TOKEN_BYTES * len(answer.request.prompt) * bool(pending.body.echo)
+        prompt = await pending.context.serialize(partial(pending.prompt_text, answer), n_bytes)
         completions = [output.completion for output in own if output.completion is not None]
         ended += completions
         for completion in sorted(completions, key=lambda each: each.choice):
-            write = partial(_written, asked, number, own, completion, prompt)
-            n_bytes = _n_bytes(asked, answer, completion)
-            choices.append(await asked.service.written(write, n_bytes))
-    return asked.reply([], usage_of(asked.answers, ended)).encode_with(choices)
+            write = partial(_choice, pending, number, own, completion, prompt)
+            n_bytes = _n_bytes(pending, answer, completion)
+            choices.append(await pending.context.serialize(write, n_bytes))
+    return pending.reply([], usage_of(pending.answers, ended)).encode_with(choices)
 
 
-def _n_bytes(asked: _Asked, answer: Answer, completion: Completion) -> int:
-    """About how long a choice is as JSON."""
-    n_tokens = len(completion.tokens) + len(answer.request.prompt) * bool(asked.body.echo)
-    return _TOKEN_BYTES * n_tokens * (2 + (asked.body.logprobs or 0))
-
-
-def _written(
-    asked: _Asked, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
-) -> bytes:
-    return _choice(asked, number, outputs, completion, prompt).encode()
+def _n_bytes(pending: _Pending, answer: Answer, completion: Completion) -> int:
+    """Estimates the length of a choice's JSON."""
+    n_tokens = len(completion.tokens) + len(answer.request.prompt) * bool(pending.body.echo)
+    return _TOKEN_BYTES * n_tokens * (2 + (pending.body.logprobs or 0))
 
 
 def _choice(
-    asked: _Asked, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
-) -> CompletionChoice:
-    answer = asked.answers[number]
-    is_prompt_alone = asked.body.max_tokens == 0
+    pending: _Pending, number: int, outputs: Sequence[Output], completion: Completion, prompt: str
+) -> bytes:
+    """A choice as JSON."""
+    answer = pending.answers[number]
+    is_prompt_alone = pending.body.max_tokens == 0
     reason, stop_reason = finish_reason(completion)
-    scored = [None, *answer.prompt_logprobs] if asked.body.echo else []
+    scored = [None, *answer.prompt_logprobs] if pending.body.echo else []
     if not is_prompt_alone:
         scored += logprobs_of(outputs, completion.choice)
-    at = 0 if asked.body.echo else len(prompt)
-    return CompletionChoice(
-        index=asked.index(number, completion.choice),
+    at = 0 if pending.body.echo else len(prompt)
+    choice = CompletionChoice(
+        index=pending.index(number, completion.choice),
         text=prompt if is_prompt_alone else prompt + completion.text,
-        logprobs=asked.logprobs(answer, scored, at),
+        logprobs=pending.logprobs(answer, scored, at),
         finish_reason="length" if is_prompt_alone else reason,
         stop_reason=stop_reason,
-        token_ids=asked.token_ids(completion.tokens),
-        prompt_token_ids=asked.token_ids(answer.request.prompt),
+        token_ids=pending.token_ids(completion.tokens),
+        prompt_token_ids=pending.token_ids(answer.request.prompt),
     )
+    return choice.encode()
 
 
-async def _chunks(asked: _Asked) -> AsyncGenerator[bytes]:
-    """The events of all prompts as they come, and then the usage."""
+async def _chunks(pending: _Pending) -> AsyncGenerator[bytes]:
+    """The events of all prompts, interleaved; then the usage."""
     ended: list[Completion] = []
-    shown: dict[int, int] = {}  # characters of each choice
-    told = _merged(asked.answers)
+    shown: dict[int, int] = {}  # characters sent, by choice
+    merged = _merged(pending.answers)
     try:
-        async for number, outputs in told:
+        async for number, outputs in merged:
             yield b"".join(
-                event(asked.reply([_piece(asked, number, output, shown)]).encode())
+                event(pending.reply([_piece(pending, number, output, shown)]).encode())
                 for output in outputs
             )
             ended += [output.completion for output in outputs if output.completion is not None]
-        options = asked.body.stream_options
+        options = pending.body.stream_options
         if options is not None and options.include_usage:
-            yield event(asked.reply([], usage_of(asked.answers, ended)).encode())
+            yield event(pending.reply([], usage_of(pending.answers, ended)).encode())
         yield DONE
     finally:
-        await told.aclose()
-        _abandon(asked)
+        await merged.aclose()
+        _abandon(pending)
 
 
 async def _merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[Output]]]:
-    """What comes of some answers, as it comes, with the number of the answer."""
-    if len(answers) == 1:  # the usual case costs no queue
+    """Outputs of several answers as they become ready, each with the answer's number."""
+    if len(answers) == 1:  # the usual case needs no queue
         async for outputs in answers[0].outputs():
             yield 0, outputs
         return
@@ -234,22 +237,24 @@ async def _merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, list[O
     try:
         n_open = len(readers)
         while n_open:
-            told = await inbox.get()
-            if isinstance(told, Exception):
-                raise told
-            if told is None:
+            item = await inbox.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 n_open -= 1
             else:
-                yield told
+                yield item
     finally:
         for reader in readers:
             reader.cancel()
 
 
-def _piece(asked: _Asked, number: int, output: Output, shown: dict[int, int]) -> CompletionChoice:
-    answer, index = asked.answers[number], asked.index(number, output.choice)
+def _piece(
+    pending: _Pending, number: int, output: Output, shown: dict[int, int]
+) -> CompletionChoice:
+    answer, index = pending.answers[number], pending.index(number, output.choice)
     is_first = index not in shown
-    text = asked.prompt_text(answer) + output.text if is_first else output.text
+    text = pending.prompt_text(answer) + output.text if is_first else output.text
     at = shown.get(index, 0)
     shown[index] = at + len(text)
     reason, stop_reason = (
@@ -258,14 +263,14 @@ def _piece(asked: _Asked, number: int, output: Output, shown: dict[int, int]) ->
     return CompletionChoice(
         index=index,
         text=text,
-        logprobs=asked.logprobs(answer, output.logprobs, at) if output.logprobs else None,
+        logprobs=pending.logprobs(answer, output.logprobs, at) if output.logprobs else None,
         finish_reason=reason,
         stop_reason=stop_reason,
-        token_ids=asked.token_ids(output.tokens),
-        prompt_token_ids=asked.token_ids(answer.request.prompt) if is_first else UNSET,
+        token_ids=pending.token_ids(output.tokens),
+        prompt_token_ids=pending.token_ids(answer.request.prompt) if is_first else UNSET,
     )
 
 
-def _abandon(asked: _Asked) -> None:
-    for answer in asked.answers:
+def _abandon(pending: _Pending) -> None:
+    for answer in pending.answers:
         answer.abandon()

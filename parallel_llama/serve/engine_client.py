@@ -269,7 +269,7 @@ class EngineClient:
         before_s, is_counted = answer.last_token_s, answer.key != self._probe_key
         new = answer.put(output)
         if new is not None and is_counted:
-            self.metrics.told(answer, new, before_s)
+            self.metrics.emitted(answer, new, before_s)
         if answer.has_ended:
             self._forget(answer.key)
             if is_counted:
@@ -320,7 +320,7 @@ def _log(answer: Answer) -> None:
         "first_token_s": None if first_s is None else round(first_s - asked_s, 4),
         "total_s": round(now - asked_s, 4),
     }
-    logger.info("answered", extra={"told": fields})
+    logger.info("answered", extra={"fields": fields})
 
 
 _WHY = {

@@ -1,7 +1,8 @@
-"""What goes wrong, as a status and a body in OpenAI's form."""
+"""Converts exceptions to an HTTP status and an error body in OpenAI's format."""
 
 import logging
 import re
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -9,10 +10,10 @@ from starlette.types import Receive, Scope, Send
 
 from parallel_llama.errors import CheckpointError, ContextExceeded, NumericalError, UsageError
 from parallel_llama.serve.answer import Diverged, Stalled
-from parallel_llama.serve.bodies import BODIES, NESTED, InvalidBody
+from parallel_llama.serve.asgi import REASON
+from parallel_llama.serve.bodies import FIELDS, NESTED_FIELDS, InvalidBody
 from parallel_llama.serve.engine_client import Busy, NotReady
-from parallel_llama.serve.replies import ErrorDetail, ErrorReply, Reply
-from parallel_llama.serve.request_id import REASON
+from parallel_llama.serve.replies import ErrorDetail, ErrorReply
 from parallel_llama.serve.service import UnknownModel
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,8 @@ RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARS = 1000
 
 
-class Refused(Exception):
-    """A request that is turned away before its body is looked at."""
+class HTTPError(Exception):
+    """The request is refused before its body is decoded."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -31,13 +32,14 @@ class Refused(Exception):
 
 
 def error_reply(error: Exception, prompt: str | None = None) -> tuple[int, ErrorReply]:
-    """The status and the body for an error; one that nobody expected is logged, and not shown.
+    """The status and body for an error. Unexpected errors are logged and not shown to the client.
 
-    `prompt` is the field of the request that holds its prompt.
+    Args:
+        prompt: name of the body's field with the prompt.
     """
     message = str(error)
     match error:
-        case Refused():
+        case HTTPError():
             type, code = _REFUSALS.get(error.status, ("invalid_request_error", None))
             return error.status, _reply(message, type, code=code)
         case ContextExceeded():
@@ -56,28 +58,28 @@ def error_reply(error: Exception, prompt: str | None = None) -> tuple[int, Error
             return 429, _reply(message, "rate_limit_error", code="overloaded")
         case NotReady():
             return 503, _reply(message, "service_unavailable_error")
-        case CheckpointError():  # its chat template: a conversation showed what it is
+        case CheckpointError():  # a broken chat template, found when it was rendered
             logger.error("%s", message)
             return 500, _reply(message, "server_error")
         case NumericalError():
             return 500, _reply(message, "server_error", code="numerical_error")
         case Stalled() | Diverged():
             return 500, _reply(message, "server_error")
-    logger.error("an error that nobody expected", exc_info=error)
-    return 500, _reply("the server met an error that is in its log", "server_error")
+    logger.error("unexpected error", exc_info=error)
+    return 500, _reply("internal server error; see the server's log", "server_error")
 
 
-def json_response(reply: Reply, status: int = 200) -> Response:
-    return Response(reply.encode(), status, media_type="application/json")
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def error_response(error: Exception, prompt: str | None = None) -> Response:
-    """The response for an error, as `error_reply`; with when to try again where that may help."""
+    """The response for an error, see `error_reply`; 429 and 503 have a Retry-After header."""
     return _ErrorResponse(*error_reply(error, prompt))
 
 
 class _ErrorResponse(Response):
-    """An error as JSON, which tells the log why: REASON in the scope is its code and parameter."""
+    """An error as JSON. It stores the error's code and parameter for the log in the scope."""
 
     media_type = "application/json"
 
@@ -93,7 +95,7 @@ class _ErrorResponse(Response):
 
 
 def reason_of(error: ErrorDetail) -> dict[str, str]:
-    """Why a request was refused, for the log: without its message, which may quote a client."""
+    """Code and parameter of an error for the log; its message may quote the client's data."""
     reason = {"code": error.code or error.type}
     if error.param is not None and _LOGGED_PARAM.fullmatch(error.param):
         reason["param"] = error.param
@@ -113,18 +115,17 @@ _REFUSALS = {
     431: ("invalid_request_error", "headers_too_large"),
     503: ("service_unavailable_error", "overloaded"),
 }
-_FIELDS = frozenset(name for body in BODIES for name in body.__struct_fields__)
 _ALIASES = {"template_vars": "chat_template_kwargs"}
 _FIRST_WORD = re.compile("(?:prompt [0-9]+: )?([a-z_]+)")
-_OWN_NAMES = "|".join({*_FIELDS, *(name for of in NESTED for name in of.__struct_fields__)})
+_OWN_NAMES = "|".join(FIELDS | NESTED_FIELDS)
 _LOGGED_PARAM = re.compile(rf"(?:{_OWN_NAMES})(?:\[[0-9.]*\]|\.(?:{_OWN_NAMES}))*")
 
 
 def _param(message: str) -> str | None:
-    """The field that an error is about: messages about one begin with its name."""
+    """The field that an error is about: messages about a field begin with its name."""
     found = _FIRST_WORD.match(message)
     name = found and _ALIASES.get(found[1], found[1])
-    if name in _FIELDS:
+    if name in FIELDS:
         return name
     return "prompt" if message.startswith("prompt ") else None
 
@@ -132,7 +133,7 @@ def _param(message: str) -> str | None:
 def _reply(
     message: str, type: str, param: str | None = None, code: str | None = None
 ) -> ErrorReply:
-    # Some messages hold what the client sent, however long it is.
+    # Messages may quote the client's data, whatever its length.
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[:MAX_MESSAGE_CHARS] + "..."
     return ErrorReply(error=ErrorDetail(message=message, type=type, param=param, code=code))

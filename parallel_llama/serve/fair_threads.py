@@ -1,4 +1,4 @@
-"""Threads for the work of many clients: none of them holds up the others.
+"""Threads that are shared fairly between clients.
 
 Source: self-clocked and start-time fair queueing (Golestani 1994; Goyal, Vin and Cheng 1996).
 """
@@ -15,22 +15,22 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LARGE_WORK = 64 << 10  # bytes of a body: more takes milliseconds and runs in the thread for that
-_NICE = 10  # of threads that yield: they get a tenth of a core that others want
-MAX_LARGE_WAITING = 4 << 20  # bytes of large work that waits or runs; more bodies are not read
-_MAX_CLIENTS = 4096  # whose last work is remembered
+LARGE_WORK = 64 << 10  # bytes of a body; more takes milliseconds and runs in the large lane
+MAX_LARGE_WAITING = 4 << 20  # bytes of queued and running large work, beyond which no body is read
+_NICE = 10  # of low-priority threads: they get a tenth of a contended core
+_MAX_CLIENTS = 4096  # whose finish times are remembered
 
 
 class FairThreads:
-    """Runs small work in some threads, and large work and templates in a thread of their own each.
+    """Runs small work in several threads, large work in one, and chat templates in one.
 
-    Clients share the threads by the size of what they ask for, and small work goes first.
+    Each lane shares its threads between clients by the size of their work.
     """
 
     def __init__(self, n_threads: int = 4) -> None:
         self._small = _Lane(n_threads - 2, "small")
         self._large = _Lane(1, "large", yields=True)
-        self._templates = _Lane(1, "templates", yields=True)  # one process renders them all
+        self._templates = _Lane(1, "templates", yields=True)  # all are rendered by one process
 
     async def run(
         self,
@@ -41,11 +41,13 @@ class FairThreads:
         *,
         renders: bool = False,
     ) -> T:
-        """Run some work of a client in a thread; `renders` says that it renders a chat template.
+        """Runs a client's work in a thread.
 
-        Units of size: about a byte of a body.
+        Args:
+            size: cost of the work, in bytes of a body that take as long.
+            renders: whether the work renders a chat template.
 
-        Raises: TimeoutError if it has not begun within `wait_s`; what the work raises.
+        Raises: TimeoutError if the work has not started within `wait_s`; what the work raises.
         """
         lane = self._templates if renders else self._small
         if size > LARGE_WORK:
@@ -53,7 +55,7 @@ class FairThreads:
         return await lane.run(work, size, client, wait_s)
 
     async def room_for_large(self, wait_s: float) -> None:
-        """Wait until less than MAX_LARGE_WAITING of large work waits or runs.
+        """Waits until less than MAX_LARGE_WAITING of large work is queued or running.
 
         Raises: TimeoutError.
         """
@@ -63,20 +65,20 @@ class FairThreads:
 
 
 def yield_cores() -> None:
-    """Let threads of normal priority have the core of this one, and of the processes it starts.
+    """Lowers the priority of this thread and of the processes that it starts.
 
-    The threads of a step wait for each other hundreds of times, each time for as long as another
-    thread keeps a core from one of them.
+    The threads of a step meet at hundreds of barriers, and each barrier waits for a thread whose
+    core is taken by another one.
     """
-    if sys.platform == "linux":  # elsewhere a priority is that of the process
+    if sys.platform == "linux":  # on other systems a priority belongs to the whole process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class _Lane:
-    """Threads, and the work that waits for them.
+    """Some threads, and a fair queue of work for them.
 
-    `_now` is the virtual time: the size of what each busy client has been given. Work starts in it
-    when the client's former work ends; what ends first in it runs first.
+    `_now` is the virtual time: the amount of work that each busy client has received. A client's
+    work starts at the virtual time when its previous work ends; the earliest end runs first.
     """
 
     def __init__(self, n_threads: int, name: str, *, yields: bool = False) -> None:
@@ -85,8 +87,8 @@ class _Lane:
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._now = 0
-        self._ends: dict[str, int] = {}  # of each client's last work
-        self.size = 0  # of the work that waits or runs
+        self._ends: dict[str, int] = {}  # virtual end of each client's last work
+        self.size = 0  # of queued and running work
         self._ended: asyncio.Future[None] | None = None  # done when the next work ends
 
     async def run(self, work: Callable[[], T], size: int, client: str, wait_s: float | None) -> T:
@@ -100,41 +102,41 @@ class _Lane:
                 self._ended = None
 
     async def next_end(self) -> None:
-        """Wait until some work has ended, or waits no more."""
+        """Waits until some work has ended or left the queue."""
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._ended)
 
     async def _run(self, work: Callable[[], T], size: int, client: str, wait_s: float | None) -> T:
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
+        assigned: asyncio.Future[None] = loop.create_future()
         start = max(self._now, self._ends.get(client, 0))
         self._ends[client] = start + size
-        heappush(self._waiting, (start + size, next(self._numbers), start, turn))
-        self._give_turns()
+        heappush(self._waiting, (start + size, next(self._numbers), start, assigned))
+        self._assign_threads()
         try:
-            await asyncio.wait((turn,), timeout=wait_s)
+            await asyncio.wait((assigned,), timeout=wait_s)
         except BaseException:
-            if not turn.cancel():  # it had its turn in the same moment
+            if not assigned.cancel():  # a thread was assigned at the same moment
                 self._free()
             raise
-        if turn.cancel():
+        if assigned.cancel():
             raise TimeoutError
         running = self._threads.submit(work)
-        # Also where nobody waits for the work any more, the thread is free only after it.
+        # If the caller is cancelled, the thread is still busy until the work ends.
         running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free))
         return await asyncio.wrap_future(running)
 
     def _free(self) -> None:
         self._n_free += 1
-        self._give_turns()
+        self._assign_threads()
 
-    def _give_turns(self) -> None:
+    def _assign_threads(self) -> None:
         while self._n_free and self._waiting:
-            _end, _number, start, turn = heappop(self._waiting)
-            if not turn.done():  # nobody waits for the others
+            _end, _number, start, assigned = heappop(self._waiting)
+            if not assigned.done():  # otherwise the caller was cancelled or timed out
                 self._now = max(self._now, start)
                 self._n_free -= 1
-                turn.set_result(None)
+                assigned.set_result(None)
         if len(self._ends) > _MAX_CLIENTS:
             self._ends = {who: end for who, end in self._ends.items() if end > self._now}

@@ -1,4 +1,4 @@
-"""The web page at `/`: a fixed list of files, and the headers that they are served with."""
+"""The web page at `/`: its files, and their response headers."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -7,42 +7,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-HTML = "text/html; charset=utf-8"
-CSS = "text/css; charset=utf-8"
-JAVASCRIPT = "text/javascript; charset=utf-8"
-SVG = "image/svg+xml"
-
 INDEX = "index.html"
 TYPES = {
-    INDEX: HTML,
-    "page.css": CSS,
-    "icon.svg": SVG,
-    "page.js": JAVASCRIPT,
-    "answering.js": JAVASCRIPT,
-    "chats.js": JAVASCRIPT,
-    "completion.js": JAVASCRIPT,
-    "conversation.js": JAVASCRIPT,
-    "conversations.js": JAVASCRIPT,
-    "exchange.js": JAVASCRIPT,
-    "formulas.js": JAVASCRIPT,
-    "highlight.js": JAVASCRIPT,
-    "markdown.js": JAVASCRIPT,
-    "room.js": JAVASCRIPT,
-    "settings.js": JAVASCRIPT,
-    "sides.js": JAVASCRIPT,
-    "status.js": JAVASCRIPT,
-    "stored.js": JAVASCRIPT,
-    "template.js": JAVASCRIPT,
-    "toast.js": JAVASCRIPT,
-    "turns.js": JAVASCRIPT,
-    "vendor/highlight.min.js": JAVASCRIPT,
-    "vendor/katex.min.js": JAVASCRIPT,
-    "vendor/marked.esm.js": JAVASCRIPT,
-    "vendor/purify.es.mjs": JAVASCRIPT,
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".mjs": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
 
-# Scripts and styles come from the page's own files alone, none stand in its HTML, and no string
-# becomes HTML but through DOMPurify (`trusted-types`).
+# Scripts and styles load from the page's own files only and are never inline; strings become HTML
+# only through DOMPurify (`trusted-types`).
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -54,12 +29,13 @@ SECURITY_HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """Routes for `/` and `/page/{file}`, of files that are read here, once.
-
-    Raises: OSError where the installation lacks a file.
-    """
+    """Routes for `/` and `/page/{file}`; the files are read once, by this call."""
     folder = Path(__file__).with_name("page")
-    contents = {name: (folder / name).read_bytes() for name in TYPES}
+    contents = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.suffix in TYPES
+    }
 
     async def index(request: Request) -> Response:
         return _answer(request, INDEX, contents[INDEX])
@@ -77,9 +53,9 @@ def page_routes() -> list[Route]:
 
 
 def _answer(request: Request, name: str, content: bytes) -> Response:
-    # "no-cache" lets a browser keep a file, and ask each time whether it has changed.
+    # "no-cache": a browser may cache the file, but must revalidate it for each use.
     tag = f'"{sha256(content).hexdigest()[:32]}"'
     headers = {**SECURITY_HEADERS, "ETag": tag, "Cache-Control": "no-cache"}
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers, media_type=TYPES[name])
+    return Response(content, headers=headers, media_type=TYPES[Path(name).suffix])

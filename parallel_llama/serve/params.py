@@ -1,4 +1,4 @@
-"""From the fields of a body to how its tokens are drawn."""
+"""Converts the fields of a body to sampling parameters and a grammar."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from parallel_llama.serve.bodies import (
 
 logger = logging.getLogger(__name__)
 
-# Fields of a body that are settings of the same name.
+# Fields that are sampling parameters of the same name.
 _SAME = (
     "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
     "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -36,12 +36,12 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The model's own settings, with what a body gives in their place.
+    """The model's default sampling parameters, updated from a body.
 
     Raises: UsageError.
     """
     if body.stream_options is not None and not body.stream:
-        raise UsageError("stream_options are for a stream; set stream to true, or leave them out")
+        raise UsageError("stream_options needs stream; set stream to true, or omit stream_options")
     for name in WITHOUT_EFFECT:
         if getattr(body, name, None) is not None:
             log_ignored(name)
@@ -61,18 +61,18 @@ def sampling_params(
 
 @lru_cache(maxsize=64)
 def log_ignored(name: str) -> None:
-    """Log that a field has no effect: once for each name, not for each request."""
-    logger.info("ignored, as it has no effect here", extra={"told": {"field": name}})
+    """Logs that a field is ignored, once per name."""
+    logger.info("ignored a field that has no effect", extra={"fields": {"field": name}})
 
 
 def grammar_of(body: SamplingBody) -> Grammar | None:
-    """What a body says of the form of the answer.
+    """The grammar that a body requires for the generated text; None if it requires none.
 
-    Raises: UsageError for a form that is none, or more than one.
+    Raises: UsageError for an inconsistent response format, or for two.
     """
     given = [body.response_format, body.structured_outputs]
     if all(each is not None for each in given):
-        raise UsageError("response_format and structured_outputs both say a form; give one")
+        raise UsageError("response_format and structured_outputs cannot be combined; give one")
     if body.structured_outputs is not None:
         return _of_structured_outputs(body.structured_outputs)
     return None if body.response_format is None else _of_response_format(body.response_format)
@@ -81,7 +81,8 @@ def grammar_of(body: SamplingBody) -> Grammar | None:
 def _of_response_format(wanted: ResponseFormat) -> Grammar | None:
     if (wanted.type == "json_schema") != (wanted.json_schema is not None):
         raise UsageError(
-            f"response_format.type={wanted.type!r}: json_schema goes with the type json_schema"
+            f"response_format.type={wanted.type!r}: give json_schema if and only if type is "
+            "json_schema"
         )
     if wanted.json_schema is not None:
         return Grammar("json_schema", json.dumps(wanted.json_schema.schema))
@@ -92,7 +93,8 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> Grammar:
     given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) not in (None, [])]
     if len(given) != 1:
         raise UsageError(
-            f"structured_outputs has {len(given)} forms; give one of json, regex, choice, grammar"
+            f"structured_outputs has {len(given)} constraints; give one of json, regex, choice, "
+            "grammar"
         )
     if wanted.json is not None:
         schema = wanted.json if isinstance(wanted.json, str) else json.dumps(wanted.json)
@@ -107,5 +109,5 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> Grammar:
 
 def _token(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 10:
-        raise UsageError(f"logit_bias: {shown(text)} is no token id")
+        raise UsageError(f"logit_bias: {shown(text)} is not a token id")
     return int(text)

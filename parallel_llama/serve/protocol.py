@@ -1,4 +1,4 @@
-"""One connection's HTTP: uvicorn's, with bounds on what a client may send and how slowly."""
+"""uvicorn's HTTP protocol, with bounds on what a client may send and how slowly."""
 
 import asyncio
 import logging
@@ -13,25 +13,25 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from parallel_llama.serve.access import ADMIT, TOO_MANY
-from parallel_llama.serve.errors import Refused, error_reply, error_response, reason_of
-from parallel_llama.serve.request_id import HEADER, new_request_id
+from parallel_llama.serve.asgi import HEADER, new_request_id
+from parallel_llama.serve.errors import HTTPError, error_reply, error_response, reason_of
 
 MAX_HEADERS = 100
-MAX_HEADER_BYTES = 64 << 10  # of all names and values together
+MAX_HEADER_BYTES = 64 << 10  # total of all names and values
 MAX_URL_BYTES = 8 << 10
 HEAD_LIMIT_S = 10.0  # from the first byte of a request to the end of its headers
-BODY_LIMIT_S = 30.0  # from there to the end of its body
-MAX_BODIES_BYTES = 256 << 20  # of all requests that are not answered yet
-MAX_UNREAD_BYTES = 64 << 10  # behind a request that is not answered yet
-MAX_CONNECTIONS = 1024  # that have been admitted
-MAX_OTHERS = 128  # at least so many more, that have not
-UNREAD_LIMIT_S = 1.0  # for a client to read some of its answer, while others have no place
+BODY_LIMIT_S = 30.0  # from the end of the headers to the end of the body
+MAX_BODIES_BYTES = 256 << 20  # total of all requests that have not been answered
+MAX_UNREAD_BYTES = 64 << 10  # pipelined after a request that has not been answered
+MAX_CONNECTIONS = 1024  # admitted connections
+MAX_OTHERS = 128  # connections that have not been admitted; more if slots above are free
+UNREAD_LIMIT_S = 1.0  # for a client to read some of its response, if others need its slot
 
-# What may come without a head or a part of a body being whole: the parser keeps it meanwhile. Twice
-# the limits, for the signs between headers.
+# Bytes of an incomplete head or chunk, which the parser buffers. Twice the limits, because of the
+# separators between headers.
 _MAX_PENDING_BYTES = 2 * (MAX_URL_BYTES + MAX_HEADER_BYTES)
 
-# Bodies up to this size are not counted: it takes a look at all connections.
+# Smaller bodies are not counted, because counting iterates over all connections.
 _SMALL_BODY_BYTES = 64 << 10
 
 # The end of a head, and of a chunked body with or without trailers.
@@ -43,30 +43,30 @@ logger = logging.getLogger(__name__)
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Ends a connection that goes beyond a limit, with a reply that names the limit.
+    """Closes a connection that exceeds a limit, with an error response that names the limit.
 
-    A connection is admitted by its first request that passes `Access`, health checks excepted, and
-    then keeps its place until it ends, or until others need it while its client reads nothing.
-    Others have what admitted ones leave free, MAX_OTHERS at
-    least: where that is full, the oldest of them makes room for a new one. So neither silent
-    connections nor those without a key keep out a health check, or a client with a key.
+    A connection is admitted by its first request that passes `Access`, except health checks. It
+    keeps its slot until it closes, or until another connection needs a slot while its client reads
+    nothing. Connections that are not admitted share the remaining slots, at least MAX_OTHERS; if
+    all are taken, the oldest such connection is closed for a new one. So neither silent clients nor
+    clients without a key can lock out health checks and clients with a key.
 
-    Each request has a parser of its own, which is given no byte of the next request: what a request
-    says cannot change how the bytes after it are read. A request is parsed when the one before it
-    is answered; until then its bytes wait, most of them in the socket.
+    Each request has its own parser, which receives no byte of the next request, so that one request
+    cannot change how the following bytes are parsed. A request is parsed after the previous one has
+    been answered; until then its bytes wait, most of them in the socket.
     """
 
     flow: "_Flow"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refused: Refused | None = None
-        self._framing = ""  # the header that says where the body ends
+        self._refused: HTTPError | None = None
+        self._framing = ""  # the header that frames the body
         self._timer: asyncio.TimerHandle | None = None
-        self._unread = bytearray()  # received, and not parsed yet
+        self._unread = bytearray()  # received but not parsed
         self._is_admitted = False
         self._made_s = self._begun_s = self.loop.time()
-        self._n_body = 0  # bytes of the body of the request that is not answered yet
+        self._n_body = 0  # body bytes of the current request, until it is answered
         self._begin_head()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -78,9 +78,10 @@ class BoundedProtocol(HttpToolsProtocol):
             min(others, key=lambda each: each._made_s)._make_room()
 
     def admit(self) -> bool:
-        """Give the connection a place that it keeps; whether it has one.
+        """Admits the connection; False if no slot is free.
 
-        If none is free, the connection whose client has read nothing for longest makes room.
+        If all slots are taken, closes the connection whose client has not read for longest, if that
+        is more than UNREAD_LIMIT_S.
         """
         if not self._is_admitted:
             admitted = [each for each in self._every() if each._is_admitted]
@@ -96,16 +97,16 @@ class BoundedProtocol(HttpToolsProtocol):
         return cast("set[BoundedProtocol]", self.connections)
 
     def _make_room(self) -> None:
-        """End a connection for the sake of a new one."""
+        """Closes this connection so that another can be opened."""
         self.connections.discard(self)
         if self.n_unsent:
-            self.transport.abort()  # its client may never read
+            self.transport.abort()  # the client may never read
         else:
-            self._end_with(Refused(503, TOO_MANY))
+            self._end_with(HTTPError(503, TOO_MANY))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unlimit()
-        self._unread.clear()  # the rest of the connection is in cycles, which last for long
+        self._unread.clear()  # reference cycles keep this object alive for long
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -120,10 +121,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parse up to the end of a request, unless one is in work."""
+        """Parses up to the end of a request, unless one is being answered."""
         while self._unread and not (self._is_answering() or self.transport.is_closing()):
             self._unset_keepalive_if_required()
-            if self._timer is None:  # the first of a request on a connection that was used before
+            if self._timer is None:  # the first bytes of a request on a kept-alive connection
                 self._limit(HEAD_LIMIT_S)
             n_bytes = self._piece_bytes()
             if not n_bytes:
@@ -135,20 +136,22 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(piece)
             except HttpParserUpgrade:
                 self._read_body_despite_upgrade()
-            except HttpParserError:  # what the parser, or one of the limits below, does not take
-                self._end_with(self._refused or Refused(400, "this is no request of HTTP/1.1"))
+            except HttpParserError:  # from the parser, or from `_refuse` in a callback
+                self._end_with(self._refused or HTTPError(400, "malformed HTTP/1.1 request"))
             if self._n_pending > _MAX_PENDING_BYTES:
-                self._end_with(Refused(431, f"the headers have more than {MAX_HEADER_BYTES} bytes"))
+                self._end_with(
+                    HTTPError(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
+                )
         if len(self._unread) >= MAX_UNREAD_BYTES:
             self.flow.pause_reading()
             self.flow.is_full = True
 
     def _is_answering(self) -> bool:
-        """Whether a request has been read to its end, and its answer is not complete."""
+        """Whether a request has been read completely and its response is not complete."""
         return self._is_head and self.cycle is not None and not self.cycle.response_complete
 
     def _piece_bytes(self) -> int:
-        """How many of the unread bytes the parser is given at once: never two requests' bytes."""
+        """How many unread bytes to pass to the parser: never bytes of two requests."""
         if self._n_body_left:
             return min(self._n_body_left, len(self._unread))
         end = self._unread.find(_END)
@@ -158,11 +161,11 @@ class BoundedProtocol(HttpToolsProtocol):
         return len(self._unread) - n_begun
 
     def _read_body_despite_upgrade(self) -> None:
-        """Read a body that the parser would leave to another protocol, which nobody speaks here."""
+        """Reads the body that the parser skips after an Upgrade header, which is ignored here."""
         self.parser = HttpRequestParser(_BodyCallbacks(self))
         self.parser.feed_data(f"POST / HTTP/1.1\r\n{self._framing}\r\n\r\n".encode())
 
-    # What the parser has found
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -180,13 +183,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(431, f"there are more than {MAX_HEADERS} headers")
         if self._n_header_bytes > MAX_HEADER_BYTES:
             self._refuse(431, f"the headers have more than {MAX_HEADER_BYTES} bytes")
-        if self._is_head:  # a trailer is no header
+        if self._is_head:  # ignores trailers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._check_framing()
         super().on_headers_complete()
-        # Who waits for 100 may leave the body out after another status: nothing can follow it.
+        # A client that expects 100 may omit its body after another status, so that the next request
+        # cannot be located.
         self.cycle.keep_alive &= not self.expect_100_continue
         self._is_head, self._n_pending = False, 0
         self._begun_s = self.loop.time()
@@ -202,15 +206,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self._bound_bodies()
 
     def _bound_bodies(self) -> None:
-        """Refuse the request that sends its body for the longest, if all bodies are too long."""
+        """Refuses the request with the slowest body if all bodies together are too long."""
         if sum(each._n_body for each in self._every()) > MAX_BODIES_BYTES:
             sending = (each for each in self._every() if each._n_body and not each._is_head)
             slowest = min(sending, key=lambda each: each._begun_s)
             slowest._n_body = 0
-            slowest._end_with(Refused(503, "too many long bodies are being sent; try again later"))
+            slowest._end_with(HTTPError(503, "too many long bodies at once; try again later"))
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():  # the end of the head alone
+        if self.parser.should_upgrade():  # only the head has ended
             return
         self._unlimit()
         self._begin_head()
@@ -222,17 +226,19 @@ class BoundedProtocol(HttpToolsProtocol):
         self._n_headers = self._n_header_bytes = self._n_pending = self._n_body_left = 0
 
     def _check_framing(self) -> None:
-        """Learn where the body ends, and refuse what others may read in another way."""
+        """Finds where the body ends, and refuses framing that parsers interpret differently."""
         if self.parser.get_http_version() not in ("1.0", "1.1"):
-            self._refuse(400, "this is no request of HTTP/1.1")
+            self._refuse(400, "only HTTP/1.0 and HTTP/1.1 are supported")
         if self.parser.get_method() == b"CONNECT":
-            self._refuse(400, "this is no proxy: CONNECT is not supported")
+            self._refuse(400, "CONNECT is not supported: this server is not a proxy")
         lengths = [value for name, value in self.headers if name == b"content-length"]
         codings = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
         if codings and (lengths or self.parser.get_http_version() == "1.0"):
-            self._refuse(400, "Transfer-Encoding goes with neither Content-Length nor HTTP/1.0")
+            self._refuse(
+                400, "Transfer-Encoding cannot be combined with Content-Length or HTTP/1.0"
+            )
         if codings not in ([], [b"chunked"]):
-            self._refuse(400, "Transfer-Encoding is not supported but for one: chunked")
+            self._refuse(400, "the only supported Transfer-Encoding is chunked")
         if len(lengths) > 1 or not all(_LENGTH.fullmatch(each) for each in lengths):
             self._refuse(400, "Content-Length must be one number of at most 18 digits")
         self._n_body_left = int(lengths[0]) if lengths else 0
@@ -240,10 +246,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._framing = chunked if codings else f"content-length: {self._n_body_left}"
 
     def _refuse(self, status: int, message: str) -> NoReturn:
-        self._refused = Refused(status, message)
-        raise self._refused  # the parser turns it into an error of its own
+        self._refused = HTTPError(status, message)
+        raise self._refused  # the parser converts it to HttpParserError
 
-    # Time
+    # Time limits
 
     def _limit(self, limit_s: float) -> None:
         self._unlimit()
@@ -255,22 +261,22 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _is_late(self, limit_s: float) -> None:
-        if self.flow.read_paused:  # the client does not keep us waiting: we do not read
+        if self.flow.read_paused:  # this server is not reading, so the client is not late
             self._limit(limit_s)
         elif self._is_head:
-            self._end_with(Refused(408, f"the headers did not come within {limit_s:g} s"))
+            self._end_with(HTTPError(408, f"the headers did not arrive within {limit_s:g} s"))
         else:
-            self._end_with(Refused(408, f"the body did not come within {limit_s:g} s"))
+            self._end_with(HTTPError(408, f"the body did not arrive within {limit_s:g} s"))
 
     @property
     def n_unsent(self) -> int:
-        """Bytes of answers that the client, or the network, has not taken yet."""
+        """Bytes of responses that have not been sent."""
         return self.transport.get_write_buffer_size()
 
     def waits_since(self, now_s: float, min_bytes: int) -> float:
-        """When the client has last taken so many bytes of what waits for it; now if nothing does.
+        """When the client last read min_bytes of its response; `now_s` if no response waits.
 
-        Right to the time between two calls.
+        The precision is the time between two calls.
         """
         flow, n_unsent = self.flow, self.n_unsent
         if not n_unsent or not (flow.write_paused or self.transport.is_closing()):
@@ -279,10 +285,10 @@ class BoundedProtocol(HttpToolsProtocol):
             flow.wait = now_s, n_unsent
         return now_s if flow.wait is None else flow.wait[0]
 
-    # The end
+    # Closing
 
-    def _end_with(self, refused: Refused) -> None:
-        """Say why where no other answer is on its way, and close."""
+    def _end_with(self, refused: HTTPError) -> None:
+        """Closes the connection, with an error response if no other response has been started."""
         self._unlimit()
         cycle = self.cycle
         is_free = cycle is None or cycle.response_complete
@@ -290,22 +296,22 @@ class BoundedProtocol(HttpToolsProtocol):
             request_id = new_request_id()
             self.transport.write(_response(refused, request_id))
             has_begun = self._n_pending or self._unread or not self._is_head
-            if has_begun and refused.status != 503:  # what overload ends is not logged one by one
+            if has_begun and refused.status != 503:  # under overload the log would be flooded
                 reason = reason_of(error_reply(refused)[1].error)
-                told = {"request_id": request_id, "status": refused.status, **reason}
-                logger.info("refused", extra={"told": told})
+                fields = {"request_id": request_id, "status": refused.status, **reason}
+                logger.info("refused", extra={"fields": fields})
         self.transport.close()
 
 
 class _Flow(FlowControl):
-    """uvicorn's, but that a request which reads its body does not ask for more of the next ones."""
+    """uvicorn's flow control, except that reading a body does not resume a full connection."""
 
     is_full = False
-    wait: tuple[float, int] | None = None  # since when, and then for how many bytes to be taken
+    wait: tuple[float, int] | None = None  # when the client last read, and the unsent bytes then
 
     @property
     def waits_since_s(self) -> float:
-        """Since when the client has read too little of its answer; infinite if it reads."""
+        """Since when the client has not read its response; infinite if it reads."""
         return math.inf if self.wait is None else self.wait[0]
 
     def resume_writing(self) -> None:
@@ -318,7 +324,7 @@ class _Flow(FlowControl):
 
 
 class _BodyCallbacks:
-    """What a parser calls that reads a body, and a head only to know where the body ends."""
+    """Callbacks of a parser that reads a body, and a head only for its framing."""
 
     def __init__(self, protocol: BoundedProtocol) -> None:
         self.on_body = protocol.on_body
@@ -326,18 +332,18 @@ class _BodyCallbacks:
 
 
 def max_connections() -> int:
-    """How many may be admitted at once; each is a file, and some are left for others."""
+    """How many connections can be admitted: at most half of the process's open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 
 
 def max_others() -> int:
-    """How many more connections may be open that have not been admitted."""
+    """How many more connections may be open without being admitted."""
     return max(1, min(MAX_OTHERS, max_connections() // 4))
 
 
-def _response(refused: Refused, request_id: str) -> bytes:
-    """What `error_response` says, as it goes over a connection that ends with it."""
+def _response(refused: HTTPError, request_id: str) -> bytes:
+    """The bytes of an error response that closes the connection."""
     response = error_response(refused)
     response.headers[HEADER] = request_id
     response.headers["connection"] = "close"

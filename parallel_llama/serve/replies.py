@@ -1,10 +1,10 @@
-"""The bodies that the server sends, in OpenAI's shapes.
+"""The JSON bodies of responses, in OpenAI's format.
 
-Source: the API reference of OpenAI; the models of its Python client, which can check them strictly.
+Source: the API reference of OpenAI, and the models of its Python client.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,13 +13,13 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Reply(msgspec.Struct, kw_only=True):
-    """What all replies have in common: their encoding. What is UNSET was not asked for."""
+    """Base of all replies. UNSET fields, which the client did not request, are not encoded."""
 
     def encode(self) -> bytes:
         return _ENCODER.encode(self)
 
     def encode_with(self, choices: Sequence[bytes]) -> bytes:
-        """The encoding with choices that are encoded already."""
+        """The encoding, with choices that have already been encoded."""
         fields = {
             name: value
             for name, value in msgspec.structs.asdict(self).items()
@@ -44,7 +44,7 @@ class PromptTokensDetails(Reply):
 
 
 class Usage(Reply):
-    """Units: tokens. `prompt_tokens_details` says how many the prefix cache held."""
+    """Token counts; `prompt_tokens_details` counts those found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -137,7 +137,7 @@ class ChatChunk(Reply, omit_defaults=True):
 
 
 class CompletionLogprobs(Reply):
-    """Lists with an item for each token; the first of a prompt has no probability."""
+    """Lists with one item per token; null for the first token of an echoed prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -189,7 +189,7 @@ class Detokenized(Reply):
 
 
 class TokenizerInfo(Reply):
-    """What a client that counts tokens has to know; `chat_template` where it is not built in."""
+    """Tokenizer metadata; `chat_template` is null if the template is built in."""
 
     bos_token: str | None
     eos_token: str | None
@@ -197,8 +197,4 @@ class TokenizerInfo(Reply):
     max_model_len: int
 
 
-REPLIES: tuple[type[Any], ...] = (
-    ErrorReply, ChatReply, ChatChunk, CompletionReply, Models, Model, Tokens, Detokenized,
-    TokenizerInfo,
-)  # fmt: skip
 _ENCODER = msgspec.json.Encoder()

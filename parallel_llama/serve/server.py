@@ -1,11 +1,11 @@
-"""The server from its first moment to its last: its socket, its signals, its drain."""
+"""The HTTP server's life: listening socket, signals, draining, and clients that do not read."""
 
 import asyncio
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import cast
 
@@ -14,27 +14,50 @@ from starlette.types import ASGIApp
 
 from parallel_llama.engine.free_memory import give_back_memory, n_kept_bytes
 from parallel_llama.errors import UsageError
+from parallel_llama.serve.asgi import RequestIds
 from parallel_llama.serve.engine_client import EngineClient, EngineEnded
 from parallel_llama.serve.protocol import BoundedProtocol, max_connections, max_others
-from parallel_llama.serve.request_id import RequestIds
-from parallel_llama.serve.slow_readers import abort_slow_readers
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 512
-# Kept by the system of what a client has not asked for yet: more would hide how slowly it reads.
+# Kernel's send buffer of a connection; with a larger one a slow reader would not be noticed.
 _SYSTEM_UNSENT_BYTES = 32 << 10
 _LOOK_S = 0.05
-_TICKS_PER_LOOK = 10  # uvicorn's, of 0.1 s
+_TICKS_PER_LOOK = 10  # ticks of uvicorn, 0.1 s each
 _TICKS_PER_TRIM = 100
-_MAX_KEPT_BYTES = 32 << 20  # by the C library, before it is asked to give them back
-_CLOSING_S = 5  # for connections, once nothing is asked any more
+_MAX_KEPT_BYTES = 32 << 20  # freed memory that malloc may keep
+_CLOSING_S = 5  # for open connections to close at shutdown
+
+READ_LIMIT_S = 60.0  # for a client to read MIN_READ_BYTES of a response that waits for it
+MIN_READ_BYTES = 16 << 10
+MAX_UNSENT_BYTES = 256 << 20  # of all connections together
+
+
+def abort_slow_readers(connections: Iterable[BoundedProtocol], now_s: float) -> None:
+    """Aborts connections whose clients read too slowly; to be called about once a second.
+
+    If all connections together have more than MAX_UNSENT_BYTES unsent, those that have waited
+    longest are aborted too.
+    """
+    waiting = sorted(
+        ((each.waits_since(now_s, MIN_READ_BYTES), each) for each in connections),
+        key=lambda pair: pair[0],
+    )
+    n_unsent = sum(each.n_unsent for _, each in waiting)
+    for since_s, each in waiting:
+        if now_s - since_s < READ_LIMIT_S and n_unsent <= MAX_UNSENT_BYTES:
+            break
+        n_unsent -= each.n_unsent
+        fields = {"waited_s": round(now_s - since_s), "unsent_bytes": each.n_unsent}
+        logger.info("closed the connection of a slow reader", extra={"fields": fields})
+        each.transport.abort()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens there.
+    """A listening socket.
 
-    Raises: UsageError for a port that is taken, or an address that is not this machine's.
+    Raises: UsageError if the port is in use, or the address is not one of this machine.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -46,16 +69,16 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UsageError(
             f"--host {host} --port {port}: {error.strerror or error}; give another --port, or 0 "
-            "for any that is free"
+            "for any free port"
         ) from error
     return own
 
 
 async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s: float) -> int:
-    """Serve until the engine has ended for good or a signal asks for an end; the exit code.
+    """Serves until a signal arrives or the engine has ended for good; the exit code.
 
-    The first SIGTERM or Ctrl-C lets the requests that are here finish, for `drain_s` at most; the
-    second does not wait.
+    The first SIGTERM or Ctrl-C refuses new requests and waits up to `drain_s` seconds for the
+    others to finish; the second does not wait.
     """
     server = _Server(
         uvicorn.Config(
@@ -65,7 +88,7 @@ async def serve(app: ASGIApp, engine: EngineClient, own: socket.socket, drain_s:
             loop="none",
             lifespan="off",
             log_config=None,
-            log_level="error",  # below it, what clients do wrong
+            log_level="error",  # lower levels report errors of clients
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_CLOSING_S,
@@ -113,20 +136,18 @@ async def _ending(running: "asyncio.Task[None]") -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, but for its signals, which mean more here than to it, and for slow readers."""
+    """uvicorn's server, without its signal handlers, and with a check for slow readers."""
 
-    _is_full = False  # of connections, at the last look
+    _is_full = False  # whether all connections were in use at the last check
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_LOOK == 0:
             connections = cast(set[BoundedProtocol], self.server_state.connections)
             abort_slow_readers(connections, asyncio.get_running_loop().time())
-            was_full, self._is_full = (
-                self._is_full,
-                len(connections) >= max_connections() + max_others(),
-            )
-            if self._is_full and not was_full:
-                logger.warning("all places for connections are taken: %d", len(connections))
+            is_full = len(connections) >= max_connections() + max_others()
+            if is_full and not self._is_full:
+                logger.warning("connection limit reached: %d", len(connections))
+            self._is_full = is_full
         if counter % _TICKS_PER_TRIM == 0 and n_kept_bytes() > _MAX_KEPT_BYTES:
             asyncio.get_running_loop().run_in_executor(None, give_back_memory)
         return await super().on_tick(counter)

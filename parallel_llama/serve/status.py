@@ -1,21 +1,21 @@
-"""The state of the server for people: what /status says, and the page shows."""
+"""The server's status for people: GET /status, which the web page shows."""
 
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import parallel_llama
-from parallel_llama.serve.rate import MINUTE_S
+from parallel_llama.serve.metrics import MINUTE_S
 from parallel_llama.serve.service import Service
 
 _PAGE_BYTES = 4096
 
 
 def status_of(service: Service) -> dict[str, Any]:
-    """What runs here and how busy it is; null for what is not known while a model is loading.
+    """The model, the engine's load and its memory; None for what is unknown until it has loaded.
 
-    Units: bytes, tokens, seconds and milliseconds where the name says so. `memory_bytes` are what a
-    rank has in memory now; `weight_bytes`, `cuda_bytes` and those of `kv` are what it has reserved.
+    Units: as the keys' suffixes say. `memory_bytes` is a rank's resident memory now;
+    `weight_bytes`, `cuda_bytes` and `bytes_per_rank` are allocated sizes.
     """
     engine, loaded, step = service.engine, service.engine.loaded, service.engine.last_step
     ranks = [] if loaded is None else loaded.ranks
@@ -51,7 +51,7 @@ def status_of(service: Service) -> dict[str, Any]:
 
 
 def _defaults(service: Service) -> dict[str, float]:
-    """What a request without settings of its own is drawn with."""
+    """The sampling parameters of a request that sets none."""
     params = service.inputs.sampling_params()
     return {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
@@ -75,7 +75,7 @@ def _kv(service: Service) -> dict[str, int] | None:
 
 
 def _resident_bytes(pid: int | None) -> int | None:
-    """What a process of this host holds in memory."""
+    """Resident memory of a process on this host; None if it cannot be read."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     return None

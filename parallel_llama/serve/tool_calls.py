@@ -1,4 +1,4 @@
-"""Calls of functions in what a model writes: the forms that models know, and what reads them.
+"""Parsing of function calls in generated text, in the syntaxes that models use.
 
 Source: the chat templates of Qwen 2.5 and Hermes 2 Pro, of Mistral 7B v0.3, and of Llama 3.1.
 """
@@ -14,10 +14,13 @@ from parallel_llama.stop import StopChecker
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls: JSON between two marks, with the arguments under a name.
+    """The syntax of function calls: JSON between two marks.
 
-    With `is_list` all calls are one list; others stand one behind the other. With `is_bare` the
-    opening may be missing where an answer begins with a call.
+    Args:
+        opening, closing: the marks.
+        arguments: key of the arguments.
+        is_list: whether all calls are one JSON list, rather than one JSON object after another.
+        is_bare: whether the opening may be missing at the start of a response.
     """
 
     opening: str
@@ -31,27 +34,30 @@ HERMES = ToolFormat("<tool_call>", "</tool_call>")
 MISTRAL = ToolFormat("[TOOL_CALLS]", is_list=True)
 LLAMA3 = ToolFormat("<|python_tag|>", arguments="parameters", is_bare=True)
 
-# What templates with these have behind the same openings is not JSON.
+# Templates with these use the same openings for calls that are not JSON.
 _OTHER = ("<function=", "<arg_key>", "[ARGS]")
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The form in which a template writes calls; None for one that is not known here."""
+    """The syntax in which a template writes calls; None if it is not supported."""
     if any(mark in template for mark in _OTHER):
         return None
     for known in (HERMES, MISTRAL, LLAMA3):
         if known.opening in template:
             return known
-    # Llama 3.2's, which has no mark at all.
+    # Llama 3.2, which uses no marks.
     return LLAMA3 if '"parameters": ' in template else None
 
 
 class CallReader:
-    """Tells text from calls in an answer that comes in pieces.
+    """Separates calls from text in a response that arrives in pieces.
 
-    What may become a call is held back until it is whole. What then is none, because it is no JSON
-    or calls nothing of `names`, is text. `begins_inside` says that the opening is not written.
-    Calls beyond `most` are left out.
+    Text that may be the start of a call is held back until the call is complete. It is text after
+    all if it is not JSON or does not name one of `names`.
+
+    Args:
+        begins_inside: whether the response starts after the opening.
+        most: calls after this many are dropped.
     """
 
     def __init__(
@@ -64,31 +70,31 @@ class CallReader:
     ) -> None:
         self._form, self._names, self._most = form, names, most
         self.n_calls = 0
-        self._told: list[str | CalledFunction] = []
+        self._parts: list[str | CalledFunction] = []
         self._begin_text()
         if begins_inside:
             self._begin_call("")
 
     def push(self, piece: str) -> list[str | CalledFunction]:
-        """Take the next piece; the texts and calls that are certain now."""
+        """Adds a piece; the texts and calls that are now certain."""
         for char in piece:
             self._read(char)
         return self._taken()
 
     def finish(self) -> list[str | CalledFunction]:
-        """What was held back, now that nothing more comes."""
+        """The texts and calls that were held back, at the end of the response."""
         if self._calls:
             self._end_call()
         elif self._held:
-            self._tell("".join(self._held))
+            self._add_text("".join(self._held))
         tail = self._opening.flush()
         if tail or not self.n_calls:
-            self._tell(tail)
+            self._add_text(tail)
         return self._taken()
 
     def _taken(self) -> list[str | CalledFunction]:
-        told, self._told = self._told, []
-        return told
+        parts, self._parts = self._parts, []
+        return parts
 
     def _read(self, char: str) -> None:
         if self._span is None:
@@ -98,10 +104,10 @@ class CallReader:
         else:
             self._read_value(char, self._span)
 
-    # Text: what is not between marks
+    # Text outside marks
 
     def _begin_text(self) -> None:
-        """Nothing but space has come since the beginning or since a call."""
+        """Starts the state in which only space has come since the beginning or the last call."""
         self._opening = StopChecker((self._form.opening,))
         self._span: _Span | None = None
         self._held: list[str] = []
@@ -118,16 +124,16 @@ class CallReader:
         elif self._is_gap and not shown.strip("; \r\n\t" if self.n_calls else " \r\n\t"):
             self._gap += shown
         else:
-            self._tell(shown)
+            self._add_text(shown)
 
-    def _tell(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         text, self._gap, self._is_gap = self._gap + text, "", False
-        if text and self._told and isinstance(self._told[-1], str):
-            self._told[-1] += text
+        if text and self._parts and isinstance(self._parts[-1], str):
+            self._parts[-1] += text
         elif text:
-            self._told.append(text)
+            self._parts.append(text)
 
-    # A call: an opening, JSON, and a closing
+    # Calls: an opening, JSON, and a closing
 
     def _begin_call(self, opening: str) -> None:
         self._span, self._value, self._n_closing = _Span(), "", 0
@@ -159,22 +165,22 @@ class CallReader:
             self._read(char)
 
     def _give_up(self) -> None:
-        """What is held is text."""
+        """Treats what is held back as text."""
         held = "".join(self._held)
         gap = self._gap
         self._begin_text()
         self._gap = gap
-        self._tell(held)
+        self._add_text(held)
 
     def _end_call(self) -> None:
         room = len(self._calls) if self._most is None else self._most - self.n_calls
         kept = self._calls[: max(0, room)]
         self.n_calls += len(kept)
-        self._told += kept
+        self._parts += kept
         self._begin_text()
 
     def _calls_in(self, text: str) -> list[CalledFunction]:
-        """The calls of a JSON text; none where anything in it is no call."""
+        """The calls in a JSON text; empty if any item is not a call."""
         try:
             value = msgspec.json.decode(text)
         except (msgspec.DecodeError, RecursionError):
@@ -192,14 +198,14 @@ class CallReader:
 
 
 class _Span:
-    """Where a JSON object or list ends."""
+    """Finds the end of a JSON object or list."""
 
     def __init__(self) -> None:
         self.depth = 0
         self._in_string = self._is_escaped = False
 
     def ends_with(self, char: str) -> bool:
-        """Whether the value that began is whole with this character."""
+        """Whether this character completes the value."""
         if self._is_escaped:
             self._is_escaped = False
         elif self._in_string:

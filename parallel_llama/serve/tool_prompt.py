@@ -1,4 +1,4 @@
-"""A conversation with functions as a template writes it, or in words for one that cannot."""
+"""Prompts of conversations with functions, for templates with and without support for tools."""
 
 import json
 import re
@@ -18,9 +18,9 @@ from parallel_llama.tokenizer import Chat, ChatTemplate
 from parallel_llama.tokenizer.chat import Message, text_of
 
 _WORD = re.compile(r"[A-Za-z_]\w+")
-_ALIKE = 0.85  # of a name to one that the template reads, where it is taken for a slip
+_SIMILARITY = 0.85  # from here a name is considered a misspelling of one that the template reads
 
-# In HERMES' form.
+# The syntax of HERMES.
 _IN_WORDS = """You can call functions. Each line describes one:
 {functions}
 
@@ -41,10 +41,10 @@ def conversation(
 ) -> Chat:
     """The chat of some messages for this template.
 
-    Names that the template does not read are left out, and logged.
+    Variables that the template does not read are dropped and logged.
 
-    Raises: UsageError for what is no conversation, and for a name that is nearly one which the
-    template reads.
+    Raises: UsageError for invalid messages, and for a variable that looks like a misspelling of one
+    that the template reads.
     """
     text = template.template_text if template else ""
     described = list(map(_described, tools))
@@ -58,18 +58,18 @@ def conversation(
     known = {name: value for name, value in template_vars.items() if _reads(text, name)}
     words = set(_WORD.findall(text)) if len(known) < len(template_vars) else set()
     for name in template_vars.keys() - known.keys():
-        if (near := nearest(name, words, _ALIKE)) is not None:
+        if (near := nearest(name, words, _SIMILARITY)) is not None:
             raise UsageError(
                 f"chat_template_kwargs: the model's template does not read {name!r:.80}; did you "
                 f"mean {near!r}?"
             )
         log_ignored(name if name == "reasoning_effort" else "chat_template_kwargs")
     chat = replace(chat, template_vars=known)
-    return chat if has_place_for_tools(template) else _in_words(chat)
+    return chat if supports_tools(template) else _in_words(chat)
 
 
-def has_place_for_tools(template: ChatTemplate | None) -> bool:
-    """Whether a template writes what functions there are."""
+def supports_tools(template: ChatTemplate | None) -> bool:
+    """Whether a template has support for tools."""
     return template is not None and _reads(template.template_text, "tools")
 
 
@@ -78,7 +78,7 @@ def _reads(template: str, name: str) -> bool:
 
 
 def _described(tool: Tool) -> dict[str, Any]:
-    """A tool as it was given: null is the same as leaving a field out."""
+    """A tool as the client gave it, without fields that are null."""
     function = msgspec.to_builtins(tool.function)
     return {
         "type": tool.type,
@@ -87,7 +87,7 @@ def _described(tool: Tool) -> dict[str, Any]:
 
 
 def _in_words(chat: Chat) -> Chat:
-    """The same with functions and calls as text."""
+    """The chat with functions and calls as text."""
     messages: list[Message] = []
     for is_tool, some in groupby(chat.messages, lambda each: each["role"] == "tool"):
         if is_tool:
@@ -107,7 +107,7 @@ def _in_words(chat: Chat) -> Chat:
 
 
 def _with_calls(message: Message) -> Message:
-    """A message whose calls are in its text."""
+    """A message with its calls as part of its text."""
     calls = message.get("tool_calls")
     if not calls:
         return message

@@ -1,23 +1,38 @@
-"""What an answer may call, or must: its grammar, and what reads its calls."""
+"""Function calling: which functions a response may call, and the grammar of the calls."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Grammar
 from parallel_llama.serve.bodies import ChatBody, ToolChoice, ToolFunction
 from parallel_llama.serve.tool_calls import HERMES, CallReader, ToolFormat, format_of
-from parallel_llama.serve.tool_grammar import ToolGrammar
-from parallel_llama.serve.tool_prompt import has_place_for_tools
+from parallel_llama.serve.tool_prompt import supports_tools
 from parallel_llama.tokenizer import ChatTemplate
+
+MAX_CALLS = 16
+
+# Compact JSON, as in structured/grammar_check.
+_COMPACT = {
+    "whitespace_flexible": False,
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "lenient": False,
+}
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that one answer may call, or must, in the form that its model knows.
+    """The functions that one response may or must call.
 
-    `most` bounds the calls. `has_special_marks` says that the form's marks are special tokens.
+    Args:
+        form: the syntax in which the model writes calls.
+        most: maximum number of calls.
+        has_special_marks: whether the form's marks are special tokens.
     """
 
     form: ToolFormat
@@ -27,55 +42,58 @@ class Tools:
     has_special_marks: bool
 
     @property
-    def _spelled(self) -> ToolFormat | None:
-        """The form as a grammar can spell it."""
+    def _grammar_form(self) -> ToolFormat | None:
+        """The form, if a grammar can express its marks."""
         if self.form.is_list or (self.has_special_marks and not self.form.is_bare):
             return None
         return self.form
 
     def reader(self) -> CallReader:
-        """What tells the calls of one choice from its text."""
+        """A reader that separates the calls of one choice from its text."""
         names = frozenset(each.name for each in self.functions)
-        begins_inside = self.must_call and self._spelled is None
+        begins_inside = self.must_call and self._grammar_form is None
         return CallReader(self.form, names, begins_inside=begins_inside, most=self.most)
 
     def grammar(self, answer: Grammar | None) -> Grammar | None:
-        """What an answer looks like that without functions would look like `answer`.
+        """The grammar of the generated text, which without functions would be `answer`.
 
-        Functions are strict where the model's marks can be spelled.
+        Strict functions constrain their calls only if a grammar can express the model's marks.
 
-        Raises: UsageError for an `answer` that calls cannot stand beside.
+        Raises: UsageError if `answer` cannot be combined with calls.
         """
-        grammar = ToolGrammar(self._spelled, self.functions, self.most)
+        grammar = ToolGrammar(self._grammar_form, self.functions, self.most)
         if self.must_call:
             return grammar.calls()
         if answer is None:
-            is_strict = self._spelled and any(each.strict for each in self.functions)
+            is_strict = self._grammar_form and any(each.strict for each in self.functions)
             return grammar.text_and_calls() if is_strict else None
-        if answer.kind == "json_schema" and self._spelled is not None:
+        if answer.kind == "json_schema" and self._grammar_form is not None:
             return grammar.calls_or(answer)
         raise UsageError(
-            "this form of an answer leaves no room for calls; leave tools out, or set tool_choice "
-            "to none"
+            "this response format cannot be combined with tools; omit tools, or set tool_choice to "
+            "none"
         )
 
 
 def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
-    """What the answer to a body may call; None where it can call nothing.
+    """The functions that the response to a body may call; None if there are none.
 
-    Raises: UsageError for a choice that is none, and for a model whose form is not known.
+    Raises: UsageError for an invalid tool_choice, and for a chat template with an unknown syntax of
+    calls.
     """
     functions = [tool.function for tool in body.tools or ()]
     names = [function.name for function in functions]
     choice = body.tool_choice or "auto"
     if isinstance(choice, ToolChoice):
         if choice.function.name not in names:
-            raise UsageError(f"tool_choice names {choice.function.name!r:.80}, which is no tool")
+            raise UsageError(
+                f"tool_choice names {choice.function.name!r:.80}, which is not one of tools"
+            )
         functions = [each for each in functions if each.name == choice.function.name]
     elif choice == "required" and not functions:
-        raise UsageError("tool_choice is required and there are no tools; give some")
+        raise UsageError("tool_choice is 'required' but tools is empty; give at least one")
     if len(set(names)) < len(names):
-        raise UsageError("tools has a name more than once; give each function its own")
+        raise UsageError("tools has two functions of the same name; rename one")
     if not functions or choice == "none":
         return None
     form = _form(inputs.chat_template)
@@ -91,12 +109,75 @@ def tools_of(body: ChatBody, inputs: InputProcessor) -> Tools | None:
 
 
 def _form(template: ChatTemplate | None) -> ToolFormat:
-    if template is None or not has_place_for_tools(template):
+    if template is None or not supports_tools(template):
         return HERMES
     form = format_of(template.template_text)
     if form is None:
         raise UsageError(
-            "the model's chat template writes calls in a form that is not known here; leave tools "
-            "out, or set tool_choice to none"
+            "the model's chat template writes calls in a syntax that is not supported; omit tools, "
+            "or set tool_choice to none"
         )
     return form
+
+
+class ToolGrammar:
+    """Grammars of at most `most` calls of some functions, in llguidance's Lark syntax.
+
+    A grammar cannot express special tokens: if the marks are such, `form` is None, and the calls
+    are one list without marks.
+    """
+
+    def __init__(
+        self, form: ToolFormat | None, functions: Sequence[ToolFunction], most: int | None
+    ) -> None:
+        self._form, self._functions = form, functions
+        self._n_more = (most or MAX_CALLS) - 1
+
+    def calls(self) -> Grammar:
+        """Calls only."""
+        return self._with("start: calls")
+
+    def calls_or(self, answer: Grammar) -> Grammar:
+        """Calls, or JSON that matches a schema."""
+        return self._with(f"start: calls | answer\nanswer: {_json(json.loads(answer.text))}")
+
+    def text_and_calls(self) -> Grammar:
+        """Any text, optionally followed by calls. Needs marks to tell calls from text."""
+        assert self._form is not None
+        if self._form.is_bare:  # text must not begin with a brace: that starts a call
+            return self._with("start: text | calls\n" r"text: /(\s*[^\s{](?s:.*))?/")
+        opening = json.dumps(self._form.opening)
+        return self._with(
+            f"start: text | before marked {self._more('opened')}\n"
+            f"text: /(?s:.*)/\nbefore[suffix={opening}]: /(?s:.*)/"
+        )
+
+    def _with(self, start: str) -> Grammar:
+        lines = [start, self._calls()]
+        lines.append("call: " + " | ".join(f"f{n}" for n in range(len(self._functions))))
+        arguments = "arguments" if self._form is None else self._form.arguments
+        for n, function in enumerate(self._functions):
+            head = json.dumps(f'{{"name": "{function.name}", "{arguments}": ')
+            schema = {"type": "object", **(function.parameters or {"properties": {}})}
+            if function.parameters is None:
+                schema["additionalProperties"] = False
+            lines += [f'f{n}: {head} a{n} "}}"', f"a{n}: {_json(schema)}"]
+        return Grammar("lark", "\n".join(lines))
+
+    def _calls(self) -> str:
+        if self._form is None:
+            return f'calls: "[" call {self._more("call", ", ")} "]"'
+        if self._form.is_bare:
+            return f"calls: call {self._more('call', '; ')}"
+        opening, closing = json.dumps(self._form.opening), json.dumps(f"\n{self._form.closing}")
+        return (
+            f"calls: opened {self._more('opened')}\n"
+            f'opened: {opening} marked\nmarked: "\\n" call {closing}'
+        )
+
+    def _more(self, rule: str, joint: str = "\n") -> str:
+        return f"({json.dumps(joint)} {rule}){{0,{self._n_more}}}" if self._n_more else ""
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": _COMPACT})

@@ -1,7 +1,7 @@
-"""Completions that follow a grammar: which tokens may come next, as a mask over the vocabulary.
+"""Grammar-constrained decoding: the mask of tokens that may come next.
 
-llguidance does the matching; what is here bounds it and makes it agree with our tokenizers. It
-knows nothing of logits, requests or ranks.
+llguidance does the matching; this package bounds its cost and adapts it to our tokenizers. Nothing
+here depends on logits, requests or ranks.
 """
 
 from parallel_llama.structured.compiler import GrammarCompiler

@@ -1,4 +1,4 @@
-"""From the text of a grammar to a matcher, within bounds of time and memory."""
+"""Compiles grammars to matchers, within bounds of time and memory."""
 
 import threading
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Grammar
-from parallel_llama.structured import trial
+from parallel_llama.structured import grammar_check
 from parallel_llama.structured.matcher import Matcher
 from parallel_llama.structured.token_table import TokenTable
 from parallel_llama.tokenizer import Tokenizer
@@ -16,7 +16,7 @@ from parallel_llama.tokenizer.bounded_process import BoundedProcess, OutOfTime, 
 
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 512 << 10
-# What llguidance says where a person could not tell from it what to do.
+# Messages of llguidance that do not say what to change, by their beginning.
 _REASONS = {
     "NoExtensionBias": "it matches no text",
     "oneOf constraints are not supported": "oneOf whose parts overlap is not supported; use anyOf",
@@ -25,52 +25,54 @@ _NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "
 
 
 class GrammarCompiler:
-    """Makes matchers for one model and keeps the grammars that were compiled last.
+    """Makes matchers for one model, and caches the most recently used grammars. Thread-safe.
 
-    JSON comes out compact, without any whitespace between its tokens, whatever the schema says:
-    whitespace that may go on for ever does so at a high temperature. A regular expression or Lark
-    grammar matches the whole completion, in the syntax of llguidance, without look-around and back
-    references. What llguidance does not know of JSON Schema is refused and never ignored, but for
-    words that are no keyword of it. One fault of its own is known: under two bounds with the same
-    whole part, an exclusive one that is whole can be drawn itself (7 where 7 < x < 7.5).
+    JSON is generated compact, without whitespace between its tokens, whatever the schema says:
+    at a high temperature optional whitespace can go on for ever. A regular expression or Lark
+    grammar matches the whole completion, in llguidance's syntax, without look-around and back
+    references. JSON Schema keywords that llguidance does not support are refused, never ignored.
+    A known fault of llguidance: between two bounds with the same integer part, an exclusive
+    integer bound can itself be generated (7 for 7 < x < 7.5).
 
-    A grammar that is not in the cache is first compiled in a process of its own, within
-    `trial.CPU_LIMIT_S` of CPU time and `trial.MAX_EXTRA_BYTES` of memory, and then in this process.
-    Threads may share a compiler.
+    A grammar that is not cached is first compiled in a separate process, which is limited to
+    `grammar_check.CPU_LIMIT_S` of CPU time and `grammar_check.MAX_EXTRA_BYTES` of memory, and then
+    in this one.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._vocabulary = tokenizer, vocab_size, eos_ids
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        self._trial = BoundedProcess(trial.__file__, trial.MAX_EXTRA_BYTES)
+        self._checker = BoundedProcess(grammar_check.__file__, grammar_check.MAX_EXTRA_BYTES)
 
     def matcher(
-        self, grammar: Grammar, *, begins_text: bool = False, is_tried: bool = False
+        self, grammar: Grammar, *, begins_text: bool = False, is_checked: bool = False
     ) -> Matcher:
         """A matcher at the start of a grammar.
 
-        `begins_text` says that the prompt spells nothing, so that the completion loses a leading
-        space where the tokenizer has it so. `is_tried` says that another process of this program
-        has compiled the grammar within the limits already.
+        Args:
+            begins_text: whether no text precedes the completion, so that some tokenizers drop its
+                leading space.
+            is_checked: whether another process of this server has compiled the grammar within the
+                limits.
 
         Raises: UsageError for a grammar that is invalid, unsupported, or beyond the limits.
         """
         with self._lock:
             start = self._compiled.get(grammar)
         if start is None:
-            start = self._compile(grammar, is_tried)
+            start = self._compile(grammar, is_checked)
         with self._lock:
             self._keep(grammar, start)
             state = start.deep_copy()
         return Matcher(state, self._table, begins_text=begins_text)
 
     def is_compiled(self, grammar: Grammar) -> bool:
-        """Whether a grammar is in the cache, so that a matcher costs nothing."""
+        """Whether the grammar is cached, so that `matcher` does not compile."""
         with self._lock:
             return grammar in self._compiled
 
-    # Made for the first grammar: a model that is never given one starts sooner without.
+    # Built for the first grammar, so that loading a model does not wait for it.
     @cached_property
     def _table(self) -> TokenTable:
         return TokenTable(*self._vocabulary)
@@ -79,34 +81,34 @@ class GrammarCompiler:
     def _tokenizer(self) -> LLTokenizer:
         return self._table.to_llguidance()
 
-    def _compile(self, grammar: Grammar, is_tried: bool) -> LLMatcher:
-        problem = "" if is_tried else self._try(grammar)
+    def _compile(self, grammar: Grammar, is_checked: bool) -> LLMatcher:
+        problem = "" if is_checked else self._check(grammar)
         if not problem:
             try:
-                return trial.compile_grammar(grammar.kind, grammar.text, self._tokenizer)
+                return grammar_check.compile_grammar(grammar.kind, grammar.text, self._tokenizer)
             except ValueError as error:
                 problem = str(error)
         plain = (ours for theirs, ours in _REASONS.items() if problem.startswith(theirs))
         reason = next(plain, problem.removesuffix("<non-verbose/>").strip()[:400])
         raise UsageError(f"the {_NAMES[grammar.kind]} cannot be used: {reason}")
 
-    def _try(self, grammar: Grammar) -> str:
-        """Why a grammar cannot be compiled, as the process for that found out; "" where it can."""
+    def _check(self, grammar: Grammar) -> str:
+        """Compiles a grammar in the separate process; why that failed, or "" if it did not."""
         fields = {"kind": grammar.kind, "text": grammar.text}
-        request = Request(trial.CPU_LIMIT_S, 0.0, fields)
+        request = Request(grammar_check.CPU_LIMIT_S, 0.0, fields)
         try:
             try:
-                reply = self._trial.ask(request)
+                reply = self._checker.ask(request)
             except OutOfTime:
                 raise
-            except Stopped:  # in a new process, for grammars before this one may have taken memory
-                reply = self._trial.ask(request)
+            except Stopped:  # again in a new process: earlier grammars may have left it no memory
+                reply = self._checker.ask(request)
         except OutOfTime:
-            return f"compiling it takes more than {trial.CPU_LIMIT_S:g} s; simplify it"
+            return f"compiling it takes more than {grammar_check.CPU_LIMIT_S:g} s; simplify it"
         except Stopped:
             return (
-                f"compiling it takes more than {trial.MAX_EXTRA_BYTES >> 20} MiB of memory, or "
-                "ends the process that tries it; simplify it"
+                f"compiling it takes more than {grammar_check.MAX_EXTRA_BYTES >> 20} MiB of "
+                "memory, or crashes the process that checks it; simplify it"
             )
         return str(reply["problem"])
 

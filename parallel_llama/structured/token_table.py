@@ -1,4 +1,4 @@
-"""A tokenizer's vocabulary as llguidance reads it: what each token id spells inside a text."""
+"""A tokenizer's vocabulary for llguidance: the bytes of each token inside a text."""
 
 from collections.abc import Iterable
 from functools import cached_property
@@ -13,20 +13,20 @@ from parallel_llama.tokenizer import Tokenizer
 
 Bits = NDArray[np.uint8]  # [ceil(vocab_size / 8)], bit t % 8 of byte t // 8 for token t
 
-# A byte that no text holds and no tokenizer merges with others: what is encoded behind it is
-# encoded as inside a text, without the space that SentencePiece puts in front.
+# A byte that texts do not contain and tokenizers do not merge with others. Text after it is encoded
+# as in the middle of a text, without the space that SentencePiece puts in front.
 _MARK = b"\x02"
 
 
 class TokenTable:
-    """What every id of a model's vocabulary spells for a matcher, the same for all tokenizers.
+    """The bytes of every token of a model's vocabulary, whatever its tokenizer.
 
-    Special tokens, eos ids and the ids of padding rows spell nothing, so that no text is made of
-    them. The end is an id of its own, `end_id`, behind the vocabulary: it stands for every eos id
-    and is there for models that have none.
+    Special tokens, eos ids and the ids of padding rows have no bytes, so they match no text.
+    `end_id`, the first id after the vocabulary, stands for every eos id; models without eos ids
+    have it too.
 
-    Shapes: text_bits, eos_bits and opening_bits are masks over vocab_size tokens: those that spell
-    text; those that end it; those that spell something else where they begin a text.
+    Shapes: text_bits, eos_bits and opening_bits are masks over vocab_size tokens: tokens with
+    text; eos ids; tokens whose text differs at the start of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
@@ -36,7 +36,7 @@ class TokenTable:
         self.end_id = vocab_size
         self.eos_ids = eos_ids
         self.tokens = [
-            b"" if id in silent or b"\xff" in piece else piece  # llguidance marks its own with 0xff
+            b"" if id in silent or b"\xff" in piece else piece  # 0xff is llguidance's own marker
             for id, piece in enumerate(vocabulary.pieces[:vocab_size])
         ]
         self.tokens += [b""] * (vocab_size - len(self.tokens))
@@ -45,11 +45,10 @@ class TokenTable:
         self.opening_bits = _bits(vocabulary.openings, vocab_size)
 
     def encode(self, text: bytes) -> list[int]:
-        """Ids that spell exactly these bytes, the tokenizer's own choice where it keeps them all.
+        """Token ids whose bytes are exactly `text`: the tokenizer's own if it preserves the bytes.
 
-        Some tokenizers normalise text, which would spell something else, and a damaged one may not
-        encode it: there the longest tokens are taken from the left, up to a byte that no token
-        spells.
+        If the tokenizer normalises the text or cannot encode it (a damaged file), these are the
+        longest matching tokens from the left, up to a byte that begins no token.
         """
         marked = (_MARK + text).decode("utf-8", "replace")
         try:
@@ -81,7 +80,7 @@ class TokenTable:
 
 
 class _Adapter:
-    """The attributes under which llguidance's TokenizerWrapper looks for all this."""
+    """A TokenTable with the attributes that llguidance's TokenizerWrapper reads."""
 
     bos_token_id = None
 

@@ -1,6 +1,6 @@
 """Text to tokens and back: tokenizers, chat templates and streaming decode.
 
-Nothing here knows the model; a tokenizer is told apart from the others by what is in its file.
+Nothing here depends on the model: the type of a tokenizer follows from its file's contents.
 """
 
 from parallel_llama.tokenizer.chat import Chat, ChatTemplate, Message, text_of

@@ -1,8 +1,8 @@
-"""Work on untrusted input in a process of its own, within limits that the kernel holds.
+"""Runs work on untrusted input in a separate process, within limits that the kernel enforces.
 
-Nothing less stops all of it: a tracing function or a signal handler of Python runs only between
-two byte codes, and one call into C or Rust (the comparison of a list with 2**40 leaves, a regular
-expression that backtracks) may not return for hours while it takes all memory, or end the process.
+Limits inside the process are not enough: a tracing function or signal handler of Python runs only
+between two byte codes, and one call into C or Rust (comparing a list with 2**40 leaves, a
+backtracking regular expression) may take hours and all memory, or crash the process.
 """
 
 import json
@@ -22,52 +22,54 @@ from typing import Any
 from parallel_llama.errors import CheckpointError
 
 START_LIMIT_S = 30.0
-# By the clock, for a process that is stopped or gets no time on a busy machine.
+# Wall time limits, for a process that is stopped or gets no CPU time on a busy machine.
 WALL_BASE_S = 30.0
 WALL_PER_CPU_S = 20.0
 MAX_REPLY_BYTES = 16 << 20
-MAX_REPLY_PER_BYTE = 8  # more of them for each byte of the request
-_WORKER = Path(__file__).with_name("worker.py")
+MAX_REPLY_PER_BYTE = 8  # added for each byte of the request
+_SANDBOX = Path(__file__).with_name("sandbox_main.py")
 
 
 class Stopped(Exception):
-    """The process is no more: it went beyond a limit, or ended, and the message says how."""
+    """The process exceeded a limit, or died; the message says which."""
 
 
 class OutOfTime(Stopped):
-    """The process took more CPU time than it may, or did not answer in time."""
+    """The process exceeded its CPU time, or did not answer in time."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a job is asked, values that JSON knows and bytes, and the CPU time that it may take."""
+    """JSON fields and bytes for a job, and the CPU time that the job may take."""
 
     cpu_s: float
-    cpu_s_per_byte: float  # more of it for each byte of the request
+    cpu_s_per_byte: float  # added for each byte of the request
     fields: Mapping[str, Any] = field(default_factory=dict)
     data: bytes = b""
 
 
 class BoundedProcess:
-    """Does one kind of job for any thread, one request after the other, where limits hold.
+    """Runs one kind of job in a limited process, one request at a time. Thread-safe.
 
-    The process is started when it is needed, in about 0.1 s, and again after it was stopped. `job`
-    is the file of the module that does the work, for a module beside `worker.py` its name;
-    `max_extra_bytes` is the memory that the process may take beyond what it starts with.
+    The process is started on demand, in about 0.1 s, and again after it was stopped.
+
+    Args:
+        job: file of the module that does the work, or its name if it is beside `sandbox_main.py`.
+        max_extra_bytes: memory that the process may allocate after its start.
     """
 
     def __init__(self, job: str, max_extra_bytes: int) -> None:
-        module = (_WORKER.parent / job).with_suffix(".py")
-        self._command = [str(_WORKER), str(module), str(max_extra_bytes)]
+        module = (_SANDBOX.parent / job).with_suffix(".py")
+        self._command = [str(_SANDBOX), str(module), str(max_extra_bytes)]
         self._max_extra_bytes = max_extra_bytes
         self._lock = threading.Lock()
         self._child: _Child | None = None
         self._opening: Request | None = None
 
     def ask(self, request: Request) -> dict[str, Any]:
-        """The job's answer.
+        """The job's reply.
 
-        Raises: Stopped if there is none.
+        Raises: Stopped.
         """
         with self._lock:
             if self._child is None or not self._child.is_alive():
@@ -75,7 +77,7 @@ class BoundedProcess:
             return self._exchange(request)
 
     def open(self, request: Request) -> dict[str, Any]:
-        """Ask this of a new process now, and first of every later one."""
+        """Sends this request to a new process now, and to every later process first."""
         with self._lock:
             self._opening = None
             self._start()
@@ -83,7 +85,7 @@ class BoundedProcess:
             return self._exchange(request)
 
     def close(self) -> None:
-        """End the process; it starts again when needed."""
+        """Ends the process; the next request starts it again."""
         with self._lock:
             self._drop()
 
@@ -109,11 +111,11 @@ class BoundedProcess:
             if self._child.end() == -signal.SIGPROF:
                 raise OutOfTime(f"it takes more than {cpu_s:.3g} s of CPU time") from error
             raise Stopped(
-                f"it needs more than {self._max_extra_bytes >> 20} MiB of memory, or ends the "
+                f"it needs more than {self._max_extra_bytes >> 20} MiB of memory, or crashes the "
                 "process that it runs in"
             ) from error
         finally:
-            if not self._child.is_idle:  # also after Ctrl-C: what it still says answers nothing
+            if not self._child.is_idle:  # e.g. after Ctrl-C: its reply would answer a later request
                 self._drop()
 
     def _drop(self) -> None:
@@ -123,12 +125,12 @@ class BoundedProcess:
 
 
 class _Child:
-    """One process and its two pipes."""
+    """A running process and its pipes."""
 
     def __init__(self, script: list[str]) -> None:
         command = [sys.executable, *script]
         try:
-            # A session of its own, so that Ctrl-C at the terminal reaches the parent alone.
+            # A new session: Ctrl-C in the terminal must reach the parent only.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -146,17 +148,17 @@ class _Child:
             self.exchange(b"", START_LIMIT_S)
         except (TimeoutError, EOFError) as error:
             self.end()
-            reason = "is all that parallel_llama needs installed for it"
+            reason = "check that all dependencies of parallel_llama are installed"
             raise _not_started(command, reason) from error
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def exchange(self, message: bytes, limit_s: float) -> dict[str, Any]:
-        """Send a message and wait for the line that answers it.
+        """Sends a message and waits for the line of its reply.
 
-        Raises: TimeoutError at the limit, EOFError if the process ends, OverflowError if it says
-        too much.
+        Raises: TimeoutError at the limit; EOFError if the process ends; OverflowError if the reply
+        is too long.
         """
         self.is_idle = False
         deadline = time.monotonic() + limit_s
@@ -205,7 +207,7 @@ def _write(descriptor: int, data: memoryview) -> int:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """End a process, if it has not ended; how it did."""
+    """Kills a process if it still runs; its exit code."""
     process.kill()
     code = process.wait()
     for pipe in (process.stdin, process.stdout):

@@ -1,4 +1,4 @@
-"""A conversation, and what turns one into the tokens that ask for its next answer."""
+"""Conversations, and the interface of chat templates."""
 
 import math
 import re
@@ -9,19 +9,19 @@ from typing import Any, Protocol
 from parallel_llama.errors import UsageError, quoted
 
 MAX_MESSAGES = 10_000
-MAX_CHARS = 1 << 20  # of all texts, with one for each value; a template writes as many at most
+MAX_CHARS = 1 << 20  # of all strings, plus one per value; also the limit of a rendered template
 MAX_DEPTH = 64
 MAX_INT_BITS = 1 << 10
 
-# Roles that every chat template may be asked to write.
+# Roles that are allowed for every chat template.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 MAX_LABEL_CHARS = 256
 
-# Special tokens, by the names under which templates know them.
+# Names of special tokens in templates.
 TOKEN_NAMES = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
-# What a template finds under these names is not a person's to say.
+# Names that template_vars cannot set.
 RESERVED_NAMES = frozenset(
     (
         *TOKEN_NAMES, "messages", "tools", "documents", "add_generation_prompt", "range", "dict",
@@ -31,7 +31,7 @@ RESERVED_NAMES = frozenset(
 
 Message = Mapping[str, Any]
 
-# Templates write labels beside their markup: a label that spells markup could forge a turn.
+# Templates write labels next to their markup, so a label that contains markup could forge a turn.
 _LABEL = re.compile(rf"[\w.:/@+=~-]{{0,{MAX_LABEL_CHARS}}}")
 _LABELS = ("name", "id", "type", "tool_call_id")
 
@@ -40,20 +40,19 @@ _FOR_TEMPLATES = ("tools", "documents", "template_vars", "continues")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, in the form of OpenAI's interface and of transformers.
+    """A conversation, in the format of OpenAI's API and of transformers.
 
-    A message has a `role`, which must be one that the model's chat format knows, and a `content`:
-    text, a list of parts {"type": "text", "text": ..}, or nothing beside `tool_calls`. Names and
-    ids, of functions too, are letters, digits and _.:/@+=~-. The message's other keys, `tools`,
-    `documents` and `template_vars`, which are names for the template, mean what the model's
-    template makes of them. With `continues` the last message, which is the assistant's, is the
-    beginning of the next answer.
+    Args:
+        messages: each has a `role` of the model's chat format and a `content`: a string, a list of
+            parts {"type": "text", "text": ..}, or None if it has `tool_calls`. Names and ids
+            consist of letters, digits and _.:/@+=~-. Other keys are passed to the template.
+        tools, documents, template_vars: passed to the template.
+        continues: whether the last message, of the assistant, is the beginning of the next answer.
+        parse_special: whether special tokens written in messages become tokens, as in transformers
+            and vLLM. If false they remain text, so that no message can forge a turn. Built-in
+            formats, for folders without a template, never parse them.
 
-    A special token that is spelled in a message becomes that token, as in transformers and vLLM.
-    Without `parse_special` it stays text, and no message can forge a turn. Formats that are built
-    in, for folders without a template, always read messages so.
-
-    Raises: UsageError for what is no conversation, or one beyond the limits above.
+    Raises: UsageError for an invalid conversation, or one beyond the limits above.
     """
 
     messages: Sequence[Message]
@@ -81,16 +80,15 @@ class Chat:
         size = sum(_size(value, name, MAX_DEPTH) for name, value in vars(self).items())
         if size > MAX_CHARS:
             raise UsageError(
-                f"the conversation has {size} characters, and at most {MAX_CHARS} are taken; "
-                "shorten it"
+                f"the conversation has {size} characters, over the limit of {MAX_CHARS}; shorten it"
             )
 
 
 class ChatTemplate(Protocol):
-    """How one model wants a conversation written.
+    """The chat format of a model.
 
-    `stop_ids` end the assistant's turn, as far as the model's files tell. `template_text` is its
-    template as the files have it, "" for a format that is built in.
+    `stop_ids` are the tokens that end the assistant's turn, as far as the model's files say.
+    `template_text` is the source of the template, "" for a built-in format.
     """
 
     @property
@@ -100,7 +98,7 @@ class ChatTemplate(Protocol):
     def template_text(self) -> str: ...
 
     def encode(self, chat: Chat) -> list[int]:
-        """Tokens of the conversation up to where the assistant's next answer begins.
+        """Token ids of the conversation, up to the beginning of the assistant's next answer.
 
         Raises: UsageError if the messages do not fit the format.
         """
@@ -108,26 +106,26 @@ class ChatTemplate(Protocol):
 
 
 def text_of(message: Message) -> str:
-    """The text of a message, its parts joined by newlines; none where it has only tool calls."""
+    """The text of a message, its parts joined by newlines; "" if it has only tool calls."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
 def require_roles(messages: Sequence[Message], known: Collection[str]) -> None:
-    """Refuse roles that a chat format does not know: as free text they could forge a turn.
+    """Refuses roles that a chat format does not know, because they could forge a turn.
 
     Raises: UsageError naming the first unknown role.
     """
     for number, message in enumerate(messages):
         if message["role"] not in known:
             raise UsageError(
-                f"messages[{number}] has role {quoted(message['role'])}, which is not known; give "
+                f"messages[{number}] has role {quoted(message['role'])}, which is unknown; use "
                 + ", ".join(role for role in ROLES if role in known)
             )
 
 
 def require_plain(chat: Chat) -> None:
-    """Refuse what a chat format without a template has no place for.
+    """Refuses fields that only chat templates support.
 
     Raises: UsageError for tools, documents, template_vars and tool_calls.
     """
@@ -139,22 +137,22 @@ def require_plain(chat: Chat) -> None:
     ]
     if given:
         raise UsageError(
-            f"{given[0]} are for a chat template, and the model's folder has none; use its "
-            "Hugging Face folder"
+            f"{given[0]} need a chat template, and the model's folder has none; use its Hugging "
+            "Face folder"
         )
 
 
 def _require_objects(value: Any, where: str) -> None:
     if not isinstance(value, list | tuple):
-        raise UsageError(f"{where} must be a list of objects, and is {_kind(value)}")
+        raise UsageError(f"{where} must be a list of objects, not {_kind(value)}")
     for number, item in enumerate(value):
         if not isinstance(item, dict):
-            raise UsageError(f"{where}[{number}] must be an object, and is {_kind(item)}")
+            raise UsageError(f"{where}[{number}] must be an object, not {_kind(item)}")
 
 
 def _require_message(message: Message, where: str) -> None:
     if not isinstance(message.get("role"), str):
-        raise UsageError(f"{where} has role={message.get('role')!r:.80}; give text as its role")
+        raise UsageError(f"{where} has role={message.get('role')!r:.80}; role must be a string")
     _require_labels(message, where)
     if (calls := message.get("tool_calls")) is not None:
         _require_objects(calls, f"{where}.tool_calls")
@@ -170,7 +168,7 @@ def _require_message(message: Message, where: str) -> None:
 
 
 def _require_function(item: Mapping[str, Any], where: str) -> None:
-    """Check the labels of a tool or a tool call, and of the function in it."""
+    """Checks the labels of a tool or a tool call, and of its function."""
     _require_labels(item, where)
     if isinstance(function := item.get("function"), dict):
         _require_labels(function, f"{where}.function")
@@ -190,32 +188,32 @@ def _require_labels(item: Mapping[str, Any], where: str) -> None:
 def _require_answer(message: Message) -> None:
     if message["role"] != "assistant" or not text_of(message).strip():
         raise UsageError(
-            f"the last message, of role {message['role']!r:.80}, is no answer that could be "
-            "continued; give one of the assistant, with text"
+            f"the last message, of role {message['role']!r:.80}, cannot be continued; it must be "
+            "an assistant message with text"
         )
 
 
 def _require_text(part: Mapping[str, Any], where: str) -> None:
     if part.get("type") != "text":
-        raise UsageError(f"{where} is of type {part.get('type')!r:.80}; only text is taken")
+        raise UsageError(f"{where} has type={part.get('type')!r:.80}; only 'text' is supported")
     if not isinstance(part.get("text"), str):
         raise UsageError(f"{where} has text={part.get('text')!r:.80}; give a string")
 
 
 def _require_names(names: Any) -> None:
     if not isinstance(names, dict):
-        raise UsageError(f"template_vars must be an object, and is {_kind(names)}")
+        raise UsageError(f"template_vars must be an object, not {_kind(names)}")
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
-            raise UsageError(f"template_vars: {name!r:.80} is no name; use letters, digits and _")
+            raise UsageError(f"template_vars: {name!r:.80} is not a name; use letters, digits, _")
         if name in RESERVED_NAMES:
-            raise UsageError(f"template_vars: {name} is a name that is set already; use another")
+            raise UsageError(f"template_vars: {name} is set already; use another name")
 
 
 def _size(value: Any, where: str, depth: int) -> int:
-    """How much a value of JSON's kinds holds: the characters of its texts, and one for each value.
+    """The size of a JSON value: the characters of its strings, plus one per value.
 
-    Raises: UsageError for a value of another kind, or one that is nested too deeply.
+    Raises: UsageError for a value that is not JSON, or is nested too deeply.
     """
     if depth == 0:
         raise UsageError(f"{where:.80} is nested more than {MAX_DEPTH} deep")
@@ -236,16 +234,14 @@ def _size(value: Any, where: str, depth: int) -> int:
                 len(_unicode(key, where)) + _size(item, f"{where}.{key}", depth - 1)
                 for key, item in value.items()
             )
-    raise UsageError(f"{where:.80} is {_kind(value)} that JSON does not know")
+    raise UsageError(f"{where:.80} is {_kind(value)} that is not valid in JSON")
 
 
 def _unicode(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(
-            f"{where:.80} holds half of a surrogate pair, which is no character"
-        ) from None
+        raise UsageError(f"{where:.80} contains an unpaired surrogate, which is not text") from None
     return text
 
 

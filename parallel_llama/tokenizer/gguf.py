@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file: rebuilt for the library that runs its kind, and as files.
+"""The tokenizer in a GGUF file: rebuilt for the library of its type, or exported to files.
 
 Source: the keys under tokenizer.ggml in ggml's docs/gguf.md.
 """
@@ -22,16 +22,16 @@ from parallel_llama.tokenizer.tokenizer_json import BuiltEncoder, TokenizersToke
 from parallel_llama.tokenizer.vocabulary import MAX_PIECES
 
 MAX_MERGES = 4 * MAX_PIECES
-MAX_ADDED = 1 << 18  # speech models have some 30,000; a library takes seconds for this many
+MAX_ADDED = 1 << 18  # speech models have about 30,000; this many take seconds to add
 
-# Special tokens by the names that templates use, and the fields that say them.
+# Names of special tokens in templates, and in the keys of the file.
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def build_gguf_tokenizer(fields: dict[str, Any], source: str) -> Tokenizer:
-    """The tokenizer that a GGUF header's fields describe.
+    """The tokenizer described by the fields of a GGUF header.
 
-    Raises: UsageError for a kind that cannot be run, CheckpointError for damaged fields.
+    Raises: UsageError for an unsupported type, CheckpointError for damaged fields.
     """
     vocabulary = GGUFVocabulary(fields, source)
     kind = vocabulary.value("model", str, None)
@@ -40,12 +40,14 @@ def build_gguf_tokenizer(fields: dict[str, Any], source: str) -> Tokenizer:
     if kind == "llama":
         return _sentencepiece(vocabulary)
     if kind is None:
-        raise UsageError(f"{source}: holds no tokenizer (no field tokenizer.ggml.model)")
-    raise UsageError(f"{source}: has a {kind[:80]!r} tokenizer; those that can be run: gpt2, llama")
+        raise UsageError(f"{source}: contains no tokenizer (no field tokenizer.ggml.model)")
+    raise UsageError(
+        f"{source}: has a {kind[:80]!r} tokenizer, which is not supported, only gpt2 and llama"
+    )
 
 
 class GGUFVocabulary:
-    """The fields under tokenizer.ggml, each checked for its type where it is read."""
+    """The fields under tokenizer.ggml; the type of each is checked when it is read."""
 
     def __init__(self, fields: dict[str, Any], source: str) -> None:
         self._fields = fields
@@ -58,43 +60,43 @@ class GGUFVocabulary:
         return value
 
     def values(self, name: str, kind: type, length: int | None = None) -> list[Any]:
-        """A list whose items are all of one type, and of this length if one is given."""
+        """A list with items of one type, and of the given length."""
         values: list[Any] = self.value(name, list, [])
         if any(type(value) is not kind for value in values):
-            raise self.damaged(f"{name} is not a list of {kind.__name__} alone")
+            raise self.damaged(f"{name} has items that are not of type {kind.__name__}")
         if length is not None and len(values) != length:
-            raise self.damaged(f"{name} has {len(values)} items and there are {length} tokens")
+            raise self.damaged(f"{name} has {len(values)} items for {length} tokens")
         return values
 
     @cached_property
     def tokens(self) -> list[str]:
         tokens: list[str] = self.values("tokens", str)
         if not 0 < len(tokens) <= MAX_PIECES:
-            raise self.damaged(f"there are {len(tokens)} tokens, allowed 1 to {MAX_PIECES}")
+            raise self.damaged(f"there are {len(tokens)} tokens, not 1 to {MAX_PIECES}")
         return tokens
 
     @cached_property
     def types(self) -> list[int]:
-        """The type of each token; all are normal where the file does not say."""
+        """The type of each token; NORMAL if the file has no types."""
         if "tokenizer.ggml.token_type" not in self._fields:
             return [spm.NORMAL] * len(self.tokens)
         types: list[int] = self.values("token_type", int, len(self.tokens))
         for id, kind in enumerate(types):
             if not spm.NORMAL <= kind <= spm.BYTE:
-                raise self.damaged(f"token {id} has type {kind}, allowed 1 to 6")
+                raise self.damaged(f"token {id} has type {kind}, not 1 to 6")
         n_added = types.count(spm.CONTROL) + types.count(spm.USER_DEFINED)
         if n_added > MAX_ADDED:
-            raise self.damaged(f"{n_added} tokens are special or added, at most {MAX_ADDED}")
+            raise self.damaged(f"{n_added} tokens are special or added, more than {MAX_ADDED}")
         return types
 
     def token_id(self, name: str, default: int | None = None) -> int | None:
-        """The id of a special token; the default counts as far as there is such a token."""
+        """The id of a special token; `default` if the file has none and the vocabulary has it."""
         n_tokens = len(self.tokens)
         id: int | None = self.value(f"{name}_token_id", int, None)
         if id is None:
             return default if default is not None and default < n_tokens else None
         if not 0 <= id < n_tokens:
-            raise self.damaged(f"{name}_token_id is {id} and there are {n_tokens} tokens")
+            raise self.damaged(f"{name}_token_id is {id}, but there are {n_tokens} tokens")
         return id
 
     def eos_ids(self, default: int | None = None) -> frozenset[int]:
@@ -102,12 +104,12 @@ class GGUFVocabulary:
         return frozenset(id for id in ids if id is not None)
 
     def names(self) -> dict[str, str]:
-        """The texts of the special tokens, by the names that templates use."""
+        """The texts of special tokens by their names in templates."""
         ids = {name: self.token_id(key) for name, key in _NAMES.items()}
         return {name: self.tokens[id] for name, id in ids.items() if id is not None}
 
     def user_defined(self) -> dict[int, str]:
-        """The tokens that are found in text before anything else, and are not special."""
+        """The tokens that are matched in a text first, and are not special."""
         tokens = enumerate(zip(self.tokens, self.types, strict=True))
         return {id: token for id, (token, kind) in tokens if kind == spm.USER_DEFINED}
 
@@ -121,11 +123,11 @@ def _byte_level_bpe(vocabulary: GGUFVocabulary) -> TokenizersTokenizer:
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
         raise UsageError(
-            f"{vocabulary.source}: tokenizer.ggml.pre={name[:80]!r} is not known, and the file "
-            "does not say how it cuts text; give the model's HF folder, whose tokenizer.json does"
+            f"{vocabulary.source}: tokenizer.ggml.pre={name[:80]!r} is not supported; use the "
+            "model's HF folder, whose tokenizer.json defines how text is split"
             + did_you_mean(name, PRE_TOKENIZERS)
         )
-    words = [token for token in tokens if token]  # some files have empty rows
+    words = [token for token in tokens if token]  # some files have empty tokens
     if n_again := len(words) - len(set(words)):
         raise vocabulary.damaged(f"{n_again} tokens appear more than once")
     merges = _merges(vocabulary)
@@ -143,7 +145,7 @@ def _byte_level_bpe(vocabulary: GGUFVocabulary) -> TokenizersTokenizer:
 def _merges(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     texts = vocabulary.values("merges", str)
     if len(texts) > MAX_MERGES:
-        raise vocabulary.damaged(f"there are {len(texts)} merges, at most {MAX_MERGES} are read")
+        raise vocabulary.damaged(f"there are {len(texts)} merges, more than {MAX_MERGES}")
     merges: list[tuple[str, str]] = []
     for number, merge in enumerate(texts):
         left, space, right = merge.partition(" ")
@@ -190,13 +192,13 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> SentencePieceTokenizer:
 
 
 def _proto(vocabulary: GGUFVocabulary) -> Any:
-    """A SentencePiece model with the file's pieces, scores and settings."""
+    """A SentencePiece ModelProto with the file's pieces, scores and settings."""
     tokens, types = vocabulary.tokens, vocabulary.types
     scores = vocabulary.values("scores", float, len(tokens))
     unk_id = vocabulary.token_id("unknown", default=0)
     proto = spm.SPM_PROTO.ModelProto()
     for id, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True)):
-        # SentencePiece wants exactly one unknown piece, which not every converter has marked.
+        # SentencePiece requires exactly one unknown piece, which some converters do not mark.
         marked = spm.UNKNOWN if id == unk_id else spm.UNUSED if kind == spm.UNKNOWN else kind
         proto.pieces.add(piece=token, score=score, type=marked)
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
@@ -215,9 +217,9 @@ def _proto(vocabulary: GGUFVocabulary) -> Any:
 
 
 def export_gguf_tokenizer(path: Path) -> dict[str, bytes]:
-    """tokenizer.json (tokenizer.model where it is SentencePiece's) and tokenizer_config.json.
+    """Contents of tokenizer.json (SentencePiece: tokenizer.model) and of tokenizer_config.json.
 
-    Raises: UsageError for a kind that cannot be run, CheckpointError for damaged fields.
+    Raises: UsageError for an unsupported type, CheckpointError for damaged fields.
     """
     fields = read_gguf_header(path).fields
     tokenizer = build_gguf_tokenizer(fields, str(path))
@@ -245,7 +247,7 @@ def export_gguf_tokenizer(path: Path) -> dict[str, bytes]:
 def _sentencepiece_config(
     vocabulary: GGUFVocabulary, tokenizer: SentencePieceTokenizer
 ) -> dict[str, Any]:
-    """What tokenizer.model does not say: bos and eos by their texts, and tokens that are added."""
+    """What tokenizer.model does not contain: the texts of bos and eos, and added tokens."""
     tokens = vocabulary.tokens
     added = {
         str(id): {"content": token, "special": False}

@@ -1,4 +1,4 @@
-"""The chat format that a model brings along as a jinja template, which is untrusted code."""
+"""Chat formats given by a model's jinja template, which is untrusted code."""
 
 import json
 import re
@@ -12,38 +12,42 @@ from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, St
 from parallel_llama.tokenizer.chat import ROLES, Chat, Message, require_roles, text_of
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 
-# Tokens with which models end a turn. One counts for a model if it is a special token there and
-# its template writes it, for the tokenizer's own eos is often the end of a document.
+# Tokens that end a turn in some models. One is used for a model if it is a special token and occurs
+# in the template; the tokenizer's eos token is often the end of a document instead.
 _TURN_ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>",
     "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<|END_OF_TURN_TOKEN|>",
 )  # fmt: skip
 
-# Characters that Unicode sets aside for a program's own use inside itself.
+# Noncharacters, which Unicode reserves for internal use by programs.
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 _QUOTED_WORD = re.compile(r"""['"]([A-Za-z][A-Za-z0-9_-]{0,31})['"]""")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
-# Templates in use take up to 0.1 s to compile, and up to 25 us a character where they loop over
-# all messages for each of them.
+# Templates in use take up to 0.1 s to compile, and up to 25 us per character if they iterate over
+# all messages for each message.
 RENDER_CPU_S = 1.5
 RENDER_CPU_S_PER_BYTE = 100e-6
 MAX_EXTRA_BYTES = 192 << 20
 
 
 class TemplateRenderer:
-    """Renders templates for any thread, one after the other, in a process started when needed."""
+    """Renders templates in a separate process, one at a time. Thread-safe."""
 
     def __init__(self, cpu_s: float = RENDER_CPU_S) -> None:
         self._cpu_s = cpu_s
-        self._process = BoundedProcess("template_job", MAX_EXTRA_BYTES)
+        self._process = BoundedProcess("sandbox_templates", MAX_EXTRA_BYTES)
 
     def render(self, template: str, context: Mapping[str, Any], source: str) -> str:
-        """The text of a template, given the names it may use.
+        """The rendered template.
 
-        Raises: UsageError if the template refuses the messages or cannot render them,
-        CheckpointError if it is no template or goes beyond the limits. Both name `source`.
+        Args:
+            context: the variables of the template.
+            source: the template's file, for error messages.
+
+        Raises: UsageError if the template refuses the messages or fails to render them;
+        CheckpointError if it does not parse or exceeds the limits.
         """
         fields = {"template": template, "context": context}
         try:
@@ -62,32 +66,30 @@ class TemplateRenderer:
         raise CheckpointError(f"{source}: the chat template is stopped: {message}")
 
     def close(self) -> None:
-        """End the process; it starts again when needed."""
+        """Ends the process; the next call starts it again."""
         self._process.close()
 
 
 class JinjaChat:
-    """Renders the model's template and encodes the text, special tokens included.
+    """Renders the model's template and encodes the text, including special tokens.
 
-    A message that spells a special token thereby becomes one: the template gives text alone, and
-    every library that follows HF's convention reads it so. For a chat without `parse_special` such
-    texts are cut behind their first character before the template gets them. So are other tokens
-    that are found in text first, if the template writes them, for some models mark turns with such.
-    A `tool_use` template is the one for
-    chats with tools. `names` are the special tokens by the names that templates use, such as
-    `bos_token`.
+    A special token written in a message becomes that token, as in transformers, because a template
+    outputs only text. For a chat without `parse_special`, such text is split after its first
+    character before it is rendered. So is text of other tokens that are matched first, if they
+    occur in the template, because some models use these as markup.
 
-    The template gets what transformers gives it: keys without a value are left out, and reasoning
-    is there under both of its names. Beyond that, arguments of tool calls that are JSON's text of
-    an object become that object, and parts of text are joined by newlines for messages of roles
-    whose parts the template does not write out itself.
+    The template's input is that of transformers: keys without a value are omitted, and reasoning is
+    given under both of its names. In addition, arguments of tool calls given as JSON text of an
+    object are decoded, and text parts are joined by newlines for roles whose parts the template
+    does not support.
 
-    A role is one of ROLES, or a word that the template itself has in quotes, as in
-    `role == 'critic'`.
+    A role must be one of ROLES, or a quoted word in the template, as in `role == 'critic'`.
 
-    The bos token is the template's to write, as in transformers and vLLM: none is added. With
-    `adds_bos`, as in llama.cpp for GGUF files, the tokenizer puts its own in front of a text that
-    does not begin with it; there are never two.
+    Args:
+        names: special tokens by their names in templates, such as `bos_token`.
+        tool_use: template for chats with tools.
+        adds_bos: whether to add a bos token to a text that does not begin with one, as llama.cpp
+            does for GGUF files. Otherwise the template writes it, as in transformers and vLLM.
     """
 
     def __init__(
@@ -125,9 +127,9 @@ class JinjaChat:
         )
 
     def render(self, chat: Chat, cut: str = "") -> str:
-        """The text of the conversation, up to where the assistant's next answer goes on.
+        """The text of the conversation, up to the beginning of the assistant's next answer.
 
-        With `cut`, a character, this stands in texts of the chat where they would spell markup.
+        `cut` is a character to insert into texts of the chat that contain markup, or "".
         """
         require_roles(chat.messages, self._roles)
         template = self._tool_use if chat.tools else self._template
@@ -146,22 +148,22 @@ class JinjaChat:
         return self._up_to(text, text_of(chat.messages[-1]).strip()) if chat.continues else text
 
     def _cut_for(self, chat: Chat) -> str:
-        """A character that neither the chat nor the template has."""
+        """A character that occurs neither in the chat nor in the template."""
         fields = (chat.messages, chat.tools, chat.documents, chat.template_vars)
         taken = {*json.dumps(fields, ensure_ascii=False), *self.template_text}
         taken.update(*self._markup)
-        # Arguments of calls are JSON in JSON, which may spell a character by its number.
+        # Arguments of calls are JSON inside JSON, which may contain escaped characters.
         cut = next((each for each in _NONCHARACTERS if each not in taken), None)
         if cut is None:
             raise UsageError(
-                "the messages hold every noncharacter of Unicode; take some of them out"
+                "the messages contain every noncharacter of Unicode; remove some of them"
             )
         return cut
 
     def _plain(self, value: Any, cut: str) -> Any:
-        """A value of JSON's kinds whose texts, keys included, are cut where they spell markup.
+        """A JSON value with `cut` inserted into strings and keys that contain markup.
 
-        Raises: UsageError for a special token of one character, which cannot be cut.
+        Raises: UsageError for a special token of one character, which cannot be split.
         """
         match value:
             case str():
@@ -180,16 +182,16 @@ class JinjaChat:
             if len(found[0]) == 1:
                 raise UsageError(
                     f"parse_special=false: {quoted(found[0])} is a special token of one character, "
-                    "which cannot be text; take it out"
+                    "which cannot be text; remove it"
                 )
             text = self._marks.sub(lambda each: f"{each[0][0]}{cut}{each[0][1:]}", text)
-        # What a template joins to it must not complete a token that it begins.
+        # The beginning of markup at the end of a text could be completed by the template.
         if begun := self._beginnings.search(text):
             text = f"{text[: begun.end(1)]}{cut}{text[begun.end(1) :]}"
         return text
 
     def _up_to(self, text: str, answer: str) -> str:
-        """A conversation's text without what the template writes behind its last answer."""
+        """The text of a conversation up to the end of its last answer."""
         before, found, _ = text.rpartition(answer)
         if not found:
             raise UsageError(
@@ -225,7 +227,7 @@ class JinjaChat:
         return given
 
     def _try_parts(self, template: str, role: str) -> bool:
-        """Whether the template writes the text of all parts of a message, and nothing else."""
+        """Whether the template writes the text of all parts of a message, and only their text."""
         try:
             text = self._render(template, _probe(role))
         except (UsageError, CheckpointError):
@@ -238,7 +240,7 @@ class JinjaChat:
 
     @cached_property
     def _beginnings(self) -> re.Pattern[str]:
-        """A beginning of markup at the end of a text, but for spaces."""
+        """Matches a beginning of markup at the end of a text, ignoring spaces."""
         begun = {text[:n] for text in self._markup for n in range(1, len(text))}
         longest_first = sorted(begun, key=len, reverse=True)
         return re.compile(rf"({'|'.join(map(re.escape, longest_first)) or '(?!)'})\s*\Z")
@@ -251,7 +253,7 @@ class JinjaChat:
 
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool call whose arguments, where they are the JSON text of an object, are that object."""
+    """A tool call with its arguments decoded, if they are the JSON text of an object."""
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -265,7 +267,7 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _probe(role: str) -> Chat:
-    """A conversation in which this role says two parts, each with a mark that is not to be seen."""
+    """A conversation with a message of this role that has two parts, each with an unknown key."""
     parts = [
         {"type": "text", "text": text, "mark": "part-mark"} for text in ("part-one", "part-two")
     ]

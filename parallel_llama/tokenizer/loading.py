@@ -1,4 +1,4 @@
-"""Which tokenizer and which chat template a model's files hold."""
+"""Loading of a model's tokenizer and chat template."""
 
 import re
 from dataclasses import dataclass, field
@@ -22,11 +22,11 @@ from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 from parallel_llama.tokenizer.tokenizer_json import FileEncoder, TokenizersTokenizer
 
-MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use hold about 35 MB
-MAX_MODEL_BYTES = 16 << 20  # of a tokenizer.model; the largest in use hold about 5 MB
+MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use have about 35 MB
+MAX_MODEL_BYTES = 16 << 20  # of a tokenizer.model; the largest in use have about 5 MB
 MAX_TEMPLATE_BYTES = 1 << 20
 
-# Tokenizers whose tokenizer.model is not the whole of them.
+# Tokenizers that need more than their tokenizer.model.
 _CODE = ("ChatGLMTokenizer", "ChatGLM4Tokenizer")
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
@@ -34,10 +34,10 @@ _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model: a folder in HF's, Meta's or Mistral's layout, or a GGUF file.
 
-    What kind it is, the content of the file says and not its name.
+    The type of the tokenizer is determined from the file's contents, not from its name.
 
-    Raises: UsageError if there is none or its kind is not supported, CheckpointError if its file
-    is damaged.
+    Raises: UsageError if there is no tokenizer or its type is not supported; CheckpointError if its
+    file is damaged.
     """
     if not is_there(path):
         raise UsageError(f"{path}: no such file or folder")
@@ -49,16 +49,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
                 _require_no_code(path / "tokenizer_config.json")
             return _tokenizer_in(path / name, _read_config(path))
     raise UsageError(
-        f"{path}: holds no tokenizer; looked for {', '.join(TOKENIZER_FILES)}. Copy the model's "
-        "own there"
+        f"{path}: contains no tokenizer; looked for {', '.join(TOKENIZER_FILES)}. Copy the model's "
+        "tokenizer there"
     )
 
 
 def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of a model whose tokenizer is loaded; None where it has none.
+    """The chat template of a model; None if it has none.
 
-    Meta's and Mistral's own folders carry none, so the tokenizer tells which format it is: Llama
-    2's, Llama 3's, or a version of Mistral's.
+    Folders in Meta's and Mistral's layouts have no template: there the tokenizer determines the
+    built-in format, Llama 2's, Llama 3's, or a version of Mistral's.
 
     Raises: CheckpointError if a file is damaged.
     """
@@ -75,14 +75,14 @@ def load_chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
 def _require_no_code(config: Path) -> None:
     if (name := _object_in(config).get("tokenizer_class")) in _CODE:
         raise UsageError(
-            f"{config}: {name} is code of the model's own folder, which puts tokens before every "
-            "text and is never run; give token ids, or add a tokenizer.json"
+            f"{config}: {name} is code in the model's folder, which is never run; give token ids, "
+            "or add a tokenizer.json"
         )
 
 
 @dataclass(frozen=True)
 class _Config:
-    """What the JSON files beside a tokenizer say about it."""
+    """The settings of a tokenizer in the JSON files beside it."""
 
     names: dict[str, str] = field(default_factory=dict)  # special tokens: bos_token -> "<s>"
     adds_bos: bool | None = None
@@ -97,7 +97,7 @@ def _text_in(path: Path, max_bytes: int) -> str:
 
 
 def _object_in(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file."""
+    """The object in a JSON file; empty if there is no file."""
     return json_object(path, _text_in(path, MAX_CONFIG_BYTES)) if is_there(path) else {}
 
 
@@ -122,7 +122,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> tuple[AddedToken, ...]:
-    """Tokens added to a tokenizer.model, in the two places where HF has written them."""
+    """Tokens added to a tokenizer.model, from both places where transformers has written them."""
     texts = {
         id: AddedToken(id, text, is_special=True)
         for text, id in _object_in(folder / "added_tokens.json").items()
@@ -207,7 +207,7 @@ def _gguf_template(path: Path, tokenizer: Tokenizer) -> JinjaChat | None:
 
 
 def _own_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The names for templates of the special tokens that the tokenizer's own file tells."""
+    """The special tokens of the tokenizer's own file, by their names in templates."""
     ids = {"bos_token": tokenizer.bos_id}
     if len(tokenizer.eos_ids) == 1:
         ids["eos_token"] = next(iter(tokenizer.eos_ids))
@@ -219,9 +219,9 @@ def _own_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _folder_templates(folder: Path) -> tuple[dict[str, str], str]:
-    """The default and tool_use templates of a HF folder, as far as it has them, and their file.
+    """The default and tool_use templates of a HF folder, if any, and their file.
 
-    Files of their own go before what the configuration says.
+    Separate files take precedence over the configuration.
     """
     source = folder / "chat_template.jinja"
     files = {"default": source, "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
@@ -236,14 +236,14 @@ def _folder_templates(folder: Path) -> tuple[dict[str, str], str]:
         templates = _named(template)
     if "default" not in templates:
         names = ", ".join(templates) or "nothing"
-        raise CheckpointError(f"{source}: chat_template names {names:.200} and no 'default'")
+        raise CheckpointError(f"{source}: chat_template has {names:.200} but no 'default'")
     return {
         name: _checked_template(templates[name], str(source)) for name in files if name in templates
     }, str(source)
 
 
 def _named(template: Any) -> dict[str, Any]:
-    """Templates by name, as a list gives them; one alone is the default."""
+    """Templates by name; a single one is the default."""
     if not isinstance(template, list):
         return {"default": template}
     return {str(item.get("name")): item.get("template") for item in template if type(item) is dict}
@@ -254,8 +254,8 @@ def _checked_template(template: Any, source: str) -> str:
         raise CheckpointError(f"{source}: the chat template is a {type(template).__name__}")
     if len(template) > MAX_TEMPLATE_BYTES:
         raise CheckpointError(
-            f"{source}: the chat template has {len(template)} characters, at most "
-            f"{MAX_TEMPLATE_BYTES} are read"
+            f"{source}: the chat template has {len(template)} characters, over the limit of "
+            f"{MAX_TEMPLATE_BYTES}"
         )
     return template
 

@@ -1,6 +1,6 @@
-"""Meta's own chat formats, for folders that carry no template.
+"""Meta's chat formats, for folders without a template.
 
-They are put together from tokens, so that nothing a message says can become a special token.
+Prompts are built from tokens, so that no text of a message becomes a special token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from parallel_llama.tokenizer.tiktoken_ranks import TiktokenTokenizer
 
 
 class Llama3Chat:
-    """Llama 3's format: a header of its own tokens before each message, <|eot_id|> behind it.
+    """Llama 3's format: a header of special tokens before each message, <|eot_id|> after it.
 
     Source: llama3/chat_format.py in Meta's llama-models.
     """
@@ -48,8 +48,7 @@ class Llama3Chat:
 class Llama2Chat:
     """Llama 2's format: each question in [INST] tags, bos and eos around question and answer.
 
-    Its tags are ordinary text that a message could forge, so messages that hold one are refused,
-    as Meta's own code refuses them.
+    The tags are ordinary text, so messages that contain one are refused, as in Meta's code.
 
     Source: llama/generation.py (chat_completion) in Meta's llama.
     """
@@ -75,7 +74,7 @@ class Llama2Chat:
         return ids + self._text(f"[INST] {turns[-1].strip()} [/INST]")
 
     def _turns(self, messages: Sequence[Message]) -> list[str]:
-        """Contents from user and assistant in turn, the system's put into the first."""
+        """The alternating contents of user and assistant; the first includes the system message."""
         system = text_of(messages[0]) if messages[0]["role"] == "system" else None
         spoken = messages if system is None else messages[1:]
         expected = [("user", "assistant")[index % 2] for index in range(len(spoken))]
@@ -83,7 +82,7 @@ class Llama2Chat:
         if roles != expected or len(roles) % 2 == 0:
             raise UsageError(
                 f"roles are {', '.join(message['role'] for message in messages):.200}; Llama 2's "
-                "format takes an optional system, then user and assistant in turn, a user last"
+                "format needs an optional system, then alternating user and assistant, a user last"
             )
         contents = [text_of(message) for message in spoken]
         if system is not None:
@@ -95,8 +94,8 @@ class Llama2Chat:
             for tag in self.TAGS:
                 if tag in text_of(message):
                     raise UsageError(
-                        f"messages[{number}] holds {tag}, which is markup of Llama 2's chat "
-                        "format; take it out"
+                        f"messages[{number}] contains {tag}, which is markup of Llama 2's chat "
+                        "format; remove it"
                     )
 
     def _text(self, text: str) -> list[int]:

@@ -1,6 +1,6 @@
-"""Mistral's own chat formats, for folders that carry no template.
+"""Mistral's chat formats, for folders without a template.
 
-They are put together from tokens, so that nothing a message says can become a special token.
+Prompts are built from tokens, so that no text of a message becomes a special token.
 """
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from parallel_llama.tokenizer.chat import Chat, Message, require_plain, require_
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 
 _ROLES = ("system", "user", "assistant")
-_JOINT = "\n\n"  # between parts, neighbours of one role, and the system's texts and a question
+_JOINT = "\n\n"  # between parts, consecutive messages of a role, and system texts and a question
 
 
 class MistralChat:
-    """Mistral's formats: questions between [INST] and [/INST], eos behind each answer.
+    """Mistral's formats: questions between [INST] and [/INST], eos after each answer.
 
-    In version 1 the tags are text, later they are tokens. The system's texts stand before the first
-    question in version 1, before the last one in 2 and 3, and where they are said, between tokens
-    of their own, from 7 on. Messages of one role in a row count as one.
+    In version 1 the tags are text, later they are tokens. System texts are put before the first
+    question in version 1, before the last one in 2 and 3, and from 7 on in their own place, between
+    tokens of their own. Consecutive messages of one role are joined.
 
     Source: tokens/tokenizers/instruct.py in Mistral's mistral-common.
     """
@@ -35,8 +35,8 @@ class MistralChat:
     def encode(self, chat: Chat) -> list[int]:
         if self._version not in self.VERSIONS:
             raise UsageError(
-                f"the tokenizer is for version {self._version} of Mistral's chat format; known are "
-                f"{', '.join(map(str, self.VERSIONS))}. Give a folder with a chat template"
+                f"version {self._version} of Mistral's chat format is not supported, only "
+                f"{', '.join(map(str, self.VERSIONS))}; use a folder with a chat template"
             )
         require_plain(chat)
         _require_turns(chat.messages)
@@ -49,7 +49,7 @@ class MistralChat:
         return ids
 
     def _placed(self, turns: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Turns as they are written: neighbours joined, the system's texts where they belong."""
+        """The turns in the order of the prompt, with consecutive ones of a role joined."""
         system: list[str] = []
         placed: list[tuple[str, str]] = []
         for role, neighbours in groupby(turns, key=lambda turn: turn[0]):
@@ -92,7 +92,7 @@ class MistralChat:
         if id is None:
             raise CheckpointError(
                 f"the tokenizer has no token {text}, which version {self._version} of Mistral's "
-                "chat format is made of"
+                "chat format needs"
             )
         return id
 
@@ -101,8 +101,8 @@ class MistralChat:
             for tag in self.TAGS:
                 if tag in text:
                     raise UsageError(
-                        f"messages[{number}] holds {tag}, which is markup of Mistral's first chat "
-                        "format; take it out"
+                        f"messages[{number}] contains {tag}, which is markup of Mistral's first "
+                        "chat format; remove it"
                     )
 
 
@@ -111,11 +111,11 @@ def _require_turns(messages: Sequence[Message]) -> None:
     roles = [message["role"] for message in messages]
     for number, role in enumerate(roles):
         if role == "assistant" and not _text(messages[number]):
-            raise UsageError(f"messages[{number}] is an answer without text; leave it out")
+            raise UsageError(f"messages[{number}] is an answer without text; remove it")
     if roles[-1] == "assistant" or ("assistant", "system") in pairwise(roles):
         raise UsageError(
-            f"roles are {', '.join(roles):.200}; Mistral's format takes no system behind an answer "
-            "and no answer at the end"
+            f"roles are {', '.join(roles):.200}; Mistral's format allows no system message after "
+            "an answer, and no answer at the end"
         )
 
 

@@ -1,9 +1,9 @@
-"""How byte-level models cut text before they merge, by the names that GGUF files give the rules.
+"""How byte-level BPE models split text before merging, by the names of the rules in GGUF files.
 
-The patterns are for the `tokenizers` library, whose `&&` keeps what two classes have in common.
+The patterns are for the `tokenizers` library, where `&&` is the intersection of two classes.
 
-Source: the models' own tokenizer.json files; names, whole words, bos and the default as in
-llama.cpp's src/llama-vocab.cpp.
+Source: the models' tokenizer.json files; names, whole words, bos and the default as in llama.cpp's
+src/llama-vocab.cpp.
 """
 
 from typing import NamedTuple
@@ -12,16 +12,19 @@ from parallel_llama.tokenizer.tiktoken_ranks import LLAMA3_PATTERN
 
 
 class PreTokenizer(NamedTuple):
-    """One rule: each pattern cuts further the pieces that the one before it left.
+    """One rule.
 
-    With `whole_words`, a piece that is a token is taken without merging. With `composes`, a text is
-    first brought into Unicode's composed form (NFC), as the models' own tokenizers do and llama.cpp
-    does not.
+    Args:
+        patterns: applied in order; each splits the pieces of the previous one.
+        whole_words: whether a piece that is a token is not merged.
+        adds_bos: default if the file does not say.
+        composes: whether a text is first normalised to NFC, as the models' own tokenizers do and
+            llama.cpp does not.
     """
 
     patterns: tuple[str, ...]
     whole_words: bool = False
-    adds_bos: bool = False  # where the file does not say
+    adds_bos: bool = False
     composes: bool = False
 
 
@@ -32,7 +35,7 @@ _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
 def _words_by_case(ending: str, digits: str) -> str:
-    """Words begin anew where a capital follows a small letter."""
+    """A pattern that starts a new word at an upper-case letter after a lower-case letter."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     return (
         rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ending}"
@@ -41,8 +44,8 @@ def _words_by_case(ending: str, digits: str) -> str:
     )
 
 
-# DeepSeek spells its letters out, run by run: Unicode's of either case within these blocks, which
-# leave out the small letters of Georgian and Armenian, and mathematical ones.
+# DeepSeek lists its letters explicitly: upper and lower case letters in these blocks, without the
+# lower-case letters of Georgian and Armenian, and without mathematical letters.
 _DEEPSEEK_BLOCKS = (
     "\0-\u055f\u0589-\u10c6\u1100-\u1c7f\u1c90-\u2cff\u2d2e-\ua78f\uab70-\uffff"
     "\U00010400-\U000104ff\U00010c80-\U00010cff\U000118a0-\U000118df\U0001e900-\U0001e943"

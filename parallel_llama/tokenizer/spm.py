@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers: Llama 1 and 2, Mistral, and the `llama` kind inside GGUF files."""
+"""SentencePiece tokenizers: Llama 1 and 2, Mistral, and the type `llama` of GGUF files."""
 
 import re
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from parallel_llama.errors import CheckpointError
 from parallel_llama.tokenizer.tokenizer import SpecialTokens, Tokenizer
 from parallel_llama.tokenizer.vocabulary import MAX_PIECES, Vocabulary
 
-SPM_PROTO: Any = sentencepiece_model_pb2  # its classes are made at import, unseen by checkers
-# Kinds of pieces; the token types of GGUF files are the same numbers.
+SPM_PROTO: Any = sentencepiece_model_pb2  # type checkers do not see its generated classes
+# Types of pieces; the token types of GGUF files have the same numbers.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\u2581"
-# What a text of a hostile model may cost in time and memory hangs on these; those in use have
-# pieces of up to 50 bytes, and normalise no character to more than 40.
+# Bounds on the time and memory that a text costs with a hostile model. Models in use have pieces of
+# up to 50 bytes, and normalise a character to at most 40 bytes.
 MAX_PIECE_BYTES = 1024
 MAX_NORMALIZED_BYTES = 64
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class AddedToken(NamedTuple):
-    """A token that other files than the model add to it, or treat as one unit of text."""
+    """A token that a file other than the model adds, or marks as a unit of text."""
 
     id: int
     text: str
@@ -33,7 +33,7 @@ class AddedToken(NamedTuple):
 def parse_spm(data: bytes, source: str) -> Any:
     """The ModelProto in a `tokenizer.model` file.
 
-    Raises: CheckpointError if the bytes are none, or hold text that is not UTF-8.
+    Raises: CheckpointError if the data is not a ModelProto, or contains text that is not UTF-8.
     """
     proto = SPM_PROTO.ModelProto()
     try:
@@ -43,19 +43,21 @@ def parse_spm(data: bytes, source: str) -> Any:
     trainer = proto.trainer_spec
     texts = [trainer.unk_surface, trainer.bos_piece, trainer.eos_piece]
     texts += [piece.piece for piece in proto.pieces]
-    if not all(isinstance(text, str) for text in texts):  # protobuf gives other text as bytes
+    if not all(isinstance(text, str) for text in texts):  # protobuf returns invalid UTF-8 as bytes
         raise CheckpointError(f"{source}: not a usable SentencePiece model: text is not UTF-8")
     return proto
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A tokenizer whose pieces SentencePiece finds, and whose special tokens are found here.
+    """A SentencePiece model, with special tokens matched here.
 
-    SentencePiece never makes a control piece from text, so the text is cut at special tokens first
-    and each part between them is encoded by itself, as Meta's chat format and llama.cpp do. A part
-    behind a special token that begins with a space gets no second one, as in transformers: chat
-    templates write the space that Mistral's own code leaves to SentencePiece.
-    `added` are tokens that other files add to the model's; they are cut out in the same way.
+    SentencePiece never encodes text as a control piece, so the text is split at special tokens, and
+    each part is encoded separately, as in Meta's chat format and llama.cpp. A part after a special
+    token that begins with a space gets no second space, as in transformers: chat templates write
+    the space that Mistral's code leaves to SentencePiece.
+
+    Args:
+        added: tokens from other files; they are matched like special tokens.
 
     Raises: CheckpointError if SentencePiece cannot use the model.
     """
@@ -102,7 +104,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ids + self._encoded(text[len(first) :], special=True) if others else ids
 
     def to_model(self) -> bytes:
-        """The content of a tokenizer.model; what other files added is not in it."""
+        """The contents of a tokenizer.model, without tokens that other files added."""
         return bytes(self._spm.serialized_model_proto())
 
 
@@ -117,9 +119,7 @@ def _processor(proto: Any, source: str) -> SentencePieceProcessor:
 
 def _require_supported(proto: Any, source: str) -> None:
     if not 0 < len(proto.pieces) <= MAX_PIECES:
-        raise CheckpointError(
-            f"{source}: has {len(proto.pieces)} pieces, allowed 1 to {MAX_PIECES}"
-        )
+        raise CheckpointError(f"{source}: has {len(proto.pieces)} pieces, not 1 to {MAX_PIECES}")
     for id, piece in enumerate(proto.pieces):
         if len(piece.piece.encode()) > MAX_PIECE_BYTES:
             raise CheckpointError(f"{source}: piece {id} has more than {MAX_PIECE_BYTES} bytes")
@@ -134,8 +134,10 @@ def _require_supported(proto: Any, source: str) -> None:
 
 
 def _longest_normalized(charsmap: bytes) -> int:
-    """The length of the longest text in a charsmap: the size of a trie, the trie, then texts that
-    each end with a zero."""
+    """The length of the longest text in a charsmap.
+
+    A charsmap consists of the size of a trie, the trie, and texts that end with a zero byte.
+    """
     n_trie = int.from_bytes(charsmap[:4], "little")
     return max(map(len, charsmap[4 + n_trie :].split(b"\0")))
 
@@ -163,7 +165,7 @@ def _vocabulary(proto: Any, added: Sequence[AddedToken], source: str) -> Vocabul
     for id, text, is_special in sorted(added):
         if not 0 <= id <= len(pieces):
             raise CheckpointError(
-                f"{source}: added token {text!r} has id {id} and the model ends at {len(pieces)}"
+                f"{source}: added token {text!r} has id {id}, beyond the model's {len(pieces)}"
             )
         pieces[id : id + 1] = [text.encode()]
         openings.pop(id, None)

@@ -1,4 +1,4 @@
-"""Mistral's tekken.json: byte-level tokens by rank, and special tokens that take the first ids.
+"""Mistral's tekken.json: byte-level tokens by rank, after special tokens with the first ids.
 
 Source: tokens/tokenizers/tekken.py in Mistral's mistral-common.
 """
@@ -18,16 +18,16 @@ from parallel_llama.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from parallel_llama.tokenizer.tokenizer import SpecialTokens, Tokenizer
 from parallel_llama.tokenizer.vocabulary import MAX_PIECES, Vocabulary
 
-# Each value of a JSON text stands behind one of these, and takes up to 250 bytes once it is read;
-# files in use have 600,000.
+# Each JSON value follows one of these characters, and takes up to 250 bytes of memory. Files in use
+# have 600,000 values.
 _VALUE_STARTS = (b"{", b"[", b",")
 MAX_VALUES = 1 << 20
 MAX_SPECIAL = 1 << 12  # files in use have 1,000
-MAX_TOKEN_BYTES = 1024  # in use are up to 128
-# The pattern keeps a note of every space in a run, and tiktoken panics at a million of them.
+MAX_TOKEN_BYTES = 1024  # files in use have up to 128
+# The pattern backtracks over every space of a run, and tiktoken panics at a million spaces.
 MAX_SPACES = 100_000
 
-# What files say that list no special tokens, which those up to version 7 may leave out.
+# The special tokens of files that do not list them, as files up to version 7 may do.
 _UNLISTED = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
@@ -36,16 +36,13 @@ _UNLISTED = (
 )  # fmt: skip
 _LAST_UNLISTED_VERSION = 7
 
-_TOKEN_BYTES = re.compile(rb'"token_bytes"\s*:\s*"')  # in a tokenizer.json a number would follow
-_SPACES = re.compile(r"\s{32,}")  # of fewer there is no need to know
+_TOKEN_BYTES = re.compile(rb'"token_bytes"\s*:\s*"')  # a tokenizer.json has a number here
+_SPACES = re.compile(r"\s{32,}")  # shorter runs need no check
 _T = TypeVar("_T")
 
 
 class Tekken(NamedTuple):
-    """What a tekken.json holds: its tokens by rank, the special ones by id, and its version.
-
-    The version is that of Mistral's chat format.
-    """
+    """The contents of a tekken.json; `version` is that of Mistral's chat format."""
 
     tokens: list[bytes]
     specials: list[str]
@@ -53,37 +50,37 @@ class Tekken(NamedTuple):
 
 
 def is_tekken(data: bytes) -> bool:
-    """Whether a JSON text holds tokens in tekken's form, and not in that of `tokenizers`."""
+    """Whether a JSON text is a tekken.json, rather than a tokenizer.json of `tokenizers`."""
     return _TOKEN_BYTES.search(data) is not None
 
 
 def parse_tekken(data: bytes, source: str) -> Tekken:
-    """The content of a tekken.json, its vocabulary cut to the size that the file names.
+    """The contents of a tekken.json, with the vocabulary truncated to the size in its config.
 
-    Raises: CheckpointError if the file is damaged, UsageError if it cuts text by another pattern.
+    Raises: CheckpointError if the file is damaged; UsageError if its pattern is not Mistral's.
     """
     n_values = sum(map(data.count, _VALUE_STARTS))
     if n_values > MAX_VALUES:
         raise CheckpointError(
-            f"{source}: has some {n_values} values, and at most {MAX_VALUES} are read"
+            f"{source}: has about {n_values} values, over the limit of {MAX_VALUES}"
         )
     file = json_object(Path(source), data)
     config = _field(file, "config", dict, source)
     if (pattern := _field(config, "pattern", str, source)) != PRE_TOKENIZERS["tekken"].patterns[0]:
         raise UsageError(
-            f"{source}: cuts text by {shown(pattern)}, which is not Mistral's pattern; patterns of "
-            "other models are only taken from a tokenizer.json"
+            f"{source}: its pattern is {shown(pattern)}, not Mistral's; other patterns are "
+            "supported only in a tokenizer.json"
         )
     version = re.fullmatch("v([0-9]{1,4})", _field(config, "version", str, source))
     if version is None:
-        raise _damaged(source, f"version is {shown(config['version'])}, not v1, v2 or the like")
+        raise _damaged(source, f"version is {shown(config['version'])}, not of the form v1")
     n_special = _field(config, "default_num_special_tokens", int, source)
     vocab_size = _field(config, "default_vocab_size", int, source)
     if not 0 < n_special <= MAX_SPECIAL or not n_special + 256 <= vocab_size <= MAX_PIECES:
         raise _damaged(
             source,
-            f"{n_special} of {vocab_size} tokens are special; allowed are 1 to {MAX_SPECIAL}, at "
-            f"least 256 others, and {MAX_PIECES} in all",
+            f"{n_special} of {vocab_size} tokens are special; there must be 1 to {MAX_SPECIAL}, at "
+            f"least 256 others, and at most {MAX_PIECES} in total",
         )
     specials = _specials(file, int(version[1]), n_special, source)
     return Tekken(_tokens(file, vocab_size - n_special, source), specials, int(version[1]))
@@ -108,7 +105,7 @@ def _specials(file: dict[str, Any], version: int, n_special: int, source: str) -
 def _tokens(file: dict[str, Any], n_tokens: int, source: str) -> list[bytes]:
     vocab = _field(file, "vocab", list, source)
     if len(vocab) < n_tokens:
-        raise _damaged(source, f"there are {len(vocab)} tokens and should be {n_tokens}")
+        raise _damaged(source, f"there are {len(vocab)} tokens, fewer than {n_tokens}")
     tokens: list[bytes] = []
     for rank, token in enumerate(vocab[:n_tokens]):
         text = _field(token, "token_bytes", str, source)
@@ -118,23 +115,23 @@ def _tokens(file: dict[str, Any], n_tokens: int, source: str) -> list[bytes]:
             raise _damaged(source, f"token {rank} is {shown(token)}, not base64") from error
         if token.get("rank") != rank or not 0 < len(tokens[rank]) <= MAX_TOKEN_BYTES:
             raise _damaged(source, f"token {rank} is {shown(token)}")
-    # tiktoken panics at a text that has a byte for which there is no token.
+    # tiktoken panics at a text with a byte that has no token.
     if tokens[:256] != [bytes([byte]) for byte in range(256)] or len(set(tokens)) < n_tokens:
         raise _damaged(
-            source, "its tokens are not the 256 bytes, and others that are each there once"
+            source, "the tokens must begin with the 256 bytes, and contain no token twice"
         )
     return tokens
 
 
 def _is_broken(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair."""
+    """Whether a text contains an unpaired surrogate."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _field(value: Any, name: str, kind: type[_T], source: str) -> _T:
     field = value.get(name) if isinstance(value, dict) else None
     if type(field) is not kind:
-        raise _damaged(source, f"{name} is {shown(field)}, not of the kind {kind.__name__}")
+        raise _damaged(source, f"{name} is {shown(field)}, not of type {kind.__name__}")
     return field
 
 
@@ -145,9 +142,9 @@ def _damaged(source: str, why: str) -> CheckpointError:
 class TekkenTokenizer(Tokenizer):
     """The tokenizer of a tekken.json; `version` is that of Mistral's chat format.
 
-    Runs of more than 100,000 spaces are cut.
+    Runs of more than MAX_SPACES spaces are split.
 
-    Raises: as `parse_tekken`.
+    Raises: like `parse_tekken`.
     """
 
     def __init__(self, data: bytes, source: str) -> None:
@@ -174,7 +171,7 @@ class TekkenTokenizer(Tokenizer):
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Cut a text behind every MAX_SPACES spaces of a run."""
+    """Splits a text after every MAX_SPACES spaces of a run."""
     start = 0
     for run in _SPACES.finditer(text):
         for end in range(run.start() + MAX_SPACES, run.end(), MAX_SPACES):

@@ -1,4 +1,4 @@
-"""Llama 3's own tokenizer file: base64 tokens with their ranks, one a line."""
+"""Llama 3's tokenizer file: base64 tokens with their ranks, one per line."""
 
 import base64
 import binascii
@@ -23,15 +23,15 @@ _NAMED = (
     "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
     "<|image|>",
 )  # fmt: skip
-# The splitting pattern backtracks over a run of spaces or of anything else in time that grows with
-# its square, so that longer runs are cut; Meta's tokenizer cuts at the same place.
+# The pattern backtracks in quadratic time over a run of spaces or of other characters, so longer
+# runs are split, at the same length as in Meta's tokenizer.
 MAX_RUN = 25_000
 _RUN = re.compile(rf"\s{{1,{MAX_RUN}}}|\S{{1,{MAX_RUN}}}")
-MAX_CHUNK = 400_000  # characters for one call of tiktoken, beyond which its pattern may give up
+MAX_CHUNK = 400_000  # characters per call of tiktoken, whose pattern fails on very long texts
 
 
 def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
-    """The tokens of the file with their ranks, which are 0, 1, 2 and so on in Llama 3's.
+    """The tokens of the file with their ranks, which must be 0, 1, 2 and so on.
 
     Raises: CheckpointError if a line is damaged or the file is not Llama 3's.
     """
@@ -50,17 +50,17 @@ def parse_ranks(data: bytes, source: str) -> dict[bytes, int]:
         raise CheckpointError(f"{source}: the ranks are not 0 to {len(ranks) - 1}, each once")
     if len(ranks) != N_RANKS:
         raise CheckpointError(
-            f"{source}: has {len(ranks)} ranks and Llama 3 has {N_RANKS}; the splitting pattern of "
-            "another model is not in this file, use its tokenizer.json"
+            f"{source}: has {len(ranks)} ranks, not {N_RANKS} as Llama 3; for another model use "
+            "its tokenizer.json, which contains its splitting pattern"
         )
     for byte in range(256):
-        if bytes([byte]) not in ranks:  # tiktoken panics at a text that has it
-            raise CheckpointError(f"{source}: no token is the byte {byte:#04x} alone")
+        if bytes([byte]) not in ranks:  # tiktoken panics at a text with this byte
+            raise CheckpointError(f"{source}: no token for the single byte {byte:#04x}")
     return ranks
 
 
 class TiktokenTokenizer(Tokenizer):
-    """Llama 3's tokenizer, with its special tokens at the ids that follow the ranks.
+    """Llama 3's tokenizer; the ids of its special tokens follow the ranks.
 
     Source: llama3/tokenizer.py in Meta's llama-models.
     """
@@ -91,13 +91,13 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def chunks(text: str) -> Iterator[str]:
-    """Cut a text where a run of spaces, or of anything but spaces, gets too long."""
+    """Splits a text where a run of spaces, or of other characters, is too long."""
     for first in range(0, len(text), MAX_CHUNK):
         chunk = text[first : first + MAX_CHUNK]
         cut = 0
         for run in _RUN.finditer(chunk):
             start = run.start()
-            # Characters of one kind on both sides: the run before was cut for its length.
+            # The same kind of character on both sides: the previous run reached MAX_RUN.
             if start > cut and chunk[start - 1].isspace() == chunk[start].isspace():
                 yield chunk[cut:start]
                 cut = start

@@ -1,4 +1,4 @@
-"""Text to token ids and back, the same for every kind of tokenizer file."""
+"""The interface of all tokenizers, and streaming decoding."""
 
 import codecs
 import re
@@ -10,10 +10,11 @@ from parallel_llama.tokenizer.vocabulary import Vocabulary
 
 
 class Tokenizer(ABC):
-    """What turns text into token ids and back; how one encodes is all that its kind adds.
+    """Converts text to token ids and back; subclasses implement encoding.
 
-    `eos_ids` are those that the tokenizer's own files name; `bos_id` is None where they name none;
-    `prefix` is what the model's own tokenizer puts in front of a text, which may be nothing.
+    Args:
+        bos_id, eos_ids: those of the tokenizer's files, if any.
+        prefix: ids that the model's own tokenizer puts before a text; may be empty.
     """
 
     def __init__(
@@ -34,25 +35,27 @@ class Tokenizer(ABC):
         return f"{type(self).__name__}(vocab_size={self.vocab_size})"
 
     def encode(self, text: str, *, bos: bool = True, special: bool = True) -> list[int]:
-        """Token ids of a text, behind the prefix if `bos` asks for it.
+        """Token ids of a text.
 
-        With `special`, text such as <|im_start|> becomes that token, else it stays text.
+        Args:
+            bos: whether to start with the prefix.
+            special: whether text such as <|im_start|> becomes that token.
 
-        Raises: UsageError if the text holds half of a surrogate pair.
+        Raises: UsageError if the text contains an unpaired surrogate.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:  # such as an undecodable byte of the command line
             raise UsageError(
-                f"character {error.start} of the text is {text[error.start]!r}, half of a "
-                "surrogate pair; give text that is valid Unicode"
+                f"character {error.start} of the text is {text[error.start]!r}, an unpaired "
+                "surrogate; give valid Unicode text"
             ) from error
         return [*(self._prefix if bos else ()), *self._encoded(text, special)]
 
     def encode_pieces(self, pieces: Sequence[str], *, bos: bool = True) -> list[int]:
-        """Token ids of a text that is cut into pieces, none of which spans a cut.
+        """Token ids of a text given in pieces; no token spans two pieces.
 
-        Raises: as `encode`.
+        Raises: like `encode`.
         """
         first, *others = pieces
         ids = self.encode(first, bos=bos)
@@ -68,16 +71,16 @@ class Tokenizer(ABC):
         return self._encoded(text, special=True)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of a whole sequence of tokens."""
+        """The text of a complete sequence of tokens."""
         return self.vocabulary.decode(ids, skip_special=skip_special)
 
 
 class SpecialTokens:
-    """Finds special tokens in text, for tokenizers whose library does not."""
+    """Matches special tokens in text, for tokenizers whose library does not."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self._ids = ids
-        # Longest first, so that a token is not mistaken for another that it begins with.
+        # Longest first, because a token may be a prefix of another.
         texts = sorted(filter(None, ids), key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(map(re.escape, texts)) or '(?!)'})")
 
@@ -92,7 +95,7 @@ class SpecialTokens:
                 yield self._ids[part] if index % 2 else part
 
     def encode(self, text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
-        """The ids of a text, of which `encode` gives those of each ordinary piece."""
+        """The ids of a text; `encode` encodes each piece of ordinary text."""
         ids: list[int] = []
         for part in self.split(text):
             ids += [part] if isinstance(part, int) else encode(part)
@@ -100,13 +103,16 @@ class SpecialTokens:
 
 
 class StreamDecoder:
-    """Decodes one completion as it grows, at constant cost per token.
+    """Decodes a completion token by token, at constant cost per token.
 
-    The pieces joined, with `flush` at the end, are the text that `decode` gives for all ids at
-    once; no piece ends inside a character. A prompt gives the context: after one that spells any
-    text the completion keeps its leading space, and the bytes of a character that the prompt left
-    unfinished count to the completion. A chat reply begins a text of its own: give no prompt.
-    Special tokens of the completion spell nothing, unless `skip_special` is false.
+    The pieces and the result of `flush`, joined, equal `decode` of all ids; no piece ends inside a
+    character.
+
+    Args:
+        prompt_ids: the prompt, so that the completion keeps its leading space, and includes the
+            bytes of a character that the prompt leaves incomplete. Empty for a chat reply, which
+            starts a new text.
+        skip_special: whether special tokens of the completion decode to "".
     """
 
     def __init__(
@@ -128,5 +134,5 @@ class StreamDecoder:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for an unfinished character, else nothing."""
+        """The rest of the text: U+FFFD for an incomplete character, else ""."""
         return self._utf8.decode(b"", final=True)

@@ -1,7 +1,7 @@
 """Tokenizers of the `tokenizers` library: HF's tokenizer.json, and BPE rebuilt from GGUF files.
 
-A file that anybody may have written runs in a process of its own: 5 kB of it can ask for gigabytes,
-for hours, or make the library panic. What this process has of it is plain data.
+A tokenizer.json is untrusted: 5 kB of it can take gigabytes, hours, or make the library panic. So
+it runs in a separate process, and this process only has plain data of it.
 """
 
 import json
@@ -17,11 +17,11 @@ from tokenizers import processors
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
+from parallel_llama.tokenizer.sandbox_tokenizers import Library
 from parallel_llama.tokenizer.tokenizer import Tokenizer
-from parallel_llama.tokenizer.tokenizers_job import Library
 from parallel_llama.tokenizer.vocabulary import MAX_PIECES, Vocabulary
 
-# Files in use take 0.05 us and 17 bytes a byte to load, texts 2 us and 450 bytes a character.
+# Files in use take 0.05 us and 17 bytes per byte to load; texts 2 us and 450 bytes per character.
 LOAD_CPU_S_PER_BYTE = 0.25e-6
 ENCODE_CPU_S_PER_BYTE = 20e-6
 CPU_S = 1.5
@@ -29,13 +29,13 @@ MAX_EXTRA_BYTES = 512 << 20
 MAX_EXTRA_PER_BYTE = 20
 
 MAX_DECODER_STEPS = 16
-_N_TRIED = 8  # special tokens, for one behind which text is encoded as inside a text
+_N_TRIED = 8  # special tokens that are tried as `_anchor`
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _Spelling = Callable[[str], bytes]
 _T = TypeVar("_T")
 
-# GPT-2's characters for bytes: the printable ones are themselves, the others lie beyond them.
+# GPT-2's characters for bytes: printable bytes stand for themselves, the others are U+0100 and up.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -45,10 +45,12 @@ _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
 
 @dataclass(frozen=True)
 class Contents:
-    """What a tokenizer is made of.
+    """The contents of a tokenizer.
 
-    `ids` are those of all tokens; `added` are ids, texts and whether they are special; `prefix` is
-    what the post-processor puts before a text.
+    Args:
+        ids: of all tokens.
+        added: ids and texts of added tokens, and whether they are special.
+        prefix: ids that the post-processor puts before a text.
     """
 
     ids: dict[str, int]
@@ -57,13 +59,13 @@ class Contents:
     prefix: list[int]
 
 
-LARGE_TEXT_BYTES = 64 << 10  # which take tens of milliseconds
+LARGE_TEXT_BYTES = 64 << 10  # takes tens of milliseconds
 
 
 class BuiltEncoder:
-    """Runs a tokenizer that was built here, from patterns of our own. Threads may encode at once.
+    """Runs a tokenizer that was built in this process, with our own patterns. Thread-safe.
 
-    Raises: CheckpointError, from everything that it does, if `tokenizers` cannot do it.
+    Raises: CheckpointError, from all methods, if `tokenizers` fails.
     """
 
     def __init__(self, build: Callable[[], tokenizers.Tokenizer], source: str) -> None:
@@ -75,7 +77,7 @@ class BuiltEncoder:
         return _guarded(lambda: self._of(special).encode(text, special), self._source)
 
     def _of(self, special: bool) -> Library:
-        """One for each value, so that no thread switches it while another encodes."""
+        """A tokenizer per value of `special`, which is a setting that all threads share."""
         return self._library if special else self._literal
 
     @cached_property
@@ -83,23 +85,23 @@ class BuiltEncoder:
         return Library(self._build())
 
     def to_json(self, prefix: Sequence[int]) -> str:
-        """The content of a tokenizer.json whose post-processor puts these ids in front."""
+        """The contents of a tokenizer.json with a post-processor that adds this prefix."""
         return _guarded(lambda: _to_json(self._library.tokenizer, prefix), self._source)
 
 
 class FileEncoder:
-    """Runs the tokenizer of a tokenizer.json in a process of its own, and large texts in another.
+    """Runs the tokenizer of a tokenizer.json in a separate process.
 
-    So short texts do not wait for large ones, of which one at a time is encoded.
+    Large texts are encoded in a second process, one at a time, so that short texts do not wait.
 
-    Raises: CheckpointError as `BuiltEncoder`, or if the process goes beyond its limits.
+    Raises: CheckpointError like `BuiltEncoder`, or if the process exceeds its limits.
     """
 
     def __init__(self, data: bytes, source: str) -> None:
         self._source = source
         self._limit_bytes = MAX_EXTRA_BYTES + MAX_EXTRA_PER_BYTE * len(data)
         self._load = Request(CPU_S, LOAD_CPU_S_PER_BYTE, data=data)
-        self._small = BoundedProcess("tokenizers_job", self._limit_bytes)
+        self._small = BoundedProcess("sandbox_tokenizers", self._limit_bytes)
         self.contents = Contents(**self._answer(self._small.open, self._load))
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -111,7 +113,7 @@ class FileEncoder:
 
     @cached_property
     def _large(self) -> BoundedProcess:
-        process = BoundedProcess("tokenizers_job", self._limit_bytes)
+        process = BoundedProcess("sandbox_tokenizers", self._limit_bytes)
         self._answer(process.open, self._load)
         return process
 
@@ -130,7 +132,7 @@ def _guarded(work: Callable[[], _T], source: str) -> _T:
         return work()
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # what is damaged also ends in a Rust panic, a BaseException
+    except BaseException as error:  # a damaged tokenizer may raise a Rust panic, a BaseException
         raise _unusable(source, str(error)[:300]) from error
 
 
@@ -150,12 +152,12 @@ def _to_json(tokenizer: tokenizers.Tokenizer, prefix: Sequence[int]) -> str:
 
 
 class TokenizersTokenizer(Tokenizer):
-    """A tokenizer that the `tokenizers` library runs; its decoder is read and done here.
+    """A tokenizer of the `tokenizers` library; decoding is implemented here.
 
-    The prefix (the bos token, mostly) is what the post-processor puts in front, unless `adds_bos`
-    says otherwise.
+    Args:
+        adds_bos: whether the prefix is the bos token; None for the post-processor's prefix.
 
-    Raises: CheckpointError if the decoder is of a kind that is not known.
+    Raises: CheckpointError if the decoder is not supported.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class TokenizersTokenizer(Tokenizer):
 
     @cached_property
     def _anchor(self) -> str:
-        """A special token behind which text gets no space in front; "" where there is none."""
+        """A special token after which text gets no leading space; "" if there is none."""
         vocabulary = self.vocabulary
         for text, id in sorted(vocabulary.special_ids.items(), key=lambda pair: pair[1])[:_N_TRIED]:
             first, *others = self._encoded(f"{text} a", special=True)
@@ -195,7 +197,7 @@ class TokenizersTokenizer(Tokenizer):
         return ""
 
     def to_json(self) -> str:
-        """The content of a tokenizer.json, for a tokenizer that was built here."""
+        """The contents of a tokenizer.json, for a tokenizer that was built in this process."""
         assert isinstance(self._encoder, BuiltEncoder)
         return self._encoder.to_json(self._prefix)
 
@@ -203,7 +205,7 @@ class TokenizersTokenizer(Tokenizer):
 def _vocabulary(contents: Contents, source: str) -> Vocabulary:
     size = max(contents.ids.values(), default=-1) + 1
     if not 0 < size <= MAX_PIECES:
-        raise CheckpointError(f"{source}: has {size} token ids, allowed 1 to {MAX_PIECES}")
+        raise CheckpointError(f"{source}: has {size} token ids, not 1 to {MAX_PIECES}")
     spell, spell_first = _decoder(contents.decoder, source)
     pieces = [b""] * size
     openings: dict[int, bytes] = {}
@@ -222,14 +224,14 @@ def _vocabulary(contents: Contents, source: str) -> Vocabulary:
 
 
 def _decoder(described: Any, source: str) -> tuple[_Spelling, _Spelling]:
-    """How a token spells inside a text, and how it does where it begins one.
+    """Functions for the bytes of a token inside a text, and of a token at its start.
 
-    Only decoders that work token by token, a few steps long, and make no token longer are known;
-    that covers byte-level BPE and all of the SentencePiece kind.
+    Supports decoders of a few steps that work token by token and make no token longer: byte-level
+    BPE, and all of SentencePiece's kind.
     """
     if described and described["type"] == "ByteLevel":
         return spelled_bytes, spelled_bytes
-    replaced: list[tuple[str, str, str]] = []  # what, and by what: inside a text, as its beginning
+    replaced: list[tuple[str, str, str]] = []  # old, new inside a text, new at its start
     has_bytes = strips = False
     steps = list(islice(_steps(described), MAX_DECODER_STEPS + 1))
     if len(steps) > MAX_DECODER_STEPS:
@@ -252,9 +254,9 @@ def _decoder(described: Any, source: str) -> tuple[_Spelling, _Spelling]:
                 pass
             case _:
                 raise CheckpointError(
-                    f"{source}: unknown decoder {json.dumps(step)[:100]}; known are ByteLevel, and "
-                    "sequences of Replace by nothing longer, Metaspace, ByteFallback, Fuse and "
-                    "Strip of one space"
+                    f"{source}: unsupported decoder {json.dumps(step)[:100]}; supported are "
+                    "ByteLevel, and sequences of Replace by an equal or shorter text, Metaspace, "
+                    "ByteFallback, Fuse and Strip of one space"
                 )
 
     def spell(token: str, begins: bool = False) -> bytes:
@@ -268,10 +270,9 @@ def _decoder(described: Any, source: str) -> tuple[_Spelling, _Spelling]:
 
 
 def spelled_bytes(token: str) -> bytes:
-    """The bytes that a token of byte-level BPE stands for, which writes each as a character.
+    """The bytes of a token of byte-level BPE, which is written with a character per byte.
 
-    A token with a character that stands for no byte is taken as ordinary text, as `tokenizers`
-    does.
+    A token with any other character is ordinary text, as in `tokenizers`.
 
     >>> spelled_bytes("\\u0120hi"), spelled_bytes("a b")
     (b' hi', b'a b')

@@ -1,9 +1,9 @@
-"""What every token spells, in bytes; decoding needs nothing else.
+"""The bytes of every token; decoding needs nothing else.
 
-All four kinds of tokenizer spell a token as the same bytes wherever it stands, but for one leading
-space, so text is a join of bytes followed by one UTF-8 decoding. That makes streaming exact and of
-constant cost per token. Bytes that are not UTF-8 become U+FFFD by Unicode's rule (one for each
-longest valid beginning), which tokenizers' libraries do each in a way of their own.
+In all types of tokenizers a token has the same bytes at every position, except for one leading
+space at the start of a text. So decoding joins bytes and decodes UTF-8 once, and streaming is exact
+at constant cost per token. Invalid UTF-8 becomes U+FFFD by Unicode's rule (one per maximal valid
+prefix), where the libraries differ from each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,13 @@ MAX_PIECES = 1 << 20  # of a tokenizer file
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The spelling of each token id.
+    """The bytes of each token id.
 
-    `pieces[id]` is what the token spells; `special_ids` maps the text of each special token to its
-    id; `openings` are the spellings of tokens that spell something else, a space less, where they
-    begin a text. `units` are the texts of tokens that are not special and yet are found in text
-    before anything else.
+    Args:
+        pieces: bytes of each token.
+        special_ids: ids of special tokens by their texts.
+        openings: bytes of tokens at the start of a text, if these lack the leading space.
+        units: texts of tokens that are not special, but are matched in a text first.
     """
 
     pieces: Sequence[bytes]
@@ -35,26 +36,25 @@ class Vocabulary:
         return frozenset(self.special_ids.values())
 
     def piece(self, id: int, *, skip_special: bool = True) -> bytes:
-        """What a token spells inside a text: nothing for a special one that is skipped.
+        """The bytes of a token inside a text; b"" for a special token that is skipped.
 
-        Ids beyond the vocabulary spell nothing: models pad their output with rows that no
-        tokenizer knows.
+        Ids beyond the vocabulary are b"": a model's vocabulary may be padded.
 
         Raises: UsageError for a negative id.
         """
         if id < 0:
-            raise UsageError(f"token id {id} is negative; ids count from 0")
+            raise UsageError(f"token id {id} is negative; ids start at 0")
         if id >= len(self.pieces) or (skip_special and id in self._special):
             return b""
         return self.pieces[id]
 
     def first_piece(self, id: int, *, skip_special: bool = True) -> bytes:
-        """What a token spells as the first of a text that spells anything."""
+        """The bytes of a token at the start of a text."""
         piece = self.piece(id, skip_special=skip_special)
         return self.openings.get(id, piece) if piece else piece
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of a whole sequence of tokens."""
+        """The text of a complete sequence of tokens."""
         pieces = [self.piece(id, skip_special=skip_special) for id in ids]
         first = next((index for index, piece in enumerate(pieces) if piece), None)
         if first is not None:

@@ -126,18 +126,18 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--seed", "-1"], "--seed '-1': not a whole number from 0"),
     (["generate", "--prompt", "x", "--stop", ""], "--stop '': empty"),
     (["generate", "--prompt", "x", "--dtype", "int4"], "; --quant int4 quantises the weights"),
-    (["generate", "--prompt", "x", "--dtype", "auto"], "; leave --dtype out for the default"),
+    (["generate", "--prompt", "x", "--dtype", "auto"], "; omit --dtype for the default"),
     (["generate", "--prompt", "x", "--quant", "Q8_0"], "--quant stored keeps such a file's"),
     (["generate", "--prompt", "x", "--quant", "q4_k_m"], "that is a format of GGUF files"),
     (["generate", "--prompt", "x", "--quant", "fp16"], "that is a dtype: --dtype float16"),
-    (["reshard", "smollm2", "x", "--quant", "awq"], "runs as it is stored; leave --quant out"),
+    (["reshard", "smollm2", "x", "--quant", "awq"], "runs as it is stored; omit --quant"),
     (["generate", "--prompt", "x", "--dtype", "float23"], "did you mean 'float32'?"),
     (["plan", "--kv-cache-dtype", "int4"], "'int4': not one of auto, bfloat16, int8, fp8"),
     (["generate", "--prompt", "x", "--device", "tpu"], "--device 'tpu': not one of auto, cpu"),
-    (["generate", "--prompt", "x", "--device", "cuda:1"], "cards that CUDA_VISIBLE_DEVICES names"),
+    (["generate", "--prompt", "x", "--device", "cuda:1"], "GPUs listed in CUDA_VISIBLE_DEVICES"),
     (["generate", "--prompt", "x", "--tensor-parallel-sise", "2"], "'--tensor-parallel-size'?"),
     (["generate", "--prompt", "x", "--tp", "2", "--nproc", "2"], "--nproc is given twice"),
-    (["serve", "a", "--model", "b"], "--model is given twice; give it once, by its place or as"),
+    (["serve", "a", "--model", "b"], "--model is given twice; give it once, as an argument or as"),
     (["bench", "a", "b"], "unexpected argument 'b'"),
     (["chat", "no-such-model"], "model 'no-such-model' is not a path that exists"),
     (["generate", "--prompt", "x", "--nproc", "0"], "--nproc '0': not a whole number from 1"),
@@ -150,13 +150,13 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompt", "x", "--model", "no-such-model"], "no-such-model"),
     (["generate", "--prompt", "x", "--output", "."], "--output .: a folder"),
     (["generate", "--prompt", "x", "--output", "no/such/file"], "there is no folder no/such"),
-    (["generate", "--prompt", "x", "--system", "Be brief"], "--system is a part of a chat; add"),
+    (["generate", "--prompt", "x", "--system", "Be brief"], "--system needs a chat; add"),
     (["generate", "--prompt", ""], "prompt 0 is empty"),
     (["generate", "--prompt", "\udcff"], "not UTF-8 text"),
     (["generate", "--prompt", "x", "--prompts", "good.jsonl"], ", not both"),
     (["generate", "--prompts", "nowhere.jsonl"], "--prompts 'nowhere.jsonl': no such file"),
     (["generate", "--prompts", "good.jsonl", "--prompts", "good.jsonl"], "--prompts is given"),
-    (["generate", "--prompts", "empty.jsonl"], "empty.jsonl: no prompts in it"),
+    (["generate", "--prompts", "empty.jsonl"], "empty.jsonl: contains no prompts"),
     (["generate", "--prompts", "broken.jsonl"], "broken.jsonl, line 2: not JSON"),
     (["generate", "--prompts", "list.jsonl"], "line 1: not an object"),
     (["generate", "--prompts", "typo.jsonl"], "unknown key 'promt'; did you mean 'prompt'?"),
@@ -172,12 +172,12 @@ WRONG: list[tuple[list[str], str]] = [
     (["generate", "--prompts", "messages.jsonl"], "messages[0] has content=None"),
     (["generate", "--prompts", "nomessages.jsonl"], "messages must be a list with at least one"),
     (["generate", "--prompts", "content.jsonl"], "give text or a list of text parts"),
-    (["generate", "--prompts", "surrogate.jsonl"], "half of a surrogate pair"),
+    (["generate", "--prompts", "surrogate.jsonl"], "unpaired surrogate"),
     (["generate", "--prompts", "deep.jsonl"], "nested too deeply"),
     (["chat", "--prompt", "x"], "chat: unknown flag '--prompt'"),
     (["chat", "--max-tokens", "x"], "--max-tokens 'x': not a whole number"),
-    (["score"], "give the input with --text-file FILE or --tokens-file FILE"),
-    (["score", "--text-file", "text.txt", "--tokens-file", "ids.json"], "one of them"),
+    (["score"], "give either --text-file FILE or --tokens-file FILE"),
+    (["score", "--text-file", "text.txt", "--tokens-file", "ids.json"], "give either"),
     (["score", "--text-file", "nowhere.txt"], "--text-file 'nowhere.txt': no such file"),
     (["score", "--text-file", "empty.txt"], "empty.txt: the file is empty"),
     (["score", "--tokens-file", "text.txt"], "text.txt: not JSON"),
@@ -202,16 +202,16 @@ WRONG: list[tuple[list[str], str]] = [
     (["plan", "--memory", "80x1000,80x25"], "for at most 1024 ranks"),
     (["plan", "--memory", "80x99999999999999999999"], "for at most 1024 ranks"),
     (["plan", "--memory", "8xH200"], "--memory '8xH200': not sizes such as 80 (GiB)"),
-    (["plan", "--gpus", "8xH20"], "--gpus '8xH20': not cards such as 8xH200, 3x24 (GiB)"),
+    (["plan", "--gpus", "8xH20"], "--gpus '8xH20': not GPUs such as 8xH200, 3x24 (GiB)"),
     (["plan", "--gpus", "A100"], "the names are B200, H200, H100, A100-80, A100-40, L40S"),
-    (["plan", "--gpus", "0x24"], "--gpus '0x24': not cards such as"),
-    (["plan", "--gpus", "24,,24"], "--gpus '24,,24': not cards such as"),
+    (["plan", "--gpus", "0x24"], "--gpus '0x24': not GPUs such as"),
+    (["plan", "--gpus", "24,,24"], "--gpus '24,,24': not GPUs such as"),
     (["plan", "--gpus", "2000x24"], "at most 1024"),
-    (["plan", "--gpus", "3x24", "--memory", "24"], "--gpus and --memory both say"),
-    (["plan", "--gpus", "3x24", "--device", "cpu"], "--gpus plans for CUDA cards and --device cpu"),
-    (["plan", "--gpus", "3x24", "--nproc", "4"], "--gpus names 3 cards and --nproc 4 ranks"),
-    (["plan", "--gpus", "3x24", "--nproc", "2-4"], "--gpus names 3 cards and --nproc 4 ranks"),
-    (["plan", "--gpus", "80,40", "--nproc", "1-2"], "--gpus names 2 ranks and --nproc a range"),
+    (["plan", "--gpus", "3x24", "--memory", "24"], "--gpus and --memory cannot"),
+    (["plan", "--gpus", "3x24", "--device", "cpu"], "--gpus and --device cpu cannot"),
+    (["plan", "--gpus", "3x24", "--nproc", "4"], "--gpus lists 3 GPUs, fewer than --nproc 4"),
+    (["plan", "--gpus", "3x24", "--nproc", "2-4"], "--gpus lists 3 GPUs, fewer than --nproc 4"),
+    (["plan", "--gpus", "80,40", "--nproc", "1-2"], "--gpus lists 2 ranks, but --nproc is a range"),
     (["plan", "--batch", "0"], "--batch '0': not a whole number"),
     (["plan", "--prompt", "x"], "plan: unknown flag '--prompt'"),
     (["plan", "\x1b[2J"], r"model '\x1b[2J' is not a path"),
@@ -591,7 +591,7 @@ def test_a_plan_for_cards_counts_what_they_need_to_work(
         assert plan["fits"] is fits
     page = plan_page(capsys, *asked, "--device", "cuda")
     assert re.search(rf"^ +0 .* 1.56 GiB  {terminal.size(held + working)} ", page, re.M)
-    assert "rest       a step of 4096 tokens and its scores, and 1.00 GiB for CUDA's" in page
+    assert "rest       activations and scores of a step of 4096 tokens, and 1.00 GiB for" in page
     page = plan_page(capsys, *asked, "--device", "cpu")
     assert f"rest       a process of about {PROCESS_BYTES >> 20} MiB" in page
 
@@ -764,8 +764,8 @@ def test_where_no_number_of_ranks_fits_the_largest_plan_says_why(
     assert (plan["tp_size"], plan["fits"], plan["smallest_that_fits"]) == (9, False, None)
     page = plan_words(capsys, "--memory", "30MiB", "--dtype", "float32")
     assert "and has 30.0 MiB; the weights leave no room for KV cache" in page
-    assert "no number of ranks is enough, and 9 are the most there can be" in page
-    assert "more memory on each rank is needed" in page and plan["remedies"] == []
+    assert "no number of ranks is enough; the maximum is 9" in page
+    assert "give each rank more memory" in page and plan["remedies"] == []
 
 
 @pytest.mark.parametrize(

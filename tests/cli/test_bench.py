@@ -56,7 +56,7 @@ def test_figures_are_there_and_hang_together(folder, nproc):
 def test_the_table_is_for_people(folder, capsys):
     assert main(["bench", f"--model={folder}", *SIZES]) == 0
     out = capsys.readouterr().out
-    assert "decode, tokens/s" in out and "share of read bandwidth" in out
+    assert "decode, tokens/s" in out and "fraction of read bandwidth" in out
 
 
 def test_busy_cores_are_said_once_by_a_program_that_measures_often(folder, capsys, monkeypatch):

@@ -76,7 +76,7 @@ def test_the_table_tells_what_is_measured_from_what_is_modelled(shape, capsys):
     assert "rank 1 of 2 ranks, alone, random weights" in lines[0]
     (measured,) = [line for line in lines if line.startswith("measured ")]
     (modelled,) = [line for line in lines if line.startswith("modelled ")]
-    assert "of this rank's own work" in measured
+    assert "of this rank without collectives" in measured
     assert all(f"at {us} us" in modelled for us in (5, 7, 20)) and "8 collectives" in modelled
 
 
@@ -91,7 +91,7 @@ def test_what_is_no_rank_of_some_is_refused(slice_of, capsys):
     [
         (["--slice=0/10"], None, "use 1 to 9 ranks"),
         (["--slice=3/5", "--kv-split=sequence"], None, "use kv_split='heads'"),
-        (["--slice=0/8", "--nproc=2"], None, "leave --nproc out"),
+        (["--slice=0/8", "--nproc=2"], None, "omit --nproc"),
         (["--slice=0/8"], "0", "start it without torchrun"),
     ],
 )

@@ -124,7 +124,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_says_how_to_leave(
 def test_a_setting_and_another_try(open_chat: Open) -> None:
     chat = open_chat(1)
     chat.type("/retry\n")
-    chat.wait_for("nothing was said yet")
+    chat.wait_for("no message yet")
     chat.type("/set temperature 1.5\n")
     chat.wait_for("temperature 1.5")
     chat.type("/set temprature 1\n")

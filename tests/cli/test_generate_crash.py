@@ -107,7 +107,7 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(prompts: Path, tmp_
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 130, err
-    assert "interrupted; the same command with --resume goes on" in err
+    assert "interrupted; the same command with --resume continues" in err
     n = n_lines(output)
     assert 3 <= n < N_PROMPTS and f"{n} of {N_PROMPTS} completions in {output}" in err
     assert len(completions(output)) == n  # each of them whole

@@ -23,7 +23,7 @@ def said(capsys, monkeypatch) -> Iterator[Callable[[str], str]]:
         monkeypatch.setattr(root, "handlers", [])
         log_to_stderr(form)
         told = {"request_id": "id-1", "total_s": 0.5, "path": HOSTILE}
-        logging.getLogger("parallel_llama.serve").info("answered", extra={"told": told})
+        logging.getLogger("parallel_llama.serve").info("answered", extra={"fields": told})
         logging.getLogger("elsewhere").info("not of ours")
         return capsys.readouterr().err
 

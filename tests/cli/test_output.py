@@ -214,7 +214,7 @@ def test_a_refused_turn_is_forgotten_and_the_conversation_goes_on(
     model = EchoModel()
     talk(monkeypatch, "1\nrefuse\n2\n/system New\n3\n", model)
     assert [len(messages) for messages in model.seen] == [1, 3, 2]
-    assert "refuses it; /clear begins a new conversation" in capsys.readouterr().err
+    assert "refuses it; /clear starts a new conversation" in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_no_message(
@@ -242,7 +242,7 @@ def test_a_long_conversation_loses_its_oldest_turns_and_goes_on(
     assert [each.max_tokens for each in model.asked] == [30, 30, 30, 30]
     assert model.seen[-1][0]["content"] == "Be brief"
     assert [message["content"] for message in model.seen[-1][1::2]] == ["3", "4"]
-    assert capsys.readouterr().err.count("the 2 oldest messages are left out") == 2
+    assert capsys.readouterr().err.count("dropped the 2 oldest messages") == 2
 
 
 def test_an_answer_gets_what_is_left_of_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_an_answer_that_was_cut_off_says_so_and_goes_on(
     model = EchoModel(finish_reason="length")
     talked = talk(monkeypatch, "1\n/continue\n", model, None, SamplingParams(max_tokens=2))
     err = capsys.readouterr().err
-    assert err.count("cut off at --max-tokens 2; /continue goes on") == 2
+    assert err.count("cut off at --max-tokens 2; /continue continues") == 2
     assert [request.prompt for request in model.asked] == [(1,) * 10, (1,) * 12]
     assert [request.max_tokens for request in model.asked] == [2, 2]
     roles = [turn["role"] for turn in talked.turns]
@@ -307,7 +307,7 @@ def test_only_an_answer_that_was_cut_off_can_go_on(
     model = EchoModel()
     talk(monkeypatch, "/continue\n1\n/continue\n/clear\n/continue\n", model)
     err = capsys.readouterr().err
-    assert err.count("nothing was said yet") == 2 and err.count("no answer was cut off") == 1
+    assert err.count("no message yet") == 2 and err.count("the last answer was not cut off") == 1
     assert len(model.asked) == 1 and "--max-tokens" not in err
 
 
@@ -329,7 +329,7 @@ def test_ctrl_c_stops_an_answer_however_often_it_is_pressed(
     model = EchoModel(presses=presses)
     talked = talk(monkeypatch, "1\n2\n/continue\n", model)
     assert [turn["content"] for turn in talked.turns] == ["1", "answer ", "2", "answer answer "]
-    assert capsys.readouterr().err.count("stopped; /continue goes on") == 3
+    assert capsys.readouterr().err.count("stopped; /continue continues") == 3
 
 
 def test_a_model_without_a_tokenizer_cannot_chat(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,10 +106,10 @@ def test_the_page_says_what_it_plans_for(capsys: Capture, monkeypatch: pytest.Mo
     ]
     assert first == [
         "smollm2, for the CPU",
-        "smollm2, for the CPU: 2 x 2.00 GiB (--gpus plans for cards)",
+        "smollm2, for the CPU: 2 x 2.00 GiB (--gpus plans for GPUs)",
         "smollm2, for the CPU: 2 x 2.00 GiB",
-        "smollm2, for CUDA cards: 2 x 80.00 GiB, 1 x 40.00 GiB",
-        "smollm2, for CUDA cards, 79.10 GiB each",
+        "smollm2, for CUDA GPUs: 2 x 80.00 GiB, 1 x 40.00 GiB",
+        "smollm2, for CUDA GPUs, 79.10 GiB each",
     ]
 
 
@@ -154,11 +154,11 @@ def test_a_cache_beyond_the_default_names_the_flag_that_a_start_needs(capsys: Ca
     asked = ["--device", "cpu", "--memory", "8"]
     assert "--kv-cache-bytes" not in page(capsys, *asked, "--batch", "5")
     shown = page(capsys, *asked, "--batch", "6")
-    said = "start      with --kv-cache-bytes 2160M; without it a rank takes 2.00 GiB"
+    said = "start      with --kv-cache-bytes 2160M; the default for a rank is 2.00 GiB"
     assert said in shown and "fits       yes" in shown
     assert plan(capsys, *asked, "--batch", "6")["kv_cache_bytes"] == 2160 << 20
     tight = page(capsys, "--device", "cpu", "--memory", "1300MiB")
-    assert "with --kv-cache-bytes 360M; without it a rank takes 194.8 MiB" in tight
+    assert "with --kv-cache-bytes 360M; the default for a rank is 194.8 MiB" in tight
 
 
 @pytest.mark.parametrize(

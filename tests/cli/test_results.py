@@ -70,8 +70,8 @@ def test_a_finished_file_is_not_overwritten(path: Path) -> None:
     """The same command again wiped out hours of answers, without a word."""
     write(path, [(0, 0), (1, 0), (2, 0)], requests())
     said = refusal(path, requests(), resume=False)
-    assert "results lie there; go on with --resume" in said
-    assert "remove the file, or give another name" in said
+    assert "contains results; continue with --resume" in said
+    assert "remove the file" in said
     assert len(keys_in(path)) == 3
 
 
@@ -134,7 +134,7 @@ def test_every_line_is_in_the_file_once_it_is_written(path: Path) -> None:
 def test_an_unfinished_file_is_not_overwritten(path: Path) -> None:
     write(path, [(0, 0)], requests())
     said = refusal(path, requests(), resume=False)
-    assert "an unfinished run lies there; go on with --resume" in said and "remove" in said
+    assert "contains an unfinished run; continue with --resume" in said and "remove" in said
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -163,7 +163,7 @@ def test_lines_of_another_run_are_not_gone_on_with(
 ) -> None:
     write(path, [(0, 0)], requests())
     message = refusal(path, requests(), {**RUN, **change})
-    assert says in message and "remove answers.jsonl to begin anew" in message
+    assert says in message and "remove answers.jsonl to start again" in message
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_two_runs_do_not_write_one_file(path: Path) -> None:
         second.open()
     first.write(completion(0))
     first.close()
-    with pytest.raises(UsageError, match="another run has written to it meanwhile"):
+    with pytest.raises(UsageError, match="another run has written to it"):
         second.open()
     assert keys_in(path) == [(0, 0)]
 
@@ -223,7 +223,7 @@ def test_what_is_no_regular_file_is_written_and_left_alone() -> None:
     file.write(completion(0, finish_reason="interrupted"))
     file.close()
     assert file.done == {(0, 0)} and not Path("/dev/null.run").exists()
-    with pytest.raises(UsageError, match="no regular file"):
+    with pytest.raises(UsageError, match="not a regular file"):
         ResultFile(Path("/dev/null"), requests(), RUN, resume=True)
 
 
@@ -241,8 +241,8 @@ def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     for name, says in {
         "": "a folder",
         "nowhere/x": "no folder",
-        "prompts.jsonl": "the file of the prompts itself",
-        "link.jsonl": "the file of the prompts itself",
+        "prompts.jsonl": "the file of the prompts",
+        "link.jsonl": "the file of the prompts",
     }.items():
         with pytest.raises(UsageError, match=says):
             check_path(str(tmp_path / name), str(prompts))

@@ -496,8 +496,8 @@ def test_the_config_of_smollm2_is_read() -> None:
         ),
         ({"model_type": "mpt"}, "model_type='mpt' is not supported: .*ALiBi"),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its latent attention"),
-        ({"model_type": "qwen2_moe"}, "experts that every token goes to are not computed"),
         ({"model_type": None, "architectures": None}, "neither model_type nor"),
+        ({"model_type": "qwen2_moe"}, "shared experts"),
         ({"num_kv_heads": 2}, "unknown key 'num_kv_heads'; did you mean 'num"),
         ({"rope_teta": 1.0}, "unknown key 'rope_teta'; did you mean 'rope_theta'"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
@@ -559,12 +559,16 @@ def test_the_config_of_smollm2_is_read() -> None:
                 ),
                 ("gptq", {"is_marlin_format": True}, "the format 'marlin'"),
                 ("awq", {"version": "gemv"}, "the format 'gemv' .*; gemm is"),
-                ("awq", {"version": "GEMM", "format": "marlin"}, "the formats 'gemm', 'marlin'"),
+                (
+                    "awq",
+                    {"version": "GEMM", "format": "marlin"},
+                    "names the formats 'gemm', 'marlin'",
+                ),
                 ("awq", {"version": None, "backend": "llm-awq"}, "the format 'llm-awq'"),
                 (
                     "gptq",
                     {"format": "gptq", "checkpoint_format": "gptq_v2"},
-                    "the formats 'gptq', 'g",
+                    "names the formats 'gptq', 'g",
                 ),
                 ("awq", {"bits": "4"}, "bits='4' is not a whole number"),
             )
@@ -697,7 +701,7 @@ def test_rope_settings_of_another_type_change_nothing_and_say_so(
     with caplog.at_level(logging.WARNING, logger="parallel_llama"):
         args = from_hf({**HF, "rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 3}})
     assert args.rope_scaling == RopeScaling("linear", 2.0)
-    assert "does not use beta_fast" in caplog.text
+    assert "ignores beta_fast" in caplog.text
 
 
 # GGUF

@@ -180,7 +180,7 @@ def test_metas_formula_gives_the_exact_width(dim: int, ratio: float) -> None:
 
 
 def test_a_width_beyond_metas_formula_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"ffn_dim=300000 and dim=96: .* at most 1000; use"):
+    with pytest.raises(UsageError, match=r"ffn_dim=300000 and dim=96: .* up to 1000; use"):
         meta_params(replace(ARGS, ffn_dim=300000))
 
 
@@ -244,7 +244,7 @@ def test_a_config_that_contradicts_params_json_is_refused(tmp_path: Path, key: s
     params = meta_params(ARGS)
     params[key] += 1
     folder = meta_folder(tmp_path, params, meta_config(ARGS))
-    with pytest.raises(UsageError, match=rf"config\.json: says {key}=.*written together"):
+    with pytest.raises(UsageError, match=rf"config\.json: has {key}=.*written together"):
         load_model_args(find_model(str(folder)))
 
 
@@ -252,7 +252,7 @@ def test_a_config_of_another_format_is_refused(tmp_path: Path) -> None:
     config = meta_config(ARGS)
     config["parallel_llama"]["format"] = "parallel_llama meta 2"
     folder = meta_folder(tmp_path, meta_params(ARGS), config)
-    with pytest.raises(UsageError, match="'parallel_llama meta 1' is read"):
+    with pytest.raises(UsageError, match=r"'parallel_llama meta 1' is$"):
         load_model_args(find_model(str(folder)))
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
-from parallel_llama.model.attention import Attention
 
 NAME = "9/3 attention bias"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]
@@ -106,10 +105,9 @@ def hidden_by_scale(comm: ThreadComm, folder: Path) -> tuple[Tensor, Tensor, Ten
     scaled = load_runner(comm, folder, N, attention_scale=2 * HEAD_DIM**-0.5)
     capped = load_runner(comm, folder, N, attention_soft_cap=0.01)
     turned = load_runner(comm, folder, N)
-    for module in turned.model.modules():
-        if isinstance(module, Attention):
-            module.wq.weight.values *= 2
-            module.wq.bias.values *= 2
+    for block in turned.model.layers:
+        block.attention.wq.weight.values *= 2
+        block.attention.wq.bias.values *= 2
     return hidden(scaled), hidden(turned), hidden(capped)
 
 

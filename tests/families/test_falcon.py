@@ -122,7 +122,7 @@ def test_the_published_configurations_are_understood(tmp_path: Path) -> None:
         ({**NEW, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn=3: use 1 to 2"),
         ({**NEW, "num_kv_heads": 3}, "use a divisor of n_heads"),
         ({"activation": "relu"}, "activation='relu' is not supported"),
-        ({"model_type": "RefinedWebModel"}, "take the newer config.json"),
+        ({"model_type": "RefinedWebModel"}, "use the newer config.json"),
         ({"num_kv_head": 2}, "did you mean 'num_kv_heads'"),
     ],
 )

@@ -159,7 +159,7 @@ def test_all_rows_and_columns_of_quantised_experts_are_read(tmp_path: Path) -> N
 
 
 def test_the_1_is_taken_off_quantised_norms_too(tmp_path: Path) -> None:
-    """No converter writes them so, and whoever did would get other answers in silence."""
+    """No converter writes them so; reading them would give wrong results silently."""
     tiny = TinyModel(4, 2, 8, 64, tied=True, n_layers=1, family="gemma")
     path = convert(write_hf(tiny, tmp_path / "hf"), tmp_path / "m.gguf", quantised="attn_norm")
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

@@ -1,4 +1,4 @@
-"""PaLM against a model written from its paper, since nobody publishes one."""
+"""PaLM compared with a model written from its paper, since none is published."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Where weights lie that share a stored tensor, against slices of a tensor that torch cuts."""
+"""The places of weights that share a stored tensor, compared with slices of a tensor."""
 
 import pytest
 import torch

@@ -41,7 +41,7 @@ def test_a_folder_that_went_through_every_layout_is_the_same_model_to_transforme
     # transformers has a padding id of its own for a family, beyond this small vocabulary.
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 0}))
-    # Not to the last bit: torch's products may hang on where in memory a weight begins.
+    # Not bit for bit: torch's products may depend on the alignment of a weight.
     logits, expected = loaded_logits(folder, TOKENS), reference_logits(source, TOKENS)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
 
@@ -82,7 +82,7 @@ def test_damage_is_named_where_config_json_is_damaged_too(tmp_path: Path) -> Non
 def test_damage_in_one_weight_leaves_the_norms_of_queries_and_keys_whole(
     tmp_path: Path, name: str
 ) -> None:
-    """They lie in another order in Meta's files, and were called damaged with any other weight."""
+    """Meta's files have another order of rows, and an error named the wrong weight."""
     source, folder = write_hf(TINY_MODELS[name], tmp_path / "source"), tmp_path / "meta"
     reshard(find_model(str(source)), folder, layout="meta", n_parts=1)
     path, weight = folder / "consolidated.00.pth", "layers.0.feed_forward.w2.weight"

@@ -1,4 +1,4 @@
-"""Attention reads a sequence's keys wherever its blocks lie, and nothing else."""
+"""Attention reads the keys of a sequence in any blocks, and no other memory."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def by_definition(
 
 
 def make_cache() -> KVCache:
-    """Two KV heads; what is not written is NaN, as memory that nobody has written may be."""
+    """Two KV heads; memory that is not written is NaN, as uninitialised memory may be."""
     args = ModelArgs(
         dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=D, ffn_dim=8, vocab_size=8
     )
@@ -46,7 +46,7 @@ def make_cache() -> KVCache:
 
 
 def make_batch(keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> GroupBatch:
-    """The last `n_rows` queries of a sequence, the last of them one by one, the others at once."""
+    """The last `n_rows` queries of a sequence: the last ones one by one, the others at once."""
     n_keys = sum(own.stop - own.start for own in keys)
     start, n_together = n_keys - n_rows, n_rows - n_decoded
     chunks = []

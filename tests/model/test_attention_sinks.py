@@ -1,4 +1,4 @@
-"""First tokens that stay visible beside a sliding window, so that a text may go on without end."""
+"""Attention sinks: first tokens beside a sliding window, for sequences without an end."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ SINKING = replace(ARGS, sliding_window=WINDOW, attention_sinks=N_SINKS)
 
 
 def reference(args: ModelArgs, tokens: list[int]) -> Tensor:
-    """The definition: each token's keys lie end to end, and their positions count from there.
+    """The definition: the keys of each token are concatenated and numbered from 0.
 
     So every token has a cache of its own: its sinks, its window, and positions 0, 1, 2, ... for
     them; keys are rotated anew for each. Written without the package but for the weights.
@@ -131,7 +131,7 @@ def test_a_text_goes_on_beyond_the_context(folder: Path) -> None:
 
 def test_what_cannot_go_on_without_end_is_refused() -> None:
     hybrid = replace(ARGS, sliding_window=5, full_layers=(0,))
-    with pytest.raises(UsageError, match="attention_sinks=4: some layers see all keys"):
+    with pytest.raises(UsageError, match="attention_sinks=4: some layers attend to all keys"):
         with_sinks(hybrid, 4, 2048)
     dynamic = replace(ARGS, rope_scaling=RopeScaling("dynamic", 2.0, 2048))
     with pytest.raises(UsageError, match="dynamic rope scaling"):

@@ -1,4 +1,4 @@
-"""Our parallel layers equal fairscale's wherever fairscale can run: even sizes, 1 to 4 ranks."""
+"""The parallel layers equal fairscale's where fairscale can run: even shards, 1 to 4 ranks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,9 +11,10 @@ from ranks import Pools
 from torch import Tensor
 
 from parallel_llama.model import layers
+from parallel_llama.model.layers import Backend
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.formats import DenseWeight
-from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.parallel.collectives import Communicator, Solo
 
 DIM, FFN_DIM, VOCAB_SIZE, N_TOKENS = 24, 36, 60, 11  # all but the last divide by 1, 2, 3 and 4
 OPS = TorchOps()
@@ -62,11 +63,11 @@ def uneven_range(comm: Communicator, size: int) -> range:
     return range(borders[comm.rank], borders[comm.rank + 1])
 
 
-def fill(module: torch.nn.Module, weight: Tensor, bias: Tensor | None) -> None:
+def fill(module: object, weight: Tensor, bias: Tensor | None) -> None:
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None:
             own = getattr(module, name)
-            own.fill(value) if isinstance(own, DenseWeight) else own.data.copy_(value)
+            own.load(value) if isinstance(own, DenseWeight) else own.data.copy_(value)
 
 
 def run_column_parallel(comm: Communicator, has_bias: bool) -> Pair:
@@ -76,7 +77,7 @@ def run_column_parallel(comm: Communicator, has_bias: bool) -> Pair:
         theirs = fairscale_layers.ColumnParallelLinear(
             DIM, FFN_DIM, bias=has_bias, gather_output=False, init_method=lambda w: w
         )
-    ours = layers.ColumnParallelLinear(DIM, own, OPS, torch.float64, bias=has_bias)
+    ours = layers.ColumnParallelLinear(DIM, own, Backend(comm, OPS, torch.float64), bias=has_bias)
     for module in (ours, theirs):
         fill(module, weight[own.start : own.stop], bias[own.start : own.stop] if has_bias else None)
     x = random(N_TOKENS, DIM, seed=3)
@@ -93,7 +94,7 @@ def run_row_parallel(comm: Communicator, has_bias: bool, cut: Cut) -> Pair:
         theirs = fairscale_layers.RowParallelLinear(
             FFN_DIM, DIM, bias=has_bias, input_is_parallel=True, init_method=lambda w: w
         )
-    ours = layers.RowParallelLinear(own, DIM, comm, OPS, torch.float64, bias=has_bias)
+    ours = layers.RowParallelLinear(own, DIM, Backend(comm, OPS, torch.float64), bias=has_bias)
     fill(ours, weight[:, own.start : own.stop], bias if has_bias else None)
     fill(theirs, weight[:, even.start : even.stop], bias if has_bias else None)
     with torch.no_grad():
@@ -105,7 +106,7 @@ def run_embedding(comm: Communicator, cut: Cut) -> Pair:
     own, even = cut(comm, VOCAB_SIZE), even_range(comm, VOCAB_SIZE)
     with float64_by_default():
         theirs = fairscale_layers.VocabParallelEmbedding(VOCAB_SIZE, DIM, init_method=lambda w: w)
-    ours = layers.VocabParallelEmbedding(own, DIM, comm, OPS, torch.float64)
+    ours = layers.VocabParallelEmbedding(own, DIM, Backend(comm, OPS, torch.float64))
     fill(ours, weight[own.start : own.stop], None)
     fill(theirs, weight[even.start : even.stop], None)
     tokens = torch.arange(VOCAB_SIZE)
@@ -132,6 +133,8 @@ def test_our_vocabulary_parallel_embedding_is_fairscales(on_each_rank: Run, cut:
 
 def test_layers_on_the_meta_device_allocate_nothing() -> None:
     """fairscale's at 2 ranks fail there, because they copy from a whole weight on the CPU."""
-    layer = layers.ColumnParallelLinear(DIM, range(5), OPS, torch.float64, bias=True)
+    layer = layers.ColumnParallelLinear(
+        DIM, range(5), Backend(Solo(), OPS, torch.float64), bias=True
+    )
     assert layer.weight.values.is_meta and layer.weight.values.shape == (5, DIM)
     assert layer.bias is not None and layer.bias.values.is_meta

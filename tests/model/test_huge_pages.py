@@ -1,4 +1,4 @@
-"""Weights stay what they are, and shared where they were, when they move."""
+"""Weights keep their values, and shared memory, when they move to huge pages."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from parallel_llama.ops.formats import DenseWeight
 
 def weight(values: Tensor) -> DenseWeight:
     own = DenseWeight(values.shape, dtype=values.dtype, device=torch.device("meta"))
-    own.fill(values)
+    own.load(values)
     return own
 
 

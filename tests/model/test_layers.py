@@ -3,23 +3,29 @@
 import pytest
 import torch
 
-from parallel_llama.model.layers import ColumnParallelLinear, LayerNorm, RMSNorm, end_to_end
+from parallel_llama.model.layers import (
+    Backend,
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    concat_outputs,
+)
 from parallel_llama.ops import TorchOps
+from parallel_llama.parallel.collectives import Solo
+
+BACKEND = Backend(Solo(), TorchOps(), torch.float64)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_end_to_end_give_their_outputs_side_by_side_and_become_views(bias):
-    layers = [
-        ColumnParallelLinear(6, range(rows), TorchOps(), torch.float64, bias=bias)
-        for rows in (4, 0, 3)
-    ]
+    layers = [ColumnParallelLinear(6, range(rows), BACKEND, bias=bias) for rows in (4, 0, 3)]
     for layer in layers:
         for weight in (layer.weight, layer.bias):
             if weight is not None:
-                weight.fill(torch.randn(weight.values.shape, dtype=torch.float64))
+                weight.load(torch.randn(weight.values.shape, dtype=torch.float64))
     x = torch.randn(2, 6, dtype=torch.float64)
     apart = torch.cat([layer(x) for layer in layers], dim=1)
-    whole = end_to_end(*layers)
+    whole = concat_outputs(*layers)
     torch.testing.assert_close(whole(x), apart, rtol=1e-14, atol=1e-14)
     whole.weight.values.zero_()
     assert not any(layer.weight.values.any() for layer in layers)
@@ -29,12 +35,10 @@ def test_layers_end_to_end_give_their_outputs_side_by_side_and_become_views(bias
 def test_the_norm_of_a_sum_keeps_the_sum(kind):
     dtype = torch.float64
     norm = (
-        RMSNorm(6, 1e-5, TorchOps(), dtype, 1.0)
-        if kind == "rms"
-        else LayerNorm(6, 1e-5, TorchOps(), dtype, bias=False)
+        RMSNorm(6, 1e-5, BACKEND, 1.0) if kind == "rms" else LayerNorm(6, 1e-5, BACKEND, bias=False)
     )
-    norm.weight.fill(torch.randn(6, dtype=dtype))
+    norm.weight.load(torch.randn(6, dtype=dtype))
     x, y = torch.randn(2, 3, 6, dtype=dtype)
     total = x + y
-    assert torch.equal(norm.of_sum(x, y), norm(total))
+    assert torch.equal(norm.add_and_norm(x, y), norm(total))
     assert torch.equal(x, total)

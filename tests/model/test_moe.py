@@ -19,6 +19,7 @@ from transformers_oracle import reference_logits
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GroupFormat
 from parallel_llama.errors import UsageError
+from parallel_llama.model.layers import Backend
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.ops import CPUOps, TorchOps
 from parallel_llama.ops.formats import DenseWeight, GroupWeight, apply_routed
@@ -124,7 +125,7 @@ every_ops = pytest.mark.parametrize("ops", all_ops(), ids=lambda ops: type(ops).
 
 
 def routed(ops: TorchOps, scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tensor]:
-    """By a router whose scores are these."""
+    """Routing with these scores."""
     return ops.route(scores, torch.eye(scores.shape[1], dtype=FLOAT64), n_active, normed=normed)
 
 
@@ -228,7 +229,7 @@ def test_ties_at_the_border_are_broken_alike_on_all_ranks(
 def test_each_pair_gets_the_products_of_its_token_with_its_experts_weights(
     ops: TorchOps, n_tokens: int
 ) -> None:
-    """Some of the experts are another rank's, and one of them nobody has chosen."""
+    """Some of the experts belong to another rank, and one is not chosen."""
     own, n_active = range(1, 5), 3
     experts = torch.randn(n_tokens, 6).topk(n_active).indices
     experts = experts.where(experts != 2, 5)
@@ -265,17 +266,17 @@ def test_experts_may_be_kept_each_in_a_format_of_its_own(rows: int) -> None:
 
 
 def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
-    layer = MixtureOfExperts(args, make_plan(args, 1).shares[0], Solo(), ops, FLOAT64)
+    layer = MixtureOfExperts(args, make_plan(args, 1).shares[0], Backend(Solo(), ops, FLOAT64))
     generator = torch.Generator().manual_seed(3)
     matrices = [layer.gate]
     for expert in layer.experts.values():
         matrices += [expert.w1, expert.w3, expert.w2]
     for matrix in matrices:
         shape = matrix.weight.values.shape
-        matrix.weight.fill(torch.randn(shape, generator=generator, dtype=FLOAT64))
+        matrix.weight.load(torch.randn(shape, generator=generator, dtype=FLOAT64))
     for expert in layer.experts.values():
-        expert.pack()
-    layer.pack()
+        expert.fuse()
+    layer.fuse()
     return layer
 
 
@@ -289,7 +290,7 @@ def test_a_token_gets_to_the_last_bit_what_it_gets_alone() -> None:
         assert torch.equal(layer(x[row : row + 1].clone()), together[row : row + 1])
 
 
-def test_where_a_token_goes_does_not_hang_on_how_many_others_there_are() -> None:
+def test_the_experts_of_a_token_do_not_depend_on_the_batch() -> None:
     gate, x = torch.randn(8, 300, dtype=FLOAT64), torch.randn(700, 300, dtype=FLOAT64)
     ops = CPUOps(FLOAT64, 4, {1})
     shares, experts = ops.route(x, gate, 2, normed=True)

@@ -1,4 +1,4 @@
-"""A model whose weights are kept in fewer bits: the same answer on any number of ranks."""
+"""Quantised models: the same logits on any number of ranks."""
 
 from dataclasses import replace
 
@@ -13,7 +13,9 @@ from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.memory import values_by_form, weight_bytes
+from parallel_llama.model.layers import Backend
 from parallel_llama.model.transformer import Transformer
+from parallel_llama.model.weights import WeightLoader
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.groups import Groups, quantise
 from parallel_llama.parallel.collectives import Solo
@@ -59,7 +61,7 @@ def test_a_precision_says_how_it_was_asked_for(quant):
 
 
 class Kept:
-    """Random weights with the values that a precision keeps of them, in float64."""
+    """Random weights, quantised to a precision and dequantised to float64."""
 
     def __init__(self, precision, args=ARGS):
         self._source, self._precision = random_checkpoint(args, seed=1), precision
@@ -167,7 +169,7 @@ def in_blocks(values, form):
 
 
 class StoredInBlocks(Kept):
-    """The same weights as a file has them whose blocks are kept."""
+    """The weights as in a file whose blocks are used as they are."""
 
     def _whole(self, param, form):
         return in_blocks(self._source.read(param, range(param.shape[param.dim])), form)
@@ -213,9 +215,10 @@ def test_quantised_weights_stay_on_their_device_in_what_it_computes(name):
     meta, precision = torch.device("meta"), make_precision(ARGS, "bfloat16", "cuda", name)
     assert precision.computed == "bfloat16"
     comm, plan = Solo(), make_plan(ARGS, 1, quant_group=precision.group_size)
-    model = Transformer(ARGS, plan.shares[0], comm, TorchOps(), torch.bfloat16)
+    model = Transformer(ARGS, plan.shares[0], Backend(comm, TorchOps(), torch.bfloat16))
+    loader = WeightLoader(model, ARGS, plan.shares[0])
     for weight, values in load(random_checkpoint(ARGS, 1), ARGS, plan.shares[0], precision, meta):
-        model.assign(weight, values)
+        loader.assign(weight, values)
     x = model.embedded(torch.zeros(3, dtype=torch.int64, device=meta))
     feed_forward = model.layers[0].feed_forward
     for result in (x, feed_forward(x), model.logits(x)):

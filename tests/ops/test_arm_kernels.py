@@ -5,6 +5,7 @@ import pytest
 import torch
 from group_samples import BLOCKS, INT4_MIN, INT8
 
+from parallel_llama.ops.attention import PLAIN
 from parallel_llama.ops.cpu import jit, quant_gemm
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.elementwise import NormKernel
@@ -13,7 +14,6 @@ from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import GemvKernel
 from parallel_llama.ops.cpu.jit import Machine
 from parallel_llama.ops.cpu.quant_gemm import QuantGemmKernel
-from parallel_llama.ops.scores import PLAIN
 
 FORMS = pytest.mark.parametrize(
     "form", [INT8, INT4_MIN, BLOCKS["Q6_K"]], ids=lambda each: each.name

@@ -27,7 +27,7 @@ def test_a_cuda_device_has_kernels_where_triton_is(monkeypatch: pytest.MonkeyPat
     if find_spec("triton"):
         names = {chosen(dtype, CUDA).__name__ for dtype in (torch.float32, *HALVES)}
         assert names == {"CUDAOps"}
-    monkeypatch.setattr("parallel_llama.ops.choice.find_spec", lambda _: None)
+    monkeypatch.setattr("parallel_llama.ops.find_spec", lambda _: None)
     assert {chosen(dtype, CUDA) for dtype in (torch.float32, *HALVES)} == {TorchOps}
 
 

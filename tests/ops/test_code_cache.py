@@ -13,12 +13,12 @@ from typing import Any, Generic
 import pytest
 import torch
 
+from parallel_llama.ops.attention import Scores
 from parallel_llama.ops.cpu import jit
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.elementwise import SiluAndMulKernel
 from parallel_llama.ops.cpu.jit import Machine, Program, machine_code, openmp
-from parallel_llama.ops.scores import Scores
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import GemvKernel
 from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.quant_gemm import QuantGemmKernel
-from parallel_llama.ops.formats import DenseWeight, GroupWeight, end_to_end
+from parallel_llama.ops.formats import DenseWeight, GroupWeight, concat_outputs
 from parallel_llama.ops.groups import (
     Groups,
     PanelShape,
@@ -190,7 +190,7 @@ def test_some_inputs_of_a_matrix_keep_what_they_mean(form, n_before):
 @needs_kernels
 @on_machines(INTEGERS)
 def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
-    """Inputs whose largest is 127 in every group are integers themselves."""
+    """Inputs with a largest value of 127 in every group are quantised exactly."""
     ones = torch.ones(37, blocks_of(form, 96, 0), dtype=torch.float16)
     mins = -5 * ones if form.has_min else None
     weight = Groups(form, integers(form, 37, 96), ones, mins, factors_of(form, 37, 96))
@@ -288,9 +288,9 @@ def test_tokens_of_other_ranks_are_looked_up_as_zeros(form):
 
 
 @FORMS
-def test_matrices_end_to_end_give_each_its_outputs(form):
+def test_matrices_concat_outputs_give_each_its_outputs(form):
     parts = [a_matrix(form, n, 64) for n in (24, 8, 3)]
-    whole = GroupWeight.end_to_end([GroupWeight(part, 16) for part in parts])
+    whole = GroupWeight.concat_outputs([GroupWeight(part, 16) for part in parts])
     x = torch.randn(3, 64)
     expected = torch.cat([group_linear(x, part) for part in parts], 1)
     torch.testing.assert_close(whole.apply(x, TorchOps()), expected)
@@ -299,8 +299,8 @@ def test_matrices_end_to_end_give_each_its_outputs(form):
 def test_matrices_of_several_formats_give_their_outputs_side_by_side():
     groups = [a_matrix(form, n, 256) for form, n in ((INT8, 24), (BLOCKS["Q6_K"], 8))]
     dense = DenseWeight((5, 256), dtype=torch.float32, device=torch.device("meta"))
-    dense.fill(torch.randn(5, 256))
-    whole = end_to_end([*(GroupWeight(part, 16) for part in groups), dense])
+    dense.load(torch.randn(5, 256))
+    whole = concat_outputs([*(GroupWeight(part, 16) for part in groups), dense])
     x, bias = torch.randn(3, 256), DenseWeight((37,), dtype=torch.float32, device=CPU)
     bias.values.copy_(torch.randn(37))
     parts = [*(group_linear(x, part) for part in groups), x @ dense.values.T]

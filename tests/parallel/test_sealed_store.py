@@ -106,7 +106,7 @@ def test_anything_but_a_rank_info_is_refused_in_one_line(info: str) -> None:
     """100,000 brackets were a RecursionError. Under torchrun alone there is no secret."""
     store = sealed(HashStore(), b"")
     store.set("info/0", info)
-    with pytest.raises(RankError, match=r"what was written as rank 0 .* not come from a rank"):
+    with pytest.raises(RankError, match=r"the entry of rank 0 .* not written by a rank"):
         rendezvous(store, RankInfo.of_this_process(1, 2, {}), {0, 1})
 
 

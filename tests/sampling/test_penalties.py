@@ -133,7 +133,7 @@ def test_kept_sets_and_distributions_are_those_of_transformers_for_400_combinati
 ) -> None:
     """In its own order of processors and warpers; few candidates, so that all ways are taken.
 
-    The noise lets the token numbered like the position win wherever it is kept, so VOCAB draws
+    The noise makes the token whose id is the position win if it is kept, so VOCAB draws
     show the kept set through the very path that real draws take, of 1, 2 and 3 ranks in turn.
     """
     monkeypatch.setattr("parallel_llama.sampling.sampler.N_CANDIDATES", 12)

@@ -34,9 +34,9 @@ from parallel_llama.sampling import (
     PendingDraws,
     Sampled,
     gather_logits,
-    noise_key,
     row_noise,
     sample,
+    sampling_key,
     score,
     score_tokens,
 )
@@ -206,12 +206,12 @@ def test_a_masked_token_is_never_drawn_nor_an_alternative() -> None:
 
 @pytest.fixture
 def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise that lets the token numbered like the position win if it is kept, whatever its logit.
+    """Noise that makes the token whose id is the position win if it is kept, whatever its logit.
 
     So one row per token shows a whole kept set, through the very path that real draws take.
     """
-    for module in ("noise", "tiles"):
-        place = f"parallel_llama.sampling.{module}.noise_key"
+    for module in ("draw", "tiles"):
+        place = f"parallel_llama.sampling.{module}.sampling_key"
         monkeypatch.setattr(place, lambda draw: draw.position)
     for module in ("ops.filters", "sampling.tiles"):
         monkeypatch.setattr(
@@ -225,7 +225,7 @@ def favoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_tokens(logits: Tensor, params: SamplingParams, tp_size: int) -> tuple[set[int], int]:
-    """The tokens that can be drawn from one row of logits, and the collectives that told."""
+    """The tokens that can be sampled from one row of logits, and the collectives that were used."""
     vocab_size = len(logits)
     draws = [Draw(params, 0, 0, token) for token in range(vocab_size)]
     drawn, n_collectives = sample_cut(logits.expand(vocab_size, -1), draws, tp_size)
@@ -488,10 +488,10 @@ def test_what_the_device_draws_is_what_is_sampled(tp_size: int) -> None:
 
 @pytest.mark.parametrize("tp_size", list(CUTS))
 @pytest.mark.parametrize("vocab_size", [VOCAB, 40])
-def test_draws_with_filters_are_on_the_device_where_candidates_settle_them(
+def test_draws_with_filters_are_on_the_device_where_candidates_decide_them(
     tp_size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of all kinds in one batch; those that are not settled have no token until they are
+    """Rows of all kinds in one batch; those that are not decided have no token until they are
     read, and then the one that the sampler draws.
     """
     monkeypatch.setattr("parallel_llama.sampling.pending.N_CANDIDATES", 16)
@@ -519,11 +519,11 @@ def test_draws_with_filters_are_on_the_device_where_candidates_settle_them(
 
     for tokens, read, were_known in run_on_threads(tp_size, one_rank):
         assert read == expected
-        unsettled = [row for row, token in enumerate(tokens) if token != expected[row].token]
-        assert {tokens[row] for row in unsettled} <= {-1} and len(unsettled) < len(draws) / 3
-        assert were_known == (not unsettled)
+        undecided = [row for row, token in enumerate(tokens) if token != expected[row].token]
+        assert {tokens[row] for row in undecided} <= {-1} and len(undecided) < len(draws) / 3
+        assert were_known == (not undecided)
         # So many candidates do not hold the nucleus of hot rows.
-        assert len(unsettled) > 4
+        assert len(undecided) > 4
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -627,7 +627,7 @@ def test_the_largest_of_many_tiles_are_those_of_a_stable_sort(k: int) -> None:
     """Ties at the border, more tiles than k, and tiles that reach beyond the vocabulary."""
     logits = random_logits(20, 9000).mul(4).round()
     for vocab in (range(0, 9000), range(100, 9100)):
-        values, tokens = Tiles.of(logits, vocab).leaders(k)
+        values, tokens = Tiles.of(logits, vocab).top_k(k)
         order = (-logits).argsort(stable=True)[:, :k]
         assert torch.equal(tokens - vocab.start, order)
         assert torch.equal(values, logits.gather(1, order))
@@ -725,7 +725,7 @@ def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale: float) -> No
     """Against the noise of every token, over forty tiles cut in the middle of some."""
     logits = random_logits(60, 5000, scale=scale)
     draws = draws_at(60, temperature=0.9)
-    keys = torch.tensor([noise_key(draw) for draw in draws])
+    keys = torch.tensor([sampling_key(draw) for draw in draws])
     scores = logits / torch.tensor(0.9, dtype=torch.float64) + gumbel(keys, torch.arange(5000))
     for tp_size in (1, 3, 5):
         assert tokens_of(logits, draws, tp_size) == scores.argmax(1).tolist()
@@ -733,7 +733,7 @@ def test_a_plain_draw_misses_no_winner_in_the_tiles_it_skips(scale: float) -> No
 
 def test_the_noise_of_a_token_does_not_depend_on_its_neighbours() -> None:
     """To the last bit: a rank computes it for its rows, all ranks once more for the candidates."""
-    keys = torch.tensor([noise_key(draw) for draw in draws_at(3)])
+    keys = torch.tensor([sampling_key(draw) for draw in draws_at(3)])
     whole = gumbel(keys, torch.arange(4001))
     for start, stop in ((0, 4001), (1, 9), (7, 8), (3000, 4001), (5, 3002)):
         assert torch.equal(gumbel(keys, torch.arange(start, stop)), whole[:, start:stop])
@@ -741,6 +741,6 @@ def test_the_noise_of_a_token_does_not_depend_on_its_neighbours() -> None:
 
 def test_the_noise_of_a_draw_is_pinned() -> None:
     """A seed must give the same completion after an upgrade; change this only on purpose."""
-    assert noise_key(Draw(SamplingParams(), 1, 2, 3)) == -5405627362230748553
+    assert sampling_key(Draw(SamplingParams(), 1, 2, 3)) == -5405627362230748553
     logits = torch.zeros(8, VOCAB)
     assert tokens_of(logits, draws_at(8, temperature=1.0)) == [3, 103, 125, 207, 168, 23, 141, 200]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from parallel_llama.request import Completion, Request, SamplingParams
 from parallel_llama.serve import answer as answers
 from parallel_llama.serve.answer import Answer, Diverged, Stalled
-from parallel_llama.serve.events import unless_gone
+from parallel_llama.serve.asgi import unless_gone
 from parallel_llama.serve.wire import Output
 
 pytestmark = pytest.mark.slow

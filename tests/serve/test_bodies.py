@@ -5,14 +5,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from canary import Canary
 from msgspec import inspect
 from served import Served
 
+from parallel_llama.serve.app import OPERATIONS
 from parallel_llama.serve.bodies import (
-    BODIES,
     MAX_NESTED,
     MAX_TEXTS,
     ChatBody,
@@ -23,13 +22,16 @@ from parallel_llama.serve.bodies import (
 
 pytestmark = pytest.mark.slow
 
+PATHS = {each.body: each.path for each in OPERATIONS if each.body is not None}
+BODIES = [*PATHS]
+
 HI = [{"role": "user", "content": "hi"}]
-ROUTES: dict[type, tuple[str, dict[str, Any]]] = {
-    ChatBody: ("/v1/chat/completions", {"messages": HI, "max_tokens": 1}),
-    CompletionBody: ("/v1/completions", {"prompt": "hi", "max_tokens": 1}),
-    DetokenizeBody: ("/detokenize", {"tokens": [5, 6]}),
+EXAMPLES: dict[type, dict[str, Any]] = {
+    ChatBody: {"messages": HI, "max_tokens": 1},
+    CompletionBody: {"prompt": "hi", "max_tokens": 1},
+    TokenizeBody: {"prompt": "hi"},
+    DetokenizeBody: {"tokens": [5, 6]},
 }
-TOKENIZE: tuple[str, dict[str, Any]] = ("/tokenize", {"prompt": "hi"})
 TOO_LONG = "context_length_exceeded"
 VALUE = "the value goes here"  # what hostile text takes the place of
 Place = tuple[str | int, ...]
@@ -174,13 +176,13 @@ def beyond(of: inspect.Type) -> Iterator[Any]:
 
 
 def send(served: Served, body: type, data: bytes) -> tuple[int, bytes]:
-    path, _ = ROUTES.get(body, TOKENIZE)
+    path = PATHS[body]
     status, _, reply = served.send("POST", path, data, {"content-type": "application/json"})
     return status, reply
 
 
 def of_body(body: type, place: Place, value: Any) -> bytes:
-    _, given = ROUTES.get(body, TOKENIZE)
+    given = EXAMPLES[body]
     return json.dumps(placed(inspect.type_info(body), given, place, value)).encode()
 
 
@@ -252,7 +254,7 @@ def test_no_value_of_a_field_is_an_error_of_ours(tiny, canary, body, place):
 
 @pytest.mark.parametrize("body", BODIES)
 def test_a_body_is_one_object(tiny, canary, body):
-    _, given = ROUTES.get(body, TOKENIZE)
+    given = EXAMPLES[body]
     good = json.dumps(given).encode()
     for data in (*HOSTILE, b"\xef\xbb\xbf" + good, good + good, good.decode().encode("utf-16")):
         require_error(send(tiny, body, data), data)
@@ -304,7 +306,7 @@ def test_a_field_that_is_no_field_is_refused_by_name(tiny, body, place):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_names_its_field_and_kind(tiny, body, given, param, code, says, stream):
     """Only errors of type and bound did; clients that shorten long prompts look for the code."""
-    _, fields = ROUTES[body]
+    fields = EXAMPLES[body]
     data = json.dumps({**fields, **given, "stream": stream}).encode()
     error = require_error(send(tiny, body, data), data)
     assert (error["param"], error["code"]) == (param, code)
@@ -328,7 +330,7 @@ def test_the_texts_of_a_body_are_bounded(tiny):
     """100 bodies of 400,000 texts each took 3.1 GB."""
     data = json.dumps({"prompt": ["a"] * (MAX_TEXTS + 1), "max_tokens": 1}).encode()
     error = require_error(send(tiny, CompletionBody, data), data)
-    assert f"more than {MAX_TEXTS} texts" in error["message"]
+    assert f"more than {MAX_TEXTS} strings" in error["message"]
     data = json.dumps({"prompt": '"' * 4 * MAX_TEXTS}).encode()  # inside a text there may be more
     assert send(tiny, TokenizeBody, data)[0] == 200
 
@@ -340,7 +342,7 @@ N_RANDOM = 500  # of each body; `python -m launch.fuzz` makes more of them
 def test_random_bodies_are_answered_or_refused(tiny, canary, body):
     """Several fields at once, each at a bound; in half of the bodies one is beyond its bound."""
     rng = random.Random(5)
-    _, given = ROUTES.get(body, TOKENIZE)
+    given = EXAMPLES[body]
     kinds = {place[0]: kind for of, place, kind in FIELDS if of is body and len(place) == 1}
     good: dict[str, list[Any]] = {name: [] for name in kinds}
     for name, kind in kinds.items():
@@ -404,8 +406,3 @@ def test_every_text_and_list_has_a_bound():
         if not name.endswith(".logit_bias")  # its values are checked with the other settings
     ]
     assert found == []
-
-
-def test_every_body_has_a_route_here():
-    assert {*ROUTES} < {*BODIES} and len(BODIES) == len(ROUTES) + 1
-    assert all(issubclass(body, msgspec.Struct) for body in BODIES)

@@ -8,10 +8,10 @@ from functools import partial
 import msgspec
 import pytest
 
-from parallel_llama.serve.events import PIECE_BYTES, JSONBody
+from parallel_llama.serve.asgi import PIECE_BYTES, JSONBody
 from parallel_llama.serve.fair_threads import LARGE_WORK, MAX_LARGE_WAITING, FairThreads
 from parallel_llama.serve.replies import CompletionChoice, CompletionReply
-from parallel_llama.serve.service import Service
+from parallel_llama.serve.service import RequestContext, Service
 
 pytestmark = pytest.mark.slow
 
@@ -121,9 +121,10 @@ def test_large_parts_of_an_answer_are_written_in_a_thread():
     """All were written by the event loop, which other clients waited for."""
 
     async def story(_threads):
-        service, own = Service(["m"], None, None), threading.get_ident()
-        assert await service.written(threading.get_ident, 100) == own
-        assert await service.written(threading.get_ident, LARGE) != own
+        context = RequestContext(Service(["m"], None, None), None)
+        own = threading.get_ident()
+        assert await context.serialize(threading.get_ident, 100) == own
+        assert await context.serialize(threading.get_ident, LARGE) != own
 
     play(story)
 

@@ -1,14 +1,12 @@
 """The description of the API is valid, and describes the API that is there."""
 
 import json
-from types import SimpleNamespace
 
 import jsonschema
 import pytest
-from starlette.routing import Route
 
-from parallel_llama.serve.app import make_app
-from parallel_llama.serve.openapi import OPERATIONS, description
+from parallel_llama.serve.app import OPERATIONS
+from parallel_llama.serve.openapi import description
 
 pytestmark = pytest.mark.slow
 
@@ -20,19 +18,8 @@ def described(smollm2):
     return smollm2.get("/openapi.json")
 
 
-def test_every_route_is_described():
-    engine = SimpleNamespace(metrics=SimpleNamespace(labels=None))
-    app = make_app(SimpleNamespace(engine=engine))
-    paths = {
-        route.path.replace(":path}", "}")
-        for route in app.routes
-        if isinstance(route, Route) and route.include_in_schema
-    }
-    assert paths == {operation.path for operation in OPERATIONS}
-
-
 def test_every_reference_leads_to_a_schema():
-    text = json.dumps(description("1"))
+    text = json.dumps(description(OPERATIONS, "1"))
     schemas = json.loads(text)["components"]["schemas"]
     named = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert named <= schemas.keys() and len(named) > 20

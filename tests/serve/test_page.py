@@ -65,9 +65,10 @@ def test_everything_that_the_page_loads_is_served_and_nothing_else(server: Stand
         if "vendor/" not in path:
             left |= {urljoin(path, name) for name in references(path, body.decode())} - found
         name = path.removeprefix("/page/") if path != "/" else "index.html"
-        assert headers["Content-Type"] == page_files.TYPES[name]
-    served = {f"/page/{name}" for name in page_files.TYPES if name != "index.html"} | {"/"}
-    assert found == served
+        assert headers["Content-Type"] == page_files.TYPES[Path(name).suffix]
+    files = [path for path in PAGE.rglob("*") if path.suffix in page_files.TYPES]
+    served = {f"/page/{path.relative_to(PAGE).as_posix()}" for path in files}
+    assert found == served - {"/page/index.html"} | {"/"}
 
 
 def test_references_are_found() -> None:

@@ -292,7 +292,7 @@ def test_an_edited_question_drops_what_follows(page: Page, server: StandIn) -> N
     page.locator(".question").nth(1).get_by_role("button", name="Edit").click()
     field = page.get_by_label("Edit your question")
     expect(field).to_be_focused()
-    expect(page.locator(".dropped")).to_have_text("Sending drops the 3 messages below")
+    expect(page.locator(".dropped")).to_have_text("Sending deletes the 3 messages below")
     page.keyboard.press("Escape")
     expect(page.locator(".answer")).to_have_count(3)
     page.locator(".question").nth(1).get_by_role("button", name="Edit").click()
@@ -315,12 +315,12 @@ def test_regenerate_asks_the_last_question_again(page: Page, server: StandIn) ->
     ("question", "what", "why"),
     [
         ("refuse 400", "refused the request", "the server said 400."),
-        ("refuse 401", "asks for an API key", "the server said 401."),
+        ("refuse 401", "requires an API key", "the server said 401."),
         ("refuse 429", "The server is busy", "the server said 429. Try again in 7 seconds."),
         ("refuse 503", "The model is not ready", "the server said 503. Try again in 7 seconds."),
         ("refuse 500", "could not answer", "the server said 500."),
-        ("fail", "broke the answer off", "rank 1 is lost"),
-        ("break", "closed before the answer was whole", ""),
+        ("fail", "stopped with an error", "rank 1 is lost"),
+        ("break", "closed before the answer was complete", ""),
     ],
 )
 def test_an_error_shows_in_place_with_a_retry(
@@ -344,7 +344,7 @@ def test_a_server_that_cannot_be_reached_is_said(page: Page, panel: str) -> None
         page.get_by_role("button", name="Ranks").click()
     page.context.set_offline(True)
     ask_and_wait(page, "hello")
-    expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached.")
+    expect(page.get_by_role("alert")).to_contain_text("The server is not reachable.")
     expect(page.locator("#notice")).to_contain_text("The server does not answer.")
     page.context.set_offline(False)
     expect(page.locator("#notice")).to_be_hidden()
@@ -378,7 +378,7 @@ def test_all_that_is_kept_can_be_forgotten_in_the_middle_of_an_answer(page: Page
     page.get_by_label("Seed").fill("7")
     page.on("dialog", lambda dialog: dialog.accept())
     with page.expect_navigation():
-        page.get_by_role("button", name="Forget all").click()
+        page.get_by_role("button", name="Delete all chats and settings").click()
     expect(page.locator("#welcome")).to_be_visible()
     kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])")
     assert "count" not in kept and "seed" not in kept
@@ -497,7 +497,7 @@ def test_the_panel_tells_resident_from_reserved_memory(page: Page, server: Stand
     expect(row.locator(".on-card")).to_be_hidden()
     assert server.status is not None
     server.status["ranks"][0]["cuda_bytes"] = 20 << 30
-    expect(row.locator(".on-card")).to_have_text(re.compile(r"On its card\s*20\.0 GiB"))
+    expect(row.locator(".on-card")).to_have_text(re.compile(r"On the GPU\s*20\.0 GiB"))
 
 
 def test_a_model_that_is_loading_is_said(page: Page, server: StandIn) -> None:
@@ -869,7 +869,7 @@ def test_chats_are_exported_and_imported(page: Page, opened: Callable[..., Page]
     ("text", "words"),
     [
         ("{", "not valid JSON"),
-        ('{"conversations": []}', "no conversations of this page"),
+        ('{"conversations": []}', "not exported by this page"),
         (
             '{"format": "parallel_llama.conversations", "conversations": [{"id": "a", "used": 1,'
             ' "turns": [{"id": "b", "at": 1, "version": 1, "question": 7}]}]}',
@@ -896,7 +896,7 @@ def test_a_storage_that_is_full_is_said_and_loses_nothing_until_a_reload(page: P
           }
         }"""
     )
-    words = page.get_by_text("This browser did not keep the last change")
+    words = page.get_by_text("This browser did not save the last change")
     expect(words).to_be_hidden()
     ask_and_wait(page, "hello")
     expect(words).to_be_visible()
@@ -921,7 +921,7 @@ def test_the_page_works_without_storage(page: Page) -> None:
     )
     page.reload()
     ask_and_wait(page, "hello")
-    expect(page.get_by_text("This browser did not keep the last change")).to_be_visible()
+    expect(page.get_by_text("This browser did not save the last change")).to_be_visible()
     page.get_by_role("button", name="New chat").click()
     ask_and_wait(page, "one")
     expect(titles(page)).to_have_text(["one", "hello"])
@@ -1000,7 +1000,7 @@ def test_a_continuation_that_fails_keeps_the_answer(page: Page, server: StandIn)
     ask_and_wait(page, "cut and fail")
     page.get_by_role("button", name="Continue").click()
     trouble = page.get_by_role("alert")
-    expect(trouble).to_contain_text("broke the answer off")
+    expect(trouble).to_contain_text("stopped with an error")
     expect(page.locator(".answer .body")).to_have_text("Half an")
     trouble.get_by_role("button", name="Try again").click()
     expect(page.locator("#send")).to_be_visible()
@@ -1039,7 +1039,7 @@ def test_a_question_that_is_not_long_is_not_folded(page: Page) -> None:
 def test_a_question_that_cannot_fit_is_said_before_it_is_sent(page: Page, server: StandIn) -> None:
     page.locator("#question").fill("word " * 9000)
     warning = page.locator("#room")
-    words = "Your question has 9,000 tokens. The model takes 8,191 at most. Shorten it."
+    words = "Your question has 9,000 tokens. The model accepts at most 8,191. Shorten it."
     expect(warning).to_have_text(words)
     page.keyboard.press("Enter")
     expect(page.locator("#question")).not_to_have_value("")

@@ -10,10 +10,15 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
-from parallel_llama.serve import slow_readers
+from parallel_llama.serve import server
 from parallel_llama.serve.protocol import BoundedProtocol
-from parallel_llama.serve.server import bound_socket, serve
-from parallel_llama.serve.slow_readers import MIN_READ_BYTES, READ_LIMIT_S, abort_slow_readers
+from parallel_llama.serve.server import (
+    MIN_READ_BYTES,
+    READ_LIMIT_S,
+    abort_slow_readers,
+    bound_socket,
+    serve,
+)
 
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 LARGE = b"a" * (16 << 20)  # more than the buffers of both ends
@@ -147,7 +152,7 @@ def test_the_bytes_that_wait_for_clients_are_bounded_in_all(run, monkeypatch):
             held.append(await asked(port, connections))
             abort_slow_readers(connections, now_s)
         n_unsent = sum(each.n_unsent for each, _ in held)
-        monkeypatch.setattr(slow_readers, "MAX_UNSENT_BYTES", n_unsent - held[0][0].n_unsent - 1)
+        monkeypatch.setattr(server, "MAX_UNSENT_BYTES", n_unsent - held[0][0].n_unsent - 1)
         abort_slow_readers(connections, 5)
         while len(connections) > 2:
             await asyncio.sleep(0.01)
@@ -159,7 +164,7 @@ def test_the_bytes_that_wait_for_clients_are_bounded_in_all(run, monkeypatch):
 
 
 def test_a_server_looks_for_slow_readers_by_itself(run, monkeypatch):
-    monkeypatch.setattr(slow_readers, "READ_LIMIT_S", 0.5)
+    monkeypatch.setattr(server, "READ_LIMIT_S", 0.5)
 
     async def whole() -> None:
         gone = asyncio.Event()

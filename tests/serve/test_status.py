@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from parallel_llama.request import SamplingParams
-from parallel_llama.serve import rate
-from parallel_llama.serve.rate import MINUTE_S, Rate
+from parallel_llama.serve import metrics
+from parallel_llama.serve.metrics import MINUTE_S, Rate
 from parallel_llama.serve.status import status_of
 from parallel_llama.serve.wire import Loaded, RankFacts, framed, from_engine
 
@@ -35,7 +35,7 @@ def test_the_speed_of_now_and_of_the_last_minute_are_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 1000.0
-    monkeypatch.setattr(rate, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now_s))
     counted = Rate()
     now_s += 1
     counted.add(50)

@@ -24,7 +24,7 @@ from tokenizer_data import (
 
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.request import Grammar
-from parallel_llama.structured import GrammarCompiler, Matcher, MatchError, compiler, trial
+from parallel_llama.structured import GrammarCompiler, Matcher, MatchError, compiler, grammar_check
 from parallel_llama.structured.token_table import TokenTable
 from parallel_llama.tokenizer import StreamDecoder, Tokenizer, bounded_process, load_tokenizer
 from parallel_llama.tokenizer.gguf import export_gguf_tokenizer
@@ -275,7 +275,7 @@ def test_the_cache_is_bounded_and_drops_what_was_used_longest_ago(
 ) -> None:
     tried: list[str] = []
     monkeypatch.setattr(
-        GrammarCompiler, "_try", lambda _, grammar: tried.append(grammar.text) or ""
+        GrammarCompiler, "_check", lambda _, grammar: tried.append(grammar.text) or ""
     )
     monkeypatch.setattr(compiler, "MAX_CACHED_GRAMMARS", 3)
     monkeypatch.setattr(compiler, "MAX_CACHED_CHARS", 100)
@@ -336,12 +336,12 @@ def test_a_token_named_by_its_id_is_never_drawn() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_refused_or_costs_little(name: str) -> None:
-    """CPU time of this process, which a grammar that hangs would hang; the trial bounds its own."""
+    """CPU time of this process, which a grammar that hangs would hang; the check bounds its own."""
     kind, text = HOSTILE[name]
     started = time.process_time()
     with suppress(UsageError, MatchError):
         draw(smollm2(kind, text), seed=0, most=30)
-    assert time.process_time() - started < 10 * trial.CPU_LIMIT_S
+    assert time.process_time() - started < 10 * grammar_check.CPU_LIMIT_S
 
 
 @pytest.mark.slow
@@ -354,12 +354,12 @@ def test_a_grammar_that_takes_too_long_is_refused_by_name() -> None:
     ("answer", "limit_s", "reason"),
     [("os.abort()", 30, "256 MiB of memory"), ("time.sleep(60)", 0.5, "takes more than 1 s")],
 )
-def test_a_trial_that_dies_or_hangs_refuses_the_grammar(
+def test_a_grammar_check_that_dies_or_hangs_refuses_the_grammar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, limit_s: float, reason: str
 ) -> None:
     job = f"class Job:\n    def answer(self, *request):\n        {answer}\n"
-    (tmp_path / "trial.py").write_text(f"import os, time\n{job}")
-    monkeypatch.setattr(trial, "__file__", str(tmp_path / "trial.py"))
+    (tmp_path / "grammar_check.py").write_text(f"import os, time\n{job}")
+    monkeypatch.setattr(grammar_check, "__file__", str(tmp_path / "grammar_check.py"))
     monkeypatch.setattr(bounded_process, "WALL_BASE_S", limit_s)
     monkeypatch.setattr(bounded_process, "WALL_PER_CPU_S", 0)
     maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset([2]))
@@ -367,7 +367,7 @@ def test_a_trial_that_dies_or_hangs_refuses_the_grammar(
         maker.matcher(Grammar("regex", "abc"))
 
 
-def test_many_grammars_are_tried_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_grammars_are_checked_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting a process took a hundred times longer than compiling a grammar."""
     children = []
     start = bounded_process._Child
@@ -386,10 +386,10 @@ def test_many_grammars_are_tried_in_one_process(monkeypatch: pytest.MonkeyPatch)
     assert len(children) == 2
 
 
-def test_a_grammar_that_was_tried_is_compiled_here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GrammarCompiler, "_try", lambda *_: pytest.fail("tried again"))
+def test_a_grammar_that_was_checked_is_compiled_here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrammarCompiler, "_check", lambda *_: pytest.fail("checked again"))
     maker = GrammarCompiler(real_tokenizer(SMOLLM2), 49152, frozenset([2]))
-    assert maker.matcher(Grammar("regex", "abc"), is_tried=True).mask()
+    assert maker.matcher(Grammar("regex", "abc"), is_checked=True).mask()
 
 
 @pytest.mark.xfail(strict=True, reason="llguidance takes the whole exclusive bound for allowed")

@@ -36,7 +36,7 @@ def rounded(folder: Path) -> Path:
 
 
 def convert(folder: Path, path: Path, quantised: str | None = None, **fields: Any) -> Path:
-    """Write the GGUF file, in Q8_0 what has that in its name; `fields` are further keys."""
+    """Writes the GGUF file; names that contain `quantised` use Q8_0, and `fields` are added."""
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, arch)

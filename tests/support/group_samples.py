@@ -18,7 +18,7 @@ FORMS = pytest.mark.parametrize("form", EVERY, ids=lambda form: form.name)
 
 
 def integers(form, *shape):
-    """The bits of floats, without the two NaNs."""
+    """Random integers of a format; for floats, random bits without the two NaNs."""
     if form.is_float:
         bits = torch.randint(0, 127, shape, dtype=torch.int8)
         return torch.where(torch.rand(shape) < 0.5, bits, bits - 128)

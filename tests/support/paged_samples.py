@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_llama.ops import HeadMap, PagedQueries, Scores, TorchOps, kv_rows
-from parallel_llama.ops.scores import PLAIN
+from parallel_llama.ops.attention import PLAIN
 from parallel_llama.plan import Run
 
 POISON = -7.0  # marks results that were not written

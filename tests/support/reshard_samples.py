@@ -84,7 +84,7 @@ def write_model(folder: Path, args: ModelArgs, n_files: int = 1, **dtypes: torch
 
 
 def write(layout: Layout, args: ModelArgs, tensors: Mapping[str, Tensor], folder: Path) -> Path:
-    """A folder as the layout alone makes it."""
+    """Writes a folder with the methods of `layout` only."""
     folder.mkdir()
     layout.create(folder)
     fill(layout, args, tensors, folder)

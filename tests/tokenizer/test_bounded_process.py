@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from parallel_llama.errors import CheckpointError
-from parallel_llama.tokenizer import bounded_process, template_job, worker
+from parallel_llama.tokenizer import bounded_process, sandbox_main, sandbox_templates
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 
 @pytest.fixture
 def process() -> Iterator[BoundedProcess]:
-    process = BoundedProcess("template_job", 128 << 20)
+    process = BoundedProcess("sandbox_templates", 128 << 20)
     yield process
     process.close()
 
@@ -123,7 +123,7 @@ def test_a_reply_is_bounded(process: BoundedProcess, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_asked_first_is_asked_of_every_new_process() -> None:
-    process = BoundedProcess("tokenizers_job", 128 << 20)
+    process = BoundedProcess("sandbox_tokenizers", 128 << 20)
     ids = {"a": 0, "b": 1}
     model = {"type": "BPE", "vocab": ids, "merges": []}
     file = json.dumps({"version": "1.0", "model": model, "added_tokens": []}).encode()
@@ -163,8 +163,8 @@ def test_a_process_that_cannot_start_is_named(
     monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
     monkeypatch.setattr(sys, "executable", program)
-    with pytest.raises(CheckpointError, match=rf"did not start: {program} .*worker\.py"):
-        BoundedProcess("template_job", 128 << 20).ask(request("x"))
+    with pytest.raises(CheckpointError, match=rf"did not start: {program} .*sandbox_main\.py"):
+        BoundedProcess("sandbox_templates", 128 << 20).ask(request("x"))
 
 
 def test_a_process_opens_no_socket_and_no_file_for_writing(process: BoundedProcess) -> None:
@@ -179,7 +179,7 @@ def test_a_process_opens_no_socket_and_no_file_for_writing(process: BoundedProce
 PARENT = f"""
 import sys
 from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request
-process = BoundedProcess("template_job", 128 << 20)
+process = BoundedProcess("sandbox_templates", 128 << 20)
 def ask(template):
     return process.ask(Request(1.0, 0.0, {{"template": template, "context": {{}}}}))
 ask("ready")
@@ -205,7 +205,7 @@ def test_a_process_ends_with_its_parent_however_that_ends(state: str) -> None:
 
 def test_work_that_its_parent_no_longer_waits_for_ends_by_its_own_timer() -> None:
     child = subprocess.Popen(
-        [sys.executable, worker.__file__, template_job.__file__, str(128 << 20)],
+        [sys.executable, sandbox_main.__file__, sandbox_templates.__file__, str(128 << 20)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -107,14 +107,14 @@ def test_roles_out_of_turn_are_refused_as_by_mistral_common(tmp_path: Path) -> N
     for roles, reason in (
         (["assistant"], "no answer at the end"),
         (["user", "assistant"], "no answer at the end"),
-        (["user", "assistant", "system", "user"], "no system behind an answer"),
+        (["user", "assistant", "system", "user"], "no system message after an answer"),
     ):
         messages = [{"role": role, "content": "x"} for role in roles]
         with pytest.raises((MistralCommonException, ValueError)):
             encoded_chat(MISTRAL_V3, messages)
         with pytest.raises(UsageError, match=reason):
             chat.encode(Chat(messages))
-    with pytest.raises(UsageError, match=r"messages\[0\] has role 'tool', which is not known"):
+    with pytest.raises(UsageError, match=r"messages\[0\] has role 'tool', which is unknown"):
         chat.encode(Chat([{"role": "tool", "content": "x"}]))
     silent = [
         {"role": "user", "content": "x"},
@@ -130,7 +130,9 @@ def test_roles_out_of_turn_are_refused_as_by_mistral_common(tmp_path: Path) -> N
 @pytest.mark.parametrize("tag", ["[INST]", "[/INST]"])
 def test_the_first_version_refuses_messages_with_its_markup(tmp_path: Path, tag: str) -> None:
     chat = mistral_chat(tmp_path, MISTRAL_V1)
-    with pytest.raises(UsageError, match=r"messages\[0\] holds .*, which is markup of Mistral's"):
+    with pytest.raises(
+        UsageError, match=r"messages\[0\] contains .*, which is markup of Mistral's"
+    ):
         chat.encode(Chat([{"role": "user", "content": f"x {tag} y"}]))
 
 
@@ -141,7 +143,7 @@ def test_a_version_that_is_not_known_is_refused_when_it_is_needed(tmp_path: Path
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
     chat = load_chat_template(tmp_path, tokenizer)
     assert chat is not None
-    with pytest.raises(UsageError, match="version 15 of Mistral's chat format; known are 1, 2, 3"):
+    with pytest.raises(UsageError, match="version 15 of Mistral's chat format is not supported"):
         chat.encode(Chat([{"role": "user", "content": "x"}]))
 
 

@@ -297,7 +297,7 @@ def test_a_llama3_file_equals_metas_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_tokenizer_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds no tokenizer"):
+    with pytest.raises(UsageError, match="contains no tokenizer"):
         load_tokenizer(gguf_file(tmp_path / "a.gguf"))
 
 
@@ -312,13 +312,13 @@ def test_empty_tokens_are_rows_that_spell_nothing(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind_or_pre_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'bert'.*gpt2, llama"):
+    with pytest.raises(UsageError, match=r"'bert'.*gpt2 and llama"):
         load_tokenizer(small_bpe(tmp_path / "a.gguf", model="bert"))
     with pytest.raises(UsageError, match=r"'x{80}' tokenizer"):
         load_tokenizer(small_bpe(tmp_path / "d.gguf", model="x" * 9999))
-    with pytest.raises(UsageError, match=r"pre='viken' is not known.* did you mean 'viking'\?$"):
+    with pytest.raises(UsageError, match=r"pre='viken' is .* did you mean 'viking'\?$"):
         load_tokenizer(small_bpe(tmp_path / "b.gguf", pre="viken"))
-    with pytest.raises(UsageError, match=r"pre='\u00d8{80}' is .* tokenizer.json does$"):
+    with pytest.raises(UsageError, match=r"pre='\u00d8{80}' is .* how text is split$"):
         load_tokenizer(small_bpe(tmp_path / "c.gguf", pre="\u00d8" * 9999))
 
 
@@ -327,7 +327,7 @@ def test_an_unknown_kind_or_pre_is_refused_with_what_to_do(tmp_path: Path) -> No
     [
         ({"tokens": None}, "there are 0 tokens"),
         ({"tokens": ["a", "a"], "token_type": None}, "1 tokens appear more than once"),
-        ({"tokens": [1, 2, 3]}, "tokens is not a list of str"),
+        ({"tokens": [1, 2, 3]}, "tokens has items that are not of type str"),
         ({"token_type": [1, 1]}, "token_type has 2 items"),
         ({"token_type": [9] * 263}, "token 0 has type 9"),
         ({"merges": None}, "there are no merges"),
@@ -347,7 +347,7 @@ def test_damaged_fields_are_named(tmp_path: Path, changes: dict[str, Any], reaso
 
 @pytest.mark.parametrize(
     ("limit", "reason"),
-    [("MAX_MERGES", "there are 4 merges, at most 3"), ("MAX_ADDED", "2 tokens are special or")],
+    [("MAX_MERGES", "there are 4 merges, more than 3"), ("MAX_ADDED", "2 tokens are special or")],
 )
 def test_more_than_a_library_can_take_in_seconds_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, reason: str

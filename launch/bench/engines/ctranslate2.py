@@ -53,7 +53,7 @@ def _spec(header: Mapping[str, Any]) -> Any:
     )
     spec.decoder.scale_embeddings = False
     spec.config.layer_norm_epsilon = own["attention.layer_norm_rms_epsilon"]
-    # Tokens that no model says by itself, or 0 where it must be one: nothing ends a text.
+    # These must be tokens. They have no effect, because end-of-text tokens are ignored.
     spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
     return spec
 

@@ -24,6 +24,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.attention import PART_FIELDS, PART_KEYS, DecodeBatch, Scores
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
 from parallel_llama.ops.cpu.ir import (
     LINE_BYTES,
@@ -44,8 +45,6 @@ from parallel_llama.ops.cpu.ir import (
 from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
-from parallel_llama.ops.decode_batch import PART_FIELDS, PART_KEYS, DecodeBatch
-from parallel_llama.ops.scores import Scores
 
 _MAX_CHUNK = 4  # queries of a KV head whose sums of values are in registers together
 _BLOCK_BYTES = 1 << 13  # values that all queries of a KV head use before the next values

@@ -34,6 +34,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.attention import NO_WINDOW, PART_KEYS, QueryChunk, Scores
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
 from parallel_llama.ops.cpu.ir import (
     I64,
@@ -55,10 +56,6 @@ from parallel_llama.ops.cpu.ir import (
 from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
-from parallel_llama.ops.decode_batch import PART_KEYS
-from parallel_llama.ops.paged_queries import NO_WINDOW
-from parallel_llama.ops.query_chunk import QueryChunk
-from parallel_llama.ops.scores import Scores
 
 _VECTORS = 3  # of columns in a block
 _KEYS = 2  # keys that are scored together; their partial sums fit the registers

@@ -20,6 +20,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
+from parallel_llama.ops.attention import QueryChunk, Scores
 from parallel_llama.ops.cpu.arguments import Bytes, Integer, Integers, T
 from parallel_llama.ops.cpu.gemm_amx import (
     make_gemm_amx,
@@ -53,8 +54,6 @@ from parallel_llama.ops.cpu.prefill_attention import (
     stack_array,
 )
 from parallel_llama.ops.cpu.vector_math import to_bfloat16
-from parallel_llama.ops.query_chunk import QueryChunk
-from parallel_llama.ops.scores import Scores
 
 _SIDE = 16  # rows of a tile, and its columns, keys or numbers
 _DEPTH = 2 * _SIDE  # numbers that a product of two tiles sums over

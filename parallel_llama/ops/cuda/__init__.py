@@ -1,14 +1,14 @@
-"""Kernels in Triton for a model on a CUDA device.
+"""Triton kernels for a model on a CUDA device.
 
-A step of a few rows reads every weight once; what counts is that few launches do it, and that none
-waits for the host. So a kernel asks the device nothing: its grid comes from shapes alone.
+A step of a few rows reads every weight once, so the number of launches and host synchronisations
+counts. Grids are computed from shapes alone, and no kernel synchronises.
 
-A row's result does not depend on how many rows there are, nor on what they are, to the last bit.
-Sums are in float32. A tile is a power of two, with a mask where fewer numbers are there.
+A row's bits do not depend on the other rows of the batch. Sums are in float32. Tile sizes are
+powers of two, with masks.
 
-A kernel is compiled once for a model, not again for another number of rows: Triton is told of the
-arguments that hang on it, for it makes another kernel for a 1 and for what 16 divides.
+A kernel is compiled once per model, not per number of rows: arguments that depend on the number of
+rows are marked as not specialised, since Triton would compile anew for 1 and for multiples of 16.
 
-Triton comes with torch for CUDA and with no other torch, so nothing outside of this folder imports
-it, and this folder is imported where a model is on such a device.
+Triton is installed with torch for CUDA alone, so only this folder imports Triton, and this folder
+is imported only for a model on a CUDA device.
 """

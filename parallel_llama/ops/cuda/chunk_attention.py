@@ -1,8 +1,8 @@
-"""Attention of consecutive queries of a sequence over keys in blocks: chunks of prompts.
+"""Prefill attention: consecutive queries of a sequence over keys in blocks.
 
-A program takes a tile of rows, which are pairs of a query and one of the query heads of a KV head,
-query by query, so that none is lost where groups of heads are uneven. It passes over the keys from
-the first that one of its queries sees to the last.
+A row is a pair of a query and one of the query heads of a KV head, ordered by query, so that uneven
+head counts waste no row. A program takes a tile of rows and iterates over the keys that its queries
+attend to.
 
 Source: FlashAttention 2, arXiv 2307.08691; grouped queries, arXiv 2305.13245.
 """
@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel_llama.ops.attention import NO_WINDOW, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
 from parallel_llama.ops.cuda.launch import launch, tile
 from parallel_llama.ops.cuda.softmax import add_keys, factors, nothing
-from parallel_llama.ops.paged_queries import NO_WINDOW, HeadMap, PagedQueries
-from parallel_llama.ops.scores import Scores
 
 
 def chunk_attention(
@@ -27,9 +26,9 @@ def chunk_attention(
     out: Tensor,
     scores: Scores,
 ) -> None:
-    """`TorchOps.paged_attention` of ranges of any length.
+    """`TorchOps.paged_attention` for ranges of any length.
 
-    Shapes: q, out [T, H, D], heads in one piece; k, v [K, n_slots, W].
+    Shapes: q, out [T, H, D], contiguous in [H, D]; k, v [K, n_slots, W].
     """
     head_dim, size = q.shape[2], tile(max(q.shape[2], 16))
     assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
@@ -48,7 +47,7 @@ def chunk_attention(
 
 
 def _tile(size: int, itemsize: int, is_packed: bool) -> tuple[int, int]:
-    """How many rows and keys a program takes at once: what fits into registers."""
+    """Rows and keys per tile, as many as fit into registers."""
     if itemsize == 4:
         return 32, 32 if size <= 128 else 16
     if size <= 128:
@@ -56,7 +55,7 @@ def _tile(size: int, itemsize: int, is_packed: bool) -> tuple[int, int]:
     return (32, 32) if is_packed else (64, 32)
 
 
-# A step's rows and blocks begin anywhere in its buffer: nothing is compiled again for that.
+# The rows and blocks of a step start anywhere in a buffer; alignment must not recompile.
 @triton.jit(do_not_specialize_on_alignment=["rows", "blocks"])
 def _attention(
     q, k, v, out, rows, blocks, bounds,
@@ -69,7 +68,7 @@ def _attention(
     row, blocks = tl.load(own).to(tl.int64), blocks + tl.load(own + 4)
     first_head = tl.load(bounds + kv_head)
     n_heads = tl.load(bounds + kv_head + 1) - first_head
-    # The last tiles first, for they have the most keys.
+    # The last tiles first, since they have the most keys.
     first = (tl.num_programs(2) - 1 - tl.program_id(2)) * ROWS
     if first >= n_queries * n_heads:
         return
@@ -82,18 +81,18 @@ def _attention(
     k, v = k + kv_head * k_stride, v + kv_head * v_stride
     top, total, sums = nothing(ROWS, SIZE)
     positions = start + query
-    oldest = positions - window  # the youngest key that is out of sight
+    oldest = positions - window  # the last key outside of the window
     begin = tl.maximum(start + first // n_heads - window + 1, first_key)
     end = start + tl.minimum((first + ROWS - 1) // n_heads + 1, n_queries)
     for base in range(begin, end, TILE):
         keys = base + tl.arange(0, TILE)
         is_there = keys < end
-        is_seen = (keys[None, :] > oldest[:, None]) & (keys[None, :] <= positions[:, None])
+        is_visible = (keys[None, :] > oldest[:, None]) & (keys[None, :] <= positions[:, None])
         slots = slots_of(blocks, keys - first_key, is_there, BLOCK)
         own_k = read(k, slots, is_there, q.dtype.element_ty, HEAD_DIM, SIZE)
         own_v = read(v, slots, is_there, q.dtype.element_ty, HEAD_DIM, SIZE)
         top, total, sums = add_keys(
-            top, total, sums, own_q, own_k, own_v, is_seen, factor, cap, CAPPED
+            top, total, sums, own_q, own_k, own_v, is_visible, factor, cap, CAPPED
         )
     out += (row + query)[:, None] * out_stride + heads[:, None] * HEAD_DIM + columns[None, :]
     tl.store(out, (sums / total[:, None]).to(out.dtype.element_ty), is_own)

@@ -1,8 +1,8 @@
-"""Attention of single queries over keys in blocks: a decode step.
+"""Decode attention: single queries over keys in blocks.
 
-The keys of a query are cut into splits, which its own number of keys decides; programs work on them
-side by side, for all query heads of a KV head at once, and what they find is merged split by split.
-So a result is the same to the last bit in any company, and for any number of programs.
+The keys of a query are cut into splits whose length depends on the number of its keys alone. Each
+program handles some splits for all query heads of a KV head, and the partial results are merged
+split by split. So a result depends neither on the batch nor on the number of programs.
 
 Source: FlashDecoding, https://pytorch.org/blog/flash-decoding; grouped queries, arXiv 2305.13245.
 """
@@ -14,19 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from parallel_llama.ops.attention import NO_WINDOW, HeadMap, PagedQueries, Scores
 from parallel_llama.ops.cuda.kv_rows import as_stored, read, slots_of
 from parallel_llama.ops.cuda.launch import launch, tile, warps
-from parallel_llama.ops.cuda.softmax import add_keys, factors, merged, nothing
-from parallel_llama.ops.paged_queries import NO_WINDOW, HeadMap, PagedQueries
-from parallel_llama.ops.scores import Scores
+from parallel_llama.ops.cuda.softmax import add_keys, factors, merge_states, nothing
 
-_PROGRAMS = 2048  # enough for any GPU; those that find nothing to do take time as well
-_ROOM_BYTES = 1 << 26  # for what is found in splits
-_TILE_BYTES = 1 << 14  # of keys that a program takes at once
-_SUM_BYTES = 1 << 14  # of queries, of so many heads that a program has registers for
-_MAX_SPLITS = tl.constexpr(64)  # of a query's keys
-_AT_ONCE = tl.constexpr(8)  # splits whose sums are on their way together
-# What is found in a split: sums, the largest score and the total, so that sums are well aligned.
+_PROGRAMS = 2048  # enough for any GPU; programs without work cost time as well
+_ROOM_BYTES = 1 << 26  # the limit for partial results
+_TILE_BYTES = 1 << 14  # of a tile of keys
+_SUM_BYTES = 1 << 14  # of a tile of queries, limited by registers
+_MAX_SPLITS = tl.constexpr(64)  # per query
+_AT_ONCE = tl.constexpr(8)  # splits that are loaded together
+# Numbers beside the sums of a split: the largest score, the total, and padding for alignment.
 _BESIDE = tl.constexpr(4)
 
 
@@ -40,11 +39,11 @@ def decode_attention(
     scores: Scores,
     n_programs: int | None = None,
 ) -> None:
-    """`TorchOps.paged_attention` where no range has more than one query.
+    """`TorchOps.paged_attention` for ranges of at most one query.
 
-    `n_programs` share the splits of a query's keys; by default what fills a GPU.
+    `n_programs` share the splits of a query; by default as many as fill a GPU.
 
-    Shapes: q, out [T, H, D], heads in one piece; k, v [K, n_slots, W].
+    Shapes: q, out [T, H, D], contiguous in [H, D]; k, v [K, n_slots, W].
     """
     (_, n_heads, head_dim), n = q.shape, len(queries.rows)
     assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
@@ -78,9 +77,9 @@ def decode_attention(
 
 
 def _tile(widest: int, head_dim: int, itemsize: int, is_packed: bool) -> tuple[int, int, int]:
-    """How many heads, keys and numbers of each a program takes at once: what registers hold.
+    """Heads, keys and numbers per tile, as many as fit into registers.
 
-    It is a matter of the model alone, for sums hang on it.
+    They depend on the model alone, since the order of sums depends on them.
     """
     size = tile(max(head_dim, 16))
     group = min(tile(max(widest, 16)), max(_SUM_BYTES // (size * itemsize), 16))
@@ -89,10 +88,10 @@ def _tile(widest: int, head_dim: int, itemsize: int, is_packed: bool) -> tuple[i
 
 
 def _programs(n_pairs: int, n_bytes: int) -> int:
-    """How many programs share the keys of each of so many pairs of a query and a KV head.
+    """Programs per pair of a query and a KV head.
 
-    With few pairs enough to fill a GPU. One where what they find would take too much memory, for
-    then there are many pairs: it needs no memory, and none to merge what it finds.
+    With few pairs, enough to fill a GPU. One, which needs no memory for partial results and no
+    merge, if these would take too much memory, since there are many pairs then.
     """
     if n_bytes > _ROOM_BYTES:
         return 1
@@ -102,10 +101,7 @@ def _programs(n_pairs: int, n_bytes: int) -> int:
 
 @triton.jit
 def _seen(rows, at, window, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr):
-    """What a range's query sees: the first key, how many there are, and how long a split is.
-
-    A range of no query sees nothing.
-    """
+    """The first key of a range, its number of keys (0 without a query), and a split's length."""
     own = rows + at * 5
     position, first_key = tl.load(own + 2), tl.load(own + 3)
     first = tl.maximum(first_key, position - window + 1)
@@ -114,7 +110,7 @@ def _seen(rows, at, window, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr):
     return first - first_key, n_keys, length
 
 
-# A step's rows and blocks begin anywhere in its buffer: nothing is compiled again for that.
+# The rows and blocks of a step start anywhere in a buffer; alignment must not recompile.
 @triton.jit(do_not_specialize_on_alignment=["rows", "blocks"])
 def _decode(
     q, k, v, out, found, rows, blocks, bounds,
@@ -127,7 +123,7 @@ def _decode(
     if tl.program_id(2) * length >= n_keys:
         return
     row, blocks = tl.load(rows + at * 5).to(tl.int64), blocks + tl.load(rows + at * 5 + 4)
-    part = tl.program_id(1) % n_parts * GROUP  # of a KV head's query heads, where these are many
+    part = tl.program_id(1) % n_parts * GROUP  # the first of this program's query heads
     heads = tl.load(bounds + kv_head) + part + tl.arange(0, GROUP)
     columns = tl.arange(0, SIZE)
     is_head = heads < tl.load(bounds + kv_head + 1)
@@ -136,7 +132,7 @@ def _decode(
     own_q = tl.load(q + row * q_stride + places, is_own, 0)
     k, v = k + kv_head * k_stride, v + kv_head * v_stride
     found += (at.to(tl.int64) * n_heads + heads) * (_MAX_SPLITS * (SIZE + _BESIDE))
-    # The same code for any number of programs, so that each rounds alike.
+    # The same code for any number of programs, so that all round alike.
     is_alone = tl.num_programs(2) == 1
     top, total, sums = nothing(GROUP, SIZE)
     for start in range(tl.program_id(2) * length, n_keys, tl.num_programs(2) * length):
@@ -153,7 +149,7 @@ def _decode(
                 factor, cap, CAPPED,
             )  # fmt: skip
         if is_alone:
-            top, total, sums = merged(top, total, sums, own_top, own_total, own_sums)
+            top, total, sums = merge_states(top, total, sums, own_top, own_total, own_sums)
         else:
             split = found + start // length * (SIZE + _BESIDE)
             tl.store(split[:, None] + columns[None, :], own_sums, is_own)
@@ -185,7 +181,7 @@ def _combine(
             own_sums = tl.load(split + columns, columns < n_columns, 0)
             own_top = tl.load(split + SIZE, is_there, -float("inf"))
             own_total = tl.load(split + SIZE + 1, is_there, 0)
-            top, total, sums = merged(top, total, sums, own_top, own_total, own_sums)
+            top, total, sums = merge_states(top, total, sums, own_top, own_total, own_sums)
     row = tl.load(rows + at * 5).to(tl.int64)
     result = (sums / total).to(out.dtype.element_ty)
     tl.store(out + row * out_stride + head * HEAD_DIM + columns, result, columns < HEAD_DIM)

@@ -1,4 +1,4 @@
-"""Floats of 8 bits as their bits, for GPUs without that type: the hardware has it from sm_89 on.
+"""Conversion of e4m3 floats in software, since GPUs have the type from sm_89 on only.
 
 Source: e4m3, FP8 formats for deep learning, arXiv 2209.05433.
 """
@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 
 
-# Two ways with the same results for numbers: each leaves its users the registers that they need.
+# Two functions with the same results for numbers, since each suits the registers of its callers.
 @triton.jit
 def from_e4m3(bytes_):
-    """Bytes of finite numbers as float32: the same bits, with an exponent from elsewhere."""
+    """The bytes of finite numbers as float32: the same bits, with the exponent rescaled."""
     bits = (bytes_.to(tl.int8, bitcast=True).to(tl.int32) << 20) & ~0x78000000
     return bits.to(tl.float32, bitcast=True) * 2.0**120
 
 
 @triton.jit
 def from_e4m3_or_nan(bytes_):
-    """The same of any bytes."""
+    """Any bytes as float32, NaN included."""
     bits = bytes_.to(tl.int32)
     rest = bits & 0x7F
     size = (rest << 20).to(tl.float32, bitcast=True) * 2.0**120
@@ -27,12 +27,11 @@ def from_e4m3_or_nan(bytes_):
 
 @triton.jit
 def to_e4m3(x):
-    """Numbers of no more than 448 in float32, rounded, as bytes."""
+    """float32 numbers up to 448, rounded to nearest even, as bytes."""
     bits = tl.abs(x).to(tl.int32, bitcast=True)
-    # 3 bits of a mantissa stay of 23, the nearest, of two the even one; and the exponent's bias of
-    # 127 becomes 7.
+    # Rounds the mantissa from 23 to 3 bits and changes the exponent's bias from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2 ** -6 they are multiples of 2 ** -9.
+    # Numbers below 2 ** -6 are multiples of 2 ** -9.
     small = ((tl.abs(x) * 512 + 12582912.0) - 12582912.0).to(tl.int32)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (tl.where(tl.abs(x) < 0.015625, small, normal) | sign).to(tl.uint8)

@@ -1,4 +1,4 @@
-"""Keys and values where they lie in the KV cache, in the rows that `ops.kv_rows` describes."""
+"""Reading keys and values from the KV cache, in the row layout of `ops.kv_rows`."""
 
 import torch
 import triton
@@ -12,22 +12,22 @@ _SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
 
 def as_stored(cache: Tensor) -> Tensor:
-    """A cache that kernels can read: fp8 as its bytes, since not every GPU has that type."""
+    """A cache as kernels read it: fp8 as bytes, since not every GPU has the type."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 @triton.jit
 def slots_of(blocks, keys, is_there, BLOCK: tl.constexpr):
-    """Where some keys lie, numbered from the first one of the first of these blocks."""
+    """The slots of keys that are numbered from the first key of the first block."""
     number = tl.load(blocks + keys // BLOCK, is_there, 0).to(tl.int64)
     return number * BLOCK + keys % BLOCK
 
 
 @triton.jit
 def read(cache, slots, is_there, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr):
-    """What one KV head keeps in some slots, [n, SIZE]; zeros where nothing is, and past the head.
+    """The rows of one KV head in some slots, [n, SIZE], padded with zeros.
 
-    Nothing is read of a slot that is not there: it may hold anything.
+    Masked slots are not read, since they may hold anything.
     """
     columns = tl.arange(0, SIZE)
     mask = is_there[:, None] & (columns < HEAD_DIM)[None, :]

@@ -1,4 +1,4 @@
-"""The one way from torch to a kernel."""
+"""Launching a kernel on torch's tensors, and sizes of tiles."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Tensor | float | None, **constants: Any
 ) -> None:
-    """Start a kernel on the current device, which has to be that of the tensors.
+    """Launch a kernel on the current device, which must be the device of the tensors.
 
-    Nothing is done where the first tensor is on the meta device, so that a whole step can be
-    followed without a card, nor where the grid is empty.
+    Does nothing if the first tensor is on the meta device, so that a step can run without a GPU, or
+    if the grid is empty.
     """
     first = next(each for each in arguments if isinstance(each, Tensor))
     if not first.is_meta and all(grid):
@@ -20,11 +20,11 @@ def launch(
 
 
 def tile(n: int) -> int:
-    """The size of a tile that n numbers fit in."""
+    """The smallest power of two that is not below n."""
     size: int = triton.next_power_of_2(max(n, 1))
     return size
 
 
 def warps(n: int) -> int:
-    """How many warps share a tile of so many numbers: 8 numbers a thread, where that many fit."""
+    """The number of warps for a tile of n numbers: 8 numbers per thread, from 1 to 16 warps."""
     return min(max(tile(n) // 256, 1), 16)

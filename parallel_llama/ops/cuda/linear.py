@@ -1,39 +1,50 @@
-"""Products of a few rows, for which a weight is read once.
+"""Products of a few rows with one weight, or each row with one of several weights.
 
-A program has some outputs, for MAX_ROWS rows, over all inputs or a part of them; a second launch
-adds up what the parts gave. The tile has room for so many rows however many there are, and parts
-hang on the weight's shape alone, so a row's sum is made in the same order in any company.
+A program computes some outputs of MAX_ROWS rows, over all inputs or a part of them; a second launch
+adds the parts. The tile always has MAX_ROWS rows, and the split depends only on the weight's shape,
+so a row's reduction order depends neither on the batch nor on its route.
+
+A routed program finds its weight and rows in `starts` on the device, so that the host need not
+synchronise: the grid has as many programs as any routes of this many rows can need, and programs
+without rows exit at once. Programs that read the same part of a weight are neighbours.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_llama.ops.cuda.launch import launch
+from parallel_llama.ops.cuda.launch import launch, tile
+from parallel_llama.ops.routes import Routes
 
 MAX_ROWS = 16
 
-_OUTPUTS = 64  # of a program: what the widest instruction for matrices takes
-_INPUT_BYTES = 256  # of one output, read at a time
-# Programs that keep a device of today busy, each with several reads under way.
-_PROGRAMS = 256
+_OUTPUTS = 64  # per program: the width of the largest matrix instruction
+_INPUT_BYTES = 256  # per output and iteration
+_PROGRAMS = 256  # enough to keep a GPU busy, each with several loads in flight
 _MAX_PARTS = 8
-_MIN_INPUTS = 512  # of a part
-SHAPE = {"ROWS": MAX_ROWS, "OUTPUTS": _OUTPUTS, "num_warps": 4, "num_stages": 4}  # of a program
+_MIN_INPUTS = 512  # per part
+_SHAPE = {"ROWS": MAX_ROWS, "OUTPUTS": _OUTPUTS, "num_warps": 4, "num_stages": 4}  # per program
 
-COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+# Rows per step, at least those of the largest CUDA graph. More would read a weight too often.
+MAX_ROUTED_ROWS = 256
+
+_ALIGNMENT = 16  # bytes per load
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` multiplies these, and is made for so few rows."""
-    return len(x) <= MAX_ROWS and x.dtype in COMPUTED and weight.dtype in COMPUTED
+    """Whether `linear` supports these dtypes and this number of rows."""
+    return len(x) <= MAX_ROWS and x.dtype in _TYPES and weight.dtype in _TYPES
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Y = X A + b, summed in float32; the weight in torch's order, perhaps with fewer bits.
+    """Y = X A + b, summed in float32; the weight in torch's order, perhaps in fewer bits.
 
     Shapes: [T, in], [out, in] -> [T, out].
     """
@@ -47,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         _product, (cut.n_blocks, cut.n_parts, triton.cdiv(n, MAX_ROWS)),
         x, weight, sums, bias if is_whole else None,
         n, n_inputs, n_outputs, x.stride(0), weight.stride(0), cut.part,
-        SIZE=cut.size, **SHAPE,
+        SIZE=cut.size, **_SHAPE,
     )  # fmt: skip
     if not is_whole:
         add_parts(sums, bias, y)
@@ -56,9 +67,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a product is shared out: blocks of outputs, parts of inputs, and inputs read at a time.
+    """How a product is split, which depends on the weight alone.
 
-    It hangs on the weight alone.
+    Args:
+        n_blocks: Blocks of outputs.
+        n_parts: Parts of the inputs.
+        part: Inputs per part.
+        size: Inputs per iteration.
     """
 
     n_blocks: int
@@ -68,7 +83,7 @@ class Cut:
 
     @classmethod
     def of(cls, n_outputs: int, n_inputs: int, itemsize: int) -> "Cut":
-        """That of a weight [n_outputs, n_inputs]."""
+        """The split of a weight [n_outputs, n_inputs]."""
         n_blocks, size = triton.cdiv(n_outputs, _OUTPUTS), _INPUT_BYTES // itemsize
         n_parts = parts_of(n_blocks, n_inputs)
         part = triton.cdiv(triton.cdiv(n_inputs, size), n_parts) * size
@@ -76,16 +91,75 @@ class Cut:
 
 
 def parts_of(n_blocks: int, n_inputs: int) -> int:
-    """Into how many parts inputs are cut, so that few blocks of outputs are many programs."""
+    """The number of parts of the inputs, so that few blocks of outputs are enough programs."""
     wanted = -(-_PROGRAMS // max(n_blocks, 1))
     return max(min(wanted, _MAX_PARTS, n_inputs // _MIN_INPUTS), 1)
 
 
 def add_parts(sums: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    """y = the sum of all parts, in their order, + b. Shapes: [n_parts, T, out], y [T, out]."""
+    """y = the sum of all parts, in order, + b. Shapes: sums [n_parts, T, out], y [T, out]."""
     n_parts, n, n_outputs = sums.shape
     grid = (triton.cdiv(n_outputs, 256), n)
     launch(_sum, grid, sums, bias, y, n, n_outputs, y.stride(0), N_PARTS=n_parts, SIZE=256)
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The fixed addresses of weights.
+
+    Args:
+        table: [n] int64, on the device of the weights.
+        alignment: A divisor of all addresses.
+    """
+
+    table: Tensor
+    alignment: int
+
+    @classmethod
+    def of(cls, addresses: Sequence[int], device: torch.device) -> "Addresses":
+        """Copy the addresses to the device, and wait for the copy."""
+        table = torch.tensor(addresses, dtype=torch.int64).to(device)
+        return cls(table, gcd(_ALIGNMENT, *addresses))
+
+
+def takes_routed(x: Tensor, weights: Sequence[Tensor], routes: Routes) -> bool:
+    """Whether `routed_linear` supports these dtypes and this number of rows."""
+    stored = {weight.dtype for weight in weights}
+    is_computed = x.dtype in _TYPES and len(stored) == 1 and stored <= {*_TYPES}
+    return is_computed and routes.max_rows <= MAX_ROUTED_ROWS
+
+
+def routed_linear(
+    x: Tensor, weights: Sequence[Tensor], addresses: Addresses, routes: Routes
+) -> Tensor:
+    """`TorchOps.routed_linear`, summed in float32.
+
+    Shapes: x [n, in], each weight [out, in] contiguous, at its address -> [P, out].
+    """
+    assert x.stride(1) == 1 and len(addresses.table) == len(weights) == len(routes.starts) - 1
+    assert all(weight.is_contiguous() for weight in weights)
+    (n_outputs, n_inputs), dtype = weights[0].shape, weights[0].dtype
+    n, n_weights = len(routes.targets), len(weights)
+    cut = Cut.of(n_outputs, n_inputs, dtype.itemsize)
+    y = x.new_empty(n, n_outputs)
+    is_whole = cut.n_parts == 1
+    sums = y if is_whole else x.new_empty(cut.n_parts, n, n_outputs, dtype=torch.float32)
+    launch(
+        _routed, (most_tiles(n, n_weights), cut.n_blocks, cut.n_parts),
+        x, addresses.table, sums, routes.sources, routes.targets, routes.starts,
+        n, n_weights, n_inputs, n_outputs, x.stride(0), cut.part,
+        STORED=_TYPES[dtype], ALIGNMENT=addresses.alignment, WEIGHTS=tile(n_weights + 1),
+        SIZE=cut.size, **_SHAPE,
+    )  # fmt: skip
+    if not is_whole:
+        add_parts(sums, None, y)
+    return y
+
+
+def most_tiles(n: int, n_weights: int) -> int:
+    """The largest number of tiles that n rows of some weights, or of none, can need."""
+    n_used = min(n, n_weights + 1)
+    return n_used + (n - n_used) // MAX_ROWS
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -115,7 +189,7 @@ def dots(
 ):  # fmt: skip
     """Products of rows of x and of a weight over some inputs, [OUTPUTS, ROWS] in float32.
 
-    Shapes: x [ROWS] and weight [OUTPUTS], where each row begins.
+    Shapes: x [ROWS] and weight [OUTPUTS], pointers to the start of each row.
     """
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for start in range(first, last, SIZE):
@@ -139,3 +213,51 @@ def _sum(sums, bias, y, n, n_outputs, y_stride, N_PARTS: tl.constexpr, SIZE: tl.
     if bias is not None:
         total += tl.load(bias + outputs, is_output, 0).to(tl.float32)
     tl.store(y + row.to(tl.int64) * y_stride + outputs, total.to(y.dtype.element_ty), is_output)
+
+
+# Neither the number of rows nor the alignment of their tensors recompiles the kernel.
+@triton.jit(
+    do_not_specialize=["n"], do_not_specialize_on_alignment=["sources", "targets", "starts"]
+)
+def _routed(
+    x, table, y, sources, targets, starts, n, n_weights, n_inputs, n_outputs, x_stride, part,
+    STORED: tl.constexpr, ALIGNMENT: tl.constexpr, WEIGHTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    weight, first, last = _rows_of(starts, tl.program_id(0), n, n_weights, WEIGHTS, ROWS)
+    if first >= last:
+        return
+    number = tl.program_id(2)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    places = first + tl.arange(0, ROWS)
+    is_output, is_row = outputs < n_outputs, places < last
+    # Rows without a weight are products over no inputs.
+    is_given = weight < n_weights
+    end = tl.where(is_given, min(number * part + part, n_inputs), 0)
+    address = tl.multiple_of(tl.load(table + weight, is_given, 0), ALIGNMENT)
+    own = tl.multiple_of(address.to(tl.pointer_type(STORED)), ALIGNMENT)
+    source = tl.load(sources + places, is_row, 0)
+    sums = dots(
+        x + source * x_stride, own + outputs.to(tl.int64) * n_inputs, is_row, is_output,
+        number * part, end, n_inputs, ROWS, OUTPUTS, SIZE,
+    )  # fmt: skip
+    target = tl.load(targets + places, is_row, 0)
+    at = (number * n + target[None, :]) * n_outputs + outputs[:, None]
+    tl.store(y + at, sums.to(y.dtype.element_ty), is_output[:, None] & is_row[None, :])
+
+
+@triton.jit
+def _rows_of(starts, number, n, n_weights, WEIGHTS: tl.constexpr, ROWS: tl.constexpr):
+    """The weight of a tile, and the start and end of its rows; start >= end for no rows.
+
+    Rows without a weight belong to weight number `n_weights`.
+    """
+    weights = tl.arange(0, WEIGHTS)
+    first = tl.load(starts + weights, weights <= n_weights, n).to(tl.int32)
+    last = tl.load(starts + weights + 1, weights < n_weights, n).to(tl.int32)
+    n_tiles = tl.cdiv(last - first, ROWS)
+    end = tl.cumsum(n_tiles, 0)
+    weight = tl.sum((end <= number).to(tl.int32), 0)
+    is_own = weights == weight
+    start = tl.sum(tl.where(is_own, first + (number - end + n_tiles) * ROWS, 0), 0)
+    return weight, start, tl.sum(tl.where(is_own, last, 0), 0)

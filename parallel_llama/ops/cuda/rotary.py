@@ -1,7 +1,7 @@
-"""Rotary embeddings, and the way of keys and values into the cache, in one launch.
+"""Rotary embeddings and the storing of keys and values in the cache, in one launch.
 
-A program has one head of one token: it turns a query in place, and packs a key, turned, or a value
-as `kv_rows` does, into its slot.
+A program has one head of one token: it rotates a query in place, or stores a rotated key or a value
+in its slot, packed as in `ops.kv_rows`.
 """
 
 import torch
@@ -16,17 +16,12 @@ from parallel_llama.ops.cuda.launch import launch, tile
 
 
 def can_store(head_dim: int, cache_dtype: torch.dtype) -> bool:
-    """Whether rows of a cache are written here: their scales lie where a float32 may lie."""
+    """Whether the kernel can write rows of a cache: their scales must be aligned as float32."""
     return cache_dtype not in kv_rows.LARGEST or head_dim % KV_SCALE_BYTES == 0
 
 
 def rotate_and_store(qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Rotate the queries in place; put rotated keys, and values, in their slots of the cache.
-
-    Shapes: qkv [T, H + 2 K, D], heads in interleaved order; rotations [T, 1, D / 2] complex64;
-    slots [T]; k, v [K, n_slots, W], rows as in `kv_rows`.
-    Source: RoFormer, arXiv 2104.09864.
-    """
+    """`TorchOps.rotate_and_store`, rotations in complex64. Source: RoFormer, arXiv 2104.09864."""
     n, n_heads, head_dim = qkv.shape
     n_kv_heads = len(k)
     turns = torch.view_as_real(rotations)
@@ -43,7 +38,7 @@ def rotate_and_store(qkv: Tensor, rotations: Tensor, slots: Tensor, k: Tensor, v
 
 
 def _parts_of(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """A cache as what its numbers are stored as, and the same memory as scales lie in it."""
+    """A cache as the dtype of its stored numbers, and as the dtype of its scales."""
     if cache.dtype not in kv_rows.LARGEST:
         return cache, cache
     return cache.view(torch.uint8), cache.view(torch.float32)
@@ -79,7 +74,7 @@ def _rotate_and_store(
 
 @triton.jit
 def _turned(x, turn):
-    """Pairs multiplied as complex numbers. Shapes: [pairs, 2] each."""
+    """The complex product of pairs. Shapes: [pairs, 2] each."""
     even, odd = tl.split(x)
     cos, sin = tl.split(turn)
     return tl.join(even * cos - odd * sin, even * sin + odd * cos)
@@ -87,12 +82,12 @@ def _turned(x, turn):
 
 @triton.jit
 def _store(cache, scales, at, numbers, x, is_there, head_dim, LARGEST: tl.constexpr):
-    """Put a row that begins at `at` into the cache."""
+    """Store a row that begins at `at` of the cache."""
     if LARGEST == 0:
         tl.store(cache + at + numbers, x.to(cache.dtype.element_ty), is_there)
     else:
         wide = x.to(tl.float32)
-        # nan where a number is no finite one, which makes nan of all that it is multiplied by.
+        # NaN if a number is not finite, which makes the whole row NaN.
         largest = tl.max(tl.abs(wide)) + tl.sum(wide * 0)
         scale = tl.div_rn(largest, LARGEST)
         scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
@@ -103,8 +98,8 @@ def _store(cache, scales, at, numbers, x, is_there, head_dim, LARGEST: tl.conste
 
 @triton.jit
 def _byte(x, LARGEST: tl.constexpr):
-    """Numbers of no more than LARGEST as int8, or as float8_e4m3fn, in bytes."""
+    """Numbers up to LARGEST as the bytes of int8 or float8_e4m3fn."""
     if LARGEST == 127:
-        # Added to it, a number leaves its nearest integer in the last bits; of two the even one.
+        # Adding and subtracting 1.5 * 2 ** 23 rounds to the nearest even integer.
         return ((x + 12582912.0) - 12582912.0).to(tl.int32).to(tl.uint8)
     return to_e4m3(x)

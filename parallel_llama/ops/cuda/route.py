@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and the rows of each expert: torch takes two dozen launches."""
+"""The experts of each token, and the rows of each expert; torch takes two dozen launches."""
 
 import torch
 import triton
@@ -9,14 +9,13 @@ from parallel_llama.ops.cuda.launch import launch, tile, warps
 from parallel_llama.ops.cuda.sort_key import sort_key
 from parallel_llama.ops.routes import Routes
 
-# Each is compared with all others.
-MAX_PAIRS = 4096
+MAX_PAIRS = 4096  # limited, since each pair is compared with all others
 
-_TILE = 64  # of what is counted, and of what is compared with it
+_TILE = 64  # pairs per program, and per iteration
 
 
 def route(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tensor]:
-    """`TorchOps.route` where the scores are there already; shares are in float32.
+    """`TorchOps.route` from the router's scores; the shares are in float32.
 
     Shapes: scores [T, n_experts] -> shares [T, n_active], experts [T, n_active].
     """
@@ -33,7 +32,7 @@ def route(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tenso
 
 
 def routes_of(experts: Tensor, own: range) -> tuple[Routes, Routes]:
-    """`TorchOps.routes_of` of MAX_PAIRS pairs at the most. Shapes: experts [T, n_active]."""
+    """`TorchOps.routes_of` for up to MAX_PAIRS pairs. Shapes: experts [T, n_active]."""
     n, n_active = experts.numel(), experts.shape[1]
     assert experts.is_contiguous() and n <= MAX_PAIRS
     tokens, order, pairs = experts.new_empty(3, n)
@@ -77,9 +76,9 @@ def _route(
 def _routes(
     experts, tokens, order, pairs, starts, n, n_active, first_expert, n_experts, TILE: tl.constexpr
 ):
-    """A pair's place is how many pairs come before it, by their experts, and then by themselves.
+    """The place of a pair is the number of pairs before it, sorted by expert and then by pair.
 
-    So is the start of an expert, as if it were a pair before all of its own.
+    The start of an expert is computed likewise, as the place of a pair before all of its pairs.
     """
     items = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_pair, expert = items < n, items - n
@@ -99,6 +98,6 @@ def _routes(
 
 @triton.jit
 def _keys(experts, pairs, n, first_expert, n_experts):
-    """Numbers in the order of a rank's own experts, others' last, and then of pairs."""
+    """Sort keys: this rank's experts first, then by expert, then by pair."""
     own = tl.load(experts + pairs, pairs < n, 0) - first_expert
     return tl.where((own >= 0) & (own < n_experts), own, n_experts) * n + pairs

@@ -1,7 +1,7 @@
-"""The softmax of attention, taken over keys as they come.
+"""The online softmax of attention.
 
-Of the keys so far there is a query's largest score, the sum of its weights relative to that, and
-the sum of the values by these weights. Scores are in units of log 2, since GPUs have a power of 2.
+The state of a query is its largest score so far, the sum of its weights relative to that score, and
+the weighted sum of values. Scores are scaled by log2(e), since GPUs compute powers of 2.
 
 Source: online softmax, arXiv 1805.02867; FlashAttention, arXiv 2205.14135.
 """
@@ -11,13 +11,13 @@ import math
 import triton
 import triton.language as tl
 
-from parallel_llama.ops.scores import Scores
+from parallel_llama.ops.attention import Scores
 
 _TWO_LOG2_E = tl.constexpr(2 * math.log2(math.e))
 
 
 def factors(scores: Scores, head_dim: int) -> tuple[float, float]:
-    """What a product of query and key is multiplied by, and then its tanh; 0 for none."""
+    """The factor on q k, and the factor on tanh of that; 0 for no soft cap."""
     scale, cap = scores.scale_of(head_dim), scores.soft_cap
     if cap is None:
         return scale * math.log2(math.e), 0.0
@@ -26,24 +26,24 @@ def factors(scores: Scores, head_dim: int) -> tuple[float, float]:
 
 @triton.jit
 def nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """What there is of no keys, for so many queries."""
+    """The state before the first key, for ROWS queries."""
     top = tl.full([ROWS], -float("inf"), tl.float32)
     return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, SIZE], tl.float32)
 
 
 @triton.jit
-def add_keys(top, total, sums, q, k, v, is_seen, factor, cap, CAPPED: tl.constexpr):
-    """The same with some more keys, of which each query sees some.
+def add_keys(top, total, sums, q, k, v, is_visible, factor, cap, CAPPED: tl.constexpr):
+    """The state after some more keys; `is_visible` masks those that a query attends to.
 
-    Shapes: top, total [ROWS], sums [ROWS, SIZE]; q [ROWS, SIZE]; k, v [n, SIZE]; is_seen [ROWS, n],
-    or [1, n] for all queries.
+    Shapes: top, total [ROWS], sums [ROWS, SIZE]; q [ROWS, SIZE]; k, v [n, SIZE]; is_visible
+    [ROWS, n], or [1, n] for all queries.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
     if CAPPED:
         scores = _tanh(scores) * cap
-    scores = tl.where(is_seen, scores, -float("inf"))
+    scores = tl.where(is_visible, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # A query that has seen no key yet gets weights of 0, not of nan.
+    # A query without a key so far gets weights of 0, not NaN.
     base = tl.where(new_top == -float("inf"), 0, new_top)
     weights = tl.exp2(scores - base[:, None])
     shrunk = tl.exp2(top - base)
@@ -53,8 +53,8 @@ def add_keys(top, total, sums, q, k, v, is_seen, factor, cap, CAPPED: tl.constex
 
 
 @triton.jit
-def merged(top, total, sums, top2, total2, sums2):
-    """What there is of both of two sets of keys, of which not both are empty.
+def merge_states(top, total, sums, top2, total2, sums2):
+    """The merged state of two sets of keys, at most one of them empty.
 
     Shapes: tops and totals [...], sums [..., SIZE].
     """
@@ -67,5 +67,5 @@ def merged(top, total, sums, top2, total2, sums2):
 
 @triton.jit
 def _tanh(x):
-    """1 - 2 / (exp(2 x) + 1), which stays finite on either side."""
+    """1 - 2 / (exp(2 x) + 1), which does not overflow to NaN."""
     return 1 - 2 / (tl.exp2(x * _TWO_LOG2_E) + 1)

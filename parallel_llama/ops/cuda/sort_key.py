@@ -1,4 +1,4 @@
-"""A score and a number as one integer, which has the order of both."""
+"""Sort keys: a score and a number as one integer, ordered by score, then by falling number."""
 
 import triton
 import triton.language as tl
@@ -9,9 +9,9 @@ _LAST = tl.constexpr((1 << 31) - 1)
 
 @triton.jit
 def sort_key(scores, numbers):
-    """Keys of float32 scores, larger for larger ones, of equal ones for smaller numbers.
+    """Keys that are larger for larger float32 scores and, of equal scores, for smaller numbers.
 
-    All are at least 0, and differ where the numbers do, whatever the scores are.
+    All keys are at least 0, and keys of different numbers differ, whatever the scores.
     """
     bits = (scores + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0, its equal
     rising = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + (1 << 31)
@@ -20,7 +20,7 @@ def sort_key(scores, numbers):
 
 @triton.jit
 def score_of(keys):
-    """The scores of some keys, in float32."""
+    """The float32 scores of some keys."""
     rising = ((keys >> _NUMBER_BITS) - (1 << 31)).to(tl.int32)
     return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

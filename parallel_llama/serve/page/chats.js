@@ -1,22 +1,22 @@
-// The list of chats: search, and what can be done with one or all.
+// The list of chats: search, and actions on one chat or on all.
 
+import { fromTemplate, showItems } from "./elements.js";
 import { conversationsOf, download, fileName, jsonOf, markdownOf } from "./exchange.js";
-import { fromTemplate, showItems } from "./template.js";
 
-const AROUND = 12; // characters before a text that was found
+const AROUND = 12; // characters of context before a match
 
 const byId = (id) => document.getElementById(id);
 
 export class ChatList {
-  // `page` has `opened` (the conversation on the page), `isAnswering(conversation)`, and what the list
-  // asks of it: `open(conversation)`, `remove(conversations)`, `take(conversations)`, `rename`, `say`.
+  // `page` has `opened` (the conversation that is shown), `isAnswering(conversation)`, and the actions
+  // `open(conversation)`, `remove(conversations)`, `take(conversations)`, `rename` and `say`.
   constructor(conversations, page) {
     Object.assign(this, { conversations, page, chosen: null });
     this.items = byId("chat-list");
     this.menu = byId("chat-menu");
     byId("search").addEventListener("input", () => this.show());
     byId("search").addEventListener("keydown", (event) => {
-      // Browsers empty the field; it is not meant for the answer.
+      // Esc clears the search field, and must not also stop an answer.
       if (event.key === "Escape" && event.target.value) event.stopPropagation();
     });
     this.items.addEventListener("click", ({ target }) => this.click(target));
@@ -129,7 +129,7 @@ export class ChatList {
   }
 }
 
-// Where a conversation has the query: "" for its title or no query, the text around it, or null.
+// The text around the first match in a conversation, "" if its title matches, or null.
 function foundIn({ title, turns }, query) {
   if (title.toLowerCase().includes(query)) return "";
   for (const text of turns.flatMap(({ question, answer }) => [question, answer.content])) {

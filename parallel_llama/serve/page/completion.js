@@ -1,7 +1,7 @@
-// One streamed answer of POST /v1/chat/completions.
+// A streamed answer of POST /v1/chat/completions.
 
-// A request that failed, in words for the reader: `what` happened, and `why`.
-export class Trouble extends Error {
+// A failed request, described for the user: `what` happened, and `why`.
+class Trouble extends Error {
   constructor(what, why = "") {
     super(what);
     this.what = what;
@@ -9,16 +9,60 @@ export class Trouble extends Error {
   }
 }
 
-// Yields the stream's events as they come: {content}, {finish_reason} and {usage}.
-// Throws Trouble; throws AbortError where `signal` stops it.
-export async function* streamCompletion(body, signal) {
+// Append the response to a request to `answer`, and call `draw` after each piece. `context` is the
+// model's context length, or 0.
+export async function receive(answer, body, context, signal, draw) {
+  const before = answer.measures ?? {};
+  const started = performance.now();
+  const seen = { n: 0, first: 0, last: 0 };
+  delete answer.ended;
+  delete answer.trouble;
+  try {
+    for await (const event of streamCompletion(body, signal)) {
+      if (event.content) {
+        answer.content += event.content;
+        seen.last = performance.now();
+        seen.first ||= seen.last;
+        seen.n += 1;
+      }
+      if (event.finish_reason) answer.ended = event.finish_reason;
+      answer.measures = measures(before, started, seen, event.usage);
+      draw();
+    }
+    answer.ended ??= "stop";
+    if (answer.ended === "length" && context && answer.measures.n_context >= context) answer.ended = "full";
+  } catch (error) {
+    answer.ended = signal.aborted ? "stopped" : "failed";
+    if (!signal.aborted) answer.trouble = trouble(error);
+  }
+}
+
+// Until the server sends the usage, each chunk counts as one token.
+function measures(before, started, { n, first, last }, usage) {
+  const n_tokens = usage?.completion_tokens ?? n;
+  return {
+    n_tokens: (before.n_tokens ?? 0) + n_tokens,
+    first_token_s: before.first_token_s || (first && (first - started) / 1000),
+    tokens_per_s: n_tokens > 1 && last > first ? (1000 * (n_tokens - 1)) / (last - first) : 0,
+    n_context: usage?.total_tokens ?? null,
+  };
+}
+
+function trouble(error) {
+  if (error instanceof Trouble) return { what: error.what, why: error.why };
+  return { what: "The page could not show the answer.", why: String(error) };
+}
+
+// Yields the stream's events: {content}, {finish_reason} and {usage}.
+// Throws Trouble, or AbortError if `signal` aborts the request.
+async function* streamCompletion(body, signal) {
   const response = await post(body, signal);
   let finished = false;
   for await (const data of serverSentEvents(response.body, signal)) {
     if (data === "[DONE]") return;
     const event = parsed(data);
     if (event.error) {
-      throw new Trouble("The server broke the answer off.", messageOf(event));
+      throw new Trouble("The server stopped with an error.", messageOf(event));
     }
     const choice = event.choices?.[0];
     if (choice?.delta?.content) yield { content: choice.delta.content };
@@ -28,7 +72,7 @@ export async function* streamCompletion(body, signal) {
     }
     if (event.usage) yield { usage: event.usage };
   }
-  if (!finished) throw new Trouble("The connection closed before the answer was whole.");
+  if (!finished) throw new Trouble("The connection closed before the answer was complete.");
 }
 
 async function post(body, signal) {
@@ -62,7 +106,7 @@ async function* serverSentEvents(stream, signal) {
     }
   } catch (error) {
     if (signal.aborted) throw error;
-    throw asTrouble(error, "The connection broke before the answer was whole.");
+    throw asTrouble(error, "The connection failed before the answer was complete.");
   } finally {
     reader.cancel().catch(() => {});
   }
@@ -72,20 +116,20 @@ function parsed(data) {
   try {
     return JSON.parse(data);
   } catch {
-    throw new Trouble("The server sent something that is no JSON.", data.slice(0, 200));
+    throw new Trouble("The server sent invalid JSON.", data.slice(0, 200));
   }
 }
 
-function asTrouble(error, what = "The server cannot be reached.") {
+function asTrouble(error, what = "The server is not reachable.") {
   if (error instanceof Trouble || error.name === "AbortError") return error;
   return new Trouble(what, "Is it still running?");
 }
 
 const REFUSALS = {
-  401: "The server asks for an API key. Load the page again to give one.",
+  401: "The server requires an API key. Reload the page to enter one.",
   404: "The server does not know this model.",
   413: "This conversation is too long for the server.",
-  429: "The server is busy: too many questions are waiting.",
+  429: "The server is busy: too many requests are waiting.",
   503: "The model is not ready yet.",
 };
 

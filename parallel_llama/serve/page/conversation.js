@@ -1,13 +1,12 @@
 // One conversation: its title and its turns.
 //
 // A turn is {id, at, version, question, answer}: `at` is when it was asked, `version` counts the
-// changes, `question` is a text. An answer is {content} and, once it has ended, `ended` ("stop",
-// "length", "full" where the context was used up, "stopped" by the reader, or "failed"), `trouble`
-// where it failed, and `measures`. It is `plain` where its markdown cannot be shown.
+// changes, `question` is a string. An answer is {content} and, once it has ended, `ended` ("stop",
+// "length", "full" if the context is full, "stopped" by the user, or "failed"), `trouble` if it
+// failed, and `measures`. It is `plain` if its Markdown cannot be rendered.
 //
-// Several tabs may change a conversation at once. `merge` brings two states together, in any order
-// and any number of times, with the same result: the turns of both, without those that either has
-// removed.
+// Several tabs may change a conversation at once. `merge` gives the same result in any order and any
+// number of times: the turns of both states without those that either has removed.
 
 const TITLE_CHARS = 80;
 const IDS = /^[\w-]{1,40}$/;
@@ -31,10 +30,10 @@ export class Conversation {
     this.named = Date.now();
   }
 
-  // Add a turn in the place of those from an index on. Returns the turn.
+  // Replace the turns from an index on by a new turn. Returns the new turn.
   ask(question, at = this.turns.length) {
     this.removed.push(...this.turns.splice(at).map((turn) => turn.id));
-    // A clock may have gone back since.
+    // The clock may have been set back.
     const now = Math.max(Date.now(), (this.turns.at(-1)?.at ?? 0) + 1);
     const turn = { id: newId(), at: now, version: 0, question, answer: { content: "" } };
     this.turns.push(turn);
@@ -42,13 +41,13 @@ export class Conversation {
     return turn;
   }
 
-  // To be called after each change of a turn.
+  // Call this after each change of a turn.
   touch(turn) {
     turn.version += 1;
     this.used = Date.now();
   }
 
-  // Take in another state of this conversation. Returns whether that one lacks something of this.
+  // Merge another state into this one. Returns whether the other state lacks something of this one.
   merge(other) {
     const theirs = new Map(other.turns.map((turn) => [turn.id, turn]));
     const gone = new Set([...this.removed, ...other.removed]);
@@ -69,8 +68,8 @@ export class Conversation {
     return lacks;
   }
 
-  // The messages of a request: the turns before an index, and then a question. Chat templates want
-  // questions and answers in turn, so a question without an answer is left out.
+  // The messages of a request: the turns before an index, then a question. Questions without an answer
+  // are omitted, because chat templates require alternating roles.
   messages(system, at, question) {
     const answered = this.turns.slice(0, at).filter((turn) => turn.answer.content);
     return [
@@ -84,14 +83,14 @@ export class Conversation {
   }
 }
 
-// Two tabs may have made the same version: the longer answer wins, so that both choose the same one.
+// If two tabs have created the same version, the longer answer wins in both.
 function isNewer(turn, other) {
   if (!other || turn.version !== other.version) return turn.version > (other?.version ?? 0);
   const [a, b] = [turn.answer.content, other.answer.content];
   return a.length === b.length ? a > b : a.length > b.length;
 }
 
-// The conversation of a stored or imported record; null where it is none.
+// The conversation of a stored or imported record; null if the record is invalid.
 export function conversationOf(record) {
   const { id, used, name = "", named = 0, turns, removed = [] } = record ?? {};
   const isOne =
@@ -115,7 +114,7 @@ function isTurn(turn) {
   );
 }
 
-// The conversation of the only record that earlier pages had: a list of messages.
+// The conversation in the single record of earlier versions of this page: a list of messages.
 export function conversationOfMessages(messages) {
   const conversation = new Conversation({ id: "first", used: Date.now() });
   for (const { role, content, ...rest } of Array.isArray(messages) ? messages : []) {

@@ -1,7 +1,7 @@
-// All conversations of this browser: in memory, and each in a record of its own.
+// All conversations of this browser: in memory, and each in its own stored record.
 //
-// So tabs with different conversations write different records. Tabs with the same one merge what
-// they read before they write, and again when they hear of a change.
+// Tabs with different conversations write different records. Tabs with the same conversation merge the
+// stored record before they write, and whenever another tab has changed it.
 
 import { conversationOf, conversationOfMessages } from "./conversation.js";
 import { load, names, onChangeElsewhere, remove, save } from "./stored.js";
@@ -9,21 +9,21 @@ import { load, names, onChangeElsewhere, remove, save } from "./stored.js";
 const START = "chat.";
 
 export class Conversations {
-  // `hear(conversation)` is called when another tab has changed one, or removed it.
-  constructor(hear) {
+  // `onChange(conversation)` is called when another tab has changed or removed a conversation.
+  constructor(onChange) {
     this.all = new Map();
-    this.unsaved = new Set(); // ids of those whose last change the browser did not keep
+    this.unsaved = new Set(); // ids whose last change the browser did not store
     for (const name of names(START)) {
       const conversation = conversationOf(load(name));
       if (conversation) this.all.set(conversation.id, conversation);
     }
     this.migrate();
-    // Answers that a reload has cut off. One that another tab still writes comes with its next save.
+    // Answers interrupted by a reload. If another tab still receives one, its next save corrects this.
     for (const { answer } of [...this.all.values()].flatMap(({ turns }) => turns)) {
       answer.ended ??= "stopped";
     }
     onChangeElsewhere((name) => {
-      if (name.startsWith(START)) this.take(name.slice(START.length), hear);
+      if (name.startsWith(START)) this.take(name.slice(START.length), onChange);
     });
   }
 
@@ -33,7 +33,7 @@ export class Conversations {
     if (!this.unsaved.size) remove("conversation");
   }
 
-  take(id, hear) {
+  take(id, onChange) {
     const stored = conversationOf(load(START + id));
     const own = this.all.get(id);
     if (stored && own) {
@@ -43,14 +43,14 @@ export class Conversations {
     } else {
       this.all.delete(id);
     }
-    if (stored || own) hear(own ?? stored);
+    if (stored || own) onChange(own ?? stored);
   }
 
   has({ id }) {
     return this.all.has(id);
   }
 
-  // The last used first.
+  // Most recently used first.
   get list() {
     return [...this.all.values()].sort((a, b) => b.used - a.used);
   }
@@ -60,7 +60,7 @@ export class Conversations {
     this.save(conversation);
   }
 
-  // Keep a change. A conversation that has been removed meanwhile stays so.
+  // Store a change. A conversation that has been removed in the meantime stays removed.
   save(conversation) {
     if (!this.has(conversation)) return;
     const stored = conversationOf(load(START + conversation.id));
@@ -73,7 +73,7 @@ export class Conversations {
     this.all.delete(conversation.id);
     remove(START + conversation.id);
     this.unsaved.delete(conversation.id);
-    // There may be room for them now.
+    // The storage may have room for them now.
     for (const id of this.unsaved) this.save(this.all.get(id));
   }
 }

@@ -1,4 +1,4 @@
-// Conversations as files, and back.
+// Export of conversations to files, and import.
 
 import { conversationOf } from "./conversation.js";
 
@@ -14,7 +14,7 @@ export function jsonOf(conversations) {
   return JSON.stringify({ format: FORMAT, conversations: titled }, null, 1) + "\n";
 }
 
-// Throws an Error whose message is for the reader.
+// Throws an Error with a message for the user.
 export function conversationsOf(text) {
   let file;
   try {
@@ -23,7 +23,7 @@ export function conversationsOf(text) {
     throw new Error("This file is not valid JSON.");
   }
   if (file?.format !== FORMAT || !Array.isArray(file.conversations)) {
-    throw new Error("This file has no conversations of this page.");
+    throw new Error("This file was not exported by this page.");
   }
   const conversations = file.conversations.map(conversationOf);
   if (conversations.includes(null)) throw new Error("A conversation in this file is damaged.");
@@ -38,7 +38,7 @@ export function download(name, type, text) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-// A file's name for a title: its letters and digits.
+// A file name made of a title's letters and digits.
 export function fileName(title) {
   const words = title.toLowerCase().match(/[\p{L}\p{N}]+/gu) ?? ["chat"];
   return words.join("-").slice(0, 60);

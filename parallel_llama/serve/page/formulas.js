@@ -1,14 +1,14 @@
-// LaTeX as MathML, which browsers lay out themselves. KaTeX makes it, and is loaded with the first
-// formula. Its MathML needs no styles and no fonts, so the page's policy stays as it is.
+// Renders LaTeX as MathML. KaTeX is loaded for the first formula; its MathML needs no styles and no
+// fonts, so the Content-Security-Policy allows it.
 
 import DOMPurify from "./vendor/purify.es.mjs";
 
-const MAX_CHARS = 4000; // of one formula; a longer one is shown as it is written
-const MAX_FORMULAS = 200; // of one paragraph
+const MAX_CHARS = 4000; // per formula; a longer one is shown as LaTeX
+const MAX_FORMULAS = 200; // per paragraph
 
 const OPTIONS = { output: "mathml", throwOnError: true, strict: "ignore", trust: false, maxExpand: 500, maxSize: 20 };
 
-// KaTeX's `class` and the source in its `annotation` are left out.
+// Omits KaTeX's `class` attributes and the LaTeX source in `annotation`.
 const ALLOWED = {
   ALLOWED_TAGS: [
     "math", "menclose", "mfrac", "mi", "mmultiscripts", "mn", "mo", "mover", "mpadded", "mphantom",
@@ -28,8 +28,8 @@ const ALLOWED = {
 let katex = null;
 let loading = null;
 
-// Extensions of marked: $..$ and \(..\) in a line, $$..$$ and \[..\] as a formula of its own. Beside
-// the dollars of a formula there are no spaces, and no digit follows: "$5 and $10" is none.
+// Extensions of marked: inline formulas $..$ and \(..\), displayed formulas $$..$$ and \[..\]. No space
+// is allowed inside the dollars and no digit after them, so that "$5 and $10" is not a formula.
 export const formulaExtensions = [
   {
     name: "formulaBlock",
@@ -50,7 +50,7 @@ export const formulaExtensions = [
   },
 ];
 
-// Where the first line after this one begins that begins with one of these marks.
+// The start of the first line after this one that begins with one of these marks.
 function lineWith(text, ...marks) {
   const found = marks.map((mark) => text.indexOf(`\n${mark}`) + 1).filter(Boolean);
   return found.length ? Math.min(...found) : undefined;
@@ -61,14 +61,14 @@ function token(type, match, isDisplayed) {
   return text ? { type, raw: match[0], text, isDisplayed } : undefined;
 }
 
-// The formula as it is written, until `showFormulas` has made it MathML.
+// The LaTeX source, until `showFormulas` replaces it by MathML.
 function written({ raw, isDisplayed }) {
   const text = raw.trim().replaceAll("&", "&amp;").replaceAll("<", "&lt;");
   return `<code class="${isDisplayed ? "formula displayed" : "formula"}">${text}</code>`;
 }
 
-// Turn the formulas of an element into MathML: at once where KaTeX is there, otherwise when it has
-// come. What KaTeX does not take stays as it is written.
+// Replace the formulas of an element by MathML, after KaTeX has been loaded. Formulas that KaTeX cannot
+// parse remain LaTeX.
 export function showFormulas(element) {
   const formulas = [...element.querySelectorAll("code.formula")].slice(0, MAX_FORMULAS);
   if (!formulas.length) return;
@@ -78,7 +78,7 @@ export function showFormulas(element) {
 
 function whenLoaded(then) {
   loading ??= import("./vendor/katex.min.js").then(() => (katex = globalThis.katex));
-  loading.then(then, () => (loading = null)); // the next formula asks again
+  loading.then(then, () => (loading = null)); // the next formula tries again
 }
 
 function show(element) {
@@ -88,7 +88,7 @@ function show(element) {
   let math;
   try {
     const html = katex.renderToString(source, { ...OPTIONS, displayMode });
-    // A `style` would be refused by the policy, with a message for each, even where it is dropped.
+    // The policy would report every `style` attribute, even one that DOMPurify removes.
     math = DOMPurify.sanitize(html.replaceAll(/ style="[^"]*"/g, ""), ALLOWED);
   } catch {
     return;
@@ -101,7 +101,7 @@ function show(element) {
   element.replaceWith(shown);
 }
 
-// Browsers know `columnalign` and `menclose` no more: the style object says the same.
+// Browsers no longer support `columnalign` and `menclose`: set the equivalent styles.
 function align(table) {
   const columns = (table.getAttribute("columnalign") ?? "").split(" ");
   for (const row of table.children) {

@@ -1,14 +1,19 @@
-// A model's markdown as elements that run nothing and load nothing.
+// Renders a model's Markdown as elements that cannot run scripts or load resources.
 //
-// Three fences, each enough alone: HTML in the text is shown as text, what marked makes of the rest
-// goes through DOMPurify, and the page's Content-Security-Policy allows no script but its own files.
+// Three defences, each sufficient: HTML in the text is escaped, marked's output is sanitised by
+// DOMPurify, and the Content-Security-Policy allows only the page's own scripts. highlight.js is
+// loaded for the first code block with a language.
 
 import { formulaExtensions, showFormulas } from "./formulas.js";
-import { highlight } from "./highlight.js";
 import { Marked } from "./vendor/marked.esm.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 
 const SLOW_MS = 500;
+const MAX_CODE_CHARS = 20_000; // longer code is not highlighted, because each new piece highlights it again
+const ALLOWED_IN_CODE = { ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"], RETURN_DOM_FRAGMENT: true };
+
+let highlighter = null;
+let loadingHighlighter = null;
 
 const marked = new Marked({
   gfm: true,
@@ -16,7 +21,7 @@ const marked = new Marked({
   extensions: formulaExtensions,
   renderer: {
     html: ({ text }) => escaped(text),
-    // An image would be loaded from wherever the model says.
+    // A link, because the model chooses where an image would be loaded from.
     image: ({ href, text }) => `<a href="${escaped(href)}">${escaped(text || href)}</a>`,
     checkbox: ({ checked }) => (checked ? "☑ " : "☐ "),
   },
@@ -49,11 +54,11 @@ function escaped(text) {
     .replaceAll('"', "&quot;");
 }
 
-// Show `text` in an element. Called again with a longer text, it replaces only the paragraphs, lists
-// and so on that changed: the others keep the reader's selection, and cost nothing.
+// Show `text` in an element. Another call with a longer text replaces only the blocks that changed, so
+// that the others keep the user's selection and cost nothing.
 //
-// Returns false where the text nests too deep to be parsed, or took so long that the page would soon
-// stand still. Such a text is to be shown with `showPlain` from then on.
+// Returns false if the text nests too deeply to be parsed, or parsing was so slow that the page would
+// soon freeze. Then use `showPlain` for this text.
 export function showMarkdown(element, text) {
   const started = performance.now();
   let blocks;
@@ -120,8 +125,28 @@ function addCodeHead(pre) {
   figure.prepend(head);
 }
 
-// Put text on the clipboard, and say so on the button. Browsers allow it on secure origins alone:
-// elsewhere the text's element is selected, for the reader's own copying.
+// Highlight the code of an element, after highlight.js has been loaded.
+function highlight(element, language) {
+  if (!language || element.textContent.length > MAX_CODE_CHARS) return;
+  if (highlighter) {
+    colour(element, language);
+    return;
+  }
+  loadingHighlighter ??= import("./vendor/highlight.min.js").then((module) => (highlighter = module.default));
+  loadingHighlighter.then(
+    () => colour(element, language),
+    () => (loadingHighlighter = null), // the next code block tries again
+  );
+}
+
+function colour(element, language) {
+  if (!highlighter.getLanguage(language)) return;
+  const { value } = highlighter.highlight(element.textContent, { language, ignoreIllegals: true });
+  element.replaceChildren(DOMPurify.sanitize(value, ALLOWED_IN_CODE));
+}
+
+// Copy text to the clipboard, and say so on the button. Browsers allow it on secure origins only;
+// elsewhere the text's element is selected for the user to copy.
 export async function copy(text, button, element) {
   const label = button.textContent;
   try {

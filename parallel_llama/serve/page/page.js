@@ -1,21 +1,20 @@
-// The chat page: what its buttons and keys do.
+// The chat page: handlers of its buttons and keys.
 
-import { receive } from "./answering.js";
 import { ChatList } from "./chats.js";
+import { receive } from "./completion.js";
 import { Conversation } from "./conversation.js";
 import { Conversations } from "./conversations.js";
+import { showItems, showToast } from "./elements.js";
 import { copy } from "./markdown.js";
 import { countTokens, roomWords, SCARCE_TOKENS } from "./room.js";
 import { Settings } from "./settings.js";
 import { Sides } from "./sides.js";
 import { count, isWell, shapeWords, stateWords, StatusPanel, watchStatus } from "./status.js";
 import { forgetAll, loadOfTab, onChangeElsewhere, saveOfTab } from "./stored.js";
-import { showItems } from "./template.js";
-import { showToast } from "./toast.js";
 import { editElement, growWithText, showTurn, turnElement } from "./turns.js";
 
-const BARS = 8; // of the mark: one for each rank, up to these
-const SAVE_EVERY_MS = 1000; // of an answer that is being written
+const BARS = 8; // of the logo: one per rank, at most this many
+const SAVE_EVERY_MS = 1000; // while an answer is generated
 const TYPING_MS = 300;
 
 const byId = (id) => document.getElementById(id);
@@ -37,11 +36,11 @@ const sides = new Sides(
 );
 
 let conversation = firstConversation();
-let model = null; // {id, max_model_len}, once the server has said it
+let model = null; // {id, max_model_len}, once the server has sent it
 let status = null;
 let hadTrouble = false; // since the last status
-let following = true; // the end of the conversation stays in view
-const answering = new Map(); // by a conversation's id: {turn, answer, stop} of the answer on its way
+let following = true; // scroll to the end of the conversation as it grows
+const answering = new Map(); // conversation id: {turn, answer, stop} of the answer being generated
 
 const chats = new ChatList(conversations, {
   get opened() {
@@ -60,7 +59,7 @@ const chats = new ChatList(conversations, {
 
 // ---- conversations ----
 
-// What this tab had open, or the last that was used.
+// The conversation that was open in this tab, or the last used one.
 function firstConversation() {
   const id = loadOfTab("open");
   const last = id === null ? conversations.list[0] : conversations.all.get(id);
@@ -94,7 +93,7 @@ function showConversation() {
   showModel();
 }
 
-// Store a change and show it, with what other tabs have changed meanwhile.
+// Store and show a change, merged with the changes of other tabs.
 function keep(changed) {
   conversations.save(changed);
   showUnsaved();
@@ -151,8 +150,8 @@ function takeChats(imported) {
 
 // ---- answers ----
 
-// Ask in place of the turns from an index on. Returns whether there was room for it; what is wrong
-// stands in `warning`.
+// Ask a question that replaces the turns from an index on. Returns whether it fits in the context; if
+// not, `warning` shows why.
 async function ask(text, warning, at = conversation.turns.length) {
   const asked = conversation;
   if (!text.trim() || !(await fits(text.trim(), warning, at)) || asked !== conversation) return false;
@@ -171,7 +170,8 @@ function regenerate(turn) {
   answer(conversation, turn);
 }
 
-// Let the model go on. It sees its answer without spaces at the end, so they are not shown either.
+// Let the model continue its answer. The model gets it without trailing spaces, so the page removes
+// them too.
 function goOn(turn) {
   turn.answer.content = turn.answer.content.trimEnd();
   answer(conversation, turn, true);
@@ -200,7 +200,7 @@ async function answer(asked, turn, goesOn = false) {
   await receive(answer, await request(asked, turn, goesOn), model?.max_model_len, running.stop.signal, draw);
   if (answering.get(asked.id) === running) answering.delete(asked.id);
   if (answer.trouble) {
-    model = null; // another server may answer next time
+    model = null; // the next answer may come from another server
     if (goesOn) answer.trouble.retry = "continue";
     hadTrouble = true;
   }
@@ -230,7 +230,7 @@ async function modelOfServer() {
       const response = await fetch("v1/models");
       model = (await response.json()).data[0];
     } catch {
-      return null; // the answer's own request says what is wrong
+      return null; // the request for the answer reports the error
     }
     showModel();
   }
@@ -242,7 +242,7 @@ function oncePerFrame(draw) {
   return () => {
     if (asked) return;
     asked = true;
-    // A page that is not seen has no frames.
+    // A hidden page has no animation frames.
     const next = document.hidden ? (then) => setTimeout(then, 100) : requestAnimationFrame;
     next(() => {
       asked = false;
@@ -269,7 +269,7 @@ function showContext() {
 
 // ---- room for a question ----
 
-// Does not wait for a server that has not said yet what its model is.
+// Does not wait if the server has not sent its model yet.
 async function fits(text, warning, at) {
   const { id, max_model_len } = model ?? {};
   const messages = conversation.messages(settings.system, at, text);
@@ -288,7 +288,7 @@ function showRoom() {
   else typing = setTimeout(() => fits(text, byId("room"), conversation.turns.length), TYPING_MS);
 }
 
-// ---- what a message's buttons do ----
+// ---- buttons of messages ----
 
 const DEEDS = {
   edit: (turn, element) => edit(turn, element),
@@ -335,7 +335,7 @@ function edit(turn, element) {
 
 function sendOnEnter(field, form) {
   field.addEventListener("keydown", (event) => {
-    // An input method's Enter takes its proposal.
+    // In an input method, Enter accepts a suggestion.
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     form.requestSubmit();
@@ -394,7 +394,7 @@ document.addEventListener("keydown", (event) => {
 byId("open-settings").addEventListener("click", () => byId("settings").showModal());
 byId("reset-settings").addEventListener("click", () => settings.reset());
 byId("forget").addEventListener("click", () => {
-  if (!confirm("Forget all chats and the settings?")) return;
+  if (!confirm("Delete all chats and settings from this browser?")) return;
   for (const { stop } of answering.values()) stop.abort();
   answering.clear();
   conversations.all.clear();
@@ -405,7 +405,7 @@ onChangeElsewhere((name) => {
   if (name === "settings" && !byId("settings").open) settings.restore();
 });
 
-// The answers so far, where the page goes away in the middle of them.
+// Store unfinished answers when the page is closed.
 addEventListener("pagehide", () => {
   for (const [id, { turn, answer, stop }] of answering) {
     stop.abort();
@@ -427,7 +427,7 @@ function showStatus(now) {
   statusPanel.show(now);
   settings.showDefaults(now?.defaults ?? {});
   byId("notice").hidden = isWell(now);
-  const words = now ? `${stateWords(now)}.` : "The server does not answer. The page tries again every second.";
+  const words = now ? `${stateWords(now)}.` : "The server does not answer. The page retries every second.";
   byId("notice").textContent = isWell(now) ? "" : words[0].toUpperCase() + words.slice(1);
   showModel();
   showMark(now?.ranks ?? []);

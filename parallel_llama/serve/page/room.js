@@ -1,17 +1,17 @@
-// Whether a conversation fits into the model's context.
+// Whether a conversation fits in the model's context.
 
 import { count } from "./status.js";
 
-// What a chat template may add, in tokens: to each message, and in all.
+// Tokens that a chat template may add to each message, and in total.
 const MESSAGE_TOKENS = 32;
 const TEMPLATE_TOKENS = 256;
 const PATIENCE_MS = 5000;
 
-// An answer with less room than this is worth a warning.
+// Warn if fewer tokens than this are left for the answer.
 export const SCARCE_TOKENS = 256;
 
-// Tokens of these messages in the model's template. Asks the server only where there may be more than
-// `most`, and gives null where there surely are not, or where the server does not say.
+// The number of tokens of these messages with the chat template. Asks the server only if there may be
+// more than `most`; null if there cannot be, or the server does not answer.
 export async function countTokens(model, messages, most) {
   if (Number.isNaN(most) || upperBound(messages) <= most) return null;
   try {
@@ -21,26 +21,26 @@ export async function countTokens(model, messages, most) {
       body: JSON.stringify({ model, messages }),
       signal: AbortSignal.timeout(PATIENCE_MS),
     });
-    if (response.status === 413) return Infinity; // a body that is too long, even for the server
+    if (response.status === 413) return Infinity; // the body is too long for the server
     return response.ok ? (await response.json()).count : null;
   } catch {
     return null;
   }
 }
 
-// No token is shorter than a byte.
+// A token has at least one byte.
 function upperBound(messages) {
   const bytes = messages.map(({ content }) => new Blob([content]).size + MESSAGE_TOKENS);
   return bytes.reduce((sum, each) => sum + each, TEMPLATE_TOKENS);
 }
 
-// A warning about `n` tokens before they are sent; "" where there is room.
+// A warning about `n` tokens before they are sent; "" if they fit.
 export function roomWords(n, context, isFirst) {
   if (n === null || context - n >= SCARCE_TOKENS) return "";
   const left = context - n;
   if (left > 0) return `${left === 1 ? "Only one token is" : `Only ${count(left)} tokens are`} left for the answer.`;
-  const tokens = n === Infinity ? "more text than the server takes" : `${count(n)} tokens`;
+  const tokens = n === Infinity ? "more text than the server accepts" : `${count(n)} tokens`;
   const what = isFirst ? "Your question has" : "This chat, with your question, has";
   const remedy = isFirst ? "Shorten it." : "Shorten the question, or start a new chat.";
-  return `${what} ${tokens}. The model takes ${count(context - 1)} at most. ${remedy}`;
+  return `${what} ${tokens}. The model accepts at most ${count(context - 1)}. ${remedy}`;
 }

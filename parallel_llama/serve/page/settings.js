@@ -1,10 +1,10 @@
-// The settings a reader has made, and the dialog that holds them.
+// The user's settings, and their dialog.
 
 import { load, save } from "./stored.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 
-// New tokens of an answer for which the reader has set no limit; "Continue" takes as many again.
+// Max tokens of an answer if the user has set no limit; "Continue" adds as many again.
 const DEFAULT_MAX_TOKENS = 1024;
 const WITHOUT_DEFAULT = { max_tokens: DEFAULT_MAX_TOKENS, seed: "random" };
 
@@ -18,11 +18,11 @@ export class Settings {
       this.showFaults();
       this.save();
     });
-    // A field with a wrong value keeps the dialog open, and Esc would lose its message.
+    // Esc must not close the dialog while a field is invalid: its message would be lost.
     dialog.addEventListener("cancel", (event) => {
       if (!this.form.reportValidity()) event.preventDefault();
     });
-    // A browser lets a second Esc through.
+    // Browsers close the dialog at a second Esc anyway.
     dialog.addEventListener("close", () => this.form.checkValidity() || this.restore());
   }
 
@@ -32,7 +32,7 @@ export class Settings {
     this.showFaults();
   }
 
-  // Words beside each field whose value cannot be taken.
+  // Show a message beside each field with an invalid value.
   showFaults() {
     for (const name of NUMBERS) {
       const field = this.field(name);
@@ -51,7 +51,7 @@ export class Settings {
     return this.field("system").value.trim();
   }
 
-  // The sampling parameters of a request: those that the reader has set, and a limit of tokens.
+  // The sampling parameters of a request: those that the user has set, and max_tokens.
   get sampling() {
     const given = NUMBERS.filter((name) => this.field(name).value !== "" && this.field(name).validity.valid);
     const values = given.map((name) => [name, this.field(name).valueAsNumber]);
@@ -60,7 +60,7 @@ export class Settings {
 
   showDefaults(defaults) {
     for (const name of NUMBERS) {
-      this.field(name).placeholder = defaults[name] ?? WITHOUT_DEFAULT[name] ?? "model’s own";
+      this.field(name).placeholder = defaults[name] ?? WITHOUT_DEFAULT[name] ?? "model default";
     }
   }
 
@@ -77,7 +77,7 @@ export class Settings {
   }
 }
 
-// What is wrong with the value of a number's field; "" where nothing is.
+// Why the value of a number field is invalid, or "".
 function fault({ validity, min, max, step }) {
   if (validity.valid) return "";
   const kind = step === "1" ? "a whole number" : "a number";

@@ -6,8 +6,8 @@ import { load, save } from "./stored.js";
 const drawer = matchMedia("(max-width: 70rem)"); // as in page.css
 
 export class Sides {
-  // `sides`: {name: {element, toggle, close}}, the column and its buttons. `covered`: the parts of
-  // the page that a drawer lies over.
+  // `sides`: {name: {element, toggle, close}}, the columns and their buttons. `covered`: the parts of
+  // the page that an open drawer covers.
   constructor(sides, covered, backdrop) {
     Object.assign(this, { sides, covered, backdrop });
     for (const [name, { toggle, close }] of Object.entries(sides)) {
@@ -19,7 +19,7 @@ export class Sides {
     placeAll();
   }
 
-  // As a wide window had it last. A column whose button is hidden stays hidden.
+  // Restores the column's state in a wide window. A column whose button is hidden stays hidden.
   place(name) {
     this.open(name, !this.sides[name].toggle.hidden && !drawer.matches && load(name, true));
   }
@@ -42,11 +42,11 @@ export class Sides {
     const open = element.hidden;
     if (!drawer.matches) save(name, open);
     this.open(name, open);
-    // In a wide window the button that closes a column is the one that opened it.
+    // In a wide window the same button opens and closes a column.
     (open && drawer.matches ? close : toggle).focus();
   }
 
-  // Returns whether there was a drawer to close.
+  // Returns whether a drawer was open.
   closeDrawer() {
     const name = drawer.matches ? this.openName : undefined;
     if (name) this.toggle(name);

@@ -1,14 +1,14 @@
-// The server's state from GET /status, and the panel that shows it.
+// The server's status from GET /status, and the panel that shows it.
 
-import { fromTemplate } from "./template.js";
+import { fromTemplate } from "./elements.js";
 
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
 const STALLED_S = 5;
 const SPEEDS_KEPT = 60;
 
-// Ask once a second, while `wanted()` and the page is seen. Calls `show` with the state, or with null
-// where the server does not answer. Ends, and returns, where the server has no /status.
+// Request the status once a second while `wanted()` and the page is visible. Calls `show` with it, or
+// with null if the server does not answer. Returns if the server has no /status.
 export async function watchStatus(wanted, show) {
   for (let first = true; ; first = false) {
     if (first || (wanted() && document.visibilityState === "visible")) {
@@ -33,8 +33,8 @@ async function askStatus() {
 const WORDS = {
   ready: "ready",
   loading: "loading the model",
-  restarting: "starting its ranks again",
-  draining: "finishing, takes nothing new",
+  restarting: "restarting its ranks",
+  draining: "shutting down, accepts no new requests",
   ended: "the model has stopped",
 };
 
@@ -49,7 +49,7 @@ export function isWell(status) {
   return stateWords(status) === "ready";
 }
 
-// "2 ranks, float32, 8,192 tokens of context", of what is known.
+// "2 ranks, float32, 8,192 tokens of context", or the parts of it that are known.
 export function shapeWords(status) {
   const { tp_size, dtype, quant, max_model_len } = status ?? {};
   return [
@@ -135,8 +135,8 @@ function showRank(row, { rank, up, memory_bytes, weight_bytes, cuda_bytes }, kvB
   shares(part(".reserved-bar"), [weight_bytes, kvBytes], most);
 }
 
-// Widths of a bar's parts. Set through the style object, which a Content-Security-Policy without
-// inline styles allows.
+// Set the widths of a bar's parts through the style object: the Content-Security-Policy forbids inline
+// styles.
 function shares(bar, parts, whole) {
   parts.forEach((part, index) => {
     const share = whole > 0 ? Math.min(Math.max((part ?? 0) / whole, 0), 1) : 0;

@@ -1,6 +1,6 @@
-// What outlasts a reload, in this browser alone.
+// Values that survive a reload, stored in this browser only.
 //
-// A browser may refuse storage, or have no more of it. The page then works without.
+// If the browser refuses storage, or has none left, the page works without it.
 
 const PREFIX = "parallel_llama.";
 
@@ -12,7 +12,7 @@ export function load(name, otherwise) {
   }
 }
 
-// Returns whether the browser has kept the value.
+// Returns whether the browser has stored the value.
 export function save(name, value) {
   try {
     localStorage.setItem(PREFIX + name, JSON.stringify(value));
@@ -30,7 +30,7 @@ export function remove(name) {
   }
 }
 
-// The names that begin with `start`.
+// The stored names that begin with `start`.
 export function names(start) {
   try {
     const all = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX + start));
@@ -40,14 +40,14 @@ export function names(start) {
   }
 }
 
-// Calls `hear(name)` when another tab has changed or removed a value.
-export function onChangeElsewhere(hear) {
+// Calls `onChange(name)` when another tab has changed or removed a value.
+export function onChangeElsewhere(onChange) {
   addEventListener("storage", ({ key, storageArea }) => {
-    if (key?.startsWith(PREFIX) && storageArea === localStorage) hear(key.slice(PREFIX.length));
+    if (key?.startsWith(PREFIX) && storageArea === localStorage) onChange(key.slice(PREFIX.length));
   });
 }
 
-// The same for this tab alone; a duplicate of the tab begins with a copy.
+// Values of this tab only; a duplicated tab starts with a copy of them.
 export function loadOfTab(name) {
   try {
     return sessionStorage.getItem(PREFIX + name);
@@ -60,7 +60,7 @@ export function saveOfTab(name, text) {
   try {
     sessionStorage.setItem(PREFIX + name, text);
   } catch {
-    // The tab begins anew after a reload.
+    // The value is lost on reload.
   }
 }
 

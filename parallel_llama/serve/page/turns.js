@@ -1,8 +1,8 @@
 // Questions and answers as elements of the page.
 
+import { fromTemplate } from "./elements.js";
 import { showMarkdown, showPlain } from "./markdown.js";
 import { count, decimal } from "./status.js";
-import { fromTemplate } from "./template.js";
 
 // A question with more lines or characters is folded.
 const FOLD_LINES = 12;
@@ -26,7 +26,7 @@ function fold(element, isFolded) {
   button.textContent = isFolded ? "Show more" : "Show less";
 }
 
-// Bring a turn's element up to what its answer holds by now.
+// Update a turn's element to the current state of its answer.
 export function showTurn(element, turn) {
   const { answer } = turn;
   const { content, ended, trouble, measures } = answer;
@@ -37,7 +37,7 @@ export function showTurn(element, turn) {
   showPlain(part(".thinking .prose"), thinking);
   answer.plain ||= !showMarkdown(part(".body"), body);
   if (answer.plain) showPlain(part(".body"), body);
-  // Screen readers read an answer once it is whole, and not word by word.
+  // Screen readers should read an answer once it is complete, not word by word.
   shown.ariaBusy = String(!ended);
   part(".waiting").hidden = Boolean(ended || body);
   part(".trouble").hidden = !trouble;
@@ -49,20 +49,20 @@ export function showTurn(element, turn) {
   part(".measures").textContent = ended ? measuresWords(measures ?? {}, ended) : "";
 }
 
-// A question as a form that holds its text; the caller hears its `submit` and its Cancel button.
+// A form to edit a question; the caller handles its `submit` and its Cancel button.
 export function editElement(text, nDropped) {
   const form = fromTemplate("edit-template");
   const field = form.querySelector("textarea");
   field.value = text;
   if (nDropped) {
     const dropped = nDropped === 1 ? "the message" : `the ${nDropped} messages`;
-    form.querySelector(".dropped").textContent = `Sending drops ${dropped} below`;
+    form.querySelector(".dropped").textContent = `Sending deletes ${dropped} below`;
   }
   growWithText(field);
   return form;
 }
 
-// A text area as high as its text; page.css says up to what height.
+// Let a text area grow with its text, up to the height in page.css.
 export function growWithText(field) {
   const grow = () => {
     field.style.height = "auto";
@@ -72,7 +72,7 @@ export function growWithText(field) {
   requestAnimationFrame(grow);
 }
 
-// Some models write down what they think first, between two marks.
+// Some models write their reasoning first, between two marks.
 function withoutThinking(text) {
   const [, thinking, body = ""] = /^\s*<think>(.*?)(?:<\/think>(.*))?$/s.exec(text) ?? [, "", text];
   return { thinking: thinking.trim(), body };

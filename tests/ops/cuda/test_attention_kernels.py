@@ -18,14 +18,14 @@ from parallel_llama.ops.cuda_ops import CUDAOps
 DECODED = ((1, 0), (1, 127), (0, 9), (1, 150), (1, 300))
 CHUNKS = ((3, 0), (0, 9), (1, 33), (17, 40), (4, 2))
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-# In the interpreter products in bfloat16 are none.
+# The interpreter has no products in bfloat16.
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)[: 3 if torch.cuda.is_available() else 2]
 HEAD_MAPS = [(3, 2), (1, 3, 3, 2), (71,), (8, 8), (1,)]
 PLAIN, CAPPED = Scores(), Scores(scale=0.7, soft_cap=2.0)
 
 
 class Decode(CUDAOps):
-    """Decode steps by so many programs for each query and KV head."""
+    """Decode attention with this number of programs per query and KV head."""
 
     def __init__(self, n_programs, scores=PLAIN):
         super().__init__(scores)
@@ -95,7 +95,7 @@ def test_keys_may_be_kept_in_bytes(device, cache_dtype):
 
 
 def test_every_byte_of_fp8_is_read_as_torch_reads_it(device):
-    """One key a query, so that its value is the result; a byte that is no number spoils its row."""
+    """With one key per query the result is its value; a NaN byte makes its row NaN."""
     numbers = torch.arange(256, dtype=torch.uint8).repeat(2, 1)
     scales = torch.full((2, 1), 0.5).view(torch.uint8)
     v = torch.cat((numbers, scales), -1).view(torch.float8_e4m3fn)
@@ -112,7 +112,7 @@ def test_every_byte_of_fp8_is_read_as_torch_reads_it(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_decoded_query_gets_to_the_last_bit_what_it_gets_alone(device, dtype):
-    """Whoever is beside it, however many programs share its keys, and wherever these lie."""
+    """For any batch, number of programs and location of the keys."""
     sample = make_sample(DECODED, (3, 2), 16, dtype=dtype, device=device)
     together = sample.run(Decode(1))
     for n_programs in (2, 3):

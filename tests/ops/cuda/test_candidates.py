@@ -1,4 +1,4 @@
-"""Kernels in Triton find the candidates that torch finds, and draw from them what it draws."""
+"""Candidates, and tokens sampled from them, are the same in Triton and torch."""
 
 from itertools import pairwise
 
@@ -22,15 +22,14 @@ SETTINGS = [
     (64, 0.5, 0.01, 2.0),
     (1, 1.0, 0.0, 1.0),
     (3, 0.2, 0.0, 1e-3),
-    (0, 0.999, 0.0, 40.0),  # whose nucleus has more than the candidates
+    (0, 0.999, 0.0, 40.0),  # a nucleus larger than the candidates
     (0, 1e-9, 0.0, 1.5),
     (9999, 0.9, 0.0, 0.5),  # more than there are
 ]
 CUTS = {
     1: [0, 1.0],
     3: [0, 0, 0.45, 1.0],
-    5: [0, 0.03, 0.03, 0.5, 0.98, 1.0],
-    7: [0, 0.001, 0.1, 0.3, 0.4, 0.7, 0.99, 1.0],
+    5: [0, 0.001, 0.03, 0.5, 0.98, 1.0],
 }
 
 
@@ -62,7 +61,7 @@ def test_the_largest_logits_whose_they_are_and_the_mass(device, dtype, n_rows, n
 
 
 def test_lists_are_merged_more_than_once(device):
-    """Parts of 1,024, their leaders 16 lists at a time, and again."""
+    """Lists of the top k of parts of 1024 logits are merged by 16, twice."""
     x, temperatures = torch.randn(1, 17 * 1024 + 5, device=device), rows_of(1, device)
     x[0, ::1000] += 9
     same(
@@ -104,7 +103,7 @@ def test_ranks_draw_together_what_torch_draws(device, tp_size, vocab_size):
     )
     whole = TorchOps().candidates(x, filters.noise.temperatures, K, 0)[None]
     assert ours == torchs == TorchOps().draw_filtered(whole, filters, vocab_size).tolist()
-    # With candidates for the whole vocabulary every row is settled.
+    # With candidates for the whole vocabulary every row is decided.
     assert 0 < ours.count(-1) < len(ours) / 2 if vocab_size > K else -1 not in ours
 
 

@@ -76,7 +76,7 @@ COUNTS = {
     "_lookup": 1,
     "_of_parts": 1,
     "_of_rows": 1,
-    "_leaders_of_parts": 1,
+    "_top_k_of_parts": 1,
     "_merge": 1,
     "_candidates": 1,
     "_draw_filtered": 2,

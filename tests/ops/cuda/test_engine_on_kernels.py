@@ -22,8 +22,9 @@ from parallel_llama.dtypes import Precision
 from parallel_llama.engine import decode_graphs
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
-from parallel_llama.model.moe import Expert
-from parallel_llama.model.transformer import Transformer, TransformerBlock
+from parallel_llama.model.layers import Backend
+from parallel_llama.model.moe import MixtureOfExperts
+from parallel_llama.model.transformer import Transformer
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -72,12 +73,14 @@ class Literals(TorchFunctionMode):
 
 
 def meta_runner(args: ModelArgs) -> ModelRunner:
-    """A runner whose model has shapes and no memory."""
+    """A runner with a model on the meta device."""
     plan, scores = make_plan(args, 1), Scores(args.attention_scale, args.attention_soft_cap)
-    model = Transformer(args, plan.shares[0], Solo(), CUDAOps(scores), torch.bfloat16)
-    for part in reversed([*model.modules()]):  # the inner ones first
-        if isinstance(part, TransformerBlock | Expert):
-            part.pack()
+    model = Transformer(args, plan.shares[0], Backend(Solo(), CUDAOps(scores), torch.bfloat16))
+    for block in model.layers:
+        if isinstance(block.feed_forward, MixtureOfExperts):
+            for expert in block.feed_forward.experts.values():
+                expert.fuse()
+        block.fuse()
     runner = ModelRunner(args, plan, Solo(), model)
     runner.reserve([64] * len(runner.groups), 16)
     return runner

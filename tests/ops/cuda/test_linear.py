@@ -1,4 +1,4 @@
-"""Products of a few rows are right, and each row's is the same in any company."""
+"""Products of a few rows in Triton: correct, and independent of the batch."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def cut_into(monkeypatch, n_parts):
     "shape", [(1, 300, 70), (3, 129, 1), (16, 37, 65), (0, 37, 5), (3, 0, 5), (2, 5, 0)], ids=str
 )
 def test_linear(device, monkeypatch, dtype, n_parts, has_bias, shape):
-    """Inputs and weights that are columns of more, around which there is nan."""
+    """Inputs and weights are views of some columns; the other columns are NaN."""
     cut_into(monkeypatch, n_parts)
     n, n_inputs, n_outputs = shape
     x, weight = (
@@ -41,7 +41,7 @@ def test_linear(device, monkeypatch, dtype, n_parts, has_bias, shape):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("n_parts", [1, 2])
-def test_a_row_is_multiplied_alike_in_any_company(device, monkeypatch, dtype, n_parts):
+def test_a_product_does_not_depend_on_the_batch(device, monkeypatch, dtype, n_parts):
     cut_into(monkeypatch, n_parts)
     x = torch.randn(16, 200, device=device).to(dtype)
     weight = torch.randn(20, 200, device=device).to(dtype)
@@ -62,7 +62,7 @@ def test_more_rows_are_torchs(device):
 
 
 def test_few_outputs_are_cut_into_parts_by_their_inputs():
-    """What a layer of Llama 3 8B multiplies with."""
+    """The weights of a layer of Llama 3 8B."""
     assert [kernels.parts_of(n // 64, 4096) for n in (4096, 6144, 28672, 128256)] == [4, 3, 1, 1]
     assert kernels.parts_of(64, 14336) == 4
     assert kernels.parts_of(1, 100) == kernels.parts_of(0, 4096) - 7 == 1

@@ -1,4 +1,4 @@
-"""Products by routes are those of torch, and each row's is what it is alone."""
+"""Routed products in Triton: those of torch, and independent of the batch."""
 
 from itertools import product
 
@@ -11,8 +11,7 @@ from parallel_llama.ops import Routes, TorchOps
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
 from parallel_llama.ops.cuda import linear as kernels
-from parallel_llama.ops.cuda import routed_linear as routed_kernels
-from parallel_llama.ops.cuda.routed_linear import MAX_ROUTED_ROWS, most_tiles
+from parallel_llama.ops.cuda.linear import MAX_ROUTED_ROWS, most_tiles
 from parallel_llama.ops.cuda_ops import CUDAOps
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no bfloat16 products
@@ -23,7 +22,7 @@ def cut_into(monkeypatch, n_parts):
 
 
 def random_routes(counts, n_sources, n_others, device):
-    """So many rows for each weight, in no order, and so many that none gives."""
+    """Routes with `counts` rows per weight and `n_others` rows without one, in random order."""
     n_given = sum(counts)
     n_rows = n_given + n_others
     sources = torch.randint(n_sources, (n_rows,), device=device)
@@ -33,7 +32,7 @@ def random_routes(counts, n_sources, n_others, device):
 
 
 def columns_of_more(n, n_columns, dtype, device):
-    """Between columns that are nan."""
+    """A view of some columns; the other columns are NaN."""
     around = torch.full((n, n_columns + 8), torch.nan, device=device).to(dtype)
     return around[:, 3:-5].normal_()
 
@@ -94,7 +93,7 @@ def test_weights_may_have_fewer_bits_than_inputs(device):
 
 
 def test_weights_of_several_dtypes_and_more_rows_are_torchs(device, monkeypatch):
-    monkeypatch.setattr(routed_kernels, "launch", None)
+    monkeypatch.setattr(kernels, "_routed", None)
     x = torch.randn(4, 50, device=device)
     weights = [torch.randn(9, 50, device=device) for _ in range(2)]
     for counts, own in (

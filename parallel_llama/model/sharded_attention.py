@@ -1,0 +1,66 @@
+"""Attention over a KV cache that is sharded by token.
+
+With more ranks than KV heads, several ranks would hold the same keys and values. Instead, each rank
+holds all KV heads for a part of the tokens. The queries of all ranks attend to every part, and the
+partial results are merged by their log-sum-exps, which is exact:
+
+    softmax([s1, s2]) [v1, v2] = (exp(l1) o1 + exp(l2) o2) / (exp(l1) + exp(l2))
+
+where o is the result over one part and l the log-sum-exp of its scores s.
+
+Source: online softmax, arXiv 1805.02867; blocks of it across devices, arXiv 2310.01889.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parallel_llama.model.batch import GroupBatch
+from parallel_llama.ops import TorchOps
+from parallel_llama.parallel.collectives import Communicator
+from parallel_llama.plan import Share
+
+
+def attend_to_all_parts(
+    q: Tensor, layer: int, batch: GroupBatch, share: Share, ops: TorchOps, comm: Communicator
+) -> Tensor:
+    """Softmax attention of this rank's queries over the keys of all ranks.
+
+    Shapes: q [T, H, D] local; the result [T, H * D] local.
+    Collective: two all_gathers, of the queries and of the partial results.
+    """
+    q = _of_all_ranks(q, share.peers, comm)  # [T, n_heads, D] replicated
+    wide = torch.promote_types(q.dtype, torch.float32)  # for the log-sum-exps
+    found = torch.zeros((*q.shape[:2], q.shape[2] + 1), dtype=wide, device=q.device)
+    found[..., -1] = -torch.inf
+    for tile in batch.tiles:
+        for run, past in zip(share.runs, tile.pasts, strict=True):
+            heads = slice(run.heads.start, run.heads.stop)
+            o, lse = ops.partial_attention(q[tile.queries, heads], *past.layer(layer), tile.mask)
+            found[tile.queries, heads, :-1], found[tile.queries, heads, -1] = o, lse
+    parts = comm.all_gather(found)  # [size, T, n_heads, D + 1]
+    return merge_lse(parts[:, :, share.heads.start : share.heads.stop]).to(q.dtype).flatten(1)
+
+
+def merge_lse(parts: Tensor) -> Tensor:
+    """Merges partial attention results, whose last column is the log-sum-exp of the scores.
+
+    The log-sum-exp of a part without keys is -inf. Shapes: [n_parts, T, H, D + 1] -> [T, H, D].
+    """
+    weights = parts[..., -1:].softmax(0)
+    total = parts[0, ..., :-1] * weights[0]
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        total += part[..., :-1] * weight
+    return total
+
+
+def _of_all_ranks(q: Tensor, peers: Sequence[range], comm: Communicator) -> Tensor:
+    """The queries of all ranks, by head. Shapes: [T, H, D] local -> [T, n_heads, D]."""
+    widest = max(map(len, peers))
+    own = q.new_zeros(len(q), widest, q.shape[2])  # padded for ranks with fewer heads
+    own[:, : q.shape[1]] = q
+    gathered = comm.all_gather(own)
+    return torch.cat(
+        [part[:, : len(heads)] for part, heads in zip(gathered, peers, strict=True)], 1
+    )

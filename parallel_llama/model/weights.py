@@ -1,0 +1,130 @@
+"""Loading the weights of a model, which are fused and moved to huge pages part by part."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from parallel_llama.config import ModelArgs
+from parallel_llama.families import parameters
+from parallel_llama.model.attention import Attention
+from parallel_llama.model.huge_pages import HugePages
+from parallel_llama.model.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+)
+from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts
+from parallel_llama.model.transformer import FeedForward, Transformer, TransformerBlock
+from parallel_llama.ops.formats import GroupWeight, Weight
+from parallel_llama.ops.groups import Groups
+from parallel_llama.plan import Share
+
+_Layer = (
+    Attention
+    | FeedForward
+    | MixtureOfExperts
+    | Matrix
+    | ColumnParallelLinear
+    | RowParallelLinear
+    | RMSNorm
+    | LayerNorm
+)
+
+
+class WeightLoader:
+    """Puts weights into a model, by their names.
+
+    On a CPU the first weight reserves memory with huge pages for all weights.
+
+    Args:
+        model: The model, without weights.
+        args: Its arguments.
+        share: The shard that this rank holds.
+    """
+
+    def __init__(self, model: Transformer, args: ModelArgs, share: Share) -> None:
+        self._model = model
+        self._huge_pages: HugePages | None = None
+        names = [param.name for param in filter(share.holds, parameters(args))]
+        self._weights: dict[str, Weight] = {name: getattr(*self._place(name)) for name in names}
+        self._n_missing = Counter(part for name in names for part in _parts_of(name))
+
+    def assign(self, name: str, values: Tensor | Groups) -> None:
+        """Set the values of one weight, which are this rank's shard of it.
+
+        Raises: KeyError for a name the model does not have, ValueError for another shape or for a
+        weight that is loaded already.
+        """
+        if name not in self._weights:
+            raise KeyError(f"the model has no weight {name}")
+        if self._huge_pages is None and values.device.type == "cpu":
+            self._huge_pages = HugePages([each.values for each in self._weights.values()])
+        try:
+            self._load(name, values)
+        except ValueError as error:
+            raise ValueError(f"weight {name} {error}") from error
+        for part in _parts_of(name):
+            self._n_missing[part] -= 1
+            if not self._n_missing[part]:
+                self._finalise(_part_at(self._model, part))
+
+    def complete(self) -> None:
+        """Check that every weight is loaded, after which the model can be called.
+
+        Raises: ValueError if a weight was never loaded.
+        """
+        missing = [name for name, weight in self._weights.items() if not weight.is_loaded]
+        if missing:
+            raise ValueError(f"{len(missing)} weights were never loaded: {missing[:10]}")
+
+    def _place(self, name: str) -> tuple[Any, str]:
+        """The layer that holds a weight, and the attribute."""
+        part, _, leaf = name.rpartition(".")
+        return _part_at(self._model, part), leaf
+
+    def _load(self, name: str, values: Tensor | Groups) -> None:
+        empty = self._weights[name]
+        if isinstance(values, Tensor):
+            empty.load(values)
+            return
+        self._weights[name] = GroupWeight.in_place_of(empty, values, self._model.ops.panel_rows)
+        setattr(*self._place(name), self._weights[name])
+
+    def _finalise(self, part: Any) -> None:
+        """Fuse the weights of a part that is complete, and move them to huge pages."""
+        if isinstance(part, TransformerBlock | Expert):
+            part.fuse()
+        if self._huge_pages is not None:
+            # Each once: without a gate, w1 is w13 as well.
+            self._huge_pages.move(dict.fromkeys(_weights_of(part)))
+
+
+def _part_at(model: Transformer, path: str) -> Any:
+    """The part of the model at a path such as layers.3.feed_forward.experts.5."""
+    part: Any = model
+    for name in path.split("."):
+        part = part[int(name)] if name.isdecimal() else getattr(part, name)
+    return part
+
+
+def _parts_of(name: str) -> list[str]:
+    """The parts of the model with this weight that are finalised as one, the inner one first.
+
+    >>> _parts_of("layers.3.feed_forward.experts.5.w1.weight"), _parts_of("norm.weight")
+    (['layers.3.feed_forward.experts.5', 'layers.3'], ['norm'])
+    """
+    path = name.split(".")
+    lengths = (5, 2) if "experts" in path else (2,) if path[0] == "layers" else (1,)
+    return [".".join(path[:length]) for length in lengths]
+
+
+def _weights_of(part: object) -> Iterator[Weight]:
+    """The weights of a part, its fused ones among them; those of experts are finalised before."""
+    for value in vars(part).values():
+        if isinstance(value, Weight):
+            yield value
+        elif isinstance(value, _Layer):
+            yield from _weights_of(value)

@@ -1,0 +1,127 @@
+"""Converts what the engine generated to the parts of OpenAI's replies."""
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+
+from parallel_llama.request import Completion, TokenLogprob
+from parallel_llama.serve.answer import Answer
+from parallel_llama.serve.asgi import EventStream, event
+from parallel_llama.serve.errors import error_reply
+from parallel_llama.serve.replies import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    ContentLogprob,
+    FinishReason,
+    PromptTokensDetails,
+    TopLogprob,
+    Usage,
+)
+from parallel_llama.serve.wire import Output
+from parallel_llama.tokenizer import Vocabulary
+
+
+async def streamed(chunks: AsyncGenerator[bytes]) -> EventStream:
+    """A stream that has its first event; an error after that becomes its last event.
+
+    Raises: what `chunks` raises before its first event, which can still be an HTTP error.
+    """
+    first = await anext(chunks)
+    return EventStream(first, _with_error(chunks))
+
+
+async def _with_error(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except Exception as error:
+        yield event(error_reply(error)[1].encode())
+    finally:
+        await chunks.aclose()
+
+
+def finish_reason(completion: Completion) -> tuple[FinishReason, str | int | None]:
+    """OpenAI's finish_reason; and a stop string, stop token id or reason that OpenAI lacks."""
+    match completion.finish_reason:
+        case "stop":
+            return "stop", completion.stop_reason
+        case "length":
+            return "length", None
+        case other:
+            return "length", other
+
+
+def usage_of(answers: Sequence[Answer], ended: Sequence[Completion]) -> Usage:
+    """Token counts of some requests; each prompt counts once."""
+    n_prompt = sum(len(answer.request.prompt) for answer in answers)
+    n_drawn = sum(len(completion.tokens) for completion in ended)
+    n_cached = sum(completion.n_cached_tokens for completion in ended if completion.choice == 0)
+    return Usage(
+        prompt_tokens=n_prompt,
+        completion_tokens=n_drawn,
+        total_tokens=n_prompt + n_drawn,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=n_cached),
+    )
+
+
+def logprobs_of(outputs: Iterable[Output], choice: int) -> list[TokenLogprob]:
+    """The log-probabilities of a choice's tokens, from all outputs of its request."""
+    return [one for output in outputs if output.choice == choice for one in output.logprobs]
+
+
+def chat_logprobs(
+    vocabulary: Vocabulary, scored: Iterable[TokenLogprob], n_top: int
+) -> ChatLogprobs:
+    content = []
+    for one in scored:
+        top = [_top_logprob(vocabulary, *pair) for pair in _top_of(one, n_top)]
+        own = _top_logprob(vocabulary, one.token, one.logprob)
+        content.append(
+            ContentLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top)
+        )
+    return ChatLogprobs(content=content)
+
+
+def completion_logprobs(
+    vocabulary: Vocabulary, scored: Sequence[TokenLogprob | None], first: int, n_top: int, at: int
+) -> CompletionLogprobs:
+    """Log-probabilities of a text completion.
+
+    Args:
+        scored: one item per token; None for the first token of an echoed prompt.
+        first: the id of that token.
+        at: offset in the text of the first token.
+    """
+    found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for one in scored:
+        text = _token_text(vocabulary, first if one is None else one.token)
+        found.tokens.append(text)
+        found.token_logprobs.append(None if one is None else one.logprob)
+        found.text_offset.append(at)
+        at += len(text)
+        if one is None:
+            found.top_logprobs.append(None)
+            continue
+        top = {
+            _token_text(vocabulary, token): value for token, value in reversed(_top_of(one, n_top))
+        }
+        found.top_logprobs.append({**top, text: one.logprob})
+    return found
+
+
+def _top_of(scored: TokenLogprob, n: int) -> list[tuple[int, float]]:
+    """The `n` most likely tokens at a position, with the sampled token if it is among them."""
+    pairs = [(scored.token, scored.logprob), *scored.top]
+    return sorted(pairs, key=lambda pair: -pair[1])[:n]
+
+
+def _token_text(vocabulary: Vocabulary, token: int) -> str:
+    """A token's text, or its bytes in OpenAI's form if they are not valid UTF-8."""
+    piece = vocabulary.piece(token, skip_special=False)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def _top_logprob(vocabulary: Vocabulary, token: int, logprob: float) -> TopLogprob:
+    piece = vocabulary.piece(token, skip_special=False)
+    return TopLogprob(token=piece.decode("utf-8", "replace"), logprob=logprob, bytes=list(piece))

@@ -1,0 +1,128 @@
+"""Products with quantised matrices in Triton: correct, and independent of the batch."""
+
+import pytest
+import torch
+from group_samples import (
+    BLOCKS,
+    FP8,
+    INT4_MIN,
+    INT8,
+    INTEGER_FORMS,
+    INTEGERS,
+    a_matrix,
+    every_float,
+    factors_of,
+    integers,
+)
+
+pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
+
+from parallel_llama.ops.cuda import quant_linear as kernels
+from parallel_llama.ops.cuda_ops import CUDAOps
+from parallel_llama.ops.groups import Groups, PanelShape, group_linear
+from parallel_llama.ops.groups import rounded_inputs as rounded_by_torch
+
+SOME = pytest.mark.parametrize("form", [INT8, INT4_MIN, BLOCKS["Q6_K"]], ids=lambda f: f.name)
+PARTS = pytest.mark.parametrize("n_parts", [1, 2])
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}  # of fp8 sums; the result is rounded
+
+
+def cut_into(monkeypatch, n_parts):
+    monkeypatch.setattr(kernels, "parts_of", lambda *_: n_parts)
+
+
+def multiplied(x, weight):
+    """Into a view of some columns."""
+    ops = CUDAOps()
+    shape = PanelShape(weight.form, weight.shape[1], ops.panel_rows, weight.n_before)
+    whole = torch.full((len(x), weight.shape[0] + 7), 5.0, dtype=x.dtype, device=x.device)
+    ops.group_linear(x, shape.pack(weight), shape, whole[:, 3:-4])
+    assert (whole[:, :3] == 5).all() and (whole[:, -4:] == 5).all()
+    return whole[:, 3:-4]
+
+
+@INTEGER_FORMS
+def test_a_product_is_the_exact_integer_where_scales_are_one(device, form):
+    """Inputs with a largest value of 127 in every group are quantised exactly."""
+    ones = torch.ones(9, -(-3 // form.n_shared), dtype=torch.float16)
+    mins = -5 * ones if form.has_min else None
+    weight = Groups(form, integers(form, 9, 96), ones, mins, factors_of(form, 9, 96))
+    x = integers(INT8, 3, 96)
+    x[:, ::32] = 127
+    exact = x.long() @ weight.values().long().T
+    ours = multiplied(x.float().to(device), weight.to(device))
+    assert torch.equal(ours.long().cpu(), exact)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_every_fp8_number_is_decoded_exactly(device, dtype):
+    weight, x = every_float().to(device), torch.eye(32, dtype=dtype, device=device)
+    expected = weight.values().T.to(dtype)
+    assert len(expected.unique()) == 253  # 0 has two
+    assert torch.equal(multiplied(x, weight), expected)
+
+
+@SOME
+@PARTS
+def test_an_integer_product_is_that_of_torch_for_any_shape(device, monkeypatch, form, n_parts):
+    """Groups of one block, and of two blocks."""
+    cut_into(monkeypatch, n_parts)
+    for n, k, m in [(0, 32, 3), (3, 96, 65), (17, 64, 5), (5, 64, 0), (2, 0, 3)]:
+        x = torch.randn(n, k, device=device)
+        weight = a_matrix(form, m, k, n_before=n + k // 32).to(device)
+        longest = weight.values().norm(dim=1).max().item() if m else 0
+        atol = 1e-5 * x.norm(dim=1).max().item() * longest if n else 0
+        expected = group_linear(x, weight)
+        torch.testing.assert_close(multiplied(x, weight), expected, rtol=0, atol=atol)
+
+
+@PARTS
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_an_fp8_product_is_that_of_float64_for_any_shape(monkeypatch, device, dtype, n_parts):
+    cut_into(monkeypatch, n_parts)
+    for n, k, m in [(0, 32, 3), (3, 96, 65), (17, 64, 5), (70, 32, 2), (5, 64, 0), (2, 0, 3)]:
+        x = torch.randn(n, 2 * k, device=device).to(dtype)[:, k:]  # a view of some columns
+        weight = a_matrix(FP8, m, k).to(device)
+        exact = x.double() @ weight.values().double().T
+        sizes = x.double().norm(dim=1)[:, None] * weight.values().double().norm(dim=1)
+        assert ((multiplied(x, weight) - exact).abs() <= TOLERANCE[dtype] * sizes).all()
+
+
+@PARTS
+@pytest.mark.parametrize("form", [FP8, INT8, INT4_MIN, BLOCKS["Q6_K"]], ids=lambda f: f.name)
+def test_a_product_does_not_depend_on_the_batch(device, monkeypatch, form, n_parts):
+    """Integers also for more than 16 rows, where one program has all parts."""
+    cut_into(monkeypatch, n_parts)
+    x, weight = torch.randn(17, 96, device=device), a_matrix(form, 5, 96).to(device)
+    together = multiplied(x[:16], weight)
+    for n in (1, 2, 9):
+        assert torch.equal(multiplied(x[16 - n : 16], weight), together[16 - n :])
+    if not form.is_float:
+        assert torch.equal(multiplied(x, weight)[:16], together)
+
+
+def test_inputs_and_results_may_be_in_half_precision(device):
+    x, weight = torch.randn(2, 64, device=device).half(), a_matrix(INT8, 9, 64).to(device)
+    expected = group_linear(x, weight)
+    torch.testing.assert_close(multiplied(x, weight), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in")
+@pytest.mark.parametrize("form", [FP8, INT4_MIN], ids=lambda f: f.name)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_affects_its_own_row_alone(device, wrong, form):
+    x, weight = torch.randn(3, 64, device=device), a_matrix(form, 20, 64).to(device)
+    x[1, 40] = wrong
+    result = multiplied(x, weight)
+    assert not result[1].isfinite().any() and result[[0, 2]].isfinite().all()
+
+
+def test_inputs_are_rounded_alike_by_kernels_and_torch(device):
+    sizes = torch.tensor([1e-38, 1e-31, 1e-20, 1.0, 1e30], device=device)
+    x = torch.randn(5, 320, device=device) * sizes[:, None]
+    for form in INTEGERS:
+        ours = kernels._rounded(x, form)
+        rounded, scales = rounded_by_torch(x)
+        assert torch.equal(ours[0], rounded.flatten(1)) and torch.equal(ours[1], scales)
+        sums = rounded.float().reshape(5, -1, 32 // form.n_parts).sum(-1)
+        assert torch.equal(ours[2], sums)
