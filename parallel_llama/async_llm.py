@@ -1,7 +1,6 @@
-"""Many requests at once from coroutines, answered by one model: what a server holds.
+"""Many requests at once from coroutines, run by one LLM on a thread of its own.
 
-A thread of its own runs the engine and nothing else; coroutines hand requests to it and take
-outputs from it. For rank 0; the other ranks serve in `rank_calls.serve_rank`.
+For rank 0; the other ranks run `rank_rpc.serve_rank`.
 """
 
 import asyncio
@@ -14,23 +13,26 @@ from threading import Thread
 
 import torch
 
-from parallel_llama.engine.engine import StepOutput
+from parallel_llama.engine.loop import EngineLoop, StepResult
+from parallel_llama.engine.outputs import StepOutput
 from parallel_llama.engine.prompts import Prompt
 from parallel_llama.engine.statistics import EngineStatistics
-from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.errors import UsageError
 from parallel_llama.llm import LLM
 from parallel_llama.request import Completion, Request, SamplingParams
 
 
 class Answer:
-    """One request on its way: iterate over its outputs, or await all its completions.
+    """The outputs of one submitted request: iterate over them, or await all its completions.
 
-    The outputs of all choices come in one stream. An answer nobody wants is to be cancelled.
+    The outputs of all choices arrive in one stream. Cancel an answer that is no longer wanted.
     """
 
-    def __init__(self, request: Request, messages: "_Messages") -> None:
+    def __init__(
+        self, request: Request, commands: "_Commands", deadline_s: float | None = None
+    ) -> None:
         self.request = request
-        self._messages = messages
+        self._commands, self._deadline_s = commands, deadline_s
         self._inbox: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
         self._n_open = request.params.n
 
@@ -38,17 +40,21 @@ class Answer:
         return self._outputs()
 
     async def completions(self) -> list[Completion]:
-        """Every choice's completion, in order; nothing that was iterated over before."""
+        """Every choice's completion, in order; without those that were iterated over before."""
         ended = [output.completion async for output in self if output.completion]
         return sorted(ended, key=lambda completion: completion.choice)
 
     def cancel(self) -> None:
-        """End it at the next step, if it has not ended; it still tells of its end."""
+        """End the request at the next step, if it has not ended; its last output still arrives."""
         if self._n_open:
-            self._messages.put(_Cancel(self))
+            self._commands.put(_Cancel(self))
+
+    def timeout_s(self) -> float | None:
+        """Seconds from now after which the request ends with what it has."""
+        return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def put(self, output: StepOutput | Exception) -> None:
-        """For the engine's owner, in the event loop."""
+        """Called by AsyncLLM, in the event loop."""
         self._inbox.put_nowait(output)
 
     async def _outputs(self) -> AsyncIterator[StepOutput]:
@@ -61,14 +67,8 @@ class Answer:
                 self._n_open -= output.completion is not None
                 yield output
         finally:
-            if self._n_open:  # whoever read this has gone away
+            if self._n_open:  # the reader has left early
                 self.cancel()
-
-
-@dataclass(frozen=True)
-class _Submit:
-    answer: Answer
-    late_s: float | None  # on the monotonic clock
 
 
 @dataclass(frozen=True)
@@ -76,34 +76,35 @@ class _Cancel:
     answer: Answer
 
 
-_Messages = queue.SimpleQueue[_Submit | _Cancel | None]
+# An answer starts its request, None ends the loop.
+_Commands = queue.SimpleQueue[Answer | _Cancel | None]
 
 
 class AsyncLLM:
-    """An LLM that many coroutines of one event loop ask at once; it owns the model from here on.
+    """An LLM for many coroutines of one event loop at once; it owns the LLM until `close`.
 
-    Make it inside the loop, and close it before that ends. Requests start in the order in which
-    they are submitted. A forward pass that gives no numbers fails the requests that are here with
-    NumericalError; any other error of the engine fails them and ends it.
+    Create it inside the event loop, and close it before the loop ends. Requests start in the order
+    in which they are submitted. A step that produces NaN or Inf fails all running requests with
+    NumericalError; any other error of the engine fails them and ends the engine.
 
-    Collective: the other ranks call `rank_calls.serve_rank`.
+    Args:
+        llm: the loaded model, on rank 0.
+
+    Collective: the other ranks call `rank_rpc.serve_rank`.
     """
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._loop = asyncio.get_running_loop()
-        self._messages: _Messages = queue.SimpleQueue()
-        # The engine thread's alone.
-        self._answers: dict[int, Answer] = {}  # by ticket
-        self._tickets: dict[Answer, int] = {}
-        # Written before the event loop hears of it, and only read there.
+        self._loop: EngineLoop[Answer] = EngineLoop(llm.ranks)
+        self._client = _QueueClient(self._loop)
+        # Written before the event loop learns of it, and only read there.
         self._error: Exception | None = None
         self._is_closed = False
         self._n_submitted = 0
         # One at a time: a tokenizer or chat template need not be safe for several threads.
         self._input_thread = ThreadPoolExecutor(1, "input_processor")
         self._n_threads = torch.get_num_threads()
-        self._thread = Thread(target=self._serve, name="engine", daemon=True)
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -116,30 +117,32 @@ class AsyncLLM:
         *,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Hand in one prompt, which is checked before this returns.
+        """Submit one prompt, which is checked before this returns.
 
-        An answer that takes longer than `timeout_s` from now on ends with what it has.
+        Args:
+            timeout_s: seconds from now after which the request ends with what it has.
 
-        Raises: UsageError for what cannot be done; RuntimeError once the engine has ended.
+        Raises: UsageError for a prompt or parameters that cannot run; RuntimeError after the engine
+        has ended.
         """
         self._require_open()
-        late_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         line, self._n_submitted = self._n_submitted, self._n_submitted + 1
-        request = await self._loop.run_in_executor(
+        request = await asyncio.get_running_loop().run_in_executor(
             self._input_thread, self._llm.input_processor.request, line, prompt, params
         )
         self._llm.engine.check(request)
-        self._require_open()  # and nothing is awaited before the message is in the queue
-        answer = Answer(request, self._messages)
-        self._messages.put(_Submit(answer, late_s))
+        self._require_open()  # nothing is awaited between this and the queue
+        answer = Answer(request, self._client.queue, deadline_s)
+        self._client.queue.put(answer)
         return answer
 
     async def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """Complete some prompts; the completions in order, choices of a prompt side by side.
+        """Complete several prompts. Returns: the completions by prompt, then by choice.
 
-        Their `index` is the prompt's place among these.
+        The `index` of a completion is the index of its prompt in `prompts`.
         """
         answers: list[Answer] = []
         try:
@@ -151,20 +154,20 @@ class AsyncLLM:
                 for completion in await answer.completions()
             ]
         finally:
-            for answer in answers:  # those that an error or a cancellation has left behind
+            for answer in answers:  # not awaited after an error or a cancellation
                 answer.cancel()
 
     def statistics(self) -> EngineStatistics:
-        """How busy the engine is; numbers may stem from two neighbouring steps."""
+        """The load of the engine; the numbers may belong to two consecutive steps."""
         return self._llm.engine.statistics()
 
     async def close(self) -> None:
-        """End what is running as cancelled, then the thread; the LLM is its caller's again.
+        """Cancel running requests and end the engine's thread; the caller owns the LLM again.
 
         Raises: the error that ended the engine, if one did.
         """
         self._is_closed = True
-        self._messages.put(None)
+        self._client.queue.put(None)
         await asyncio.to_thread(self._thread.join)
         self._input_thread.shutdown()
         if self._error is not None:
@@ -174,89 +177,72 @@ class AsyncLLM:
         if self._is_closed:
             raise RuntimeError("this AsyncLLM is closed; make another one")
         if self._error is not None:
-            raise RuntimeError("the engine has ended on an error; load it anew") from self._error
+            message = "the engine has ended on an error; load the model again"
+            raise RuntimeError(message) from self._error
 
-    # In the engine's thread
-
-    def _serve(self) -> None:
+    def _run(self) -> None:
+        """The engine's thread."""
         torch.set_num_threads(self._n_threads)  # OpenMP keeps this number for each thread
         try:
-            while self._take_in():
-                self._step()
-            for ticket in self._answers:
-                self._llm.engine.cancel(ticket)
-            while not self._llm.engine.idle:
-                self._step()
+            self._loop.run(self._client)
         except Exception as error:
             self._error = error
-            self._fail(error)
-            self._call(self._refuse_messages, error)
+            self._client.on_failed(self._loop.drop_all(), error)
+            self._client.refuse_commands(error)
 
-    def _take_in(self) -> bool:
-        """Take what has come, waiting where there is nothing to do; whether to go on."""
-        engine = self._llm.engine
-        while engine.idle or not self._messages.empty():
-            message = self._messages.get()
-            if message is None:
+
+class _QueueClient:
+    """The client of the engine's loop: commands come from a queue, outputs go to the event loop."""
+
+    def __init__(self, loop: EngineLoop[Answer]) -> None:
+        self.queue: _Commands = queue.SimpleQueue()
+        self._loop, self._event_loop = loop, asyncio.get_running_loop()
+
+    def take_commands(self, wait: bool) -> bool:
+        while wait or not self.queue.empty():
+            command, wait = self.queue.get(), False
+            if command is None:
                 return False
-            self._obey(message)
+            if isinstance(command, _Cancel):
+                self._loop.cancel(command.answer)
+            else:
+                self._submit(command)
         return True
 
-    def _obey(self, message: _Submit | _Cancel) -> None:
-        engine = self._llm.engine
-        if isinstance(message, _Cancel):
-            if message.answer in self._tickets:
-                engine.cancel(self._tickets[message.answer])
-            return
-        answer, late_s = message.answer, message.late_s
+    def _submit(self, answer: Answer) -> None:
         try:
-            ticket = engine.submit(
-                answer.request, None if late_s is None else late_s - time.monotonic()
-            )
+            self._loop.submit(answer, answer.request, answer.timeout_s())
         except UsageError as error:
-            self._call(answer.put, error)
-        else:
-            self._answers[ticket], self._tickets[answer] = answer, ticket
+            self._hand_out([(answer, error)])
 
-    def _step(self) -> None:
+    def on_step(self, result: StepResult[Answer]) -> None:
+        self._hand_out(result.outputs)
+
+    def on_failed(self, keys: Sequence[Answer], error: Exception) -> None:
+        self._hand_out([(answer, error) for answer in keys])
+
+    def refuse_commands(self, error: Exception) -> None:
+        """Fail the requests in the queue, and those that enter it before the event loop knows."""
+
+        def refuse() -> None:
+            while not self.queue.empty():
+                command = self.queue.get()
+                if isinstance(command, Answer):
+                    command.put(error)
+
+        self._call(refuse)
+
+    def _hand_out(self, outputs: Sequence[tuple[Answer, StepOutput | Exception]]) -> None:
+        def put() -> None:
+            for answer, output in outputs:
+                answer.put(output)
+
+        if outputs:
+            self._call(put)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Call a function in the event loop."""
         try:
-            outputs = self._llm.step()
-        except NumericalError as error:  # the engine has begun anew
-            self._fail(error)
-        else:
-            self._tell(outputs)
-
-    def _tell(self, outputs: Sequence[StepOutput]) -> None:
-        told = []
-        for output in outputs:
-            answer = self._answers[output.ticket]
-            told.append((answer, output))
-            if output.is_last:
-                del self._answers[output.ticket], self._tickets[answer]
-        if told:
-            self._call(_hand_out, told)
-
-    def _fail(self, error: Exception) -> None:
-        self._call(_hand_out, [(answer, error) for answer in self._tickets])
-        self._answers.clear()
-        self._tickets.clear()
-
-    def _call(self, function: Callable[..., None], *args: object) -> None:
-        """Call something in the event loop."""
-        try:
-            self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the loop has ended without `close`: nobody listens any more
-            self._messages.put(None)
-
-    # In the event loop
-
-    def _refuse_messages(self, error: Exception) -> None:
-        while not self._messages.empty():
-            message = self._messages.get()
-            if isinstance(message, _Submit):
-                message.answer.put(error)
-
-
-def _hand_out(told: Sequence[tuple[Answer, StepOutput | Exception]]) -> None:
-    for answer, output in told:
-        answer.put(output)
+            self._event_loop.call_soon_threadsafe(function)
+        except RuntimeError:  # the event loop has ended without `close`
+            self.queue.put(None)

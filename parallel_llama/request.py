@@ -1,8 +1,6 @@
-"""What is asked of the model and what comes back: requests, completions and stop conditions.
+"""Sampling parameters, requests and completions: plain data, validated here, without torch.
 
-Plain data and text, no torch. It does not know how tokens are drawn (see `sampling`) or when a
-request runs (see `scheduler`). Every value that reaches a Request was checked here, so nothing
-later has to check it again.
+Every value of a Request has been checked here, so that no later code has to check it again.
 """
 
 import hashlib
@@ -19,7 +17,7 @@ from parallel_llama.errors import ContextExceeded, UsageError, shown
 FinishReason = Literal["stop", "length", "interrupted", "cancelled", "timeout", "no_token"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
 
-# Below this the division by the temperature only costs digits: the draw is greedy already.
+# Below this temperature sampling is greedy: the division by it would only lose precision.
 MIN_TEMPERATURE = 1e-6
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -31,8 +29,8 @@ MAX_BAD_CHARS = 1 << 16  # of all bad words of one request together
 MAX_CHOICES = 128
 MAX_BIASES = 4096
 MAX_BIAS = 100.0
-MAX_PENALTY = 2.0  # of presence_penalty and frequency_penalty, to either side
-# Beyond these a float32 logit could become infinite, and no penalty that is meant comes close.
+MAX_PENALTY = 2.0  # absolute value of presence_penalty and frequency_penalty
+# Beyond these limits a float32 logit could overflow.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_SALT_BYTES = 256
 MAX_GRAMMAR_BYTES = 64 << 10
@@ -41,9 +39,13 @@ MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a completion must look like, as its author wrote it; checked for its size alone.
+    """A grammar that a completion must match; only its size is checked here.
 
-    Raises: UsageError for an unknown kind, and for a text that is empty or too long.
+    Args:
+        kind: json_schema, regex or lark.
+        text: the grammar's source.
+
+    Raises: UsageError for an unknown kind, and for a source that is empty or too long.
     """
 
     kind: GrammarKind
@@ -59,7 +61,7 @@ class Grammar:
 
 
 class _ShortRepr:
-    """The repr of a dataclass, without the fields that have their default."""
+    """A repr of a dataclass without the fields that have their default value."""
 
     def __repr__(self) -> str:
         given = (
@@ -71,8 +73,8 @@ class _ShortRepr:
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number of any library as Python's; None for anything else."""
-    if isinstance(value, bool):  # an int to Python; `top_k=True` is a mistake to a person
+    """An integer of any library as an int; None for anything else."""
+    if isinstance(value, bool):  # an int to Python, but `top_k=True` is a mistake
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
@@ -110,24 +112,24 @@ def _checked_bool(name: str, value: object) -> bool:
 
 def _checked_grammar(name: str, value: object) -> Grammar:
     if not isinstance(value, Grammar):
-        raise UsageError(f"{name}={shown(value)} is no Grammar; give its kind and text")
+        raise UsageError(f"{name}={shown(value)} must be a Grammar; give its kind and text")
     return value
 
 
 def _checked_text(name: str, value: object, max_bytes: int) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{name}={shown(value)} is no text")
+        raise UsageError(f"{name}={shown(value)} must be a string")
     try:
         n_bytes = len(value.encode())
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} holds half a surrogate pair, which is no character") from error
+        raise UsageError(f"{name} holds half a surrogate pair, which is not a character") from error
     if n_bytes > max_bytes:
         raise UsageError(f"{name} has {n_bytes} bytes; use at most {max_bytes}")
     return value
 
 
 def items_of(value: object) -> list[Any] | None:
-    """The items of any sequence, set or array; None for what holds none, such as a text."""
+    """The items of any sequence, set or array; None for anything else, such as a string."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     to_list = getattr(value, "tolist", None)  # an array of numpy, or a tensor
@@ -140,7 +142,7 @@ def _checked_texts(name: str, value: object, max_items: int, max_chars: int) -> 
     if items is None or not all(isinstance(each, str) for each in items):
         raise UsageError(f"{name}={shown(value)} is not a list of strings; write it as ['...']")
     if "" in items:
-        raise UsageError(f"{name} holds an empty string, which is everywhere; leave it out")
+        raise UsageError(f"{name} holds an empty string, which matches everywhere; leave it out")
     n_chars = sum(map(len, items))
     if len(items) > max_items or n_chars > max_chars:
         raise UsageError(
@@ -183,33 +185,47 @@ _PENALTY = (_checked_float, -MAX_PENALTY, MAX_PENALTY, "; 0 turns it off")
 
 
 def _setting(default: Any, checked: Any, *limits: Any, or_none: bool = False) -> Any:
-    """A field that is checked against limits; None is a value too where it is the default."""
+    """A field that `checked` validates against limits; a default of None allows None."""
     check = (checked, limits, or_none or default is None)
     return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True, repr=False)
 class SamplingParams(_ShortRepr):
-    """How the tokens of one request are drawn and when it ends; checked when it is made.
+    """How the tokens of a request are sampled and when it ends; validated when it is constructed.
 
-    What changes the logits comes in this order: logit_bias; min_tokens and grammar, which forbid
-    tokens; repetition_penalty; presence_penalty and frequency_penalty; temperature; and then the
-    filters top_k, top_p and min_p (relative to the likeliest token). A temperature below
-    MIN_TEMPERATURE is greedy: it takes the largest logit and ignores the filters.
+    Logits are modified in this order: logit_bias; min_tokens and grammar, which forbid tokens;
+    repetition_penalty; presence_penalty and frequency_penalty; temperature; top_k, top_p and min_p.
 
-    `n` completions are drawn, each a choice of its own, of at most `max_tokens` tokens; None is as
-    many as the context has room for. Before `min_tokens` tokens neither an eos or stop id can be
-    drawn nor a stop string ends the completion. `repetition_penalty` divides the positive and
-    multiplies the negative logits of every token of prompt and completion; `presence_penalty` is
-    subtracted once, and `frequency_penalty` once per occurrence, from those of the completion.
-    `logprobs` and `prompt_logprobs` ask for that many alternatives beside the chosen token, and
-    beside each token of the prompt. Of `allowed_token_ids` alone tokens are drawn, and none that
-    would complete one of the `bad_words` in the completion. A stop string is a part of the text
-    with `include_stop_str_in_output`, and special tokens are without `skip_special_tokens`.
-    Requests with different `cache_salt` share nothing through the prefix cache.
+    Args:
+        max_tokens: most tokens of a completion; None for as many as fit into the context.
+        temperature: divides the logits. Below MIN_TEMPERATURE sampling is greedy: it takes the
+            largest logit and ignores top_k, top_p and min_p.
+        top_p: keeps the likeliest tokens whose probabilities sum to this.
+        top_k: keeps this many likeliest tokens; 0 or -1 for all.
+        min_p: keeps the tokens with at least this fraction of the likeliest token's probability.
+        seed: makes sampling reproducible.
+        stop: strings that end the completion; a single string is allowed too.
+        stop_token_ids: token ids that end the completion.
+        ignore_eos: do not end at the model's eos tokens.
+        logprobs: return log-probabilities, with this many alternatives for each token.
+        prompt_logprobs: the same for the tokens of the prompt.
+        n: number of completions (choices).
+        min_tokens: before this many tokens no eos or stop id is drawn, and no stop string ends the
+            completion.
+        repetition_penalty: divides positive logits and multiplies negative logits of every token
+            in the prompt and the completion.
+        presence_penalty: subtracted from the logits of every token in the completion.
+        frequency_penalty: subtracted once for each occurrence of a token in the completion.
+        logit_bias: a mapping of token ids to values that are added to their logits.
+        grammar: a grammar that the completion must match.
+        cache_salt: requests with different salts do not share the prefix cache.
+        bad_words: strings that are not generated.
+        allowed_token_ids: only these token ids are drawn.
+        include_stop_str_in_output: keep the stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
 
-    Lists may be given as any sequence or array, `stop` as a single string, `logit_bias` as any
-    mapping of token ids to biases, and a `top_k` of -1 for 0, as in vLLM.
+    Lists may be any sequence, set or array.
 
     Raises: UsageError for a value of the wrong type or out of range.
     """
@@ -245,7 +261,7 @@ class SamplingParams(_ShortRepr):
             checked, limits, or_none = setting.metadata["check"]
             given = getattr(self, setting.name)
             if given is not None or not or_none:
-                # The fields are frozen; what was given is stored in the declared type.
+                # The fields are frozen; the value is stored in its declared type.
                 object.__setattr__(self, setting.name, checked(setting.name, given, *limits))
         object.__setattr__(self, "top_k", max(0, self.top_k))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -264,12 +280,12 @@ class SamplingParams(_ShortRepr):
 
     @property
     def is_filtered(self) -> bool:
-        """Whether any filter can take a token away before the draw."""
+        """Whether top_k, top_p or min_p can exclude a token."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a draw depends on which tokens came before it, beside the model's own logits."""
+        """Whether any penalty modifies the logits."""
         return self.repetition_penalty != 1 or self.penalizes_completion
 
     @property
@@ -279,9 +295,9 @@ class SamplingParams(_ShortRepr):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt as all ranks know it: token ids, and everything left open resolved.
+    """A tokenised prompt and its resolved parameters, the same on all ranks.
 
-    `bad_ids` are the spellings of the bad words.
+    `bad_ids` are the token ids of each spelling of the bad words.
     """
 
     index: int
@@ -310,11 +326,11 @@ class Request:
         return self.params.max_tokens
 
     def banned_ids(self, n_drawn: int) -> frozenset[int]:
-        """The ids that no completion of `n_drawn` tokens can go on with, whichever those are."""
+        """The ids that cannot follow a completion of `n_drawn` tokens."""
         return self.stop_ids if n_drawn < self.params.min_tokens else frozenset()
 
     def ends_of_bad_words(self, drawn: Sequence[int]) -> frozenset[int]:
-        """The ids that would complete a bad word behind what was drawn."""
+        """The ids that would complete a bad word after the drawn tokens."""
         n = len(drawn)
         return frozenset(
             ids[-1] for ids in self.bad_ids if tuple(drawn[n + 1 - len(ids) : n]) == ids[:-1]
@@ -325,10 +341,10 @@ class Request:
 class TokenLogprob:
     """A chosen token's log-probability and its likeliest alternatives, likeliest first.
 
-    Natural logarithms of the model's own distribution, log_softmax of its logits before biases,
-    penalties, masks, temperature and filters. `top` holds (token, logprob) pairs, never the chosen
-    token itself and no token of probability 0. `text` and `top_texts` are what the tokens spell,
-    for a model with a tokenizer.
+    Natural logarithms of the model's distribution: log_softmax of the logits before biases,
+    penalties, masks, temperature and filters. `top` holds (token, logprob) pairs without the chosen
+    token and without tokens of probability 0. `text` and `top_texts` are the tokens' texts, for a
+    model with a tokenizer.
     """
 
     token: int
@@ -340,7 +356,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One choice of what a request produced, under vLLM's names; `index` is that of the choice."""
+    """One choice of a request under vLLM's names; `index` is the number of the choice."""
 
     index: int
     text: str
@@ -352,17 +368,17 @@ class CompletionOutput:
 
 @dataclass(frozen=True, repr=False)
 class Completion(_ShortRepr):
-    """One choice of what a request produced.
+    """One choice of a request.
 
-    `tokens` holds every id that was drawn, the eos or stop id or the one that completed a stop
-    string included; `text` ends before them. So `tokens` may decode to more than `text`.
-    `prompt_logprobs` has an entry per token of the prompt; the first, which nothing predicts, is
-    None. A request with this `seed` gets the same again; greedy decoding has none.
-    `n_cached_tokens` of the prompt were in the prefix cache when it began. `stop_reason` is the
-    stop string or the stop token id of the request that ended it, else None.
+    `tokens` holds every drawn id, including an eos or stop id and the token that completed a stop
+    string; `text` ends before them, so `tokens` may decode to more than `text`. `prompt_logprobs`
+    has an entry for each prompt token, None for the first. A request with this `seed` produces the
+    same tokens; greedy decoding has no seed. `n_cached_tokens` prompt tokens were in the prefix
+    cache when the request started. `stop_reason` is the stop string or stop token id of the request
+    that ended it, else None.
 
-    `LLM.generate` and `LLM.chat` add what vLLM's RequestOutput has: the text of the prompt, which
-    token ids have none of, its ids, and all choices of the request as `outputs`.
+    `LLM.generate` and `LLM.chat` add the fields of vLLM's RequestOutput: the text of the prompt
+    (None for token ids), its ids, and all choices of the request as `outputs`.
     """
 
     index: int
@@ -384,7 +400,7 @@ class Completion(_ShortRepr):
     def to_json(self) -> dict[str, Any]:
         """The line of `generate --json`.
 
-        `choice` is there only beside others, log-probabilities only where they were asked for.
+        `choice` is present only with several choices, log-probabilities only on request.
         """
         line: dict[str, Any] = {
             "index": self.index,
@@ -428,10 +444,10 @@ def with_outputs(
 
 
 def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) -> int:
-    """The longest completion: what was asked for, or all that the context has room for.
+    """The most tokens of the completion: as requested, or all that fit into the context.
 
-    Raises: ContextExceeded with both numbers and what to lower where prompt and completion together
-    do not fit; UsageError for an empty prompt.
+    Raises: ContextExceeded if prompt and completion together do not fit; UsageError for an empty
+    prompt.
     """
     if n_prompt == 0:
         raise UsageError(_EMPTY_PROMPT)
@@ -451,12 +467,12 @@ def resolve_max_tokens(n_prompt: int, params: SamplingParams, max_seq_len: int) 
 
 
 def new_seed() -> int:
-    """A seed that nobody has drawn before, short enough to be typed."""
+    """A random seed, short enough to be typed."""
     return secrets.randbits(32)
 
 
 def resolve_seed(params: SamplingParams, run_seed: int, line: int) -> int:
-    """The request's own seed, else one made of the run's seed and the request's line number.
+    """The request's own seed, else one derived from the run's seed and the request's line number.
 
     Returns: an integer in [-2**63, 2**63).
     """

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    """A beginning of some stop strings: `length` characters of the text that may become one."""
+    """A prefix of one or more stop strings, `length` characters long."""
 
     length: int
     n_match: int = 0  # length of the longest stop string that ends here; 0: none
     longer: "dict[str, _Prefix]" = field(default_factory=dict)
-    shorter: "_Prefix | None" = None  # the longest end of it that is a prefix too
+    shorter: "_Prefix | None" = None  # its longest proper suffix that is a prefix too
 
     def step(self, char: str) -> "_Prefix":
-        """The longest prefix that ends the text once `char` is there."""
+        """The longest prefix that is a suffix of the text after `char`."""
         prefix = self
         while char not in prefix.longer:
             if prefix.shorter is None:
@@ -25,14 +25,14 @@ class _Prefix:
 
 
 class StopChecker:
-    """Finds stop strings in a text that arrives in pieces and shows only what is safe to show.
+    """Finds stop strings in a text that arrives in pieces, and releases only text that is final.
 
-    The occurrence that is complete first wins, the longest where several end together, and the
-    text is cut before it, or behind it with `shows_stop`; so the result does not depend on how the
-    text is split into pieces. The longest end of the text that begins a stop string is held back.
+    The occurrence that ends first wins, and the longest of those that end together. The text is cut
+    before it, or after it with `shows_stop`; so the result does not depend on how the text is split
+    into pieces. The longest suffix of the text that starts a stop string is held back.
 
-    Cost: building takes one step per character of the stop strings; a push takes an amortised
-    constant number of steps per character, whatever the number of stop strings.
+    Cost: building takes one step per character of the stop strings; `push` takes an amortised
+    constant number of steps per character, independent of the number of stop strings.
     Source: Aho and Corasick, Efficient string matching, 1975, algorithms 2 and 3.
     """
 
@@ -43,10 +43,7 @@ class StopChecker:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Take the next piece and return the text that is now safe to show.
-
-        Returns: "" from the first stop string on.
-        """
+        """Add a piece. Returns: the text that is now final; "" from the first stop string on."""
         if self.found:
             return ""
         text = self._held + piece
@@ -60,13 +57,13 @@ class StopChecker:
         return text[:n_shown]
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the text; "" after a stop string."""
+        """End the text. Returns: the text that was held back; "" after a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _automaton(stop: Sequence[str]) -> _Prefix:
-    """The empty prefix, from which all others are reached, each linked to its shorter one."""
+    """The empty prefix, from which all other prefixes are reached."""
     root = _Prefix(0)
     for string in stop:
         prefix = root

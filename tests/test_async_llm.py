@@ -15,7 +15,8 @@ import torch
 from llm_program import Counts, soaked, until_idle
 from tiny_folder import write_chat_folder
 
-from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams, async_llm
+from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams
+from parallel_llama.async_llm import Answer
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import Grammar
 
@@ -51,7 +52,7 @@ def run(llm: LLM, talk: Callable[[AsyncLLM], Awaitable[object]]) -> None:
         finally:
             await asyncio.wait_for(engine.close(), LIMIT_S)
         assert not engine._thread.is_alive()
-        assert not engine._answers and not engine._tickets
+        assert not len(engine._loop)
 
     asyncio.run(serve())
 
@@ -401,8 +402,9 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
         while not broken.is_set():  # the event loop stands still: this comes when all is over
             time.sleep(0.001)
         engine._thread.join(LIMIT_S)
-        engine._messages.put(submitted := _message(engine, answers[0].request))
-        tasks.append(asyncio.create_task(submitted.answer.completions()))
+        # What `submit` puts into the queue in the moment in which the engine ends.
+        engine._client.queue.put(late := Answer(answers[0].request, engine._client.queue))
+        tasks.append(asyncio.create_task(late.completions()))
         ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
         assert [str(end) for end in ends] == ["something broke"] * 3
         with pytest.raises(ValueError, match="something broke"):
@@ -416,8 +418,3 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
 
     slow_down(llm)
     asyncio.run(serve())
-
-
-def _message(engine: AsyncLLM, request: object) -> object:
-    """What `submit` puts into the queue in the moment in which the engine ends."""
-    return async_llm._Submit(async_llm.Answer(request, engine._messages), None)

@@ -33,6 +33,7 @@ FLOORS = [
     {"engine"},
     {"llm"},
     {"async_llm", "lm_eval", "serve"},
+    {"engine_process"},
     {"cli"},
     {"__main__"},
 ]
@@ -40,8 +41,9 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 # Rooms and modules that load without torch.
 TORCH_FREE = {
     "errors", "dtypes", "stop", "files", "families", "config", "plan", "memory", "request",
-    "tokenizer", "structured", "reshard.target_folder", "engine.block_group", "engine.block_pool",
-    "engine.detokenizer", "engine.free_memory", "engine.input_processor", "engine.messages",
+    "tokenizer", "structured", "serve", "parallel.exit_code", "reshard.target_folder",
+    "engine.block_group", "engine.block_pool", "engine.detokenizer", "engine.free_memory",
+    "engine.input_processor", "engine.llm_config", "engine.messages", "engine.outputs",
     "engine.prompt_lookup", "engine.prompts", "engine.scheduler", "engine.statistics",
 }  # fmt: skip
 MATH = {"model", "ops"}
@@ -89,9 +91,16 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
     return ((dotted(n.func), n) for n in ast.walk(tree) if isinstance(n, ast.Call))
 
 
+def starts(tree: ast.AST) -> Iterator[tuple[str, ast.Constant]]:
+    """Every string that is the name of a module, which another process is started with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in modules():
+            yield str(node.value), node
+
+
 def imports_only_from_lower_floors(module: str, tree: ast.AST) -> Iterator[str]:
     own = room(module)
-    for name, node in imports(tree):
+    for name, node in (*imports(tree), *starts(tree)):
         if not name.startswith("parallel_llama.") or own == "__init__":
             continue
         other = room(name)
@@ -218,12 +227,14 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (imports_only_from_lower_floors, "checkpoint.names", "from parallel_llama.sampling import x"),
     (imports_only_from_lower_floors, "model", "def f():\n    from parallel_llama.llm import LLM"),
     (imports_only_from_lower_floors, "model", "import parallel_llama.helpers"),
+    (imports_only_from_lower_floors, "serve.x", "start('parallel_llama.cli.serve_engine')"),
     (imports_nothing_inside_functions, "model", "def f():\n    import json"),
     (imports_nothing_inside_functions, "parallel.x", "class A:\n  def f(self):\n    import torch"),
     (has_no_type_checking_imports, "model", "from typing import TYPE_CHECKING as T\nif T: pass"),
     (has_no_type_checking_imports, "model", "import typing\nif typing.TYPE_CHECKING: pass"),
     (keeps_torch_out_of_low_floors, "plan", "import torch"),
     (keeps_torch_out_of_low_floors, "tokenizer.spm", "from torch import Tensor"),
+    (keeps_torch_out_of_low_floors, "serve.app", "import torch"),
     (keeps_process_groups_in_parallel, "layers", "import torch.distributed as dist"),
     (keeps_process_groups_in_parallel, "layers", "from torch import distributed"),
     (keeps_process_groups_in_parallel, "layers", "import torch\ntorch.distributed.barrier()"),

@@ -26,18 +26,18 @@ from tiny_folder import write_chat_folder
 
 import parallel_llama
 from parallel_llama import LLM, Grammar, RankError, SamplingParams, UsageError
-from parallel_llama.config import load_model_args
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.kv_capacity import DeviceMemory
+from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.engine.rank_group import shared_facts
-from parallel_llama.files.model_files import find_model
+from parallel_llama.engine.ranks import shared_facts
+from parallel_llama.engine.setup import ModelSetup
+from parallel_llama.engine.step_buffer import Chunk
+from parallel_llama.engine_process import EngineProcess
 from parallel_llama.memory import PROCESS_BYTES
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.plan import make_plan
 from parallel_llama.request import Completion
-from parallel_llama.serve.engine_process import EngineProcess
 from parallel_llama.serve.wire import FrameSocket, RankFacts
 from parallel_llama.tokenizer import Tokenizer, load_tokenizer
 
@@ -65,7 +65,7 @@ def llm(model: Path) -> Iterator[LLM]:
 def nothing_is_left(llm: LLM) -> Iterator[None]:
     yield
     assert llm.engine.idle
-    assert llm.engine.pools[0].n_used == 0 and not llm._runs
+    assert llm.engine.pools[0].n_used == 0 and not len(llm._loop)
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
@@ -150,7 +150,7 @@ def test_the_tokenizer_is_loaded_beside_the_weights(
 def local_ranks() -> list[psutil.Process]:
     """The ranks that this process has started; it has others that run tokenizers."""
     children = psutil.Process().children()
-    return [each for each in children if "parallel_llama.cli.serve_rank" in each.cmdline()]
+    return [each for each in children if "parallel_llama.engine.rank_process" in each.cmdline()]
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 5])
@@ -201,7 +201,7 @@ def test_two_ranks_share_no_card_and_say_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """They died in set_device on a host with one card, and that was the quickstart."""
-    monkeypatch.setattr("parallel_llama.llm.visible_cards", lambda: 1)
+    monkeypatch.setattr("parallel_llama.engine.setup.visible_cards", lambda: 1)
     with pytest.raises(UsageError, match=r"2 ranks on this host and 1 CUDA card, .* at most 1 on"):
         LLM(str(model), tp_size=2, device="cuda")
     assert local_ranks() == []
@@ -222,11 +222,11 @@ def test_a_model_that_a_card_has_no_room_for_is_refused_before_a_byte_is_read(
     """It was read until the card was full."""
     n_read: list[int] = []
     for name, gives in (
-        ("visible_cards", 1),
-        ("own_device", torch.device("cpu")),  # stands in for the card
-        ("memory_of", DeviceMemory(1 << 29, card=1)),
+        ("setup.visible_cards", 1),
+        ("setup.own_device", torch.device("cpu")),  # stands in for the card
+        ("ranks.memory_of", DeviceMemory(1 << 29, card=1)),
     ):
-        monkeypatch.setattr(f"parallel_llama.llm.{name}", lambda *_, gives=gives: gives)
+        monkeypatch.setattr(f"parallel_llama.engine.{name}", lambda *_, gives=gives: gives)
     with pytest.raises(UsageError, match=f"rank 0 of 1 needs .* which has {1 << 29} free"):
         LLM(str(model), device="cuda", on_bytes=n_read.append)
     assert n_read == []
@@ -237,10 +237,10 @@ def test_a_model_says_what_it_has_taken_of_each_card(
 ) -> None:
     with LLM(str(model), dtype="float64") as on_cpu:
         assert on_cpu.statistics.cuda_bytes == ()
-    monkeypatch.setattr("parallel_llama.llm.peak_cuda_bytes", lambda _: 9 << 30)
+    monkeypatch.setattr("parallel_llama.engine.ranks.peak_cuda_bytes", lambda _: 9 << 30)
     with LLM(str(model), dtype="float64") as on_card:
         assert on_card.statistics.cuda_bytes == (9 << 30,)
-        assert EngineProcess(on_card, FrameSocket(socket.socket()))._loaded().ranks == (
+        assert EngineProcess(on_card.ranks, FrameSocket(socket.socket()))._loaded().ranks == (
             RankFacts(0, on_card.statistics.weight_bytes[0], os.getpid(), 9 << 30),
         )
 
@@ -283,15 +283,11 @@ def test_graphs_are_dropped_before_the_group_of_ranks_is_left(
 
 def test_ranks_of_two_devices_do_not_meet(model: Path) -> None:
     """On auto each rank decides for itself, and one of them may see no card."""
-    files = find_model(str(model))
-    args = load_model_args(files, lambda _: 0)
-    settings = {"random_weights": None, "device": "auto"}
-    cards = [
-        RankInfo.of_this_process(
-            rank, 2, shared_facts(settings, files, args, make_plan(args, 2), kind)
-        )
-        for rank, kind in enumerate(("cuda", "cpu"))
-    ]
+    cards = []
+    for rank, kind in enumerate(("cuda", "cpu")):
+        setup = ModelSetup(LLMConfig(str(model)))
+        setup.kind = kind
+        cards.append(RankInfo.of_this_process(rank, 2, shared_facts(setup)))
     with pytest.raises(RankError, match="device: rank 1 of 2 has cpu and rank 0 has cuda"):
         require_same(cards)
 
@@ -301,7 +297,7 @@ def test_every_thread_that_touches_the_model_uses_its_device(
 ) -> None:
     """A thread begins with card 0, whichever is this rank's."""
     users, readers = set(), set()
-    for name in ("llm", "engine.model_runner", "parallel.groups"):
+    for name in ("llm", "engine.ranks", "engine.model_runner", "parallel.groups"):
         monkeypatch.setattr(
             f"parallel_llama.{name}.use_device", lambda _: users.add(threading.get_ident())
         )
@@ -322,9 +318,7 @@ def test_a_rank_that_fails_tells_why_through_the_one_that_started_it(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own process says what is wrong with it, and rank 0 saw only that it had gone."""
-    monkeypatch.setattr(
-        "parallel_llama.engine.rank_group.fingerprint", lambda _: {"weights": "other"}
-    )
+    monkeypatch.setattr("parallel_llama.engine.ranks.fingerprint", lambda _: {"weights": "other"})
     began = time.monotonic()
     with pytest.raises(RankError, match="the ranks are not about to do the same"):
         LLM(str(model), tp_size=2, timeout_s=200)
@@ -403,7 +397,7 @@ def test_a_closed_llm_says_so(model: Path) -> None:
         lambda: next(stream),
         lambda: llm.score([[1, 2]]),
         llm.machine,
-        llm.step,
+        llm.ranks.step,
     ):
         with pytest.raises(UsageError, match="this LLM is closed"):
             call()

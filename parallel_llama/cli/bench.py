@@ -191,7 +191,7 @@ def _slice_figures(
 
 def _count_collectives(llm: "LLM") -> int:
     """Collectives per step, counted in a prefill step, which is not replayed from a CUDA graph."""
-    from parallel_llama.engine.chunk import MAX_DECODED
+    from parallel_llama.engine.step_buffer import MAX_DECODED
     from parallel_llama.parallel.collectives import Slice
 
     comm = llm.engine.comm

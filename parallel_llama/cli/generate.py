@@ -39,7 +39,7 @@ from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
 
 if TYPE_CHECKING:
-    from parallel_llama.engine.engine import StepOutput
+    from parallel_llama.engine.outputs import StepOutput
     from parallel_llama.llm import LLM
 
 INTERRUPTED = 130

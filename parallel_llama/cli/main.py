@@ -1,16 +1,9 @@
-"""From argv to an exit code.
+"""From argv to an exit code, which `parallel.exit_code` documents."""
 
-0 is done, 1 failed while running, 2 wrong use, 130 interrupted, and 141 says that the reader of a
-pipe has gone, as of any program that the system ends for it.
-"""
-
-import errno
 import gc
 import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from importlib import import_module
 
 import fire
@@ -18,23 +11,9 @@ import fire
 from parallel_llama.cli import arguments
 from parallel_llama.cli.arguments import HelpRequested, Verb, parse_flags
 from parallel_llama.cli.ranks import Job, execute
-from parallel_llama.errors import (
-    CheckpointError,
-    DamagedWeights,
-    NumericalError,
-    OutOfMemory,
-    UsageError,
-    WriteError,
-    quoted,
-)
+from parallel_llama.errors import UsageError, quoted
 from parallel_llama.files.fields import did_you_mean
-from parallel_llama.parallel.failures import RankError, report_crash, report_error
-from parallel_llama.parallel.place import is_watched, world
-
-DONE, FAILED, WRONG_USE = 0, 1, 2
-INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE
-
-_NO_MEMORY = "no memory is left for this process; free some, or raise its limit"
+from parallel_llama.parallel.exit_code import DONE, WRONG_USE, exit_code
 
 # Each is a module of this package, and imported only when it is called.
 VERBS = ("generate", "chat", "serve", "score", "bench", "plan", "reshard", "verify", "completion")
@@ -50,66 +29,13 @@ def main(argv: Sequence[str]) -> int:
     """Runs a command line and returns its exit code; errors are printed to stderr."""
     # torch's store logs a warning per connection if an address has no host name.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return exit_code(lambda: _run(list(argv)))
+    return exit_code(lambda: _run(list(argv)), _give_up)
 
 
-def exit_code(run: Callable[[], int]) -> int:
-    """Run something and return its exit code; what goes wrong is said on stderr."""
-    try:
-        _require_streams()
-        code = run()
-        sys.stdout.flush()
-        return code
-    except (DamagedWeights, NumericalError, OutOfMemory, WriteError, RankError) as error:
-        report_error(str(error))
-        _tell_ranks(error)
-        return FAILED
-    except (UsageError, CheckpointError) as error:
-        report_error(str(error))
-        _tell_ranks(error)
-        return WRONG_USE
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        _give_up_stdout()
-        return UNHEARD
-    except MemoryError:
-        report_error(_NO_MEMORY)
-        return FAILED
-    except OSError as error:
-        if error.errno == errno.ENOMEM:
-            report_error(_NO_MEMORY)
-        elif error.filename is not None:
-            report_crash(error)
-        else:  # every file has a name but this one
-            _give_up_stdout()
-            report_error(f"stdout cannot be written: {error.strerror}; answers may be lost")
-        return FAILED
-    except Exception as error:
-        report_crash(error)
-        _tell_ranks(error)
-        return FAILED
+def _give_up(reason: str) -> None:
+    from parallel_llama.parallel.groups import give_up  # torch, for this alone
 
-
-def _tell_ranks(error: Exception) -> None:
-    """Tell the ranks of other processes that this one fails, where they would wait for it."""
-    with suppress(UsageError):  # about the very variables that say which rank this is
-        if world()[1] > 1 and not is_watched():
-            from parallel_llama.parallel.groups import give_up  # torch, for this alone
-
-            give_up(str(error) or type(error).__name__)
-
-
-def _require_streams() -> None:
-    """Raises: WriteError if there is nowhere to say anything, before a file can take that place."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            raise WriteError(f"{name} is closed; send it to a file, or to /dev/null")
-
-
-def _give_up_stdout() -> None:
-    """Send the rest to /dev/null: Python would complain again as it closes stdout."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    give_up(reason)
 
 
 def _run(argv: list[str]) -> int:

@@ -17,6 +17,7 @@ from parallel_llama.cli.parsers import (
 )
 from parallel_llama.cli.ranks import rank_count
 from parallel_llama.config import ModelArgs, load_model_args
+from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import ModelFiles, find_model
 from parallel_llama.parallel.launch import MAX_RANKS
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 MODEL: Flag[str] = Flag(
     "model", "a HF folder, a Meta folder, a .gguf file, or the name of a model",
-    filled_text, "PATH_OR_NAME", "smollm2", subject="model",
+    filled_text, "PATH_OR_NAME", LLMConfig.model, subject="model",
 )  # fmt: skip
 # vLLM's names of --nproc.
 NPROC_ALIASES = "tp", "tensor-parallel-size"
@@ -46,7 +47,7 @@ QUANT: Flag[str | None] = Flag(
     aliases=("quantization",), subject="model",
 )  # fmt: skip
 DEVICE: Flag[str] = Flag(
-    "device", "auto, cpu or cuda", device_name, "DEVICE", default="auto", subject="ranks"
+    "device", "auto, cpu or cuda", device_name, "DEVICE", default=LLMConfig.device, subject="ranks"
 )
 MAX_SEQ_LEN: Flag[int | None] = Flag(
     "max-seq-len", "maximum tokens of a sequence, prompt and completion together, such as 4096 or "
@@ -62,22 +63,22 @@ KV_SPLIT: Flag[KVSplit] = Flag(
     "kv-split",
     "how the KV cache is sharded: by heads, or by sequence (tokens) if several ranks would hold "
     "copies of a head",
-    one_of("heads", "sequence"), "WHAT", default="heads", subject="context and KV cache",
+    one_of("heads", "sequence"), "WHAT", default=LLMConfig.kv_split, subject="context and KV cache",
 )  # fmt: skip
 ATTENTION_SINKS: Flag[int] = Flag(
     "attention-sinks",
     "first tokens that remain visible with a sliding window of the model's window or context "
     "length, usually 4; a text can then grow beyond the context without limit",
-    token_count(0), "N", default=0, subject="context and KV cache",
+    token_count(0), "N", default=LLMConfig.attention_sinks, subject="context and KV cache",
 )  # fmt: skip
 BLOCK_SIZE: Flag[int] = Flag(
-    "block-size", "tokens per block of the paged KV cache", token_count(1, 4096), "N", default=16,
-    subject="context and KV cache",
+    "block-size", "tokens per block of the paged KV cache", token_count(1, 4096), "N",
+    default=LLMConfig.block_size, subject="context and KV cache",
 )  # fmt: skip
 KV_CACHE_DTYPE: Flag[str] = Flag(
     "kv-cache-dtype", "dtype of the KV cache: auto (the model's dtype), bfloat16, int8 or fp8; the "
     "last three take a half to about a quarter of float32's bytes",
-    kv_dtype_name, "DTYPE", default="auto", subject="context and KV cache",
+    kv_dtype_name, "DTYPE", default=LLMConfig.kv_cache_dtype, subject="context and KV cache",
 )  # fmt: skip
 RANDOM_WEIGHTS: Flag[int | None] = Flag(
     "random-weights", "random weights from this seed, for a model that is only a configuration",
@@ -101,6 +102,11 @@ RANKS: tuple[Flag[Any], ...] = (
 )  # fmt: skip
 CACHE: tuple[Flag[Any], ...] = (KV_CACHE_BYTES, ATTENTION_SINKS, BLOCK_SIZE)
 LOADING: tuple[Flag[Any], ...] = (RANDOM_WEIGHTS, VERIFY, TIMEOUT)
+# Flags with the names of LLMConfig's fields.
+_SETTINGS: tuple[Flag[Any], ...] = (
+    MODEL, DTYPE, QUANT, DEVICE, MAX_SEQ_LEN, SEED, RANDOM_WEIGHTS, VERIFY, KV_CACHE_BYTES,
+    KV_CACHE_DTYPE, KV_SPLIT, ATTENTION_SINKS, BLOCK_SIZE,
+)  # fmt: skip
 
 
 def args_of(files: ModelFiles) -> ModelArgs:
@@ -150,22 +156,10 @@ def check_model(flags: Flags) -> tuple["InputProcessor", int]:
     return inputs, n_ranks
 
 
-def llm_options(flags: Flags) -> dict[str, Any]:
-    """The keyword arguments of LLM that are given as flags."""
-    return {
-        "dtype": flags[DTYPE],
-        "quant": flags[QUANT],
-        "device": flags[DEVICE],
-        "seed": flags[SEED],
-        "random_weights": flags[RANDOM_WEIGHTS],
-        "verify": flags[VERIFY],
-        "kv_cache_bytes": flags[KV_CACHE_BYTES],
-        "kv_cache_dtype": flags[KV_CACHE_DTYPE],
-        "kv_split": flags[KV_SPLIT],
-        "attention_sinks": flags[ATTENTION_SINKS],
-        "block_size": flags[BLOCK_SIZE],
-        "timeout_s": flags[TIMEOUT],
-    }
+def llm_config(flags: Flags, **settings: Any) -> LLMConfig:
+    """The LLM that the flags describe; `settings` are fields without a flag."""
+    own = {flag.name.replace("-", "_"): flags[flag] for flag in _SETTINGS}
+    return LLMConfig(**own, timeout_s=flags[TIMEOUT], **settings)
 
 
 def _verify_metadata(flags: Flags) -> None:

@@ -8,7 +8,7 @@ from parallel_llama.cli.terminal import duration
 from parallel_llama.request import Request
 
 if TYPE_CHECKING:
-    from parallel_llama.engine.engine import StepOutput
+    from parallel_llama.engine.outputs import StepOutput
 
 
 class Meter:

@@ -14,13 +14,12 @@ from parallel_llama.cli.log import FORMATS, log_to_stderr
 from parallel_llama.cli.model import (
     CACHE,
     LOADING,
-    MAX_SEQ_LEN,
     MODEL,
     RANKS,
     TIMEOUT,
     check_model,
     in_dtype,
-    llm_options,
+    llm_config,
 )
 from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whole
 from parallel_llama.cli.ranks import Job, leads
@@ -66,6 +65,7 @@ LOG_FORMAT: Flag[str] = Flag(
     default="text",
 )  # fmt: skip
 
+_ENGINE = "parallel_llama.cli.serve_engine"  # the module that the engine's process runs
 STEP_TIMEOUT_S = 30.0
 _RANKS_FIRST_S = 5.0  # extra time, so that the ranks themselves report which one is late
 
@@ -94,11 +94,7 @@ def prepare(flags: Flags) -> Job:
     own = bound_socket(flags[HOST], flags[PORT])
     if is_started_as_rank():
         return Job(lambda: _serve_as_rank(flags, inputs, own, keys), n_ranks)
-    settings = llm_options(flags) | {
-        "model": flags[MODEL],
-        "max_seq_len": flags[MAX_SEQ_LEN],
-        "tp_size": n_ranks,
-    }
+    config = llm_config(flags, tp_size=n_ranks)
 
     def run() -> int:
         from parallel_llama.serve.engine_child import EngineChild
@@ -109,7 +105,7 @@ def prepare(flags: Flags) -> Job:
             inputs,
             own,
             keys,
-            lambda: EngineChild(settings, flags[LOG_FORMAT]),
+            lambda: EngineChild(_ENGINE, config.to_json(), flags[LOG_FORMAT]),
             flags[RESTARTS],
         )
 
@@ -187,10 +183,10 @@ def _serve_as_rank(
         signal.signal(ending, lambda received, _: os.kill(front, received))
 
     def work(llm: "LLM") -> int:
-        from parallel_llama.serve.engine_process import EngineProcess
+        from parallel_llama.engine_process import EngineProcess
         from parallel_llama.serve.wire import FrameSocket
 
-        EngineProcess(llm, FrameSocket(ours)).run()
+        EngineProcess(llm.ranks, FrameSocket(ours)).run()
         return 0
 
     try:

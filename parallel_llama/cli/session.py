@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from parallel_llama.cli.arguments import Flags, warn
-from parallel_llama.cli.model import MODEL, llm_options
+from parallel_llama.cli.model import MODEL, llm_config
 from parallel_llama.cli.progress import Meter
 from parallel_llama.cli.ranks import leads
 from parallel_llama.cli.terminal import DIM, Activity, painted, size
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from parallel_llama.llm import LLM
 
 
-def lead(flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **options: Any) -> int:
+def lead(
+    flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **settings: Any
+) -> int:
     """Load the model, let rank 0 do the work with it and the other ranks follow; the exit code.
 
-    `options` are keyword arguments of LLM that are no flags. Ranks above 0 end inside.
+    `settings` are fields of LLMConfig without a flag. Ranks above 0 end inside.
 
     Collective: every rank of the command calls it.
     """
@@ -55,9 +57,7 @@ def lead(flags: Flags, inputs: InputProcessor, work: Callable[["LLM"], int], **o
 
         activity.what = f"loading {model}"
         llm = LLM(
-            model,
-            **llm_options(flags),
-            **options,
+            llm_config(flags, **settings),
             input_processor=inputs,
             facts={"command": flags.verb},
             on_bytes=show_bytes,

@@ -1,8 +1,8 @@
-"""The blocks of one group of layers, and how sequences hold them.
+"""The blocks of one KV group (layers that share a block table), and how sequences hold them.
 
-Layers that see all keys keep those of every token. Layers with a sliding window need a token's no
-longer once it is out of the window of all that are to come; its block takes a later token then, so
-that a long sequence goes round in the same blocks, however long it becomes.
+Full-attention layers keep the keys and values of every token. In sliding-window layers a block is
+reused for later tokens once all its tokens are out of the window, so that a long sequence cycles
+through the same blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,17 +12,17 @@ from typing import overload
 from parallel_llama.engine.block_pool import BlockPool
 from parallel_llama.memory import blocks_held
 
-# Tokens of one forward pass, by kind of device: enough to make prefill a matter of matrix products
-# and not of weight traffic, few enough that those who decode do not wait long and an interruption
-# is heard.
+# Most tokens of one forward pass, by kind of device: enough to make prefill compute-bound, and few
+# enough that decoding sequences and Ctrl-C do not wait long.
 STEP_TOKENS: Mapping[str, int] = {"cpu": 512, "cuda": 4096}
 
 
 @dataclass(eq=False)
 class BlockTable:
-    """The blocks that a sequence holds in one group of layers, in order.
+    """The blocks that a sequence holds in one KV group, in order.
 
-    Behind the first `n_kept`, which hold its first tokens for good, `n_given_up` are missing.
+    The first `n_kept` blocks hold attention sinks and stay; the `n_given_up` blocks after them are
+    missing.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -31,7 +31,7 @@ class BlockTable:
 
     @property
     def first(self) -> int:
-        """The number of the first block that is held and may be given up."""
+        """The number of the first held block that may be given up."""
         return self.n_kept + self.n_given_up
 
     @property
@@ -46,7 +46,7 @@ class BlockTable:
     def __getitem__(self, number: slice) -> list[int]: ...
 
     def __getitem__(self, number: int | slice) -> int | list[int]:
-        """The sequence's block of this number, or those from one to another; all are still held."""
+        """The block of this number, or a slice of blocks; all must be held."""
         if isinstance(number, slice):
             first, stop, step = number.indices(self.stop)
             n_missing = 0 if stop <= self.n_kept else self.n_given_up
@@ -59,11 +59,11 @@ class BlockTable:
 
 
 class BlockGroup:
-    """A pool, and the tables of the sequences that share it.
+    """The pool of one KV group, and the rules for the tables of its sequences.
 
-    `window` is the number of keys that a token sees, its own among them, None for all. At most
-    `step_tokens` tokens of a sequence run in one step: all of them must be kept at once, with what
-    the first of them sees. A sequence's first `n_sinks` tokens are always seen.
+    `window` is the number of keys that a token sees, its own included; None for all. A step runs at
+    most `step_tokens` tokens of a sequence, which are held at once with the window of the first.
+    The first `n_sinks` tokens of a sequence are always visible.
     """
 
     def __init__(
@@ -72,26 +72,26 @@ class BlockGroup:
         self.pool, self.window, self.step_tokens, self.n_sinks = pool, window, step_tokens, n_sinks
 
     def n_blocks(self, n_tokens: int) -> int:
-        """The blocks that so many tokens fill, whole or in part."""
+        """The number of blocks that so many tokens fill, the last perhaps in part."""
         return -(-n_tokens // self.pool.block_size)
 
     def n_held(self, n_tokens: int) -> int:
-        """The most blocks that a sequence of so many tokens holds at any time."""
+        """The most blocks that a sequence of so many tokens holds at once."""
         size, window = self.pool.block_size, self.window
         return blocks_held(n_tokens, size, window, self.step_tokens, self.n_sinks)
 
     def first_seen(self, start: int) -> int:
-        """The number of the first block that a token at this position sees, or one behind it."""
+        """The number of the first block in the window of a token at this position."""
         if self.window is None:
             return 0
         return max(start - self.window + 1, 0) // self.pool.block_size
 
     def held_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of these blocks a sequence can begin with: the most whose window is held."""
+        """How many of these blocks are a usable cached prefix: the most whose window is held."""
         if self.window is None:
             return len(self.pool.lookup(keys))
         n, at = len(keys), len(keys) - 1
-        # One that is missing rules out every beginning in whose window it lies.
+        # A missing block rules out every prefix whose window contains it.
         while at >= self.first_seen(n * self.pool.block_size):
             if not self.pool.lookup(keys[at : at + 1]):
                 n = at
@@ -100,7 +100,7 @@ class BlockGroup:
         return n if len(self.pool.lookup(keys[:n_kept])) == n_kept else 0
 
     def prefix(self, keys: Sequence[bytes]) -> BlockTable:
-        """The table of a sequence that begins with these blocks, not yet owned by it."""
+        """The table of a sequence with this cached prefix; the sequence does not own it yet."""
         n_kept = self.n_blocks(self.n_sinks)
         first = max(self.first_seen(len(keys) * self.pool.block_size), n_kept)
         wanted = [*keys[:n_kept], *keys[first:]]
@@ -109,16 +109,16 @@ class BlockGroup:
         return BlockTable(blocks, max(len(keys) - len(wanted), 0), n_kept)
 
     def n_for_start(self, table: BlockTable, n_tokens: int) -> int:
-        """New blocks with which a sequence of so many known tokens starts behind its prefix."""
+        """The number of new blocks for a sequence of so many known tokens, after its prefix."""
         n_held = min(self.n_blocks(n_tokens) - table.n_given_up, self.n_held(n_tokens))
         return max(n_held - len(table.blocks), 0)
 
     def start(self, table: BlockTable, n_tokens: int, most_tokens: int) -> None:
-        """Take those; the sequence may grow to `most_tokens`."""
+        """Take the blocks of `n_for_start`; the sequence may grow to `most_tokens`."""
         self._take(table, self.n_for_start(table, n_tokens), most_tokens)
 
-    def n_to_take(self, table: BlockTable, start: int, stop: int) -> int:
-        """Blocks that the pool must give before the tokens from `start` to `stop` have a place."""
+    def blocks_needed(self, table: BlockTable, start: int, stop: int) -> int:
+        """The number of blocks to take from the pool for the tokens from `start` to `stop`."""
         n_new = self.n_blocks(stop) - table.stop
         if n_new <= 0:
             return 0
@@ -127,13 +127,13 @@ class BlockGroup:
         return n_new - sum(self.pool.is_sole(block) for block in spent)
 
     def reach(self, table: BlockTable, start: int, stop: int) -> int:
-        """Up to which position, `stop` at the most, there are blocks for tokens from `start` on."""
-        while self.n_to_take(table, start, stop) > self.pool.n_takeable():
+        """The last position, at most `stop`, up to which there are blocks from `start` on."""
+        while self.blocks_needed(table, start, stop) > self.pool.n_allocatable():
             stop = (self.n_blocks(stop) - 1) * self.pool.block_size
         return stop
 
     def extend(self, table: BlockTable, start: int, stop: int, most_tokens: int) -> None:
-        """Give the tokens from `start` to `stop` a place; the sequence may grow to `most_tokens`.
+        """Allocate blocks for tokens `start` to `stop`; the sequence may grow to `most_tokens`.
 
         Raises: OutOfBlocks.
         """
@@ -153,7 +153,7 @@ class BlockGroup:
             self._take(table, n_new, most_tokens)
 
     def release(self, table: BlockTable) -> None:
-        """Give up all that a sequence holds, which has no table then."""
+        """Release all blocks of a table, which must not be used again."""
         self.pool.release(table.blocks)
 
     def _take(self, table: BlockTable, n: int, most_tokens: int) -> None:

@@ -1,13 +1,13 @@
 """Which blocks of the paged KV cache are free, in use, or kept for prefix caching.
 
-A block is `block_size` consecutive slots. It is in one of three states: free; used by one or more
-owners; or cached, which is owned by nobody and kept because a key finds its contents. The pool
-counts and never looks at keys or values, so it is the same on every rank.
+A block is `block_size` consecutive slots. It is free; or used by one or more owners; or cached,
+which means that it has no owner and is kept because a prefix key finds its contents. The pool never
+looks at keys or values, so it is the same on every rank.
 
-Attention reads a sequence in place where its blocks are consecutive. So a sequence that starts may
-say how far it may grow, and the free blocks behind it are promised to it: others start elsewhere
-while there is an elsewhere. A promise is a preference and never a reservation: promised blocks are
-free, and are given to others before anything is refused.
+Attention reads consecutive blocks of a sequence in place. So the free blocks after a new sequence
+are promised to it, as far as it may grow, and other sequences start elsewhere if they can. This is
+a preference and not a reservation: promised blocks are free, and are given to other sequences
+before any allocation fails.
 """
 
 import struct
@@ -18,23 +18,23 @@ from hashlib import blake2b
 
 KEY_BYTES = 32
 
-# Cached blocks are evicted before they must be, so that a sequence that starts may grow in place,
-# only while less than this part of the pool is promised.
+# Cached blocks are evicted early, so that a new sequence can grow in place, only while less than
+# 1 / MAX_PROMISED_PART of the pool is promised.
 MAX_PROMISED_PART = 4
 
 
 class OutOfBlocks(RuntimeError):
-    """More blocks are wanted than are free or cached; nothing was taken."""
+    """More blocks are requested than are free or cached; nothing was allocated."""
 
 
 class BlockPool:
     """The state of every block.
 
-    Free blocks are taken before cached ones are evicted, and cached ones are evicted strictly least
-    recently used first. The tail of a sequence counts as used less recently than its head, as the
-    head is of use to more prompts; so the blocks of an evicted sequence are consecutive again.
+    Free blocks are taken before cached blocks are evicted, and cached blocks are evicted strictly
+    least recently used first. The tail of a sequence counts as less recently used than its head,
+    since more prompts share the head; so the blocks of an evicted sequence are consecutive again.
 
-    Cost: a logarithm of the number of free runs for each block that changes its state.
+    Cost: logarithmic in the number of free runs, for each block that changes its state.
     """
 
     def __init__(self, n_blocks: int, block_size: int) -> None:
@@ -43,8 +43,8 @@ class BlockPool:
         self._key_of: list[bytes | None] = [None] * n_blocks
         self._block_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._open = _Runs()  # free runs, no two of them adjacent
-        self._promised = _Runs()  # free runs, each behind the last block of the sequence it is for
+        self._open = _Runs()  # free runs, none adjacent to another
+        self._promised = _Runs()  # free runs, each right after the last block of its sequence
         if n_blocks:
             self._open.add(0, n_blocks)
 
@@ -61,7 +61,7 @@ class BlockPool:
         return self.n_blocks - self.n_free - self.n_cached
 
     def lookup(self, keys: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest run of leading keys that are held; changes nothing."""
+        """The blocks of the leading keys that are held; changes nothing."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -70,12 +70,12 @@ class BlockPool:
             found.append(block)
         return found
 
-    def n_takeable(self, kept: Sequence[int] = ()) -> int:
-        """How many blocks could be taken at most once `kept` have an owner more."""
+    def n_allocatable(self, kept: Sequence[int] = ()) -> int:
+        """The number of blocks that can be taken after the blocks `kept` have been acquired."""
         return self.n_free + self.n_cached - sum(not self._n_owners[block] for block in kept)
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Give each block one owner more. Raises: ValueError if one of them is free."""
+        """Add an owner to each block. Raises: ValueError if a block is free."""
         for block in blocks:
             if not self._n_owners[block] and block not in self._cached:
                 raise ValueError(f"block {block} is free; take it first")
@@ -84,15 +84,15 @@ class BlockPool:
             self._n_owners[block] += 1
 
     def take(self, n: int, after: int | None = None, room: int = 0) -> list[int]:
-        """Make the caller the owner of `n` blocks without contents.
+        """Allocate `n` blocks, whose contents are undefined.
 
-        They follow block `after`, which the caller owns, as far as those are free. From there on
-        they start where `room` blocks, these n included, are free in a row, or else as many as
-        there are; the free ones of those behind them are promised to the caller.
+        They follow the caller's block `after` as far as the blocks there are free. The others start
+        where `room` blocks in a row, these n included, are free, or in the longest free run. The
+        free blocks after them, up to `room`, are promised to the caller.
 
         Raises: OutOfBlocks, with the pool unchanged.
         """
-        if n > self.n_takeable():
+        if n > self.n_allocatable():
             raise OutOfBlocks(
                 f"{n} blocks are wanted, {self.n_free} are free and {self.n_cached} cached "
                 f"among {self.n_blocks}"
@@ -115,25 +115,25 @@ class BlockPool:
         return taken
 
     def publish(self, block: int, key: bytes) -> None:
-        """Let a used block that is full be found by its key; the first block of a key stays it."""
+        """Enter a full used block under its key; a key keeps the first block entered."""
         assert self._n_owners[block], f"block {block} has no owner"
         if key not in self._block_of and self._key_of[block] is None:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def is_sole(self, block: int) -> bool:
-        """Whether a used block has one owner."""
+        """Whether a used block has exactly one owner."""
         return self._n_owners[block] == 1
 
     def forget(self, block: int) -> None:
-        """Let its only owner write a block anew: no key finds it any more."""
+        """Drop the key of a block, so that its only owner can overwrite it."""
         assert self._n_owners[block] == 1, f"block {block} has {self._n_owners[block]} owners"
         self._drop_key(block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take one owner from each block of a sequence, given head first.
+        """Remove an owner from each block of a sequence, in the order of the sequence.
 
-        Raises: ValueError if one of them has no owner.
+        Raises: ValueError if a block has no owner.
         """
         for block in blocks:
             if not self._n_owners[block]:
@@ -152,17 +152,17 @@ class BlockPool:
             self._cached[block] = None
 
     def _run_behind(self, block: int | None) -> tuple[int, int] | None:
-        """The free run that starts behind a used block, taken out of the free ones."""
+        """Remove the free run that starts right after a used block. Returns: the run, if any."""
         for runs in (self._promised, self._open):
             if block is not None and block + 1 in runs:
                 return block + 1, runs.remove(block + 1)
         return None
 
     def _new_run(self, n: int, room: int) -> tuple[int, int]:
-        """A free run for a sequence to start in, taken out of the free ones.
+        """Remove a free run for a sequence to start in. Returns: the run.
 
-        The shortest that has the room, else the longest, else the second half of what is promised
-        to another sequence.
+        The shortest run with enough room, else the longest, else the second half of a run that is
+        promised to another sequence.
         """
         promisable = max(self.n_blocks // MAX_PROMISED_PART - self._promised.n_blocks, 0)
         self._evict(max(n - self.n_free, min(room, promisable) - self._open.n_blocks))
@@ -220,7 +220,7 @@ class _Runs:
         self.n_blocks += stop - start
 
     def remove(self, start: int) -> int:
-        """Take out the run that starts here. Returns: its stop."""
+        """Remove the run that starts here. Returns: its stop."""
         stop = self._stops.pop(start)
         del self._starts[stop]
         del self._by_length[bisect_left(self._by_length, (stop - start, start))]
@@ -239,13 +239,13 @@ class _Runs:
 def prefix_keys(
     tokens: Sequence[int], block_size: int, context: bytes, known: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """One key per full block of a sequence, which stands for all tokens up to the block's end.
+    """One key per full block of a sequence, a hash of all tokens up to the block's end.
 
-    `context` is whatever else shapes keys and values, or keeps those of strangers apart; `known`
-    are the keys of the first blocks.
+    `context` is what keys and values depend on beside tokens, and the cache salt; `known` are the
+    keys of the first blocks.
     """
     keys = list(known)
-    # Of a kind of its own: a context chosen to look like a block's key must not find that block.
+    # A different hash: a context chosen to look like a block's key must not find that block.
     root = blake2b(context, digest_size=KEY_BYTES, person=b"context").digest()
     for start in range(len(keys) * block_size, len(tokens) - block_size + 1, block_size):
         content = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])

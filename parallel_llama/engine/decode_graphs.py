@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one launch in the place of a thousand.
+"""Decode steps as CUDA graphs: one launch instead of a thousand.
 
-A graph is a step recorded once, kernels and all_reduces with the addresses that they were given.
-There is one for each of some numbers of rows; a batch takes the smallest that has room for it and
-pads what is left. A batch for which there is none runs as it is: the same code, launched anew.
+A graph is a step that is captured once: its kernels and all-reduces, with fixed addresses. There is
+a graph for each bucket of rows; a batch takes the smallest bucket that fits, and is padded. A batch
+without a bucket runs kernel by kernel.
 
 Source: CUDA C++ Programming Guide, CUDA graphs; torch.cuda.graph.
 """
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_llama.engine.chunk import Chunk
-from parallel_llama.engine.step_buffer import Paging, RowNoise, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import Chunk, Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.model.batch import Batch
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.parallel.collectives import Communicator
@@ -24,10 +23,10 @@ from parallel_llama.parallel.failures import RankError, first_line
 
 logger = logging.getLogger(__name__)
 
-# Rows of the graphs, so close together that padding costs little.
+# Rows of the graphs, close enough that padding costs little.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# How long the graphs of a start may take; those that are missing then are done without.
+# Time limit for capturing graphs at the start; sizes that are missing then have no graph.
 LIMIT_S = 120.0
 
 Recorder = Callable[[Callable[[], Logits]], tuple[Logits, Callable[[], object]]]
@@ -35,7 +34,7 @@ Recorder = Callable[[Callable[[], Logits]], tuple[Logits, Callable[[], object]]]
 
 @dataclass(frozen=True)
 class _Graph:
-    """A recorded step: where it looks for its batch, where it leaves its logits, and its launch."""
+    """A captured step: its input buffer, its output logits, and its launch."""
 
     buffer: StepBuffer
     logits: Logits
@@ -43,14 +42,14 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """A model's decode steps over some caches, recorded; none before `record`.
+    """A model's captured decode steps over its KV caches; none before `record`.
 
     `longest` is the length of the longest sequence.
     """
 
     def __init__(self, paging: Paging, longest: int, device: torch.device) -> None:
         self._paging, self._device = paging, device
-        # A token and its drafts are rows that share their blocks, so this is enough for any batch.
+        # A token and its drafts are rows that share blocks, so this suffices for any batch.
         self._blocks_of_row = paging.most_blocks(longest)
         self._graphs: dict[int, _Graph] = {}
 
@@ -61,11 +60,11 @@ class DecodeGraphs:
         recorder: Recorder,
         on_graph: Callable[[int], None],
     ) -> None:
-        """Record `step` for each bucket, smallest first, until LIMIT_S have passed or one fails.
+        """Capture `step` for each bucket, smallest first, until LIMIT_S have passed or one fails.
 
-        `step` is not kept: it holds the model, which must be freed when its LLM is.
-        `on_graph` is told how many rows the one has that comes next. A step cannot be recorded
-        where an operator asks the device something, or where there is no memory for another.
+        `step` is not kept: it holds the model, which must be freed with its LLM. `on_graph` is
+        called with the number of rows before each capture. Capturing fails if an operator
+        synchronises with the device, or memory is exhausted.
 
         Collective: a broadcast and an all_gather for each bucket, and its steps.
         """
@@ -88,9 +87,9 @@ class DecodeGraphs:
         noise: Sequence[RowNoise] = (),
         tokens: Tensor | None = None,
     ) -> Logits | None:
-        """The logits of these rows; None where the step is none that is recorded.
+        """The logits of these rows, or None if no graph fits this step.
 
-        The next step puts its own in their place. `noise` and `tokens` are as in `StepBuffer.fill`.
+        The next step overwrites them. `noise` and `tokens` are as in `StepBuffer.fill`.
         """
         n_rows = len(rows)
         if not all(chunk.is_decoded for chunk in chunks):
@@ -105,7 +104,7 @@ class DecodeGraphs:
         return graph.logits.rows(slice(n_rows))
 
     def close(self) -> None:
-        """Forget them: a group of ranks cannot be left while a graph holds it."""
+        """Drop the graphs: a communicator cannot be destroyed while a graph holds it."""
         self._graphs.clear()
 
     def _try(
@@ -133,14 +132,14 @@ class DecodeGraphs:
 
 
 def record_cuda_graph(step: Callable[[], Logits]) -> tuple[Logits, Callable[[], object]]:
-    """The default recorder: a graph of what `step` launches, which runs once before."""
+    """The default recorder: runs `step` once, then captures what it launches in a CUDA graph."""
     side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()  # compiles kernels and makes workspaces, which a recording may not
+        step()  # compiles kernels and allocates workspaces, which is not allowed in a capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # Other threads may launch meanwhile; what they do is none of this graph's.
+    # Other threads may launch kernels meanwhile, which are not captured.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         logits = step()
     return logits, graph.replay

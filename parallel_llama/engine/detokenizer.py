@@ -1,7 +1,4 @@
-"""Rank 0's view of a completion: ids to text, and where the text ends.
-
-It does not know how ids are drawn or when a completion runs.
-"""
+"""From the token ids of a completion to its text, and where the text ends; on rank 0."""
 
 from parallel_llama.request import Request
 from parallel_llama.stop import StopChecker
@@ -9,10 +6,10 @@ from parallel_llama.tokenizer import StreamDecoder, Tokenizer
 
 
 class Detokenizer:
-    """The text of one sequence as it grows; without a tokenizer there is none, only its end.
+    """The text of one sequence as it grows; without a tokenizer only its end.
 
-    A sequence ends at a stop id or stop string, once it has the request's min_tokens; neither is a
-    part of the text, unless the request wants to see it.
+    A sequence ends at a stop id or stop string after the request's min_tokens. Neither is a part of
+    the text, unless the request has include_stop_str_in_output.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
@@ -29,16 +26,16 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """Everything that was shown."""
+        """All text that has been shown."""
         return "".join(self._shown)
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string, or the id of the request's stop_token_ids, that ended the text."""
+        """The stop string or the id of stop_token_ids that ended the text."""
         return self._stop.found or self._stop_id
 
     def push(self, token: int, is_last: bool) -> tuple[str, bool]:
-        """Text that may be shown now, and whether the completion stops at this token.
+        """Add a token. Returns: text to show now, and whether the completion stops here.
 
         `is_last` says that no token can follow, so nothing is held back.
         """
@@ -55,14 +52,14 @@ class Detokenizer:
         return shown, is_stop or bool(self._stop.found)
 
     def close(self) -> str:
-        """What was held back, now that nothing more comes."""
+        """End the sequence. Returns: the text that was held back."""
         if self._decoder is None or self._stop.found:
             return ""
         tail = self._through_stop(self._decoder.flush())
         return self._show(tail + self._stop.flush())
 
     def _through_stop(self, piece: str) -> str:
-        """Stop strings are not looked at before there are min_tokens."""
+        """Passes a piece through the stop strings, which are ignored before min_tokens."""
         if self._n_tokens <= self._request.params.min_tokens:
             return piece
         return self._stop.push(piece)

@@ -1,7 +1,7 @@
-"""From a step's scheduled tokens to the draws of its tokens, and what can come of a draw.
+"""Builds the sampling rows of a step's scheduled tokens, and samples them.
 
-A sequence that draws has one row for its last known token and one for each draft: what would be
-drawn there if the drafts before it had been.
+A sequence that draws has one row for its last known token and one for each draft, which samples
+the next token on condition that all drafts before it are accepted.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from parallel_llama.sampling import Draw, History, NoTokenLeft, Sampled, row_noi
 
 
 def draws_of(item: ScheduledTokens, history: History | None, mask: bytes | None) -> list[Draw]:
-    """The draws of one sequence, `mask` being which tokens may come next at all."""
+    """The draws of one sequence; `mask` marks the tokens that are allowed next."""
     sequence, request, drafts = item.sequence, item.request, item.drafts
     draws = []
     for n in range(1 + len(drafts)):
@@ -43,7 +43,7 @@ def draws_of(item: ScheduledTokens, history: History | None, mask: bytes | None)
 
 
 def noise_of(item: ScheduledTokens, n_later: int = 0) -> list[RowNoise]:
-    """The noise of one sequence's draws, or of those so many tokens later; nobody waits for it."""
+    """The noise of one sequence's draws, or of the draws `n_later` tokens later."""
     sequence, request, n_tokens = item.sequence, item.request, len(item.sequence.tokens) + n_later
     return [
         row_noise(request.params, request.seed, sequence.number, n_tokens + n)
@@ -58,11 +58,11 @@ def draw_each(
     comm: Communicator,
     best: Tensor | npt.NDArray[np.float64] | None = None,
 ) -> list[list[Sampled]]:
-    """The tokens of each sequence's draws, up to the first draw that forbids every token.
+    """Sample the draws of each sequence, up to the first draw without an allowed token.
 
     Shapes: logits [n, V_local] local, one row per draw, sequence after sequence; best as in
     `sample`.
-    Collective: like `sample`, and once more for the other rows where one has no token.
+    Collective: as `sample`; a second time for the other rows if a row has no allowed token.
     """
     rows = [draw for own in draws for draw in own]
     try:

@@ -1,13 +1,12 @@
-"""The generation loop that every rank runs: many requests share one model and one KV cache.
+"""The engine that every rank runs: many requests share one model and one KV cache.
 
-Every rank runs the same scheduler over the same requests. Rank 0 alone hears of requests, turns
-tokens into text and decides when a completion ends; its messages, ids and decisions are broadcast,
-so no rank can go another way. It does not know files, flags or terminals.
+Every rank runs the same scheduler over the same requests. Rank 0 alone receives requests, turns
+tokens into text and decides when sequences end; it broadcasts its messages, token ids and
+decisions, so ranks cannot diverge. The engine does not know files, flags or terminals.
 
-A step: message -> schedule -> forward -> sample -> decide -> commit.
+A step: message -> schedule -> forward -> sample -> check stop conditions -> commit.
 """
 
-import logging
 import struct
 import time
 import weakref
@@ -18,22 +17,22 @@ import torch
 from torch import Tensor
 
 from parallel_llama.engine.block_pool import BlockPool
-from parallel_llama.engine.chunk import Chunk
-from parallel_llama.engine.detokenizer import Detokenizer
 from parallel_llama.engine.draws import draw_each, draws_of, noise_of
 from parallel_llama.engine.kv_capacity import Capacity
+from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.machine import tick_of
 from parallel_llama.engine.messages import MAX_SIZE, StepMessage, decode_message, size_of
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.outputs import REASONS, OutputProcessor, SequenceOutput, StepOutput
 from parallel_llama.engine.prompt_lookup import PromptLookup
 from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
-from parallel_llama.engine.statistics import EngineStatistics, StepTimes
-from parallel_llama.engine.step_buffer import RowNoise
-from parallel_llama.engine.step_clock import StepClock, tick_of
-from parallel_llama.errors import DISAGREE, NumericalError, UsageError
+from parallel_llama.engine.statistics import EngineStatistics, StepClock, StepTimes
+from parallel_llama.engine.step_buffer import Chunk, RowNoise
+from parallel_llama.errors import DISAGREE, NumericalError
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
-from parallel_llama.request import Completion, FinishReason, Request, TokenLogprob
+from parallel_llama.request import FinishReason, Request, TokenLogprob
 from parallel_llama.sampling import (
     Draw,
     History,
@@ -44,68 +43,40 @@ from parallel_llama.sampling import (
     mask_of,
     score_tokens,
 )
-from parallel_llama.structured import GrammarCompiler, Matcher, MatchError
+from parallel_llama.structured import GrammarCompiler, Matcher
 from parallel_llama.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
-BLOCK_SIZE = 16
-
-# Guesses at what follows: of one sequence, and rows of all that decode; beyond them a step takes
-# longer by more than guesses bring.
-MAX_DRAFTS, _MAX_ROWS = 8, 16
+# Rows of all decoding sequences with their drafts: with more rows a step gets slower by more than
+# drafts gain.
+_MAX_ROWS = 16
 
 # Prompt positions whose logits exist at once.
 SCORE_ROWS = 128
 
-_RUNNING, _STOP, _LENGTH, _NO_TOKEN = 0, 1, 2, 3
-_REASONS: dict[int, FinishReason] = {_STOP: "stop", _LENGTH: "length", _NO_TOKEN: "no_token"}
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one step gave one sequence of one request: tokens, text to show, perhaps its end.
-
-    `text` and the completion's text are filled on rank 0 alone; `logprobs` has one for each token
-    where the request asks for them. A sequence that was ended from outside ends without a token.
-    """
-
-    ticket: int
-    index: int
-    choice: int
-    tokens: tuple[int, ...]
-    text: str
-    completion: Completion | None
-    is_last: bool  # whether the request has no sequence left
-    logprobs: tuple[TokenLogprob, ...] = ()
-
 
 @dataclass(eq=False)
 class _SequenceState:
-    """What is known of a sequence beside its tokens; detokenizer and matcher on rank 0 alone."""
+    """What the engine knows of a sequence beside its tokens."""
 
-    ticket: int  # of its request
-    sequence: Sequence
+    output: SequenceOutput
     allowed: bytes | None  # the mask of the request's allowed_token_ids
     history: History | None  # for penalties
-    matcher: Matcher | None
-    prompt_logprobs: list[TokenLogprob]  # the request's: one list for all its choices
-    has_begun: bool = False  # whether a step has had any of its tokens
+    has_begun: bool = False  # whether a step has run any of its tokens
     lookup: PromptLookup = field(default_factory=PromptLookup)
-    detokenizer: Detokenizer | None = None  # from the first token on: those who wait need none
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    @property
-    def request(self) -> Request:
-        return self.sequence.request
 
 
 class Engine:
-    """Requests on their way to completion, on one rank.
+    """Runs requests to completion, on one rank.
 
-    All ranks build it alike and call `step` equally often; `submit`, `cancel` and `send` are for
-    rank 0. As many requests run as the cache holds, those with short prompts first; a long prompt
-    goes in chunks, mixed with the others' decode steps.
+    All ranks construct it alike and call `step` equally often; `submit`, `cancel` and `send_rpc`
+    are for rank 0. As many requests run at once as the KV cache holds, short prompts first; a long
+    prompt runs in chunks, beside the decode steps of other requests.
+
+    Args:
+        tokenizer: None for a model without a tokenizer, and on ranks above 0.
+        grammars: the grammar compiler, where there is a tokenizer.
+        step_tokens: most tokens of a step; by default those of `capacity`.
+        max_drafts: most draft tokens of a sequence in one step.
 
     Collective: the constructor and `step`.
     """
@@ -118,28 +89,28 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         *,
         step_tokens: int | None = None,
-        max_drafts: int = MAX_DRAFTS,
+        max_drafts: int = LLMConfig.max_drafts,
     ) -> None:
         self.runner, self.comm, self.capacity = runner, runner.comm, capacity
         self.step_tokens = step_tokens or capacity.step_tokens
         self.max_drafts = max_drafts
-        self.call = b""
-        self.begun: list[int] = []  # tickets that the last step was the first of
+        self.rpc = b""
+        self.begun: list[int] = []  # tickets of requests whose first step was the last one
         self.times = StepTimes()
         self._clock = StepClock(self.times, tick_of(runner.device))
-        self._tokenizer, self._grammars = tokenizer, grammars
+        self._outputs = OutputProcessor(tokenizer, grammars)
         self._n_tickets = 0
-        self._ahead: _Ahead | None = None
+        self._in_flight: _InFlightStep | None = None
         runner.reserve(capacity.n_blocks, capacity.block_size)
         self._reset()
 
     @property
     def idle(self) -> bool:
-        """Whether no request is here; on rank 0 none has been submitted either."""
+        """Whether there is no unfinished request, submitted ones included on rank 0."""
         return self.scheduler.idle and not self._incoming
 
     def statistics(self) -> EngineStatistics:
-        """How busy it is; to another thread, numbers may stem from two neighbouring steps."""
+        """The load of the engine; from another thread, numbers may be of two consecutive steps."""
         return EngineStatistics(
             n_running=len(self.scheduler.running),
             n_waiting=len(self.scheduler.waiting),
@@ -153,20 +124,20 @@ class Engine:
         )
 
     def check(self, request: Request) -> None:
-        """Raises: UsageError if a request can never fit into the cache."""
+        """Raises: UsageError if a request can never fit into the KV cache."""
         self.scheduler.check_fits(request)
 
     def submit(self, request: Request, timeout_s: float | None = None) -> int:
-        """Take in a request, which begins at one of the next steps; its ticket.
+        """Queue a request, which starts at one of the next steps. Returns: its ticket.
 
-        A request that takes longer than `timeout_s` ends with what it has.
+        After `timeout_s` the request ends with what it has.
 
-        Raises: UsageError if it can never fit into the cache, or its grammar cannot be used.
+        Raises: UsageError if it can never fit into the KV cache, or its grammar cannot be used.
         """
         self.check(request)
         ticket = self._n_tickets
         if request.params.grammar is not None:
-            self._matchers[ticket] = self._new_matchers(request)
+            self._matchers[ticket] = self._outputs.matchers(request)
         if timeout_s is not None:
             self._deadlines[ticket] = time.monotonic() + timeout_s
         self._n_tickets += 1
@@ -174,28 +145,27 @@ class Engine:
         return ticket
 
     def cancel(self, ticket: int, reason: FinishReason = "cancelled") -> None:
-        """End a request at the next step; one that has ended already stays as it is."""
+        """End a request at the next step; does nothing if the request has ended."""
         self._outgoing.append((ticket, reason))
 
-    def send(self, call: bytes) -> None:
-        """Give the other ranks something else to do, which they find in `call` after `step`.
+    def send_rpc(self, rpc: bytes) -> None:
+        """Send the other ranks a call in place of a step; they find it in `rpc` after `step`.
 
-        Collective: like `step`, for which the others take it.
+        Collective: the other ranks call `step`.
         """
-        broadcast_bytes(self.comm, StepMessage(call=call).encode(), no_timeout=True)
+        broadcast_bytes(self.comm, StepMessage(rpc=rpc).encode(), no_timeout=True)
 
     def step(self) -> list[StepOutput]:
-        """Run one forward pass and give every sequence that is through its prompt a token or more.
+        """Run one forward pass and draw tokens for every sequence whose prompt is in the cache.
 
-        Ranks above 0 wait for rank 0 to call it without a limit of time. What it has sent them to
-        do instead is in `call` then, which is empty after a step.
+        Ranks above 0 wait for rank 0 without a timeout. If rank 0 sent a call instead, it is in
+        `rpc` afterwards, which is empty after a step.
 
-        Collective: a broadcast of a message; where something runs, those of a forward pass, one
-        head exchange and one broadcast; two broadcasts more for grammars, and a barrier where
-        there are no numbers.
+        Collective: a broadcast of a message; if any tokens run, those of a forward pass, one head
+        exchange and one broadcast; two more broadcasts for grammars, and a barrier after an error.
 
-        Raises: NumericalError, on all ranks, if a forward pass gave no numbers; every request that
-        was here is gone then.
+        Raises: NumericalError, on all ranks, if a forward pass produced NaN or Inf; no request is
+        left then.
         """
         try:
             self._clock.begin()
@@ -203,10 +173,11 @@ class Engine:
             self._clock.end()
             return outputs
         except BaseException as error:
-            # Other ranks meet a NumericalError alike; after anything else nobody knows where
-            # they are, but for a rank alone that was interrupted.
+            # All ranks raise a NumericalError together. After any other error the state of the
+            # other ranks is unknown, so only a single rank can be reset.
             if isinstance(error, NumericalError):
-                # A card that has given up a lost rank has no numbers either, and here it is told.
+                # A GPU that has aborted a collective with a lost rank produces NaN too: then the
+                # barrier raises RankError.
                 self.comm.barrier()
             if isinstance(error, NumericalError) or self.comm.size == 1:
                 self._reset()
@@ -215,35 +186,35 @@ class Engine:
     def _step(self) -> list[StepOutput]:
         own = self._new_message().encode() if self.comm.rank == 0 else None
         message = decode_message(broadcast_bytes(self.comm, own, no_timeout=True))
-        self.call = message.call
-        outputs = self._carry_out(message)
+        self.rpc = message.rpc
+        outputs = self._apply(message)
         self.begun = []
         self._clock.lap("messages_s")
-        ahead, self._ahead = self._ahead, None
+        in_flight, self._in_flight = self._in_flight, None
         scheduled: list[ScheduledTokens] = []
-        if not self.call:
-            # Of a step that is launched already, those who are still here.
-            scheduled = self.scheduler.schedule_again(ahead.sequences) if ahead else []
-            ahead = ahead if scheduled else None
+        if not self.rpc:
+            # The unfinished sequences of a step that is already launched.
+            scheduled = self.scheduler.schedule_in_flight(in_flight.sequences) if in_flight else []
+            in_flight = in_flight if scheduled else None
             scheduled = scheduled or self.scheduler.schedule()
         self._clock.lap("schedule_s")
-        return outputs + self._run(scheduled, ahead) if scheduled else outputs
+        return outputs + self._run(scheduled, in_flight) if scheduled else outputs
 
     def _run(
-        self, scheduled: abc.Sequence[ScheduledTokens], ahead: "_Ahead | None"
+        self, scheduled: abc.Sequence[ScheduledTokens], in_flight: "_InFlightStep | None"
     ) -> list[StepOutput]:
         for state in (self._states[item.sequence] for item in scheduled):
-            if not state.has_begun and state.sequence.number == 0:
-                self.begun.append(state.ticket)
+            if not state.has_begun and state.output.sequence.number == 0:
+                self.begun.append(state.output.ticket)
             state.has_begun = True
         drawing, scoring = self._wanted_rows(scheduled)
-        if ahead is None:
+        if in_flight is None:
             chunks = [_chunk(item, item.start, item.tokens) for item in scheduled]
             noise = self._noise_of(item for item in scheduled if item.draws)
             others = [row for _, row, _ in scoring]
             logits, hidden = self.runner.step(chunks, drawing, others, noise)
         else:
-            logits = ahead.of(scheduled)
+            logits = in_flight.of(scheduled)
             hidden = logits.values[:0]
         self._clock.lap("forward_s")
         items = [item for item in scheduled if item.draws]
@@ -253,16 +224,16 @@ class Engine:
         for item in scheduled:
             if not item.draws:
                 self.scheduler.commit(item, ())
-        outputs = self._decide(items, drawn)
+        outputs = self._commit_outputs(items, drawn)
         self._clock.lap("decide_s")
         self.times.n_steps += 1
         return outputs
 
     def _reset(self) -> None:
-        """Begin without requests and with an empty cache: what it held may be worth nothing."""
+        """Start without requests and with an empty KV cache, whose contents may be invalid."""
         block_size = self.capacity.block_size
         self.pools = [BlockPool(n_blocks, block_size) for n_blocks in self.capacity.n_blocks]
-        # In a cycle, weights and cache would outlive whoever uses them last.
+        # A proxy: in a reference cycle, weights and KV cache would outlive the engine's last user.
         engine = weakref.proxy(self)
         self.scheduler = Scheduler(
             self.pools,
@@ -272,16 +243,16 @@ class Engine:
             context=lambda request: engine._context(request),
             draft=lambda sequence, most: engine._draft(sequence, most),
         )
-        self._ahead = None
+        self._in_flight = None
         self._states: dict[Sequence, _SequenceState] = {}
         self._unfinished: dict[int, list[Sequence]] = {}  # by ticket; the scheduler's own lists
-        # Rank 0's alone: what the others have not heard of, and when requests are late.
+        # On rank 0 alone: what the other ranks have not been sent, and when requests time out.
         self._incoming: deque[tuple[int, Request]] = deque()
         self._outgoing: list[tuple[int, FinishReason]] = []
         self._matchers: dict[int, list[Matcher]] = {}
         self._deadlines: dict[int, float] = {}
 
-    # What rank 0 tells all ranks
+    # The message from rank 0 to all ranks
 
     def _new_message(self) -> StepMessage:
         if self._deadlines:
@@ -294,21 +265,20 @@ class Engine:
         while self._incoming and size < MAX_SIZE:
             begin.append(self._incoming.popleft())
             size += size_of(begin[-1][1])
-        # A request is ended once the others have heard of it.
-        unheard = {ticket for ticket, _ in self._incoming} if self._outgoing else set()
-        end = tuple(each for each in self._outgoing if each[0] not in unheard)
-        self._outgoing = [each for each in self._outgoing if each[0] in unheard]
+        # A request can only end after the other ranks have been sent it.
+        unsent = {ticket for ticket, _ in self._incoming} if self._outgoing else set()
+        end = tuple(each for each in self._outgoing if each[0] not in unsent)
+        self._outgoing = [each for each in self._outgoing if each[0] in unsent]
         return StepMessage(tuple(begin), end)
 
-    def _carry_out(self, message: StepMessage) -> list[StepOutput]:
+    def _apply(self, message: StepMessage) -> list[StepOutput]:
         for ticket, request in message.begin:
             self._begin(ticket, request)
         outputs = []
         for ticket, reason in message.end:
             for sequence in list(self._unfinished.get(ticket, ())):
-                state = self._states[sequence]
-                tail = state.detokenizer.close() if state.detokenizer else ""
-                outputs.append(self._output(state, (), tail, reason))
+                output = self._states[sequence].output
+                outputs.append(self._finish(output, (), output.close(), reason))
         return outputs
 
     def _begin(self, ticket: int, request: Request) -> None:
@@ -318,51 +288,40 @@ class Engine:
         prompt_logprobs: list[TokenLogprob] = []
         for sequence in self.scheduler.add(request):
             self._unfinished[ticket] = sequence.siblings
+            matcher = matchers[sequence.number] if matchers else None
             self._states[sequence] = _SequenceState(
-                ticket,
-                sequence,
+                SequenceOutput(ticket, sequence, matcher, prompt_logprobs),
                 allowed,
                 History(request.prompt) if params.has_penalties else None,
-                matchers[sequence.number] if matchers else None,
-                prompt_logprobs,
             )
 
-    def _new_matchers(self, request: Request) -> list[Matcher]:
-        assert request.params.grammar is not None
-        if self._grammars is None or self._tokenizer is None:
-            raise UsageError("a grammar needs a tokenizer and this model has none")
-        vocabulary = self._tokenizer.vocabulary
-        begins_text = not any(vocabulary.piece(token) for token in request.prompt)
-        first = self._grammars.matcher(request.params.grammar, begins_text=begins_text)
-        return [first, *(first.copy() for _ in range(request.params.n - 1))]
-
-    # The scheduler's questions
+    # Callbacks of the scheduler
 
     def _context(self, request: Request) -> bytes:
-        """What shapes keys and values beside the tokens before them."""
+        """What keys and values depend on beside the tokens before them."""
         salt = (request.params.cache_salt or "").encode()
         return struct.pack("<q", base_len(self.runner.args, len(request.prompt))) + salt
 
     def _draft(self, sequence: Sequence, most: int) -> abc.Sequence[int]:
-        """Guesses at the next tokens: none where a grammar has to see each token first."""
+        """Draft tokens; none with a grammar, which has to accept each token before the next."""
         if sequence.request.params.grammar is not None:
             return ()
         most = min(most, self._most_drafts())
         return self._states[sequence].lookup.draft(sequence.tokens, most) if most > 0 else ()
 
     def _most_drafts(self) -> int:
-        """How many tokens are guessed of each sequence at the most; none for 0 and below."""
+        """The most draft tokens of each sequence; none if 0 or below."""
         return min(self.max_drafts, _MAX_ROWS // len(self.scheduler.running) - 1)
 
     # The step
 
     def _wanted_rows(
         self, scheduled: abc.Sequence[ScheduledTokens]
-    ) -> tuple[list[int], list[tuple[_SequenceState, int, int]]]:
-        """The rows from which tokens are drawn, and those whose successor in the prompt is scored.
+    ) -> tuple[list[int], list[tuple[SequenceOutput, int, int]]]:
+        """The rows of the batch that are sampled, and those that score the next prompt token.
 
-        Returns: for the second the state of the request's first sequence, the row, and that
-        successor, which has no score yet.
+        Returns: row numbers; and for each row to score the output of the request's first sequence,
+            the row number, and the next prompt token.
         """
         drawing: list[int] = []
         scoring = []
@@ -371,16 +330,16 @@ class Engine:
             after = first + len(item.tokens)
             if item.draws:
                 drawing += range(after - 1 - item.n_drafts, after)
-            state, prompt = self._states[item.sequence], item.request.prompt
+            output, prompt = self._states[item.sequence].output, item.request.prompt
             if item.request.params.prompt_logprobs is not None and item.sequence.number == 0:
                 stop = min(item.start + len(item.tokens), len(prompt) - 1)
-                for at in range(max(item.start, len(state.prompt_logprobs)), stop):
-                    scoring.append((state, first + at - item.start, prompt[at + 1]))
+                for at in range(max(item.start, len(output.prompt_logprobs)), stop):
+                    scoring.append((output, first + at - item.start, prompt[at + 1]))
             first = after
         return drawing, scoring
 
     def _score_prompts(
-        self, wanted: abc.Sequence[tuple[_SequenceState, int, int]], hidden: Tensor
+        self, wanted: abc.Sequence[tuple[SequenceOutput, int, int]], hidden: Tensor
     ) -> None:
         for start in range(0, len(wanted), SCORE_ROWS):
             part = wanted[start : start + SCORE_ROWS]
@@ -388,19 +347,19 @@ class Engine:
                 self.runner.logits(hidden[start : start + len(part)]),
                 self.runner.share.vocab,
                 torch.tensor([target for _, _, target in part], device=hidden.device),
-                [state.request.params.prompt_logprobs or 0 for state, _, _ in part],
+                [output.sequence.request.params.prompt_logprobs or 0 for output, _, _ in part],
                 self.comm,
             )
-            for (state, _, _), one in zip(part, scored, strict=True):
-                state.prompt_logprobs.append(self._spelled(one))
+            for (output, _, _), one in zip(part, scored, strict=True):
+                output.prompt_logprobs.append(self._outputs.with_texts(one))
 
     def _sample(
         self, drawing: abc.Sequence[ScheduledTokens], logits: Logits
     ) -> list[list[Sampled]]:
-        """The draws of each sequence: one for its last token and one for each draft.
+        """Draw the tokens of each sequence: one after its last token and one after each draft.
 
-        Fewer where a draw has no token to take. Where the device knows the tokens by itself, the
-        next step is launched before they are read.
+        A sequence has fewer draws if one has no allowed token. If the device draws by itself,
+        the next step is launched before the tokens of this one are read.
         """
         masks = self._exchange_masks(drawing)
         draws = []
@@ -409,69 +368,79 @@ class Engine:
             mask = both(masks.get(item.sequence), state.allowed)
             draws.append(draws_of(item, state.history, mask))
         flat = [draw for own in draws for draw in own]
-        if logits.drawn is not None and self._may_look_ahead(flat):
-            return [[drawn] for drawn in self._read_ahead(drawing, flat, logits, logits.drawn)]
+        if logits.drawn is not None and self._may_prepare_next(flat):
+            return [
+                [drawn] for drawn in self._read_after_launch(drawing, flat, logits, logits.drawn)
+            ]
         is_greedy = all(draw.params.is_greedy for draw in flat)
         best = logits.largest if logits.drawn is None and is_greedy else logits.drawn
         return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, best)
 
-    def _read_ahead(
+    def _read_after_launch(
         self,
         drawing: abc.Sequence[ScheduledTokens],
         draws: abc.Sequence[Draw],
         logits: Logits,
         drawn: Tensor,
     ) -> list[Sampled]:
-        """What is drawn, read once the next step is launched."""
+        """Launch the next step, then read the tokens that this step drew."""
         vocab, vocab_size = self.runner.share.vocab, self.runner.args.vocab_size
         ops = self.runner.model.ops
         pending = PendingDraws(logits.values, drawn, vocab, vocab_size, draws, self.comm, ops)
-        if self.scheduler.look_ahead():
+        if self.scheduler.prepare_next():
             self._clock.lap("sample_s")
-            self._ahead = self._launch(drawing, pending.tokens)
+            self._in_flight = self._launch(drawing, pending.tokens)
             self._clock.lap("forward_s")  # of the next step, which is this one's on the device
         found, were_known = pending.read()
         if not were_known:
-            self._ahead = None  # it went on from no token, and is taken again
+            self._in_flight = None  # it started from a wrong token: run the step again
         return found
 
-    def _may_look_ahead(self, draws: abc.Sequence[Draw]) -> bool:
-        """Whether the next step's tokens are these draws', and nobody has to see them first."""
+    def _may_prepare_next(self, draws: abc.Sequence[Draw]) -> bool:
+        """Whether the next step runs exactly these draws' tokens, whatever they are."""
         is_plain = self._most_drafts() <= 0 and len(draws) == len(self.scheduler.running)
         return self.runner.draws_on_device and is_plain and all(map(can_pend, draws))
 
     def _noise_of(self, items: abc.Iterable[ScheduledTokens], n_later: int = 0) -> list[RowNoise]:
-        """The noise of what these sequences draw, for the device where that draws."""
+        """The noise of these sequences' draws; empty if the device does not draw."""
         if not self.runner.draws_on_device:
             return []
         return [row for item in items for row in noise_of(item, n_later)]
 
-    def _launch(self, items: abc.Sequence[ScheduledTokens], tokens: Tensor) -> "_Ahead":
-        """Launch the step after the one of these items, which drew these tokens."""
+    def _launch(self, items: abc.Sequence[ScheduledTokens], tokens: Tensor) -> "_InFlightStep":
+        """Launch the step that runs the tokens which these items have drawn."""
         chunks = [_chunk(item, item.start + len(item.tokens), (0,)) for item in items]
         logits = self.runner.step_ahead(chunks, self._noise_of(items, 1), tokens)
-        return _Ahead([item.sequence for item in items], logits)
+        return _InFlightStep([item.sequence for item in items], logits)
 
     def _exchange_masks(self, drawing: abc.Sequence[ScheduledTokens]) -> dict[Sequence, bytes]:
-        """Which tokens each sequence's grammar allows, from rank 0's matchers."""
+        """The mask of the tokens that each sequence's grammar allows, from rank 0."""
         bound = [item.sequence for item in drawing if item.request.params.grammar is not None]
         if not bound:
             return {}
-        own = b"".join(map(self._mask, bound)) if self.comm.rank == 0 else None
-        message = broadcast_bytes(self.comm, own)
+        masks, vocab_size = None, self.runner.args.vocab_size
+        if self.comm.rank == 0:
+            outputs = (self._states[sequence].output for sequence in bound)
+            masks = b"".join(output.grammar_mask(vocab_size) for output in outputs)
+        message = broadcast_bytes(self.comm, masks)
         width = len(message) // len(bound)
         return {each: message[n * width : (n + 1) * width] for n, each in enumerate(bound)}
 
-    def _decide(
+    def _commit_outputs(
         self, drawing: abc.Sequence[ScheduledTokens], drawn: abc.Sequence[list[Sampled]]
     ) -> list[StepOutput]:
-        """Rank 0's ids and decisions go to all ranks; what is finished gives its blocks back."""
-        shown = [""] * len(drawing)
+        """Commit the tokens that rank 0 keeps, on all ranks, and finish the sequences that end.
+
+        Collective: one broadcast.
+        """
+        texts = [""] * len(drawing)
         width = max((len(own) for own in drawn), default=0)
         rows = [[0] * (2 + width)] * len(drawing)
         if self.comm.rank == 0:
             for row, (item, own) in enumerate(zip(drawing, drawn, strict=True)):
-                ids, shown[row], end = self._read(item, [one.token for one in own])
+                output = self._states[item.sequence].output
+                tokens = [one.token for one in own]
+                ids, texts[row], end = self._outputs.check_stop(output, item, tokens)
                 rows[row] = [end, len(ids), *ids, *[0] * (width - len(ids))]
         if self.comm.size > 1:
             rows = self.comm.broadcast(torch.tensor(rows, dtype=torch.int64)).tolist()
@@ -484,40 +453,10 @@ class Engine:
                     f"rank {self.comm.rank} drew tokens {[one.token for one in kept]} for request "
                     f"{item.request.index} and rank 0 drew {ids[:n_kept]}: {DISAGREE}"
                 )
-            outputs.append(self._keep(item, kept, shown[row], _REASONS.get(end)))
+            outputs.append(self._append(item, kept, texts[row], REASONS.get(end)))
         return outputs
 
-    def _read(self, item: ScheduledTokens, drawn: abc.Sequence[int]) -> tuple[list[int], str, int]:
-        """What is kept of the draws, the text to show for it, and whether the completion ends."""
-        state = self._states[item.sequence]
-        detokenizer = state.detokenizer = state.detokenizer or Detokenizer(
-            item.request, self._tokenizer
-        )
-        ids: list[int] = []
-        text = ""
-        if not drawn:
-            return ids, detokenizer.close(), _NO_TOKEN
-        for token, draft in zip(drawn, (*item.drafts, None), strict=False):
-            ids.append(token)
-            is_last = item.sequence.n_drawn + len(ids) == item.request.max_tokens
-            if state.matcher is not None:
-                try:
-                    state.matcher.accept(token)
-                except MatchError:  # beyond a limit of the grammar's
-                    return ids[:-1], text + detokenizer.close(), _NO_TOKEN
-                if state.matcher.is_finished:
-                    _warn_if_early(item.request, item.sequence.n_drawn + len(ids))
-                    is_last = True
-            piece, stopped = detokenizer.push(token, is_last)
-            text += piece
-            if stopped or is_last:
-                stopped |= state.matcher is not None and state.matcher.is_finished
-                return ids, text, _STOP if stopped else _LENGTH
-            if token != draft:
-                break
-        return ids, text, _RUNNING
-
-    def _keep(
+    def _append(
         self,
         item: ScheduledTokens,
         kept: abc.Sequence[Sampled],
@@ -530,86 +469,35 @@ class Engine:
             if state.history is not None:
                 state.history.append(one.token)
             if one.logprobs is not None:
-                state.logprobs.append(self._spelled(one.logprobs))
-        state.lookup.judge(item.n_drafts, max(0, len(kept) - 1))
+                state.output.logprobs.append(self._outputs.with_texts(one.logprobs))
+        state.lookup.update(item.n_drafts, max(0, len(kept) - 1))
         self.scheduler.commit(item, ids)
-        return self._output(state, ids, text, reason)
+        return self._finish(state.output, ids, text, reason)
 
-    def _output(
-        self, state: _SequenceState, ids: tuple[int, ...], text: str, reason: FinishReason | None
+    def _finish(
+        self, output: SequenceOutput, ids: tuple[int, ...], text: str, reason: FinishReason | None
     ) -> StepOutput:
-        """What a sequence got; with a reason it ends here."""
-        sequence = state.sequence
+        """The output of a step for one sequence; a sequence with a reason to end leaves here."""
         completion = None
         if reason is not None:
-            completion = self._completion(state, reason)
-            self.scheduler.finish(sequence)
-            del self._states[sequence]
-            if not sequence.siblings:
-                del self._unfinished[state.ticket]
-                self._deadlines.pop(state.ticket, None)
-        return StepOutput(
-            ticket=state.ticket,
-            index=state.request.index,
-            choice=sequence.number,
-            tokens=ids,
-            text=text,
-            completion=completion,
-            is_last=not sequence.siblings,
-            logprobs=tuple(state.logprobs[-len(ids) :]) if ids else (),
-        )
-
-    def _completion(self, state: _SequenceState, reason: FinishReason) -> Completion:
-        sequence, request, params = state.sequence, state.request, state.request.params
-        return Completion(
-            index=request.index,
-            text=state.detokenizer.text if state.detokenizer else "",
-            tokens=tuple(sequence.tokens[sequence.n_prompt :]),
-            finish_reason=reason,
-            n_prompt_tokens=sequence.n_prompt,
-            logprobs=tuple(state.logprobs) if params.logprobs is not None else None,
-            choice=sequence.number,
-            n_choices=params.n,
-            prompt_logprobs=(
-                None if params.prompt_logprobs is None else (None, *state.prompt_logprobs)
-            ),
-            seed=None if params.is_greedy else request.seed,
-            n_cached_tokens=sequence.n_found or 0,
-            stop_reason=(
-                state.detokenizer.stop_reason if state.detokenizer and reason == "stop" else None
-            ),
-        )
-
-    def _spelled(self, scored: TokenLogprob) -> TokenLogprob:
-        """With the text of its tokens, on rank 0."""
-        if self._tokenizer is None:
-            return scored
-        vocabulary = self._tokenizer.vocabulary
-        text, *others = (
-            vocabulary.piece(token, skip_special=False).decode("utf-8", "replace")
-            for token in (scored.token, *(token for token, _ in scored.top))
-        )
-        return replace(scored, text=text, top_texts=tuple(others))
-
-    def _mask(self, sequence: Sequence) -> bytes:
-        """What a sequence's grammar allows next; no token where it can go nowhere."""
-        matcher = self._states[sequence].matcher
-        assert matcher is not None
-        try:
-            return matcher.mask()
-        except MatchError:
-            return bytes(-(-self.runner.args.vocab_size // 8))
+            completion = output.completion(reason)
+            self.scheduler.finish(output.sequence)
+            del self._states[output.sequence]
+            if not output.sequence.siblings:
+                del self._unfinished[output.ticket]
+                self._deadlines.pop(output.ticket, None)
+        return output.step_output(ids, text, completion)
 
 
 @dataclass(frozen=True)
-class _Ahead:
-    """A step that is launched: a token of each of these sequences, a row each of the logits."""
+class _InFlightStep:
+    """A step that is launched: one token of each sequence, and one row of the logits each."""
 
     sequences: abc.Sequence[Sequence]
     logits: Logits
 
     def of(self, scheduled: abc.Sequence[ScheduledTokens]) -> Logits:
-        """The rows of those that are scheduled for it: some may have ended meanwhile."""
+        """The rows of the scheduled sequences: some may have ended since the launch."""
         if len(scheduled) == len(self.sequences):
             return self.logits
         return self.logits.rows([self.sequences.index(item.sequence) for item in scheduled])
@@ -617,14 +505,3 @@ class _Ahead:
 
 def _chunk(item: ScheduledTokens, start: int, tokens: abc.Sequence[int]) -> Chunk:
     return Chunk(tokens, start, item.sequence.tables, item.sequence.n_prompt)
-
-
-def _warn_if_early(request: Request, n_drawn: int) -> None:
-    """Say where a grammar's end comes before the tokens that were asked for as well."""
-    if n_drawn < request.params.min_tokens:
-        logger.warning(
-            "request %d: its grammar ends the completion after %d tokens, before min_tokens=%d",
-            request.index,
-            n_drawn,
-            request.params.min_tokens,
-        )

@@ -1,4 +1,4 @@
-"""Memory that a process has freed and that its C library keeps."""
+"""Memory that this process has freed and its C library still holds."""
 
 import ctypes
 
@@ -16,7 +16,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def n_kept_bytes() -> int:
-    """Bytes that are free inside the C library, given back to the system or not; 0 if unknown."""
+    """Bytes that are free in the C library's arenas; 0 if unknown."""
     read = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc's from 2.33 on
     if read is None:
         return 0
@@ -25,6 +25,6 @@ def n_kept_bytes() -> int:
 
 
 def give_back_memory() -> None:
-    """Return to the system what is free inside the process, where its C library keeps that."""
+    """Return the free memory of the C library's arenas to the system, where it can."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
         trim(0)

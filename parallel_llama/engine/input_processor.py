@@ -1,7 +1,6 @@
-"""From what a person asks to requests: text to tokens, defaults filled in, everything checked.
+"""From prompts and parameters to requests: tokenised, defaults filled in, validated.
 
-The whole of it happens before any weight is read, so that a prompt that is too long is refused at
-once. It imports no torch and does not know how requests run.
+It needs no weights, so that a prompt that is too long is refused at once. Imports no torch.
 """
 
 import logging
@@ -44,12 +43,12 @@ logger = logging.getLogger(__name__)
 class InputProcessor:
     """The text side of one model: its tokenizer, chat template, sampling defaults and limits.
 
-    `max_seq_len` lowers the model's own context; `seed` is for requests without one, and None
-    draws a new one whenever requests are made. With `attention_sinks`, as many first tokens are
-    seen by all that follow, and sequences may be longer than the context.
+    `max_seq_len` lowers the model's context. `seed` is for requests without a seed; None draws a
+    new one whenever requests are made. With `attention_sinks`, as many first tokens are always
+    visible, and sequences may be longer than the context.
 
-    Raises: UsageError if `max_seq_len` is beyond the model's context, or for a model that cannot go
-    on without end.
+    Raises: UsageError if `max_seq_len` is beyond the model's context, or the model does not support
+    attention sinks.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class InputProcessor:
         if attention_sinks:
             args = with_sinks(args, attention_sinks, self.max_seq_len)
         self.files, self.args, self.seed = files, args, seed
-        # What the KV cache holds, once there is one: an open max_tokens goes no further.
+        # The longest sequence of the KV cache, once allocated: limits max_tokens=None.
         self.n_cache_tokens: int | None = None
 
     @property
     def longest(self) -> int:
-        """The most tokens of a sequence, where they are asked for."""
+        """The most tokens of a sequence with a given max_tokens."""
         return MAX_SIZES["max_seq_len"] if self.args.attention_sinks else self.max_seq_len
 
     @cached_property
@@ -85,7 +84,7 @@ class InputProcessor:
 
     @cached_property
     def has_tokenizer(self) -> bool:
-        """Whether text can go in and out; token ids always can."""
+        """Whether the model has a tokenizer; token ids work without one."""
         try:
             return self.tokenizer is not None
         except UsageError:
@@ -93,12 +92,12 @@ class InputProcessor:
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """How a conversation becomes tokens; None where the model has none."""
+        """The model's chat template; None if it has none."""
         return load_chat_template(self.files.path, self.tokenizer)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """What turns a request's grammar into masks over this model's vocabulary."""
+        """The compiler of grammars to masks over this model's vocabulary."""
         return GrammarCompiler(self.tokenizer, self.args.vocab_size, self._eos_ids)
 
     @cached_property
@@ -106,9 +105,9 @@ class InputProcessor:
         return load_generation_defaults(self.files)
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """The sampling that the model's authors want, with whatever is given in its place.
+        """The model's default sampling parameters, with the given ones in their place.
 
-        Raises: UsageError for a value out of range, naming the model where the value is its own.
+        Raises: UsageError for a value out of range, naming the model if the value is the model's.
         """
         try:
             return SamplingParams(**{**self.defaults.sampling, **given})
@@ -123,10 +122,9 @@ class InputProcessor:
         prompts: Prompts,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Request]:
-        """Requests for a prompt or some of them, whatever their forms.
+        """Requests for one prompt or several, in any accepted form.
 
-        Raises: UsageError naming the prompt that is none, empty, too long or not made for this
-        model.
+        Raises: UsageError naming the prompt that is invalid, empty, too long or not for this model.
         """
         given = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -143,7 +141,7 @@ class InputProcessor:
         return requests
 
     def run_seed(self) -> int:
-        """What requests without a seed get theirs from: the one that was given, else a new one."""
+        """The seed for requests without one: the given seed, else a new one."""
         return new_seed() if self.seed is None else self.seed
 
     def request(
@@ -153,9 +151,9 @@ class InputProcessor:
         params: SamplingParams | None = None,
         run_seed: int | None = None,
     ) -> Request:
-        """The request for one prompt; where it has no seed, it gets one of `run_seed` and `index`.
+        """The request for one prompt; without a seed, it gets one from `run_seed` and `index`.
 
-        Raises: UsageError for a prompt or settings that this model cannot take.
+        Raises: UsageError for a prompt or parameters that this model does not support.
         """
         params = params or self.sampling_params()
         tokens = self.encode(as_prompt(prompt))
@@ -169,7 +167,7 @@ class InputProcessor:
                 if getattr(params, name):
                     raise UsageError(f"{name} needs a tokenizer and this model has none")
         if params.grammar is not None:
-            self.grammars.matcher(params.grammar)  # kept, so that the engine finds it compiled
+            self.grammars.matcher(params.grammar)  # cached, so that the engine need not compile it
             if params.logit_bias:
                 logger.warning(
                     "request %d: its logit_bias cannot bring back a token that its grammar forbids",
@@ -193,9 +191,9 @@ class InputProcessor:
         documents: Sequence[Mapping[str, Any]],
         template_vars: Mapping[str, Any],
     ) -> list[Chat]:
-        """The chats of one conversation, or of each of a list of them.
+        """The chats of one conversation, or of a list of conversations.
 
-        Raises: UsageError for what is neither.
+        Raises: UsageError for anything else.
         """
         items = items_of(messages)
         if not items:
@@ -212,7 +210,7 @@ class InputProcessor:
             )
 
     def _spellings(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The ids of each word, as it is spelled at the beginning of a text and inside one."""
+        """The ids of each word, at the beginning of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word, " " + word.lstrip(" ")):
@@ -220,9 +218,9 @@ class InputProcessor:
         return tuple(filter(None, found))
 
     def check_sequence(self, tokens: Sequence[int]) -> None:
-        """Check token ids, however many.
+        """Check token ids; there is no limit on their number.
 
-        Raises: UsageError for an empty sequence, and for an id that is none.
+        Raises: UsageError for an empty sequence, and for an invalid id.
         """
         if not tokens:
             raise UsageError("it is empty; give at least one token")
@@ -237,7 +235,7 @@ class InputProcessor:
     def encode(self, prompt: str | list[int] | Chat) -> tuple[int, ...]:
         """The token ids of a prompt.
 
-        Raises: UsageError for a chat where the model has no template, or text without a tokenizer.
+        Raises: UsageError for a chat without a chat template, or a string without a tokenizer.
         """
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt)) if prompt else ()
@@ -245,20 +243,20 @@ class InputProcessor:
             return tuple(prompt)
         if self.chat_template is None:
             raise UsageError(
-                f"{self.files.path} has no chat template, so it is no chat model; "
+                f"{self.files.path} has no chat template, so it is not a chat model; "
                 "give text without a chat"
             )
         return tuple(self.chat_template.encode(prompt))
 
     def text_of(self, prompt: str | list[int] | Chat, request: Request) -> str | None:
-        """A prompt as text, a chat as its template has written it; None for token ids."""
+        """A prompt as text, a chat as its template renders it; None for token ids."""
         if isinstance(prompt, Chat):
             return self.tokenizer.decode(request.prompt, skip_special=False)
         return prompt if isinstance(prompt, str) else None
 
     @cached_property
     def _eos_ids(self) -> frozenset[int]:
-        """Every id that ends a text or a turn, as far as any of the model's files says."""
+        """Every id that ends a text or a chat turn, by any of the model's files."""
         ids = frozenset(self.defaults.eos_ids)
         if self.has_tokenizer:
             ids |= self.tokenizer.eos_ids

@@ -1,4 +1,4 @@
-"""How many tokens the KV cache holds: from the memory at hand, agreed across the ranks."""
+"""How many tokens the KV cache holds, by the free memory of all ranks."""
 
 import hashlib
 import re
@@ -37,10 +37,11 @@ _NO_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Capacity:
-    """The KV caches' blocks for each group of layers, the same on every rank.
+    """The size of the KV cache, the same on every rank.
 
-    `windows` says how many keys a token sees in each group, None for all, beside a sequence's first
-    `n_sinks` tokens; bytes are the fullest rank's.
+    `n_blocks` are the blocks of each KV group. `windows` is the number of keys that a token sees in
+    each KV group, None for all, beside the first `n_sinks` tokens of a sequence. `n_bytes` is the
+    size on the rank with the largest cache.
     """
 
     n_blocks: tuple[int, ...]
@@ -52,16 +53,16 @@ class Capacity:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that the first group has room for; in layers with a window they come and go."""
+        """The number of tokens that fit into the first KV group."""
         return self.n_blocks[0] * self.block_size
 
     def longest(self, max_seq_len: int) -> int:
-        """The length of the longest sequence that fits, up to `max_seq_len` tokens."""
+        """The length of the longest sequence that fits, at most `max_seq_len` tokens."""
         fits = self.n_full_requests(max_seq_len) > 0
         return max_seq_len if fits else min(self.n_blocks) * self.block_size
 
     def n_full_requests(self, max_seq_len: int) -> int:
-        """How many requests of `max_seq_len` tokens fit at the same time."""
+        """The number of requests of `max_seq_len` tokens that fit at the same time."""
         return min(
             n // blocks_held(max_seq_len, self.block_size, window, self.step_tokens, self.n_sinks)
             for n, window in zip(self.n_blocks, self.windows, strict=True)
@@ -70,17 +71,14 @@ class Capacity:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes that a rank can still take, and a number that tells the card which has them.
-
-    Ranks on the CPU have no card, whose number is 0.
-    """
+    """Free bytes of a rank's device, and a number that identifies its GPU; 0 for the CPU."""
 
     n_free: int
     card: int = 0
 
 
 def memory_of(device: torch.device) -> DeviceMemory:
-    """What a device has free for this process, that which torch keeps for later included."""
+    """The free memory of a device, including what torch has cached in this process."""
     if device.type != "cuda":
         return DeviceMemory(available_memory())
     torch.cuda.empty_cache()
@@ -91,12 +89,12 @@ def memory_of(device: torch.device) -> DeviceMemory:
 
 
 class CacheSize:
-    """How large each rank's KV caches are to be: `n_bytes` in all, or what there is room for.
+    """The wanted size of each rank's KV cache: `n_bytes`, or as much as fits.
 
-    `max_seq_len` is the length of the longest sequences. `working` are the bytes of each rank that
-    a card must keep free, where ranks have cards; `step_tokens` is the most that a step has.
+    `max_seq_len` is the length of the longest sequences, `working` the bytes that each rank's GPU
+    must keep free (empty on the CPU), `step_tokens` the most tokens of a step.
 
-    Raises: UsageError if `n_bytes` are too few for one block of each on every rank.
+    Raises: UsageError if `n_bytes` is less than one block of each KV group.
     """
 
     def __init__(
@@ -128,9 +126,9 @@ class CacheSize:
     def require_room(
         self, comm: Communicator, memory: DeviceMemory, weights: Sequence[int]
     ) -> None:
-        """See that each rank's card has room for its weights, its work and the least cache.
+        """Check that each rank's GPU has room for weights, working memory and the smallest cache.
 
-        Raises: UsageError, on all ranks alike, naming a rank whose card has not.
+        Raises: UsageError, on all ranks, naming a rank whose GPU is too small.
         Collective: one all_gather.
         """
         for rank, (n_free, _) in enumerate(self._agreed(comm, memory)):
@@ -145,12 +143,12 @@ class CacheSize:
                 )
 
     def agree(self, comm: Communicator, memory: DeviceMemory) -> Capacity:
-        """As many blocks as the rank with the least room can hold.
+        """The capacity: as many blocks as fit on the rank with the least free memory.
 
-        `memory` is this rank's, once the weights are loaded.
+        `memory` is this rank's, after the weights have been loaded.
 
-        Raises: UsageError, on all ranks alike, if that is not one block, or if a rank has less free
-        memory than `n_bytes`.
+        Raises: UsageError, on all ranks, if not even one block fits, or a rank has less free memory
+        than `n_bytes`.
         Collective: one all_gather.
         """
         agreed = self._agreed(comm, memory)
@@ -185,7 +183,7 @@ class CacheSize:
         return Capacity(sizes, self.block_size, n_bytes, windows, n_sinks, tokens)
 
     def _agreed(self, comm: Communicator, memory: DeviceMemory) -> list[tuple[int, int]]:
-        """What each rank has free and on which card; ranks of one card have a part of it each."""
+        """The free bytes and the GPU of each rank; ranks that share a GPU share its memory."""
         rows = comm.all_gather(torch.tensor([memory.n_free, memory.card])).tolist()
         sharing = Counter(card for _, card in rows if card)
         return [(n_free // max(1, sharing[card]), card) for n_free, card in rows]
@@ -197,7 +195,7 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class MemoryFor:
-    """A block of code that says what memory is for, and what makes it less, where there is none.
+    """A context that turns a failed allocation into an error with the purpose and a remedy.
 
     Raises: OutOfMemory.
     """
@@ -211,13 +209,13 @@ class MemoryFor:
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> None:
-        # A RankError that tells of another rank's lack of memory is not of this rank's.
+        # A RankError may report that another rank is out of memory.
         if isinstance(error, RankError) or not isinstance(
             error, (MemoryError, OSError, RuntimeError)
         ):
             return
         text = str(error)
-        # torch has no error of its own for the CPU's memory.
+        # torch raises a plain RuntimeError for the CPU's memory.
         if isinstance(error, MemoryError) or _NO_MEMORY.search(text):
             asked = re.search(r"(\d+) bytes", text)
             size = f" ({asked[1]} bytes at once)" if asked else ""
@@ -225,9 +223,9 @@ class MemoryFor:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that programs can still take without swapping, limits of container and process heeded.
+    """Bytes that can be allocated without swapping, within the limits of container and process.
 
-    Where the system below `root` does not say, as much as the cache wants at the most.
+    If the system below `root` does not say, as many as the cache takes at most.
     """
     available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
     if available is None:
@@ -240,16 +238,16 @@ def available_memory(root: Path = Path("/")) -> int:
     ):
         try:
             n_left = int((folder / limit).read_text()) - int((folder / used).read_text())
-        except (OSError, ValueError):  # no container, or one without a limit, which it calls "max"
+        except (OSError, ValueError):  # no container, or no limit: "max"
             continue
-        # What files left in memory counts as used, and makes way for a cache.
+        # The page cache counts as used, but is evicted when memory is needed.
         stat = _numbers(folder / "memory.stat")
         left.append(n_left + sum(stat.get(f"{prefix}{s}active_file", 0) for s in ("", "in")))
     return max(0, min(left))
 
 
 def _room_in_address_space(root: Path) -> list[int]:
-    """What `ulimit -v` leaves this process, where it is set."""
+    """What `ulimit -v` leaves this process, if it is set."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     taken = _numbers(root / "proc" / "self" / "status").get("VmSize:")
     if limit == resource.RLIM_INFINITY or taken is None:
@@ -258,7 +256,7 @@ def _room_in_address_space(root: Path) -> list[int]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """The first number behind each line's first word; nothing where there is no such file."""
+    """The first number after each line's first word; empty if there is no such file."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except (OSError, ValueError):

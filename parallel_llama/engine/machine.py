@@ -1,4 +1,4 @@
-"""What the machine gives: how fast its memory is read, what ranks hold of it, and its cores."""
+"""Measurements of the machine: memory bandwidth, peak memory, device time, and busy cores."""
 
 import resource
 import sys
@@ -8,27 +8,47 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel_llama.engine.step_clock import tick_of
+from parallel_llama.engine.statistics import HostTick, Tick
 from parallel_llama.model.huge_pages import huge_pages
 from parallel_llama.parallel.collectives import Communicator
 
-# Together larger than any cache that the ranks have to themselves.
+# Of all ranks together: larger than any CPU's caches.
 READ_BYTES = 1 << 30
-# Five times what the largest card keeps in its cache.
+# Five times the largest GPU's cache.
 _COPIED_BYTES = 1 << 28
 _REPEATS = 5
 _LOOK_S = 1e-4
-# Of a thread in a second, by other programs or by threads of its own rank: 1 to 15 where each has a
-# core, 85 and more where they share.
+# Involuntary context switches of a thread per second: 1 to 15 if each thread has a core of its own,
+# 85 and more if they share cores.
 _CROWDED = 50.0
 _LEAST_S = 1.0
 
 
+class CardTick:
+    """The moment at which this thread's GPU has finished the work queued so far."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record()
+
+    def has_come(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_until(self, later: Tick) -> float:
+        assert isinstance(later, CardTick)
+        return float(self.event.elapsed_time(later.event)) / 1e3
+
+
+def tick_of(device: torch.device) -> Callable[[], Tick]:
+    """The kind of tick of a device."""
+    return CardTick if device.type == "cuda" else HostTick
+
+
 @dataclass(frozen=True)
 class Machine:
-    """Bytes per second that all ranks together read at once, and the largest rank's peak memory.
+    """Memory bandwidth of all ranks together, and the largest peak memory of a rank.
 
-    `peak_cuda_bytes` are those of its card, None on the CPU.
+    `peak_cuda_bytes` is the peak of its GPU, None on the CPU.
     """
 
     read_bytes_per_s: float
@@ -37,11 +57,11 @@ class Machine:
 
 
 def measure(comm: Communicator, device: torch.device) -> Machine:
-    """Move a large tensor on every rank at the same time, and ask each for its peak memory.
+    """Measure memory bandwidth on all ranks at the same time, and gather their peak memory.
 
-    A CPU reads it, and a card copies it, which is reading and writing at once.
+    A CPU reads a large tensor; a GPU copies one, which counts as reading and writing.
 
-    The peaks are taken first, so that they are the model's and not those of the measurement.
+    The peaks are taken first, so that they do not include the measurement.
 
     Collective: 1 + 2 * 5 collectives.
     """
@@ -54,7 +74,7 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
     tick = tick_of(device)
     slowest_s = []
     for _ in range(_REPEATS):
-        comm.all_reduce(torch.zeros(1))  # tighter than a barrier: all begin at once
+        comm.all_reduce(torch.zeros(1))  # a tighter start than a barrier
         began = tick()
         move()
         ended = tick()
@@ -68,30 +88,30 @@ def measure(comm: Communicator, device: torch.device) -> Machine:
 
 
 def peak_cuda_bytes(device: torch.device) -> int | None:
-    """The most that this rank's tensors have taken of its card; None on the CPU."""
+    """The peak memory of this rank's tensors on its GPU; None on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def reading(n_bytes: int) -> tuple[int, Callable[[], object]]:
-    """A sum of numbers that lie as weights do, and the bytes that it reads."""
+    """A sum over memory that is allocated as weights are, and the number of bytes it reads."""
     values = huge_pages(n_bytes // 4 * 4).view(torch.float32).fill_(1)
     return values.nbytes, lambda: values.sum().item()
 
 
 def _copying(device: torch.device) -> tuple[int, Callable[[], object]]:
-    """A copy inside a card, and the bytes that it moves."""
+    """A copy on a GPU, and the number of bytes it moves."""
     source, target = (torch.ones(_COPIED_BYTES // 4, device=device) for _ in range(2))
     return source.nbytes + target.nbytes, lambda: target.copy_(source)
 
 
 class Interruptions:
-    """How often the system takes the cores from this process's threads, from here on."""
+    """Counts how often this process's threads have lost their cores since its creation."""
 
     def __init__(self) -> None:
         self._began_s, self._before = time.monotonic(), self._count()
 
     def are_crowded(self) -> bool:
-        """Whether the threads have shared their cores for most of the time, a second at least."""
+        """Whether the threads have shared cores most of the time, over at least a second."""
         elapsed_s = time.monotonic() - self._began_s
         per_thread = (self._count() - self._before) / torch.get_num_threads()
         return elapsed_s >= _LEAST_S and per_thread > _CROWDED * elapsed_s

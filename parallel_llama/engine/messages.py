@@ -1,7 +1,7 @@
-"""What rank 0 tells the other ranks between two steps, as bytes.
+"""The message that rank 0 broadcasts before each step, as bytes.
 
-Rank 0 alone hears of new, cancelled and late requests; every rank then does the same in the same
-order, so the schedulers stay alike.
+Rank 0 alone learns of new, cancelled and late requests. Every rank then applies the same message,
+so that the schedulers stay equal.
 """
 
 from dataclasses import dataclass
@@ -10,42 +10,42 @@ import msgspec
 
 from parallel_llama.request import FinishReason, Request
 
-# About how many numbers one message brings, so that nobody waits long for newcomers.
+# About how many numbers one message holds at most, so that running requests do not wait long.
 MAX_SIZE = 1 << 18
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """Requests that begin and requests that end, each under its ticket; or something else to do.
+    """Requests that begin and requests that end, each under its ticket; or a call of rank_rpc.
 
-    A ticket is a number that no other request of the engine has had. `call` is for whoever runs
-    the engine: with one there is no step, and the requests wait.
+    A ticket is a number that no other request of the engine has had. With an `rpc` there is no
+    step, and requests wait.
     """
 
     begin: tuple[tuple[int, Request], ...] = ()
     end: tuple[tuple[int, FinishReason], ...] = ()
-    call: bytes = b""
+    rpc: bytes = b""
 
     def encode(self) -> bytes:
-        """An empty message is no bytes: the usual case costs nothing."""
+        """Encode as msgpack; the usual, empty message has no bytes."""
         return b"" if self == _NOTHING else _ENCODER.encode(self)
 
 
 def decode_message(message: bytes) -> StepMessage:
-    """A message from its bytes, with every type and range checked.
+    """Decode a message, with every type and range checked.
 
-    Raises: ValueError for a message that holds anything else.
+    Raises: ValueError for bytes that are not a valid message.
     """
     if not message:
         return _NOTHING
     try:
         return _DECODER.decode(message)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"a message between ranks cannot be read: {error}") from error
+        raise ValueError(f"a message between ranks is not valid: {error}") from error
 
 
 def size_of(request: Request) -> int:
-    """About how many numbers a message needs for a request."""
+    """About how many numbers a request adds to a message."""
     params = request.params
     n_chars = sum(map(len, params.stop)) + (len(params.grammar.text) if params.grammar else 0)
     n_ids = len(request.stop_ids) + len(params.stop_token_ids) + 2 * len(params.logit_bias)

@@ -1,7 +1,7 @@
-"""One rank's step: chunks of sequences to prefill or decode in, hidden states or logits out.
+"""One rank's forward pass: chunks of sequences in, hidden states or logits out.
 
-The runner owns the model and the KV caches of one rank. It does not know requests, sampling or
-stop conditions; every rank calls it with the same chunks.
+The runner owns the model and the KV caches of one rank. It does not know requests, sampling or stop
+conditions. Every rank calls it with the same chunks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +17,10 @@ from parallel_llama.checkpoint import Checkpoint, load
 from parallel_llama.checkpoint.prefetch import prefetch
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
-from parallel_llama.engine.chunk import Chunk
-from parallel_llama.engine.cuda_settings import settle_cuda
 from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_cuda_graph
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.spread_cache import CachePart, mask_of
-from parallel_llama.engine.step_buffer import Paging, RowNoise, StepBuffer, StepSize
+from parallel_llama.engine.step_buffer import Chunk, Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.families.model_args import layer_groups
 from parallel_llama.model.batch import Batch, GroupBatch, QueryTile, SinkTile
 from parallel_llama.model.decode_program import (
@@ -51,7 +49,7 @@ from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.plan import ShardPlan
 
-# Weights that are read before the model takes them.
+# Weights that are prefetched.
 _READ_AHEAD = 2
 
 _MEMORY = MemoryFor("a step of this batch", "lower kv_cache_bytes, or use more ranks")
@@ -91,13 +89,12 @@ class ModelRunner:
         ops: TorchOps | None = None,
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> "ModelRunner":
-        """Read this rank's share of a checkpoint, tensor by tensor.
+        """Read this rank's shard of a checkpoint, tensor by tensor.
 
-        `kv_format` is that of the cache, what is computed in where none is given; `ops` are the
-        operators of the model, else the fastest there are.
+        By default `kv_format` is the compute dtype, and `ops` are the fastest operators.
 
-        Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights if a
-        weight is not what it should be.
+        Raises: CheckpointError if the files do not hold exactly this model; DamagedWeights for a
+        damaged weight.
         """
         if device.type == "cuda":
             settle_cuda()
@@ -112,7 +109,7 @@ class ModelRunner:
         loader = WeightLoader(model, args, share)
         own = partial(use_device, device)
         with ThreadPoolExecutor(1, initializer=own) as thread:
-            # Beside the reading, which is beside the packing.
+            # Concurrently with reading the weights.
             compiled = thread.submit(ops.compile, has_experts=args.n_experts > 0)
             weights = load(checkpoint, args, share, precision, device, on_bytes)
             with closing(prefetch(weights, _READ_AHEAD, own)) as read:
@@ -123,7 +120,7 @@ class ModelRunner:
         return cls(args, plan, comm, model, kv_format)
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
-        """Replace the caches by empty ones of so many blocks, one for each group of layers."""
+        """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""
         self.block_size, n_parts = block_size, self.share.kv_parts
         self._part = CachePart(self.comm.rank, n_parts, block_size) if n_parts > 1 else None
         is_paged = self._is_paged()
@@ -147,14 +144,14 @@ class ModelRunner:
             tables = tuple(whole[each] for each in self._rotary_of)
             self._paging = Paging(self.groups, tables, block_size, tuple(n_blocks))
             longest = self.args.max_seq_len
-            if self.groups[0].window is None:  # whose cache holds whole sequences
+            if self.groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
             self._graphs = DecodeGraphs(self._paging, longest, self.device)
 
     def _is_paged(self) -> bool:
-        """Whether operators look for keys in the blocks themselves.
+        """Whether operators read keys through block tables (paged attention).
 
-        That is for whole caches, without sinks, and rotations that do not depend on the length.
+        Not with a sequence-sharded cache, attention sinks, or rotations that depend on the length.
         """
         is_plain = self._part is None and not self.args.attention_sinks
         return self.model.ops.is_paged and is_plain and not base_len(self.args, 1)
@@ -164,7 +161,7 @@ class ModelRunner:
         recorder: Recorder = record_cuda_graph,
         on_graph: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Record the decode steps, where operators are those of a device that can.
+        """Capture the decode steps as CUDA graphs, if the operators support it.
 
         Collective: those of `DecodeGraphs.record`.
         """
@@ -173,15 +170,15 @@ class ModelRunner:
                 self._graphs.record(self._logits, self.comm, recorder, on_graph)
 
     def close(self) -> None:
-        """Drop what holds the group of ranks; the runner is of no use any more."""
+        """Drop what holds the communicator; the runner must not be used afterwards."""
         if self._graphs is not None:
             self._graphs.close()
 
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
-        """Run the chunks through the model, end to end in one batch.
+        """Run the chunks through the model, concatenated in one batch.
 
-        Returns: the residual stream after the last block, [T, dim] replicated; of `rows` alone, in
-        their order, where they are given, which spares the last block most of its work.
+        Returns: the residual stream after the last block, [T, dim] replicated. With `rows` only
+            those rows are computed, in their order, which saves most of the last block's work.
         Collective: those of `Transformer.forward`.
         """
         with _MEMORY:
@@ -199,33 +196,33 @@ class ModelRunner:
         others: Sequence[int] = (),
         noise: Sequence[RowNoise] = (),
     ) -> tuple[Logits, Tensor]:
-        """Run the chunks like `forward`; rows to draw from become logits, others stay as they are.
+        """Run the chunks as `forward`; rows that are sampled become logits, others hidden states.
 
-        Where `draws_on_device`, `noise` is that of the rows to draw from.
+        `noise` is that of the sampled rows, if `draws_on_device`.
 
-        Shapes: [len(drawing), V_local] local, which may be gone after the next step; [len(others),
-        dim] replicated.
+        Shapes: [len(drawing), V_local] local, which the next step may overwrite; [len(others), dim]
+        replicated.
         Collective: those of `Transformer.forward`.
         """
         if drawing and not others:
             with _MEMORY:
                 return self._logits_of(chunks, drawing, noise), self._no_rows
-        # The middle of a prompt wants no row, and a forward gives one at least.
+        # The middle of a prompt needs no row, but a forward pass returns at least one.
         hidden = self.forward(chunks, [*drawing, *others] or [0])
         return Logits(self.logits(hidden[: len(drawing)])), hidden[len(drawing) :]
 
     @property
     def draws_on_device(self) -> bool:
-        """Whether a step draws from its logits as well, and `step_ahead` can be called."""
+        """Whether a step also draws from its logits, so that `step_ahead` can be called."""
         return self._paging is not None
 
     @torch.inference_mode()
     def step_ahead(
         self, chunks: Sequence[Chunk], noise: Sequence[RowNoise], tokens: Tensor
     ) -> Logits:
-        """A decode step of tokens that only the device knows yet; those of the chunks do not count.
+        """A decode step of tokens that only the device knows; the chunks' tokens are ignored.
 
-        Returns: the logits of all its rows, which may be gone after the next step.
+        Returns: the logits of all rows, which the next step may overwrite.
 
         Shapes: tokens [T] int64.
         Collective: those of `Transformer.forward`.
@@ -243,7 +240,7 @@ class ModelRunner:
     def _logits_of(
         self, chunks: Sequence[Chunk], rows: Sequence[int], noise: Sequence[RowNoise]
     ) -> Logits:
-        """The logits of these rows, in the way that is fastest for the chunks."""
+        """The logits of these rows, by a recorded step if one fits."""
         program = self._program(chunks, rows)
         if program is not None:
             return program.logits
@@ -252,7 +249,7 @@ class ModelRunner:
             return logits or self._logits(self.batch(chunks, rows, noise))
 
     def _logits(self, batch: Batch) -> Logits:
-        """The logits of the batch's rows by operators, and what they draw where it has noise."""
+        """The logits of the batch's rows, and the tokens drawn from them if the batch has noise."""
         logits = self.model.logits(self.model(batch, self.caches))
         if batch.noise is None:
             return Logits(logits)
@@ -260,7 +257,7 @@ class ModelRunner:
         return Logits(logits, drawn=drawn)
 
     def _program(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Program | None:
-        """The program that has run these chunks, if they are a step for one."""
+        """Run these chunks by a recorded step; None if they are not a decode step."""
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
         is_wanted = self._steps.may_take(n_tokens) and _is_all(rows, n_tokens)
         if not is_wanted or not all(map(self._is_decoded, chunks)):
@@ -274,7 +271,7 @@ class ModelRunner:
         return self._steps.run(DecodeStep(tokens, tuple(groups)))
 
     def _is_decoded(self, chunk: Chunk) -> bool:
-        """Whether its tokens are queries that see slots of this rank's cache, and nothing else."""
+        """Whether its tokens are separate queries that see slots of this rank's cache alone."""
         is_here = self._paging is None and self._part is None
         groups = range(len(self.groups) if self.args.attention_sinks else 0)
         near = (self._before_sinks(number, chunk.positions) for number in groups)
@@ -291,7 +288,7 @@ class ModelRunner:
         return GroupRows(slots, rotations, DecodeRows.of(decoded))
 
     def _rotary_tables(self) -> list[RotaryTables]:
-        """Those of each group; groups that rotate alike share them."""
+        """The rotary tables of each KV group; groups with equal tables share them."""
         args = [
             self.args if group.window is None else rotary_of_windows(self.args)
             for group in self.groups
@@ -305,7 +302,7 @@ class ModelRunner:
         rows: Sequence[int] | None = None,
         noise: Sequence[RowNoise] = (),
     ) -> Batch:
-        """What the model is told of some chunks: their tokens, places, and what each sees."""
+        """The batch of some chunks: tokens, slots, and the keys that each token sees."""
         assert all(chunk.tokens for chunk in chunks)
         if self._paging is not None:
             return self._paged_batch(chunks, rows, noise)
@@ -330,7 +327,7 @@ class ModelRunner:
         noise: Sequence[RowNoise],
         tokens: Tensor | None = None,
     ) -> Batch:
-        """The same for operators that look for keys themselves."""
+        """The batch for paged attention."""
         assert self._paging is not None
         n_rows = None if rows is None else len(rows)
         buffer = StepBuffer(StepSize.of(chunks, n_rows, self._paging), self._paging, self.device)
@@ -368,7 +365,7 @@ class ModelRunner:
     def _decoded(
         self, number: int, row: int, chunk: Chunk, positions: range
     ) -> dict[int, SeenKeys]:
-        """The keys that some of a chunk's tokens see, by their rows; its first has this one."""
+        """The keys that tokens of a chunk see, by row; `row` is that of the chunk's first token."""
         seen = self._seen(number, positions)
         slices = slices_of(chunk.tables[number], self.block_size, seen)
         if len(positions) == 1:
@@ -382,7 +379,7 @@ class ModelRunner:
     def _spread_batch(
         self, number: int, chunks: Sequence[Chunk], rotations: Tensor, part: CachePart
     ) -> GroupBatch:
-        """The same where this rank keeps a part of the tokens."""
+        """The batch of a KV group whose cache is sharded by sequence."""
         cache, window = self.caches[number], self.groups[number].window
         slots: list[int] = []
         tiles: list[QueryTile] = []
@@ -404,14 +401,14 @@ class ModelRunner:
         return GroupBatch(self._int64(slots), rotations, tiles=tuple(tiles))
 
     def _before_sinks(self, number: int, positions: range) -> range:
-        """Those of some positions whose window begins where the sequence does, or all of them."""
+        """The positions whose window starts at the sequence's start, or all without sinks."""
         window = self.groups[number].window
         if not self.args.attention_sinks or window is None:
             return positions
         return range(positions.start, max(positions.start, min(positions.stop, window)))
 
     def _sink_tiles(self, number: int, row: int, chunk: Chunk, first: int) -> Iterator[SinkTile]:
-        """The queries of a chunk from position `first` on; it begins in this row of the batch."""
+        """The queries of a chunk from position `first` on; `row` is that of its first token."""
         cache, blocks = self.caches[number], chunk.tables[number]
         window, n_sinks = self.groups[number].window, self.args.attention_sinks
 
@@ -428,7 +425,7 @@ class ModelRunner:
             assert window is not None
             seen = self._seen(number, queries)
             sinks = range(min(n_sinks, queries.stop - window))
-            # A sink that is in a query's window as well is seen there.
+            # A sink inside a query's window is seen there.
             before = range(queries.start - window, queries.stop - window)
             turns = turns_back(self.args, queries, n_sinks + window - 1)
             yield SinkTile(
@@ -438,12 +435,23 @@ class ModelRunner:
             )
 
     def _seen(self, number: int, queries: range) -> range:
-        """The positions that consecutive queries see in a group of layers, all together."""
+        """The positions that any of these consecutive queries sees in a KV group."""
         window = self.groups[number].window
         return range(0 if window is None else max(queries.start - window + 1, 0), queries.stop)
 
     def _int64(self, values: Sequence[object]) -> Tensor:
         return torch.from_numpy(np.array(values, dtype=np.int64)).to(self.device)
+
+
+def settle_cuda() -> None:
+    """Set torch's CUDA options for this process, whatever was set before."""
+    # On sm_90 torch prefers cuDNN's attention, which builds a plan for each new sequence length.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # Half types accumulate in float32, and float32 is not reduced to TF32: NVIDIA's containers set
+    # an environment variable that would.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.set_float32_matmul_precision("highest")
 
 
 def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> HostRotations:
@@ -452,10 +460,10 @@ def _rotations(rotary: RotaryTables, chunks: Sequence[Chunk]) -> HostRotations:
 
 
 def _is_all(rows: Sequence[int] | None, n_rows: int) -> bool:
-    """Whether these are all rows of so many, in their order."""
+    """Whether these are all of `n_rows` rows, in order."""
     return rows is None or list(rows) == list(range(n_rows))
 
 
 def _from(first: int, positions: range) -> range:
-    """Positions counted from this one on."""
+    """Positions relative to `first`."""
     return range(positions.start - first, positions.stop - first)

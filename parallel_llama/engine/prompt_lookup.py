@@ -1,7 +1,7 @@
-"""Speculative decoding by prompt lookup: guesses of what comes next, from what came before.
+"""Speculative decoding by prompt lookup: draft tokens copied from earlier in the sequence.
 
-Pure Python. It does not know the model: drafts cost rows of a forward, and whether they are right
-the model says. A gate per sequence weighs what was right so far against what rows cost.
+The model verifies the drafts. Each draft costs a row of a forward pass, so a budget for each
+sequence limits the drafts by their acceptance rate and the cost of rows.
 
 Source: prompt lookup decoding (Saxena, 2023); speculative decoding, arXiv 2211.17192, section 3.3,
 for the expected number of tokens.
@@ -10,16 +10,16 @@ for the expected number of tokens.
 from collections.abc import Sequence
 from itertools import pairwise
 
-LONGEST, SHORTEST = 4, 2  # tokens of the end that are looked up, longest first
+LONGEST, SHORTEST = 4, 2  # lengths of the suffixes that are looked up, longest first
 
-# (rows, cost of a forward of so many, in forwards of one row): measured on two CPU cores with all
-# that goes with a step. Costs between these are interpolated; more rows than the last are not run.
+# (rows, cost of a step with so many rows, in steps of one row), measured on two CPU cores. Costs in
+# between are interpolated; a step has at most as many rows as the last entry.
 ROW_COSTS = ((1, 1.0), (2, 1.1), (4, 1.4), (8, 1.55), (16, 1.8))
 
 MIN_GAIN = 1.05  # tokens per cost, against 1 without drafts
-MEMORY = 0.9  # what one judgement leaves of the weight of those before it
+MEMORY = 0.9  # decay of earlier observations with each new one
 PRIOR_KEPT, PRIOR_TRIED = 1.0, 2.0
-FIRST_WAIT, LONGEST_WAIT = 16, 256  # chances to draft that a closed gate lets pass between probes
+FIRST_WAIT, LONGEST_WAIT = 16, 256  # steps between the probes of an empty budget
 
 
 class PromptLookup:
@@ -31,22 +31,22 @@ class PromptLookup:
     def __init__(self, row_costs: Sequence[tuple[int, float]] = ROW_COSTS) -> None:
         self._following: dict[tuple[int, ...], int] = {}  # run -> position of the token behind it
         self._n_indexed = 0  # tokens that are entered as followers
-        self._gate = Gate(row_costs)
+        self._budget = DraftBudget(row_costs)
 
     def draft(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most `most` guesses of what follows `tokens`; none where they would not pay.
+        """At most `most` drafts of what follows `tokens`; none if they would not pay off.
 
-        `tokens` must begin with those of the call before it.
+        `tokens` must start with the tokens of the previous call.
         """
-        found = self.continuation(tokens, min(most, self._gate.most))
-        return found[: self._gate.admit()] if found else ()
+        found = self.continuation(tokens, min(most, self._budget.most))
+        return found[: self._budget.n_allowed()] if found else ()
 
-    def judge(self, n_drafts: int, n_kept: int) -> None:
-        """Learn how many of the drafts that ran were right, counted from the first."""
-        self._gate.judge(n_drafts, n_kept)
+    def update(self, n_drafts: int, n_kept: int) -> None:
+        """Update the acceptance rate: the first `n_kept` of a step's drafts were right."""
+        self._budget.update(n_drafts, n_kept)
 
     def continuation(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """The tokens behind the latest earlier occurrence of the longest end that has one."""
+        """The tokens after the latest earlier occurrence of the longest suffix that has one."""
         for position in range(self._n_indexed, len(tokens)):
             for size in range(SHORTEST, min(LONGEST, position) + 1):
                 self._following[tuple(tokens[position - size : position])] = position
@@ -58,10 +58,10 @@ class PromptLookup:
         return ()
 
 
-class Gate:
-    """How many drafts are worth their rows, by how often drafts were right of late.
+class DraftBudget:
+    """The number of drafts that maximises expected tokens per cost, by recent acceptance.
 
-    A gate that closed lets one draft through now and then, ever more rarely while those fail.
+    An empty budget allows a single draft as a probe, ever more rarely while probes fail.
     """
 
     def __init__(self, row_costs: Sequence[tuple[int, float]]) -> None:
@@ -71,11 +71,11 @@ class Gate:
 
     @property
     def most(self) -> int:
-        """The largest number of drafts that a forward takes."""
+        """The most drafts of a step."""
         return len(self._costs) - 1
 
-    def admit(self) -> int:
-        """How many drafts to run at this chance."""
+    def n_allowed(self) -> int:
+        """How many drafts to run now."""
         best = self._best()
         if best:
             self._wait = self._passed = 0
@@ -87,14 +87,14 @@ class Gate:
         self._wait, self._passed = min(2 * self._wait, LONGEST_WAIT), 0
         return 1
 
-    def judge(self, n_drafts: int, n_kept: int) -> None:
-        """Those behind the first wrong draft were not tried."""
+    def update(self, n_drafts: int, n_kept: int) -> None:
+        """Update the acceptance rate; drafts after the first wrong one do not count."""
         if n_drafts:
             self._kept = MEMORY * self._kept + n_kept
             self._tried = MEMORY * self._tried + min(n_kept + 1, n_drafts)
 
     def _best(self) -> int:
-        """The number of drafts with the most expected tokens for its cost; 0 where none pays."""
+        """The number of drafts with the most expected tokens per cost; 0 if none pays off."""
         right = (self._kept + PRIOR_KEPT) / (self._tried + PRIOR_TRIED)
         best, best_gain = 0, MIN_GAIN
         n_tokens = all_right = 1.0

@@ -1,4 +1,4 @@
-"""What people give as prompts, in the forms that they know from elsewhere, as a list of prompts."""
+"""The accepted forms of prompts, converted to strings, token ids and chats."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,15 +11,15 @@ Prompt = str | Sequence[int] | Sequence[Message] | Chat | Mapping[str, Any]
 Prompts = Prompt | Iterable[Prompt]
 
 _TAKEN = (
-    "a text, a list of token ids, a conversation (a list of messages), "
+    "a string, a list of token ids, a conversation (a list of messages), "
     '{"prompt": ..}, {"prompt_token_ids": ..}, or a list of these'
 )
 
 
 def as_prompts(given: Prompts) -> list[str | list[int] | Chat]:
-    """Every prompt as a text, token ids or a chat, in their order; one prompt alone is one.
+    """Convert a prompt or several prompts to a list of strings, token ids or chats.
 
-    Raises: UsageError that says what is taken, for anything else.
+    Raises: UsageError, which lists the accepted forms, for anything else.
     """
     if isinstance(given, _SINGLE):
         return [as_prompt(given)]
@@ -40,9 +40,9 @@ def as_prompts(given: Prompts) -> list[str | list[int] | Chat]:
 
 
 def as_prompt(given: object) -> str | list[int] | Chat:
-    """One prompt as a text, token ids or a chat.
+    """Convert one prompt to a string, token ids or a chat.
 
-    Raises: UsageError that says what is taken, for anything else.
+    Raises: UsageError, which lists the accepted forms, for anything else.
     """
     if isinstance(given, str | Chat):
         return given
@@ -60,7 +60,7 @@ _SINGLE = (str, bytes, Mapping, set, frozenset, Chat)
 
 
 def _is_single(items: list[Any]) -> bool:
-    """Whether a list is one prompt: of token ids, or of messages."""
+    """Whether a list is a single prompt: token ids, or messages."""
     if not items:
         return False
     if isinstance(items[0], Mapping):
@@ -77,9 +77,9 @@ def _from_mapping(given: Mapping[str, Any]) -> str | list[int] | Chat:
         )
     value = given[keys[0]]
     if keys == ["prompt"] and not isinstance(value, str):
-        raise UsageError(f'{{"prompt": {_shown(value)}}} is no text')
+        raise UsageError(f'{{"prompt": {_shown(value)}}} must be a string')
     if keys == ["prompt_token_ids"] and items_of(value) is None:
-        raise UsageError(f'{{"prompt_token_ids": {_shown(value)}}} is no list of token ids')
+        raise UsageError(f'{{"prompt_token_ids": {_shown(value)}}} must be a list of token ids')
     return as_prompt(value)
 
 

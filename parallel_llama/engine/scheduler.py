@@ -1,16 +1,17 @@
 """Which tokens run in the next step: continuous batching with chunked prefill.
 
-Every rank runs the same scheduler over the same requests. It knows no clock, no torch and no
-randomness, so the ranks choose the same steps without a word. Whether a completion has ended is
-decided elsewhere; here it is told, by `finish`.
+Every rank runs the same scheduler over the same requests. It uses no clock, no torch and no
+randomness, so the ranks choose the same steps without communication. The caller decides when a
+sequence has ended, and calls `finish`.
 
-A sequence holds blocks in each group of layers, and runs where it has them in all.
+A sequence holds blocks in each KV group (layers that share a block table), and runs only if it has
+enough blocks in every group.
 
-Prompts with little work left go first, so that a short one behind long ones has its first token
-soon, and long prompts wait while a short request runs, for MAX_HELD_STEPS at most. The oldest
-unfinished sequence always gets on: half of a step's prompt tokens are kept for it, younger ones
-give up their blocks for it, those that are admitted before it while it waits for blocks take no
-more than a cache holds, and `add` refuses what the pools could not hold alone.
+Prompts with the least work left go first, so that a short prompt behind long ones has its first
+token soon; long prompts wait while a short request runs, for at most MAX_HELD_STEPS. The oldest
+unfinished sequence always makes progress: half of a step's prompt tokens are kept for it; younger
+sequences are preempted for it; those admitted before it while it waits take at most as many blocks
+as the cache has; and `add` refuses a request that does not fit into the pools alone.
 """
 
 from bisect import bisect_left, insort
@@ -24,19 +25,19 @@ from parallel_llama.engine.block_pool import BlockPool, prefix_keys
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request
 
-# Sequences that run at once; more would not make a step of this many rows pay better.
+# Sequences that run at once: with more rows than this a step gains no throughput.
 MAX_RUNNING = 256
 
-# What a prompt token with log-probabilities is charged, in prompt tokens without: on SmolLM2, on a
-# CPU, a prompt of 500 tokens takes 1.6 times as long with them.
+# The cost of a prompt token with log-probabilities, in prompt tokens without: for SmolLM2 on a CPU,
+# a prompt of 500 tokens takes 1.6 times as long with them.
 SCORED_TOKEN_WORK = 2
 
 # A request of at most this fraction of a step's tokens, prompt and completion together, is short:
-# long prompts wait for it, but no more than so many steps in a row.
+# long prompts wait for it, for at most MAX_HELD_STEPS steps in a row.
 SHORT_FRACTION = 1 / 8
 MAX_HELD_STEPS = 8
-# For so many steps after the last short request, at most that fraction of a step's tokens are from
-# prompts: the next short request waits for the end of a step.
+# For this many steps after the last short request, at most SHORT_FRACTION of a step's tokens are
+# prompt tokens: the next short request has to wait for the end of a step.
 RECENT_STEPS = 256
 
 _arrival = attrgetter("arrival")
@@ -44,11 +45,11 @@ _arrival = attrgetter("arrival")
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion of a request on its way.
+    """One unfinished completion of a request.
 
-    `tokens` is the prompt and what was drawn; the keys and values of the first `n_cached` are in
-    the blocks of its `tables`, one for each group of layers, of which it owns a share; while it
-    waits it has none. `arrival` counts all sequences: the lower, the older.
+    `tokens` is the prompt and the drawn tokens. The keys and values of the first `n_cached` tokens
+    are in the blocks of `tables`, one table for each KV group; a waiting sequence has no tables.
+    `arrival` numbers all sequences: the lower, the older.
     """
 
     request: Request
@@ -57,11 +58,11 @@ class Sequence:
     tokens: list[int]
     tables: list[BlockTable] = field(default_factory=list)
     n_cached: int = 0
-    n_found: int | None = None  # tokens that the prefix cache held when it began
+    n_found: int | None = None  # tokens that the prefix cache held when it started
     keys: list[bytes] = field(default_factory=list, repr=False)  # of the full blocks of `tokens`
     # The unfinished sequences of the request, oldest first.
     siblings: list["Sequence"] = field(default_factory=list, repr=False)
-    is_short: bool = False  # beside a step's tokens
+    is_short: bool = False  # by SHORT_FRACTION
 
     @property
     def n_prompt(self) -> int:
@@ -78,29 +79,29 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether its steps score the request's prompt: the first choice does it for all of them.
+        """Whether its steps score the request's prompt: the first choice does so for all choices.
 
-        The step that scores the last token of a prompt is also the one of the first draw.
+        The step that scores the last token of a prompt also draws the first token.
         """
         return self.number == 0 and not self.n_drawn and _is_scored(self.request)
 
     @property
     def token_work(self) -> int:
-        """What a step is charged for each pending token, in prompt tokens without scores."""
+        """The cost of each pending token, in prompt tokens without scores."""
         return SCORED_TOKEN_WORK if self.scores_prompt else 1
 
     @property
     def pending_work(self) -> int:
-        """What all pending tokens cost."""
+        """The cost of all pending tokens."""
         return self.n_pending * self.token_work
 
 
 @dataclass(frozen=True)
 class ScheduledTokens:
-    """What one sequence runs in one step: `tokens` from position `start` on.
+    """The tokens that one sequence runs in one step, from position `start` on.
 
-    The last `n_drafts` of the tokens are guesses, the others pending tokens. Where `draws` is true
-    they reach the last known token, and 1 + n_drafts rows are sampled.
+    The last `n_drafts` tokens are drafts, the others pending tokens. If `draws` is true, they
+    include the last known token, and 1 + n_drafts rows are sampled.
     """
 
     sequence: Sequence
@@ -119,11 +120,11 @@ class ScheduledTokens:
 
 
 class Scheduler:
-    """Requests from arrival to their end, step by step: `schedule`, then `commit` of what ran.
+    """Schedules requests step by step: `schedule`, then `commit` for each sequence that ran.
 
-    `pools` are those of the groups of layers, with blocks of one size, and `windows` says how many
-    keys a token sees in each, None for all. `context` gives what beside its tokens shapes a
-    request's keys and values; `draft` guesses at most so many tokens that may follow a sequence's.
+    Each KV group has a pool, all with blocks of one size, and a window: the number of keys that a
+    token sees, None for all. `context` returns what a request's keys and values depend on beside
+    its tokens; `draft` guesses at most so many next tokens of a sequence.
     """
 
     def __init__(
@@ -146,13 +147,13 @@ class Scheduler:
         self.step_tokens, self.max_running = step_tokens, max_running
         self.n_preempted = 0
         self.n_prompt_tokens = 0  # of all admissions, those after a preemption included
-        self.n_prefix_tokens = 0  # those of them that the prefix cache held
+        self.n_prefix_tokens = 0  # of n_prompt_tokens, those that the prefix cache held
         self._context, self._draft = context, draft
         self.waiting: list[Sequence] = []  # both in order of arrival
         self.running: list[Sequence] = []
         self._scheduled: dict[int, ScheduledTokens] = {}  # by arrival, until committed
         self._n_arrived = 0
-        # Blocks for sequences that were admitted before the first waiting one, by its arrival.
+        # The arrival of the first waiting sequence, and the blocks of those admitted before it.
         self._passed: tuple[int, int] = (-1, 0)
         self._n_held = 0  # steps in a row, this one included, in which long prompts wait
         self._n_since_short = RECENT_STEPS  # steps since the last one with a short request
@@ -162,7 +163,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def check_fits(self, request: Request) -> None:
-        """Raises: UsageError if a pool is too small for a request, even alone."""
+        """Raises: UsageError if a request does not fit into a pool, even alone."""
         for group in self.groups:
             needed, n_blocks = group.n_held(_most_tokens(request)), group.pool.n_blocks
             if needed > n_blocks:
@@ -184,7 +185,7 @@ class Scheduler:
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request. Returns: its sequences.
 
-        Raises: UsageError if a pool is too small for it, even alone.
+        Raises: UsageError as `check_fits`.
         """
         self.check_fits(request)
         keys = prefix_keys(request.prompt, self.block_size, self._context(request))
@@ -207,15 +208,15 @@ class Scheduler:
         return list(siblings)
 
     def schedule(self) -> list[ScheduledTokens]:
-        """Choose the next step: one token of each sequence that decodes, then drafts, then prompts.
+        """Choose the next step: one token of each decoding sequence, then drafts, then prompts.
 
-        Older sequences decode first; `_shares` divides what is left among prompts. A sequence that
-        needs a block when there is none takes the youngest's, which waits again, keeps what it drew
-        and is computed anew.
+        Older sequences decode first; `_shares` divides the remaining tokens among prompts. If a
+        sequence needs a block and none is free, the youngest sequence is preempted: it waits again,
+        keeps the tokens it has drawn, and computes its keys and values again.
         """
         assert not self._scheduled, "the last step is not committed"
-        decoding = self._make_room()
-        # A prompt must get on however well the guesses go, hence half.
+        decoding = self._allocate_running()
+        # At most half: prompts must make progress, however good the drafts are.
         n_left = self.step_tokens - len(decoding)
         n_draftable = n_left // 2
         scheduled = []
@@ -228,12 +229,11 @@ class Scheduler:
         self._scheduled = {item.sequence.arrival: item for item in scheduled}
         return scheduled
 
-    def look_ahead(self) -> bool:
-        """Find a place for the token after the one that each sequence of this step draws.
+    def prepare_next(self) -> bool:
+        """Allocate blocks for the next step, before this one is committed.
 
-        It is called before the step is committed. False, and nothing done, where the next step is
-        not one such token of each: a sequence waits, reads its prompt or will have ended, or there
-        is no place that is nobody's.
+        Only for a next step that decodes one token of each running sequence. Returns: False, with
+        nothing allocated, if a sequence waits, is in its prompt or ends, or no block is free.
         """
         if self.waiting or len(self._scheduled) < len(self.running):
             return False
@@ -246,27 +246,27 @@ class Scheduler:
         stops = [item.start + len(item.tokens) + 1 for item in items]
         for number, group in enumerate(self.groups):
             n_taken = sum(
-                group.n_to_take(item.sequence.tables[number], item.start, stop)
+                group.blocks_needed(item.sequence.tables[number], item.start, stop)
                 for item, stop in zip(items, stops, strict=True)
             )
-            if n_taken > group.pool.n_takeable():
+            if n_taken > group.pool.n_allocatable():
                 return False
         for item, stop in zip(items, stops, strict=True):
             self._extend(item.sequence, stop)
         return True
 
-    def schedule_again(self, sequences: abc.Iterable[Sequence]) -> list[ScheduledTokens]:
-        """The step that has been looked ahead to, of those sequences that are still here."""
+    def schedule_in_flight(self, sequences: abc.Iterable[Sequence]) -> list[ScheduledTokens]:
+        """Schedule the step of `prepare_next`, for those of its sequences that have not ended."""
         assert not self._scheduled, "the last step is not committed"
         items = [_chunk(sequence, 1) for sequence in sequences if sequence in sequence.siblings]
         self._scheduled = {item.sequence.arrival: item for item in items}
         return items
 
     def commit(self, item: ScheduledTokens, drawn: abc.Sequence[int]) -> None:
-        """Take in what a sequence's step gave: its tokens are cached, and `drawn` follows them.
+        """Record a sequence's step: its tokens are cached, and `drawn` is appended.
 
-        Each id of `drawn` but the last equals the draft in its place; there is none where
-        nothing is drawn, or could be.
+        Each id of `drawn` except the last equals the draft at its position. `drawn` is empty if the
+        step draws nothing, or no token was allowed.
         """
         sequence = item.sequence
         assert self._scheduled.pop(sequence.arrival, None) is item, "this is not scheduled"
@@ -280,7 +280,7 @@ class Scheduler:
         self._publish(sequence, n_full)
 
     def finish(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running, and give back all it holds.
+        """Remove a waiting or running sequence and release its blocks.
 
         Raises: ValueError if it is finished already.
         """
@@ -296,17 +296,17 @@ class Scheduler:
         self._release(sequence)
 
     def _most_prompt_tokens(self, n_left: int) -> int:
-        """How many of the tokens that a step has left may be from prompts."""
+        """The most prompt tokens of a step that has `n_left` tokens left."""
         here = *self.running, *self.waiting[: self.max_running]
         is_long = any(not sequence.is_short for sequence in here)
         is_recent = is_long and self._n_since_short < RECENT_STEPS
         return min(n_left, int(self.step_tokens * SHORT_FRACTION)) if is_recent else n_left
 
-    def _make_room(self) -> list[Sequence]:
-        """Places for the tokens that are to run, whatever they cost the youngest.
+    def _allocate_running(self) -> list[Sequence]:
+        """Allocate blocks for the tokens of running sequences, preempting the youngest ones.
 
-        Those of a prompt need some here only where older ones of its own are still shared, in a
-        layer with a window. Nobody who has places loses them in this step.
+        A prompt needs new blocks here only in sliding-window layers, where it still shares older
+        blocks. No sequence loses blocks that this step has given it.
 
         Returns: the sequences that decode, oldest first.
         """
@@ -320,21 +320,21 @@ class Scheduler:
             if decodes and sequence.arrival > decoding[-1].arrival:
                 continue
             n = 1 if decodes else shares.get(sequence, 0)
-            if not self._find_places(sequence, n):
-                break  # preempted for an older one, and so is whatever follows
+            if not self._allocate(sequence, n):
+                break  # preempted for an older one, and so are all younger ones
             if decodes:
                 ready.append(sequence)
         return ready
 
-    def _find_places(self, sequence: Sequence, n: int) -> bool:
-        """Give a sequence's next `n` tokens places; False if it is preempted instead.
+    def _allocate(self, sequence: Sequence, n: int) -> bool:
+        """Allocate blocks for a sequence's next `n` tokens; False if it is preempted instead.
 
-        The youngest are preempted until there are enough, the sequence itself if it is that.
+        The youngest sequences are preempted until enough blocks are free, itself included.
         """
         start, stop = sequence.n_cached, sequence.n_cached + n
         while sequence.tables:
             if all(
-                group.n_to_take(table, start, stop) <= group.pool.n_takeable()
+                group.blocks_needed(table, start, stop) <= group.pool.n_allocatable()
                 for group, table in zip(self.groups, sequence.tables, strict=True)
             ):
                 self._extend(sequence, stop)
@@ -356,7 +356,7 @@ class Scheduler:
             group.extend(table, sequence.n_cached, stop, most)
 
     def _drafts(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Guesses for which there are places without preempting anyone."""
+        """Drafts of a sequence, as many as fit without preemption."""
         most = min(most, sequence.request.max_tokens - sequence.n_drawn - 1)
         if most <= 0:
             return ()
@@ -371,14 +371,14 @@ class Scheduler:
         return drafts[: stop - first]
 
     def _reading(self) -> list[Sequence]:
-        """The running sequences whose prompts are not in the cache yet."""
+        """The running sequences whose prompts are not yet in the cache."""
         return [sequence for sequence in self.running if sequence.n_pending > 1]
 
     def _prefill(self, n_tokens: int, *, decodes: bool) -> list[ScheduledTokens]:
-        """Chunks of prompts, of running sequences and of those that are admitted for this step.
+        """Chunks of the prompts of running sequences, and of those admitted for this step.
 
-        While a short request runs, only short ones have any, for MAX_HELD_STEPS in a row at most.
-        `decodes` says that the step has other tokens, so that it may do without prompts.
+        While a short request runs, only short ones have chunks, for at most MAX_HELD_STEPS steps in
+        a row. `decodes` says that the step has other tokens, so that it may have no prompts.
         """
         reading = self._reading()
         reading += self._admit_waiting(reading, n_tokens)
@@ -394,16 +394,16 @@ class Scheduler:
     def _chunks(self, sequences: abc.Sequence[Sequence], n_tokens: int) -> list[ScheduledTokens]:
         scheduled = []
         for sequence, n in self._shares(sequences, n_tokens).items():
-            # Preemption may have freed tokens of the step for sequences without places for them.
-            if n := min(n, self._n_places(sequence)):
+            # Preemption frees token budget for sequences that have no blocks for it yet.
+            if n := min(n, self._n_allocated(sequence)):
                 scheduled.append(_chunk(sequence, n))
         return scheduled
 
     def _shares(self, sequences: abc.Sequence[Sequence], n_tokens: int) -> dict[Sequence, int]:
-        """Divide a step's prompt tokens: how many each sequence runs, none where it has none.
+        """Divide a step's prompt tokens. Returns: the tokens of each sequence that gets any.
 
         The least work goes first, and half of the tokens are kept for the oldest sequence. Scored
-        tokens are charged as what they cost wherever somebody else waits for the step's end.
+        tokens count with their cost, unless no other sequence waits for the step to end.
         """
         if not sequences or n_tokens <= 0:
             return {}
@@ -422,20 +422,20 @@ class Scheduler:
         return shares
 
     def _admit_waiting(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
-        """Admit the waiting sequences that have a share of this step, if there are blocks."""
+        """Admit the waiting sequences that get tokens of this step, if there are blocks."""
         admitted: list[Sequence] = []
-        # Those whose tokens the prefix cache holds leave shares to others.
+        # Sequences whose tokens are in the prefix cache leave budget to others.
         while more := self._admit_some([*reading, *admitted], n_tokens):
             admitted += more
         return admitted
 
     def _admit_some(self, reading: list[Sequence], n_tokens: int) -> list[Sequence]:
-        """Admit those that have a share if they must compute all their tokens.
+        """Admit sequences that get tokens of this step even if they must compute all of theirs.
 
-        The first one that waits is asked first. Those that pass it take as many blocks as the cache
-        has at the most, until it is admitted.
+        The first waiting sequence is tried first. Until it is admitted, sequences that pass it take
+        at most as many blocks as the cache has.
         """
-        # No more than these can run; looking at all would take long where very many wait.
+        # No more can run, and a scan of a very long queue would be slow.
         waiting = [
             sequence
             for sequence in self.waiting[: self.max_running]
@@ -465,24 +465,24 @@ class Scheduler:
         return admitted
 
     def _n_passed(self, first: Sequence) -> int:
-        """Blocks for sequences that were admitted while this one was the first that waits."""
+        """Blocks of sequences that were admitted while this one was the first waiting."""
         arrival, n_blocks = self._passed
         return n_blocks if arrival == first.arrival else 0
 
     def _most_blocks(self, sequence: Sequence) -> int:
         return self.groups[0].n_held(_most_tokens(sequence.request))
 
-    def _n_places(self, sequence: Sequence) -> int:
-        """How many tokens that are not in the cache have a place in it."""
+    def _n_allocated(self, sequence: Sequence) -> int:
+        """The number of uncached tokens that have blocks."""
         return min(table.stop for table in sequence.tables) * self.block_size - sequence.n_cached
 
     def _awaits_sibling(self, sequence: Sequence) -> bool:
-        """Whether an older one is about to score its prompt, or to cache blocks it could share."""
+        """Whether an older choice is about to score the prompt, or to cache blocks of it."""
         first = sequence.siblings[0]
         if first is sequence:
             return False
         if first.scores_prompt:
-            return True  # it may not end before its prompt is scored
+            return True  # a choice must not end before its prompt is scored
         if first.n_cached >= sequence.n_prompt:
             return False
         n_shared = (sequence.n_prompt - 1) // self.block_size
@@ -490,19 +490,19 @@ class Scheduler:
         return not all(len(group.pool.lookup(last)) == len(last) for group in self.groups)
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a sequence blocks for all its known tokens, or a window of them, if there are."""
+        """Allocate blocks for all known tokens of a sequence, or their window, if there are any."""
         n_known, most = len(sequence.tokens), _most_tokens(sequence.request)
         n_found = self._find_prefix(sequence)
         tables = [group.prefix(sequence.keys[:n_found]) for group in self.groups]
         for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
             n_new = group.n_for_start(table, n_known)
-            # One more for each that can still grow, or the newcomer would be preempted right away.
+            # One more for each sequence that can grow, or this one would be preempted at once.
             n_growing = sum(
                 len(other.tables[number].blocks) < group.n_held(_most_tokens(other.request))
                 for other in self.running
             )
             n_growing += len(table.blocks) + n_new < group.n_held(most)
-            if n_new + n_growing > group.pool.n_takeable(table.blocks):
+            if n_new + n_growing > group.pool.n_allocatable(table.blocks):
                 return False
         for group, table in zip(self.groups, tables, strict=True):
             group.pool.acquire(table.blocks)
@@ -516,18 +516,17 @@ class Scheduler:
         return True
 
     def _find_prefix(self, sequence: Sequence) -> int:
-        """How many blocks of the sequence's first tokens are held, all but one token at most."""
+        """The number of leading blocks in the prefix cache, which leave a token to compute."""
         if sequence.scores_prompt:  # each token must be computed to be scored
             return 0
         n = (len(sequence.tokens) - 1) // self.block_size
-        for (
-            group
-        ) in self.groups:  # what the first finds, where it sees all keys, may be cut anywhere
+        # Full attention comes first: a prefix that it finds may be cut at any block.
+        for group in self.groups:
             n = group.held_prefix(sequence.keys[:n])
         return n
 
     def _publish(self, sequence: Sequence, n_full: int) -> None:
-        """Let the blocks be found that were filled since the sequence had `n_full` full ones."""
+        """Publish the blocks that were filled since the sequence had `n_full` full ones."""
         size, n_cached = self.block_size, sequence.n_cached
         if n_cached // size > len(sequence.keys):
             context = self._context(sequence.request)
@@ -538,7 +537,7 @@ class Scheduler:
 
 
 def _most_tokens(request: Request) -> int:
-    """Tokens that enter the cache at most: nothing follows the last one that is drawn."""
+    """The most tokens that enter the cache: the last drawn token does not."""
     return len(request.prompt) + request.max_tokens - 1
 
 
@@ -547,12 +546,12 @@ def _least_work(sequence: Sequence) -> tuple[int, int]:
 
 
 def _is_scored(request: Request) -> bool:
-    """Whether the prompt's own tokens have log-probabilities."""
+    """Whether the request asks for log-probabilities of its prompt."""
     return request.params.prompt_logprobs is not None
 
 
 def _chunk(sequence: Sequence, most: int, drafts: tuple[int, ...] = ()) -> ScheduledTokens:
-    """At most `most` pending tokens, and drafts behind the last of them."""
+    """At most `most` pending tokens, followed by drafts."""
     pending = tuple(sequence.tokens[sequence.n_cached : sequence.n_cached + most])
     draws = len(pending) == sequence.n_pending
     return ScheduledTokens(sequence, sequence.n_cached, (*pending, *drafts), len(drafts), draws)

@@ -1,8 +1,8 @@
-"""Which tokens a rank keeps where those of the KV cache are spread, and what its queries see there.
+"""The shard of the KV cache that a rank keeps with kv_split=sequence, and what queries see in it.
 
-Blocks are dealt to the ranks in turn, by their numbers in the pool. So schedulers and block tables
-are what they are without it, and a rank's cache has a part of the blocks, and one more, into which
-it writes the tokens of others.
+Blocks are dealt to the ranks round robin, by their numbers in the pool. So schedulers and block
+tables do not change. A rank's cache has its shard of the blocks, and one spare block into which it
+writes the tokens of other ranks.
 """
 
 from collections.abc import Iterator
@@ -16,18 +16,18 @@ from parallel_llama.model.kv_cache import Blocks
 
 @dataclass(frozen=True)
 class CachePart:
-    """The blocks that this rank keeps: those of which `n_parts` leaves this `number` over."""
+    """The blocks that this rank keeps: those whose number modulo `n_parts` is `number`."""
 
     number: int
     n_parts: int
     block_size: int
 
     def n_blocks(self, n_blocks: int) -> int:
-        """Blocks of this rank's cache where the pool has so many; the last is nobody's."""
+        """Blocks of this rank's cache for a pool of `n_blocks`; the last one is the spare block."""
         return -(-n_blocks // self.n_parts) + 1
 
     def slots_of(self, blocks: Blocks, positions: range, spare: int) -> list[int]:
-        """Where positions of a sequence lie here; `spare` for those that other ranks keep."""
+        """The slots of positions of a sequence; `spare` for positions that other ranks keep."""
         slots = []
         for position in positions:
             number, within = divmod(position, self.block_size)
@@ -36,7 +36,7 @@ class CachePart:
         return slots
 
     def kept(self, blocks: Blocks, positions: range) -> tuple[list[range], list[slice]]:
-        """Those of some positions that are kept here, and their slots, range by range."""
+        """The given positions that this rank keeps, and their slots, as ranges."""
         held, slots = [], []
         for part in _by_block(positions, self.block_size):
             number, within = divmod(part.start, self.block_size)
@@ -55,9 +55,9 @@ class CachePart:
 def mask_of(
     queries: range, keys: list[range], window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What is added to the queries' scores, for keys at any positions.
+    """The mask that is added to the queries' scores, for keys at any positions.
 
-    Shapes: [len(queries), number of keys], 0 where a query may look and -inf elsewhere.
+    Shapes: [len(queries), number of keys], 0 where the key is visible and -inf elsewhere.
     """
     at = torch.cat([torch.arange(part.start, part.stop, device=device) for part in keys])
     query = torch.arange(queries.start, queries.stop, device=device)[:, None]
@@ -68,7 +68,7 @@ def mask_of(
 
 
 def _by_block(positions: range, block_size: int) -> Iterator[range]:
-    """Cut at the borders of blocks.
+    """Split positions at block boundaries.
 
     >>> list(_by_block(range(3, 9), 4))
     [range(3, 4), range(4, 8), range(8, 9)]

@@ -1,13 +1,18 @@
-"""How busy an engine is, as plain numbers."""
+"""The load of an engine and the durations of its steps, as plain numbers."""
 
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
 
 
 @dataclass
 class StepTimes:
     """Where the time of all steps so far went. Units: seconds.
 
-    On a card by its clock, on which what the host does beside its work takes no time.
+    On CUDA they are times of the device: work of the host beside it counts as zero.
     """
 
     n_steps: int = 0
@@ -20,7 +25,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """The state of an engine between two steps. Units: choices, blocks, tokens."""
+    """The load of an engine between two steps. Units: choices, blocks, tokens."""
 
     n_running: int
     n_waiting: int
@@ -31,3 +36,55 @@ class EngineStatistics:
     n_prefix_tokens: int
     n_preempted: int
     times: StepTimes
+
+
+class Tick(Protocol):
+    """A moment, which a device may only reach later."""
+
+    def has_come(self) -> bool: ...
+
+    def seconds_until(self, later: "Tick", /) -> float:
+        """The time until another tick of the same kind, once both have come."""
+        ...
+
+
+class HostTick:
+    """The moment at which it is made."""
+
+    def __init__(self) -> None:
+        self.s = time.perf_counter()
+
+    def has_come(self) -> bool:
+        return True
+
+    def seconds_until(self, later: Tick) -> float:
+        assert isinstance(later, HostTick)
+        return later.s - self.s
+
+
+class StepClock:
+    """Adds the laps of steps to `times`, by name; a step counts once its last tick has come.
+
+    It never waits for a device, so `times` may lag a step or two behind.
+    """
+
+    def __init__(self, times: StepTimes, tick: Callable[[], Tick]) -> None:
+        self._times, self._tick = times, tick
+        self._laps: list[tuple[str, Tick]] = []
+        self._ended: deque[list[tuple[str, Tick]]] = deque()
+
+    def begin(self) -> None:
+        """Start a step, and forget one that has not ended."""
+        self._laps = [("", self._tick())]
+
+    def lap(self, name: str) -> None:
+        """End a part of the step, which began at the previous lap."""
+        self._laps.append((name, self._tick()))
+
+    def end(self) -> None:
+        self._ended.append(self._laps)
+        while self._ended and self._ended[0][-1][1].has_come():
+            laps = self._ended.popleft()
+            for (_, before), (name, after) in pairwise(laps):
+                seconds = getattr(self._times, name) + before.seconds_until(after)
+                setattr(self._times, name, seconds)

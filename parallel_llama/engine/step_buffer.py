@@ -1,8 +1,8 @@
-"""What a device with memory of its own is told of a step, in one copy.
+"""The chunks of a step, and all its inputs in one buffer, which is copied to the device at once.
 
-There each copy costs more than a small kernel, and a recorded step finds its numbers where they lay
-when it was recorded. So a step's tokens, their places, the blocks of their keys and the noise of
-the draws lie end to end in one buffer, on the host and on the device.
+On a GPU each copy costs more than a small kernel, and a CUDA graph reads its inputs from fixed
+addresses. So a step's tokens, positions, slots, block tables and noise are consecutive in one
+buffer, on the host and on the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,24 +13,51 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.families.model_args import LayerGroup
 from parallel_llama.model.batch import Batch, GroupBatch
+from parallel_llama.model.kv_cache import Blocks
 from parallel_llama.ops import Noise, PagedQueries
 
-_RANGE = 5  # numbers of a range of queries, as PagedQueries lists them
+_RANGE = 5  # integers of a range of queries, as in PagedQueries
+
+# Most tokens of a chunk that are decoded as separate queries: a token and its drafts, so that the
+# results are bitwise those of decoding without drafts.
+MAX_DECODED = 9
 
 # The key and the temperature of a row's draw, as Noise has them.
 RowNoise = tuple[int, float]
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence, the first at position `start`.
+
+    `tables` are the sequence's block tables, one for each KV group, at least up to the chunk's last
+    token; `n_prompt` is the length of the sequence's prompt.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    tables: Sequence[Blocks]
+    n_prompt: int
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + len(self.tokens))
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether its tokens are separate queries, and not tiles of queries."""
+        return len(self.tokens) <= MAX_DECODED
+
+
+@dataclass(frozen=True)
 class Paging:
-    """What is the same in all steps: the groups of layers, how each rotates, and blocks.
+    """What all steps share: the KV groups, their rotary tables, and the block size.
 
-    Padding goes to the slots of a spare block.
+    Padding tokens write to the slots of a spare block.
 
-    Shapes: `rotations` has a table for each group, [n_positions, 1, head_dim / 2] complex.
+    Shapes: `rotations` has a table for each KV group, [n_positions, 1, head_dim / 2] complex.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -39,15 +66,15 @@ class Paging:
     spare_blocks: tuple[int, ...]
 
     def blocks_of(self, number: int, positions: range) -> range:
-        """The numbers of the blocks that these tokens see in a group of layers."""
+        """The numbers of the blocks that these tokens see in a KV group."""
         window = self.groups[number].window
         first = 0 if window is None else max(positions.start - window + 1, 0)
         return range(first // self.block_size, (positions.stop - 1) // self.block_size + 1)
 
     def most_blocks(self, longest: int) -> int:
-        """How many blocks a token of a sequence of `longest` tokens can see in all groups."""
+        """The most blocks that a token of a sequence of `longest` tokens sees in all KV groups."""
         most = -(-longest // self.block_size)
-        # A window may begin at the last token of a block, and end at the first of another.
+        # A window may start at the last token of a block and end at the first of another.
         windows = (group.window for group in self.groups)
         return sum(
             most if w is None else min((w + 2 * self.block_size - 2) // self.block_size, most)
@@ -57,10 +84,10 @@ class Paging:
 
 @dataclass(frozen=True)
 class StepSize:
-    """For how much there is room: tokens, of which some are decoded, chunks of the others, blocks.
+    """The capacity of a buffer: tokens, decoded tokens, chunks of the other tokens, blocks.
 
-    `n_rows` is the number of tokens whose result is wanted, None for all in their order; `n_blocks`
-    counts a block for each chunk and group of layers that sees it.
+    `n_rows` is the number of output rows, None for all tokens in their order; `n_blocks` counts a
+    block once for each chunk and KV group that sees it.
     """
 
     n_tokens: int
@@ -72,12 +99,12 @@ class StepSize:
 
     @property
     def n_results(self) -> int:
-        """How many rows have a result that is wanted."""
+        """The number of output rows."""
         return self.n_tokens if self.n_rows is None else self.n_rows
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], n_rows: int | None, paging: Paging) -> "StepSize":
-        """Room for exactly these."""
+        """The exact size of these chunks."""
         tiled = [len(chunk.tokens) for chunk in chunks if not chunk.is_decoded]
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
         n_blocks = sum(
@@ -91,7 +118,7 @@ class StepSize:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a buffer. Shapes: ranges [n_groups, n_decoded + n_chunks, 5], slots [.., T]."""
+    """Views of a buffer. Shapes: ranges [n_groups, n_decoded + n_chunks, 5], slots [.., T]."""
 
     tokens: Tensor
     positions: Tensor
@@ -120,9 +147,9 @@ class _Parts:
 
 
 class StepBuffer:
-    """Room for the numbers of a step, filled on the host and sent to the device.
+    """The inputs of a step, filled on the host and copied to the device.
 
-    It may be filled again before the device is through with the step, but not a third time.
+    It may be filled a second time before the device has finished the step, but not a third time.
     """
 
     def __init__(self, size: StepSize, paging: Paging, device: torch.device) -> None:
@@ -131,7 +158,7 @@ class StepBuffer:
         n_ints = n_groups * (size.n_decoded + size.n_chunks) * _RANGE + size.n_blocks
         n_rows = (size.n_rows or 0) + 2 * size.n_results
         n_words = (2 + n_groups) * size.n_tokens + n_rows + -(-n_ints // 2)
-        # Two, since a copy to the device may be under way when the next step is filled in.
+        # Two: a copy to the device may be in flight while the next step is filled in.
         shape, is_cuda = (2, n_words), device.type == "cuda"
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.empty(n_words, dtype=torch.int64, device=device)
@@ -146,11 +173,10 @@ class StepBuffer:
         noise: Sequence[RowNoise] = (),
         tokens: Tensor | None = None,
     ) -> None:
-        """Take in some chunks, no more than there is room for, and send them to the device.
+        """Fill in chunks, at most `size`, and copy them to the device; the rest is padding.
 
-        `noise` is that of the first rows whose result is wanted; of the others the largest logit is
-        drawn. `tokens` are those of the chunks where the device alone knows them yet. What is left
-        of the room is padding: tokens that nobody sees, and that see nothing.
+        `noise` is that of the first output rows; the others draw the largest logit. `tokens` are
+        the tokens of the chunks if only the device knows them.
 
         Shapes: tokens [T] int64, on the device.
         """
@@ -176,7 +202,7 @@ class StepBuffer:
             self._there.tokens[:n_tokens].copy_(tokens)
 
     def batch(self) -> Batch:
-        """What the model is told, as it lies on the device."""
+        """The batch, whose tensors are views of the device's buffer."""
         there, tables = self._there, self._paging.rotations
         rotations = {table: table.index_select(0, there.positions) for table in set(tables)}
         groups = tuple(
@@ -197,7 +223,7 @@ class StepBuffer:
                 yield PagedQueries(own, self._there.blocks, block_size, most, window)
 
     def _fill_group(self, here: _Parts, number: int, chunks: Sequence[Chunk], n_blocks: int) -> int:
-        """Returns: how many blocks there are now, `n_blocks` being those of other groups."""
+        """Returns: the number of blocks so far; `n_blocks` are those of previous KV groups."""
         block_size = self._paging.block_size
         slots, blocks = here.slots[number].numpy(), here.blocks.numpy()
         decoded: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""An engine's process as the front sees it: its start, its socket, its end and its last words."""
+"""The engine's process as the front sees it: its start, socket, end and error report."""
 
 import asyncio
 import json
@@ -14,19 +14,22 @@ from typing import IO, Any
 
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, read_report
 
-_COMMAND = sys.executable, "-m", "parallel_llama.cli.serve_engine"
 _TERM_GRACE_S = 2.0
 _LOOK_S = 0.02
 
 
 class EngineChild:
-    """A running engine, in a session of its own, which no Ctrl-C reaches.
+    """The process of an engine, in a session of its own, so that Ctrl-C does not reach it.
 
-    `settings` are keyword arguments of LLM, `log_format` is one of cli.log's. It ends with the
-    thread that started it.
+    It ends with the thread that started it.
+
+    Args:
+        module: what the process runs, with a socket's number and `log_format` as arguments.
+        settings: an LLMConfig as JSON, which the process reads from stdin.
+        log_format: text or json.
     """
 
-    def __init__(self, settings: Mapping[str, Any], log_format: str) -> None:
+    def __init__(self, module: str, settings: Mapping[str, Any], log_format: str) -> None:
         self.socket, theirs = socket.socketpair()
         self._report: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in `end`
         paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
@@ -37,7 +40,7 @@ class EngineChild:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [*_COMMAND, str(theirs.fileno()), log_format],
+                [sys.executable, "-m", module, str(theirs.fileno()), log_format],
                 stdin=subprocess.PIPE,
                 stdout=2,  # stderr's number
                 env=env,
@@ -53,7 +56,7 @@ class EngineChild:
         return self._process.pid
 
     async def end(self, grace_s: float = _TERM_GRACE_S) -> tuple[int, str]:
-        """Its exit code and why it ended; it is ended by force where it has not for so long."""
+        """End the process, by force after `grace_s`. Returns: its exit code, and why it ended."""
         self.socket.close()
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline = asyncio.get_running_loop().time() + grace_s
@@ -69,13 +72,13 @@ class EngineChild:
 
 
 class AttachedEngine:
-    """An engine that somebody else has started, as torchrun does, and starts again."""
+    """An engine that another program has started, such as torchrun, and restarts."""
 
     def __init__(self, own: socket.socket) -> None:
         self.socket = own
 
     async def end(self, _grace_s: float = 0.0) -> tuple[int, str]:
-        """It ends when nobody holds the socket any more, and says itself why."""
+        """Close the socket, which ends the engine; the engine reports its errors itself."""
         self.socket.close()
         return 1, "the engine has ended"
 

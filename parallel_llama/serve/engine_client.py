@@ -1,4 +1,4 @@
-"""The engine as the front holds it: requests in, answers out, started again where it ends."""
+"""The front's client of the engine: requests in, answers out; restarts an engine that has ended."""
 
 import asyncio
 import itertools
@@ -34,26 +34,26 @@ logger = logging.getLogger(__name__)
 
 State = Literal["loading", "ready", "restarting", "draining", "ended"]
 
-PROBE_EVERY_S = 5.0  # an idle engine shows that often that it can still step
-FORGIVEN_AFTER_S = 600.0  # a restart that long ago is no part of a crash loop
+PROBE_EVERY_S = 5.0  # interval at which an idle engine must prove that it can step
+FORGIVEN_AFTER_S = 600.0  # older restarts do not count as part of a crash loop
 MAX_BACKOFF_S = 30.0
-MAX_ENGINES = 3  # that may have a request: it may be what ends them
-WRONG_USE = 2  # the exit code of an engine that would end in the same way again
-# Of the choices that are taken in, those kept for requests of one choice whose body is not large.
+MAX_ENGINES = 3  # engines that run a request: it may be what ends them
+WRONG_USE = 2  # exit code of an engine that would end in the same way after a restart
+# The fraction of max_choices that is kept for requests of one choice without a large body.
 SMALL_FRACTION = 1 / 8
 _READ_BYTES = 1 << 18
 
 
 class Busy(Exception):
-    """As many requests are here as are taken in, or as can be worked on in time."""
+    """The server has as many requests as it accepts, or as it can prepare in time."""
 
 
 class NotReady(Exception):
-    """The engine is not there now; the message says why."""
+    """The engine is not available now; the message says why."""
 
 
 class EngineEnded(Exception):
-    """The engine has ended and is not started again."""
+    """The engine has ended and is not restarted."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason)
@@ -61,11 +61,11 @@ class EngineEnded(Exception):
 
 
 class EngineClient:
-    """An engine's process and the requests that are in it; `run` keeps it running.
+    """The engine's process and its requests; `run` keeps it running.
 
-    At most `max_choices` are in it at once. One that steps for longer than `step_timeout_s` is
-    ended. It is started again at most `restarts` times in FORGIVEN_AFTER_S; unfinished requests
-    run again from their prompts. `probe` is a request that costs next to nothing.
+    Unfinished requests have at most `max_choices` choices together. An engine with a step longer
+    than `step_timeout_s` is ended. It is restarted at most `restarts` times in FORGIVEN_AFTER_S;
+    unfinished requests run again from their prompts. `probe` is a cheap request for an idle engine.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EngineClient:
         self._step_timeout_s = step_timeout_s
         self._keys = itertools.count()
         self._answers: dict[int, Answer] = {}
-        self._n_preparing = 0  # choices of requests that are not in the engine yet
+        self._n_preparing = 0  # choices of requests that are being prepared for the engine
         self._probe_key: int | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._restarted_s: list[float] = []
@@ -99,28 +99,28 @@ class EngineClient:
 
     @property
     def state(self) -> State:
-        """What the engine does; ready, for new requests too."""
+        """The state of the engine; "ready" if it accepts new requests."""
         return "draining" if self._is_draining and self._state == "ready" else self._state
 
     @property
     def n_choices(self) -> int:
-        """Choices of requests that have not ended."""
+        """The number of choices of unfinished requests."""
         own = (answer for key, answer in self._answers.items() if key != self._probe_key)
         return sum(answer.request.params.n for answer in own) + self._n_preparing
 
     @property
     def step_age_s(self) -> float | None:
-        """How long ago the engine last showed that it steps; None while it is not there."""
+        """Seconds since the engine's last message; None while it is down."""
         return time.monotonic() - self._heard_s if self._writer is not None else None
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests are taken in, by an engine that has stepped in `step_timeout_s`."""
+        """Whether new requests are accepted, and the engine has stepped within `step_timeout_s`."""
         age_s = self.step_age_s
         return self.state == "ready" and age_s is not None and age_s < self._step_timeout_s
 
     def require_room(self, n_choices: int, *, is_large: bool = False) -> None:
-        """Raises: NotReady and Busy, where so many more choices cannot be taken in."""
+        """Raises: NotReady; Busy if so many more choices are too many."""
         if self.state != "ready":
             self.metrics.rejected("not_ready")
             raise NotReady(_WHY[self.state])
@@ -129,7 +129,7 @@ class EngineClient:
     def _require_places(self, n_choices: int, is_large: bool) -> None:
         if n_choices > self._max_choices:
             raise UsageError(
-                f"{n_choices} completions at once, and {self._max_choices} are the most; ask for "
+                f"{n_choices} completions at once exceed the limit of {self._max_choices}; ask for "
                 "fewer"
             )
         n_here, most = self.n_choices, self._max_choices
@@ -139,15 +139,15 @@ class EngineClient:
             raise self.busy(f"{n_here} of at most {most} completions are waiting or running")
 
     def busy(self, message: str) -> Busy:
-        """The error of a request that is rejected, which is counted."""
+        """Count a rejected request. Returns: its error."""
         self.metrics.rejected("busy")
         return Busy(message)
 
     @contextmanager
     def preparing(self, n_choices: int, *, is_large: bool) -> Iterator[None]:
-        """Count the choices of a request whose text is worked on as choices that are here.
+        """Counts the choices of a request while it is tokenised as unfinished choices.
 
-        Raises: Busy where so many more cannot be taken in.
+        Raises: Busy if there are too many.
         """
         self._require_places(n_choices, is_large)
         self._n_preparing += n_choices
@@ -157,7 +157,7 @@ class EngineClient:
             self._n_preparing -= n_choices
 
     def submit(self, request: Request) -> Answer:
-        """Hand a request to the engine.
+        """Send a request to the engine.
 
         Raises: as `require_room`.
         """
@@ -175,13 +175,13 @@ class EngineClient:
         return answer
 
     def drain(self) -> None:
-        """Take no new requests; those that are here go on."""
+        """Reject new requests; unfinished requests go on."""
         self._is_draining = True
 
     async def run(self) -> None:
         """Keep an engine running until cancelled.
 
-        Raises: EngineEnded once it is not started again; every request has failed then.
+        Raises: EngineEnded if it is not restarted; every request has failed then.
         """
         while True:
             child = self._start()
@@ -205,7 +205,7 @@ class EngineClient:
             await asyncio.sleep(delay_s)
 
     def _delay_s(self) -> float | None:
-        """How long to wait for another start; None where it has ended too often."""
+        """Seconds until the next restart; None if there were too many."""
         now = time.monotonic()
         self._restarted_s = [when for when in self._restarted_s if now - when < FORGIVEN_AFTER_S]
         if len(self._restarted_s) >= self._restarts:
@@ -215,22 +215,22 @@ class EngineClient:
         return 0.0 if is_first else min(MAX_BACKOFF_S, 2.0 ** (len(self._restarted_s) - 2))
 
     async def _converse(self, child: EngineChild | AttachedEngine) -> None:
-        """Hear what one engine says until it ends, or hangs."""
+        """Receive the messages of one engine until it ends or hangs."""
         reader, writer = await asyncio.open_connection(sock=child.socket)
         frames = Frames()
         watching = asyncio.create_task(self._watch(writer))
         try:
             while data := await reader.read(_READ_BYTES):
                 for body in frames.feed(data):
-                    self._hear(from_engine.decode(body), writer)
+                    self._on_message(from_engine.decode(body), writer)
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            logger.error("the engine cannot be heard: %s", error)
+            logger.error("the engine's messages cannot be read: %s", error)
         finally:
             watching.cancel()
             writer.close()
 
     async def _watch(self, writer: asyncio.StreamWriter) -> None:
-        """Ask an idle engine for a step, and end one that does not step."""
+        """Send probes to an idle engine, and end an engine that does not step."""
         probe_every_s = min(PROBE_EVERY_S, self._step_timeout_s / 2)
         while True:
             await asyncio.sleep(probe_every_s / 5)
@@ -243,7 +243,7 @@ class EngineClient:
                 writer.transport.abort()
                 return
 
-    def _hear(self, message: FromEngine, writer: asyncio.StreamWriter) -> None:
+    def _on_message(self, message: FromEngine, writer: asyncio.StreamWriter) -> None:
         self._heard_s = time.monotonic()
         match message:
             case Stepped():
@@ -252,7 +252,7 @@ class EngineClient:
                 for key in message.begun:
                     self._answers[key].begin()
                 for output in message.outputs:
-                    self._tell(self._answers[output.key], output)
+                    self._on_output(self._answers[output.key], output)
             case Scored():
                 self._answers[message.key].prompt_logprobs += message.logprobs
             case Loaded():
@@ -265,7 +265,7 @@ class EngineClient:
                 for key in message.keys:
                     self._forget(key).fail(NumericalError(message.reason))
 
-    def _tell(self, answer: Answer, output: Output) -> None:
+    def _on_output(self, answer: Answer, output: Output) -> None:
         before_s, is_counted = answer.last_token_s, answer.key != self._probe_key
         new = answer.put(output)
         if new is not None and is_counted:
@@ -277,7 +277,7 @@ class EngineClient:
                 _log(answer)
 
     def _begin(self, loaded: Loaded, writer: asyncio.StreamWriter) -> None:
-        """The engine is there: what a former one had not finished runs again."""
+        """The engine is loaded: unfinished requests of a previous engine run again."""
         self.loaded, self._writer, self._state = loaded, writer, "ready"
         self.on_loaded(loaded)
         for key, answer in list(self._answers.items()):
@@ -299,7 +299,7 @@ class EngineClient:
             self._send(Cancel(answer.key))
 
     def _send(self, message: Submit | Cancel) -> None:
-        """To an engine that is not there this is no news: it is told what is left when it is."""
+        """No-op while the engine is down: requests are submitted again when it is back."""
         if self._writer is not None:
             self._writer.write(framed(message))
 
@@ -309,10 +309,10 @@ class EngineClient:
 
 
 def _log(answer: Answer) -> None:
-    """One line for an answer that has ended; never what was asked or said. Units: seconds."""
+    """Log one line for an answer that has ended, without any text of it. Units: seconds."""
     now, asked_s = time.monotonic(), answer.submitted_s
     first_s = answer.first_token_s
-    told = {
+    fields = {
         "request_id": answer.request_id,
         "prompt_tokens": len(answer.request.prompt),
         "completion_tokens": answer.n_tokens,
@@ -320,7 +320,7 @@ def _log(answer: Answer) -> None:
         "first_token_s": None if first_s is None else round(first_s - asked_s, 4),
         "total_s": round(now - asked_s, 4),
     }
-    logger.info("answered", extra={"fields": told})
+    logger.info("answered", extra={"fields": fields})
 
 
 _WHY = {

@@ -1,7 +1,7 @@
-"""What the HTTP front and the engine's process tell each other, as frames over a socket.
+"""The messages between the HTTP front and the engine's process, as frames over a socket.
 
-A frame is its length in 4 bytes, little endian, and that many bytes of msgpack. Both ends check
-every type and range of what they read, and neither reads a frame beyond MAX_FRAME_BYTES.
+A frame is its length in 4 bytes, little endian, followed by that many bytes of msgpack. Both ends
+validate every type and range, and reject a frame of more than MAX_FRAME_BYTES.
 """
 
 import socket
@@ -15,7 +15,7 @@ from parallel_llama.engine.statistics import EngineStatistics
 from parallel_llama.request import Completion, Request, TokenLogprob
 
 MAX_FRAME_BYTES = 64 << 20
-# Of frames that the other end has not taken: it has stopped reading.
+# Beyond this many unsent bytes the other end has stopped reading.
 MAX_UNSENT_BYTES = 256 << 20
 
 _LENGTH_BYTES = 4
@@ -23,14 +23,14 @@ _READ_BYTES = 1 << 18
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
-    """A request that begins, under a key that the front has not used before."""
+    """Start a request under a key that the front has not used before."""
 
     key: int
     request: Request
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
-    """Nobody wants the rest of a request; it still tells of its end."""
+    """End a request; its last output still arrives."""
 
     key: int
 
@@ -39,9 +39,9 @@ ToEngine = Submit | Cancel
 
 
 class RankFacts(msgspec.Struct, frozen=True):
-    """One rank of the engine; `pid` where it runs on the front's host.
+    """One rank of the engine; `pid` if it runs on the front's host.
 
-    `cuda_bytes` are those that it has taken of its card.
+    `cuda_bytes` is its peak memory on its GPU once the model is loaded.
     """
 
     rank: int
@@ -63,10 +63,10 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
-    """What a step gave one choice of a request: tokens, text to show, perhaps its end.
+    """What a step produced for one choice of a request: tokens, new text, perhaps the end.
 
-    The completion is without log-probabilities: those of its tokens are in the outputs, those of
-    its prompt in Scored.
+    The completion has no log-probabilities: those of its tokens are in the outputs, those of its
+    prompt in Scored.
     """
 
     key: int
@@ -78,16 +78,16 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True, tag="scored"):
-    """The log-probabilities of the next prompt tokens of a request, the second token's first."""
+    """The log-probabilities of the next prompt tokens of a request, from the second token on."""
 
     key: int
     logprobs: tuple[TokenLogprob, ...]
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
-    """What one step gave, how long it took in seconds, and how busy the engine is after it.
+    """The outputs of one step, its duration in seconds, and the engine's load after it.
 
-    `begun` are the keys of requests whose first step it was.
+    `begun` has the keys of requests whose first step it was.
     """
 
     outputs: tuple[Output, ...]
@@ -97,14 +97,14 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """A request that the engine cannot take, and why."""
+    """A request that the engine cannot run, and why."""
 
     key: int
     reason: str
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """A step gave no numbers: all requests that were in the engine are gone."""
+    """A step produced NaN or Inf: all requests of the engine have ended."""
 
     keys: tuple[int, ...]
     reason: str
@@ -118,21 +118,21 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 def framed(message: Any) -> bytes:
-    """A message as it goes over the socket."""
+    """The frame of a message."""
     body = _ENCODER.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes, and {MAX_FRAME_BYTES} are the most")
+        raise ValueError(f"a message of {len(body)} bytes; the limit is {MAX_FRAME_BYTES}")
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
 class Frames:
-    """The bodies of the frames in a stream of bytes that comes in pieces."""
+    """Splits a stream of bytes into the bodies of its frames."""
 
     def __init__(self) -> None:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The frames that are whole with this piece.
+        """Add a piece of the stream; yields the frames that it completes.
 
         Raises: ValueError for a frame that is too long.
         """
@@ -142,7 +142,7 @@ class Frames:
             body = start + _LENGTH_BYTES
             n_bytes = int.from_bytes(self._held[start:body], "little")
             if n_bytes > MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {n_bytes} bytes, and {MAX_FRAME_BYTES} are the most")
+                raise ValueError(f"a frame of {n_bytes} bytes; the limit is {MAX_FRAME_BYTES}")
             if len(self._held) < body + n_bytes:
                 break
             yield bytes(self._held[body : body + n_bytes])
@@ -151,9 +151,9 @@ class Frames:
 
 
 class FrameSocket:
-    """The engine's end, which never waits: what the front does not take yet is kept.
+    """The engine's end of the socket. It never blocks, and keeps what the front does not take yet.
 
-    Raises: BrokenPipeError once the front has gone, or takes nothing any more.
+    Raises: BrokenPipeError once the front has closed the socket or stopped reading.
     """
 
     def __init__(self, own: socket.socket) -> None:
@@ -168,7 +168,7 @@ class FrameSocket:
         return bool(self._unsent)
 
     def send(self, message: Any) -> None:
-        """Send a message now, or as soon as there is room."""
+        """Send a message, now or by a later `flush`."""
         data = memoryview(framed(message))
         self._unsent.append(data)
         self._n_unsent += len(data)
@@ -177,7 +177,7 @@ class FrameSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is room for."""
+        """Send as much as the socket takes."""
         while self._unsent:
             try:
                 n_sent = self.socket.send(self._unsent[0])
@@ -190,7 +190,7 @@ class FrameSocket:
                 self._unsent[0] = self._unsent[0][n_sent:]
 
     def receive(self) -> Iterator[bytes]:
-        """The frames that have come."""
+        """The frames that have arrived."""
         while True:
             try:
                 data = self.socket.recv(_READ_BYTES)

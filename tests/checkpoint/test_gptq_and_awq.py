@@ -23,8 +23,8 @@ from parallel_llama.cli.main import main
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
 from parallel_llama.config.quantised import HF_GROUPS, packing_of
 from parallel_llama.dtypes import Precision, make_precision
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import find_model

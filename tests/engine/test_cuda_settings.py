@@ -7,8 +7,7 @@ from mixes import ARGS
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import model_runner
-from parallel_llama.engine.cuda_settings import settle_cuda
-from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.model_runner import ModelRunner, settle_cuda
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 

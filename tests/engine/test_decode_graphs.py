@@ -26,9 +26,8 @@ from thread_ranks import run_on_threads
 from torch import Tensor
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
-from parallel_llama.engine.step_buffer import RowNoise
+from parallel_llama.engine.step_buffer import Chunk, RowNoise
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo

@@ -25,8 +25,9 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import draws
 from parallel_llama.engine import engine as engine_module
-from parallel_llama.engine.chunk import Chunk
-from parallel_llama.engine.engine import Engine, StepOutput
+from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.outputs import StepOutput
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import Completion, Request, SamplingParams

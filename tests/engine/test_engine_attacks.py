@@ -20,7 +20,7 @@ from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import engine as engine_module
-from parallel_llama.engine import rank_calls
+from parallel_llama.engine import rank_rpc
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import ModelRunner
@@ -266,8 +266,8 @@ def fail_everywhere(comm: Communicator) -> bool:
         engine.runner.model.norm.weight.values.fill_(torch.nan)
     with pytest.raises(NumericalError):
         engine.step()
-    engine.send(b"call") if comm.rank == 0 else engine.step()
-    return engine.idle and engine.call == (b"call" if comm.rank else b"")
+    engine.send_rpc(b"call") if comm.rank == 0 else engine.step()
+    return engine.idle and engine.rpc == (b"call" if comm.rank else b"")
 
 
 def test_after_a_failure_on_all_ranks_all_can_be_sent_elsewhere():
@@ -349,7 +349,7 @@ def test_a_score_that_fails_gives_its_blocks_back(folder, monkeypatch):
         raise NumericalError("the logits are nan")
 
     llm = LLM(folder, dtype="float64")
-    monkeypatch.setattr(rank_calls, "score", score)
+    monkeypatch.setattr(rank_rpc, "score", score)
     with pytest.raises(NumericalError):
         llm.score([[5] * 60])
     assert llm.engine.pools[0].n_used == 0
@@ -365,15 +365,15 @@ def test_a_run_can_be_closed_after_another_one_failed(folder, monkeypatch):
     fail_once(monkeypatch, llm.engine.runner, NumericalError("the logits are nan"))
     with pytest.raises(NumericalError):
         list(one)
-    step, n_steps = llm.step, iter(range(50))
+    step, n_steps = llm.ranks.step, iter(range(50))
 
     def bounded_step() -> list:
         assert next(n_steps, None) is not None, "steps for nobody"
         return step()
 
-    monkeypatch.setattr(llm, "step", bounded_step)
+    monkeypatch.setattr(llm.ranks, "step", bounded_step)
     other.close()
-    assert not llm._runs
+    assert not len(llm._loop)
 
 
 def test_a_run_that_an_interruption_ends_leaves_nothing_behind(folder):
@@ -382,7 +382,7 @@ def test_a_run_that_an_interruption_ends_leaves_nothing_behind(folder):
     next(run)
     with pytest.raises(KeyboardInterrupt):
         run.throw(KeyboardInterrupt())
-    assert llm.engine.idle and not llm._runs
+    assert llm.engine.idle and not len(llm._loop)
 
 
 def test_a_run_that_cannot_begin_leaves_nothing_behind(folder):
@@ -391,4 +391,4 @@ def test_a_run_that_cannot_begin_leaves_nothing_behind(folder):
     broken = replace(second, params=replace(LONG, grammar=Grammar("regex", "(((")))
     with pytest.raises(UsageError):
         list(llm.run([first, broken]))
-    assert llm.engine.idle and not llm._runs
+    assert llm.engine.idle and not len(llm._loop)

@@ -8,10 +8,9 @@ import pytest
 import torch
 from thread_ranks import run_on_threads
 
-from parallel_llama.engine import machine, step_clock
-from parallel_llama.engine.machine import measure, peak_cuda_bytes
-from parallel_llama.engine.statistics import StepTimes
-from parallel_llama.engine.step_clock import CardTick, HostTick, StepClock, tick_of
+from parallel_llama.engine import machine
+from parallel_llama.engine.machine import CardTick, measure, peak_cuda_bytes, tick_of
+from parallel_llama.engine.statistics import HostTick, StepClock, StepTimes
 from parallel_llama.parallel.collectives import Communicator, Solo
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
@@ -39,7 +38,7 @@ class FakeEvent:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> type[FakeEvent]:
-    monkeypatch.setattr(step_clock.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(machine.torch.cuda, "Event", FakeEvent)
     FakeEvent.recorded.clear()
     FakeEvent.now_ms = 0.0
     return FakeEvent
@@ -82,7 +81,7 @@ def test_a_step_that_broke_off_leaves_no_time(card):
 
 def test_on_the_cpu_a_lap_is_the_hosts(monkeypatch):
     now = iter([10.0, 12.0, 12.5, 13.0, 14.0])
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(now))
     times = StepTimes()
     step(StepClock(times, tick_of(CPU)))
     assert (times.forward_s, times.sample_s) == (2.5, 1.5)

@@ -9,8 +9,8 @@ from thread_ranks import ThreadComm, run_on_threads
 from tiny_models import TINY_MODELS, write_hf
 from torch import Tensor
 
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 
 NAME = "9/3 attention bias"
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]

@@ -48,7 +48,7 @@ def run(lookup: PromptLookup, tokens: list[int], start: int) -> tuple[int, int, 
             if draft != truth:
                 break
             n_kept += 1
-        lookup.judge(len(drafts), n_kept)
+        lookup.update(len(drafts), n_kept)
         start += n_kept + 1
         n_forwards, n_drafts, n_right = n_forwards + 1, n_drafts + len(drafts), n_right + n_kept
     return n_forwards, n_drafts, n_right

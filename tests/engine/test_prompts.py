@@ -49,7 +49,7 @@ def test_a_prompt_is_what_its_author_means(given: Any, prompts: list[Any]) -> No
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (5, "prompts cannot be int 5; give a text, a list of token ids, a conversation"),
+        (5, "prompts cannot be int 5; give a string, a list of token ids, a conversation"),
         (None, "prompts cannot be NoneType None"),
         (b"Hi!", "cannot be bytes b'Hi!'"),
         ({"a", "b"}, "cannot be set"),
@@ -63,10 +63,10 @@ def test_a_prompt_is_what_its_author_means(given: Any, prompts: list[Any]) -> No
         ({}, r"keys \(none\): give"),
         ({"text": "Hi!"}, "keys text: give"),
         ({"prompt": "Hi!", "multi_modal_data": {}}, "keys prompt, multi_modal_data: give"),
-        ({"prompt": ["Hi!"]}, "is no text"),
-        ({"prompt_token_ids": "12"}, "is no list of token ids"),
+        ({"prompt": ["Hi!"]}, "must be a string"),
+        ({"prompt_token_ids": "12"}, "must be a list of token ids"),
         ({"prompt_token_ids": ["1"]}, "token str '1' is not a whole number"),
-        ([{"prompt": 5}], "prompt 0: .* is no text"),
+        ([{"prompt": 5}], "prompt 0: .* must be a string"),
     ],
 )
 def test_anything_else_is_refused_with_what_is_taken(given: Any, says: str) -> None:

@@ -474,10 +474,10 @@ def test_a_place_is_found_for_the_token_after_the_one_that_is_being_drawn():
     scheduler.add(make_request(range(3)))
     (item,) = drawing(scheduler)
     assert item.start == 3 and len(item.sequence.tables[0].blocks) == 1
-    assert scheduler.look_ahead()
+    assert scheduler.prepare_next()
     assert len(item.sequence.tables[0].blocks) == 2
     scheduler.commit(item, [5])
-    (again,) = scheduler.schedule_again([item.sequence])
+    (again,) = scheduler.schedule_in_flight([item.sequence])
     assert (again.start, again.tokens, again.draws) == (4, (5,), True)
 
 
@@ -485,11 +485,11 @@ def test_a_step_that_is_looked_ahead_to_has_none_of_those_who_have_ended():
     scheduler, _ = make(n_blocks=4)
     first, second = (scheduler.add(make_request([n], n))[0] for n in range(2))
     items = drawing(scheduler)
-    assert scheduler.look_ahead()
+    assert scheduler.prepare_next()
     for item in items:
         scheduler.commit(item, [5])
     scheduler.finish(first)
-    assert [item.sequence for item in scheduler.schedule_again([first, second])] == [second]
+    assert [item.sequence for item in scheduler.schedule_in_flight([first, second])] == [second]
 
 
 def test_nobody_looks_ahead_of_who_waits_ends_or_finds_no_place():
@@ -497,18 +497,18 @@ def test_nobody_looks_ahead_of_who_waits_ends_or_finds_no_place():
     scheduler.add(make_request(range(3), max_tokens=5))
     items = drawing(scheduler)
     (waiting,) = scheduler.add(make_request([1], 1))
-    assert not scheduler.look_ahead()
+    assert not scheduler.prepare_next()
     scheduler.finish(waiting)
-    assert scheduler.look_ahead()
+    assert scheduler.prepare_next()
     scheduler.commit(items[0], [5])
     drawing(scheduler, 2)
-    assert not scheduler.look_ahead()  # the fifth is being drawn
+    assert not scheduler.prepare_next()  # the fifth is being drawn
 
     scheduler, _ = make(n_blocks=2)
     for n in range(2):
         scheduler.add(make_request(range(n, n + 2), n, max_tokens=3))
     drawing(scheduler, 2)
-    assert not scheduler.look_ahead()
+    assert not scheduler.prepare_next()
 
 
 def test_a_newcomer_leaves_a_block_for_each_that_can_grow():

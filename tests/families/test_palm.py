@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from thread_ranks import ThreadComm, run_on_threads
 from torch import Tensor
 
-from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.step_buffer import Chunk
 
 DIM, N_HEADS, HEAD_DIM, FFN_DIM, VOCAB_SIZE, N_LAYERS = 42, 7, 6, 91, 97, 3
 TOKENS = [(11 * at + 5) % VOCAB_SIZE for at in range(30)]

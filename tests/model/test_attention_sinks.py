@@ -16,7 +16,7 @@ from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.engine.block_group import BlockGroup
 from parallel_llama.engine.block_pool import BlockPool
-from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.model_args import RopeScaling, with_sinks

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.model.decode_program import DecodeStep, Logits, Program
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.cpu.jit import openmp

@@ -30,7 +30,7 @@ from transformers_oracle import (
     unpatched_logits,
 )
 
-from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.request import SamplingParams
 from parallel_llama.sampling import Draw, sample

@@ -8,8 +8,8 @@ import torch
 from parallel_llama.checkpoint import load, random_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat, Precision, make_precision
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.memory import values_by_form, weight_bytes

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers_oracle import reference_logits
 
 from parallel_llama.dtypes import KVFormat
-from parallel_llama.engine.chunk import Chunk
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import KVSplit
 

@@ -22,8 +22,8 @@ from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
 from parallel_llama.dtypes import GroupFormat, Precision, make_precision
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError, WriteError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header

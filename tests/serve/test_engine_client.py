@@ -120,7 +120,7 @@ def test_nothing_is_taken_in_before_the_engine_is_there():
 def test_a_bound_of_choices_is_kept_and_room_comes_back():
     async def story(client, engines):
         engine = await ready(client, engines)
-        with pytest.raises(UsageError, match="5 completions at once, and 4 are the most"):
+        with pytest.raises(UsageError, match="5 completions at once exceed the limit of 4"):
             client.submit(request(n=5))
         first = client.submit(request(n=1))
         client.submit(request(n=3))

@@ -239,4 +239,4 @@ def test_more_than_the_server_takes_is_told_to_come_again(folder):
         wait_for(lambda: n_running(served) == 0)
         assert served.send("POST", "/v1/completions", LONG)[0] == 200
         status, _, body = served.send("POST", "/v1/completions", {**LONG, "n": 5})
-        assert status == 400 and b"4 are the most" in body
+        assert status == 400 and b"limit of 4" in body

@@ -13,10 +13,10 @@ import torch
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, Precision
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.engine import Engine
 from parallel_llama.engine.kv_capacity import Capacity
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.memory import blocks_held
 from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo

@@ -12,8 +12,8 @@ from torch import Tensor
 from parallel_llama.checkpoint import open_checkpoint
 from parallel_llama.config import load_model_args
 from parallel_llama.dtypes import Precision
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.files.model_files import find_model
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator

@@ -17,9 +17,9 @@ from launch.bench.gpu_steps import Setting
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs, load_model_args
 from parallel_llama.dtypes import make_precision
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.decode_graphs import record_cuda_graph
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.files.model_files import find_model
 from parallel_llama.model.decode_program import Logits
 from parallel_llama.ops import Scores, TorchOps

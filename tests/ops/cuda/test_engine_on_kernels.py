@@ -20,8 +20,8 @@ from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import Precision
 from parallel_llama.engine import decode_graphs
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.model.transformer import Transformer

@@ -1,6 +1,6 @@
-"""What ranks do together between two steps of the engine, and how rank 0 sends them to it.
+"""Calls that all ranks run together between two steps: scoring, measuring, closing.
 
-Each is called on rank 0, which does its part itself; the other ranks are in `serve_rank`.
+Rank 0 calls the functions, which send the call to the other ranks; those are in `serve_rank`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from parallel_llama.engine.block_group import BlockTable
-from parallel_llama.engine.chunk import Chunk
 from parallel_llama.engine.engine import SCORE_ROWS, Engine
 from parallel_llama.engine.machine import Machine, measure
+from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import NumericalError
 from parallel_llama.sampling import score
 
@@ -20,11 +20,11 @@ _SCORE, _MEASURE, _CLOSE = b"s", b"m", b"c"
 
 
 def serve_rank(engine: Engine) -> None:
-    """Serve rank 0, with steps and calls, until it closes; for ranks above 0."""
+    """Take part in steps and calls until rank 0 closes; for ranks above 0."""
     while True:
-        with suppress(NumericalError):  # rank 0 has it too, and is the one to tell
+        with suppress(NumericalError):  # which rank 0 raises too
             engine.step()
-            call, body = engine.call[:1], engine.call[1:]
+            call, body = engine.rpc[:1], engine.rpc[1:]
             if call == _CLOSE:
                 return
             if call == _MEASURE:
@@ -34,18 +34,18 @@ def serve_rank(engine: Engine) -> None:
 
 
 def score_sequence(engine: Engine, tokens: Sequence[int]) -> list[float]:
-    """Natural-log probabilities of every token after the first, given those before it.
+    """Natural-log probabilities of every token after the first, given the tokens before it.
 
-    The cache must have room for them.
+    The KV cache must have room for the tokens.
     """
-    engine.send(_SCORE + msgspec.msgpack.encode(tokens))
+    engine.send_rpc(_SCORE + msgspec.msgpack.encode(tokens))
     return _score(engine, tokens)
 
 
 def windows(n_tokens: int, longest: int, stride: int) -> Iterator[range]:
-    """The parts of a sequence that are scored one after the other, of at most `longest` tokens.
+    """The windows in which a sequence is scored, of at most `longest` tokens each.
 
-    Every window begins `stride` tokens after the one before. The tokens that are new in a window
+    Every window begins `stride` tokens after the previous one. The tokens that are new in a window
     have at least `longest - stride` tokens before them. Source: "Perplexity of fixed-length models"
     in the documentation of transformers.
     """
@@ -57,21 +57,21 @@ def windows(n_tokens: int, longest: int, stride: int) -> Iterator[range]:
 
 
 def measure_machine(engine: Engine) -> Machine:
-    """How fast the ranks read their memory, and how much of it they have held."""
-    engine.send(_MEASURE)
+    """The memory bandwidth of all ranks, and their peak memory."""
+    engine.send_rpc(_MEASURE)
     return measure(engine.comm, engine.runner.device)
 
 
 def close(engine: Engine) -> None:
-    """Let the other ranks leave `serve_rank`."""
-    engine.send(_CLOSE)
+    """Make the other ranks return from `serve_rank`."""
+    engine.send_rpc(_CLOSE)
 
 
 def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
-    """Every rank's part, in chunks.
+    """Score a sequence in chunks, on every rank.
 
-    The chunks, and the order of their rows, are those of a request that is alone and wants the
-    probabilities of its prompt: it gets the same to the last bit.
+    The chunks and the order of their rows are those of a single request with prompt_logprobs, so
+    the results are bitwise equal.
     """
     runner, groups = engine.runner, engine.scheduler.groups
     tables = [BlockTable() for _ in groups]
@@ -83,7 +83,8 @@ def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
             for group, table in zip(groups, tables, strict=True):
                 group.extend(table, start, stop, len(tokens))
             chunk = Chunk(tokens[start:stop], start, tables, len(tokens))
-            last = [n_scored - start] if stop == len(tokens) else []  # which would be drawn from
+            # The row that a request would sample.
+            last = [n_scored - start] if stop == len(tokens) else []
             hidden = runner.forward([chunk], [*last, *range(min(stop, n_scored) - start)])
             for at in range(len(last), len(hidden), SCORE_ROWS):
                 rows, first = hidden[at : at + SCORE_ROWS], 1 + len(logprobs)

@@ -1,0 +1,89 @@
+"""The settings of an LLM: one record for callers, the command line, the server and other ranks."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from parallel_llama.errors import UsageError
+from parallel_llama.plan import KVSplit
+
+
+@dataclass(frozen=True)
+class LLMConfig:
+    """What an LLM runs and how. It can be sent to another process as JSON.
+
+    Args:
+        model: a model folder, a .gguf file, or the name of a model.
+        tp_size: number of ranks. By default those that torchrun has started, else 1.
+        dtype: float32, bfloat16, float16 or float64. By default bfloat16 on CUDA and float32 on the
+            CPU. The CPU keeps weights in 16 bits and computes in float32.
+        quant: int8, int4 or fp8 quantise the matrices while they are read, with a scale for every
+            32 inputs; stored keeps the files' own quantisation; none decodes it. By default stored
+            for a quantised folder, else none.
+        device: auto, cpu or cuda.
+        max_seq_len: lowers the model's context, in tokens.
+        seed: seed of requests without a seed of their own. By default a new one for each call.
+        random_weights: seed of random weights, for a model that is only a configuration.
+        slice_of: (rank, n_ranks) runs a single rank with random weights in the shape of one rank of
+            n_ranks, without communication. Its timing is meaningful, its tokens are not.
+        verify: compare every file with the folder's manifest before reading it; each rank verifies
+            a part of the files.
+        kv_cache_bytes: memory for the KV cache of each rank. By default a part of the free memory.
+        kv_cache_dtype: bfloat16, int8 or fp8; auto for `dtype`.
+        kv_split: what ranks shard in the KV cache: heads; or sequence, which shards tokens where
+            several ranks would hold the same head.
+        attention_sinks: number of first tokens that stay visible beside a sliding window. With
+            them a sequence may be longer than the context.
+        block_size: tokens of a block of the KV cache.
+        max_drafts: most draft tokens that are guessed from earlier text and verified in one step;
+            0 for none. Drafts change the speed and never the tokens.
+        timeout_s: seconds that a rank waits for another one. By default 30 in a step and 60 at the
+            start.
+    """
+
+    model: str = "smollm2"
+    tp_size: int | None = None
+    dtype: str | None = None
+    quant: str | None = None
+    device: str = "auto"
+    max_seq_len: int | None = None
+    seed: int | None = None
+    random_weights: int | None = None
+    slice_of: tuple[int, int] | None = None
+    verify: bool = False
+    kv_cache_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
+    kv_split: KVSplit = "heads"
+    attention_sinks: int = 0
+    block_size: int = 16
+    max_drafts: int = 8
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        # The fields are frozen. Other ranks compare them as text, so each has one type.
+        if self.timeout_s is not None:
+            object.__setattr__(self, "timeout_s", float(self.timeout_s))
+        if self.slice_of is not None:
+            rank, n_ranks = self.slice_of
+            if not 0 <= rank < n_ranks:
+                raise UsageError(
+                    f"slice_of={self.slice_of}: the rank must be at least 0 and less than the "
+                    f"number of ranks, {n_ranks}"
+                )
+            object.__setattr__(self, "random_weights", self.random_weights or 0)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, line: bytes) -> "LLMConfig":
+        """Raises: ValueError for a line that holds anything but the fields with their types."""
+        return msgspec.convert(json.loads(line), cls)
+
+    def facts(self) -> Mapping[str, str]:
+        """The settings that must be the same on all ranks: a model's path may differ, for one."""
+        own = ("model", "device", "tp_size")
+        return {name: str(value) for name, value in asdict(self).items() if name not in own}

@@ -1,0 +1,115 @@
+"""Runs an engine for its clients: takes requests, steps, and routes each output to its request.
+
+`LLM` drives an EngineLoop in place; `AsyncLLM` runs one on a thread; the server's engine process
+runs one over a socket.
+"""
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from parallel_llama.engine.outputs import StepOutput
+from parallel_llama.engine.ranks import Ranks
+from parallel_llama.errors import NumericalError
+from parallel_llama.request import FinishReason, Request
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class StepResult(Generic[Key]):
+    """The outputs of one step, each with the key of its request.
+
+    `begun` has the keys of requests whose first step it was; `seconds` is the duration of the step.
+    """
+
+    outputs: Sequence[tuple[Key, StepOutput]]
+    begun: Sequence[Key]
+    seconds: float
+
+
+class Client(Protocol[Key]):
+    """What `EngineLoop.run` serves."""
+
+    def take_commands(self, wait: bool) -> bool:
+        """Submit and cancel requests; with `wait`, block until there may be a command.
+
+        Returns: False to end the loop.
+        """
+        ...
+
+    def on_step(self, result: StepResult[Key]) -> None: ...
+
+    def on_failed(self, keys: Sequence[Key], error: NumericalError) -> None:
+        """A step failed, and with it all requests of the client; the loop goes on."""
+
+
+class EngineLoop(Generic[Key]):
+    """The requests that one client has in the engine of rank 0, by the client's keys.
+
+    All ranks take part in each step.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._engine = ranks, ranks.engine
+        self._keys: dict[int, Key] = {}  # by ticket
+        self._tickets: dict[Key, int] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._tickets
+
+    def __len__(self) -> int:
+        """The number of unfinished requests."""
+        return len(self._tickets)
+
+    def submit(self, key: Key, request: Request, timeout_s: float | None = None) -> None:
+        """Raises: UsageError as `Engine.submit`."""
+        ticket = self._engine.submit(request, timeout_s)
+        self._keys[ticket], self._tickets[key] = key, ticket
+
+    def cancel(self, key: Key, reason: FinishReason = "cancelled") -> None:
+        """End a request at the next step; does nothing if the request has ended."""
+        if key in self._tickets:
+            self._engine.cancel(self._tickets[key], reason)
+
+    def step(self) -> StepResult[Key]:
+        """Run one step.
+
+        Raises: whatever the step raises. The requests then stay here until `drop_all`.
+        """
+        began_s = time.perf_counter()
+        outputs = [(self._keys[output.ticket], output) for output in self._ranks.step()]
+        begun = [self._keys[ticket] for ticket in self._engine.begun]
+        for key, output in outputs:
+            if output.is_last:
+                del self._keys[output.ticket], self._tickets[key]
+        return StepResult(outputs, begun, time.perf_counter() - began_s)
+
+    def drop_all(self) -> list[Key]:
+        """Forget all requests, after a step that raised. Returns: their keys."""
+        keys = list(self._tickets)
+        self._keys.clear()
+        self._tickets.clear()
+        return keys
+
+    def run(self, client: Client[Key]) -> None:
+        """Serve a client until it ends the loop, then cancel its requests.
+
+        Raises: whatever a step raises, except NumericalError, which is reported to the client.
+        """
+        while client.take_commands(wait=self._engine.idle):
+            if not self._engine.idle:
+                self._step_for(client)
+        for key in self._tickets:
+            self.cancel(key)
+        while not self._engine.idle:
+            self._step_for(client)
+
+    def _step_for(self, client: Client[Key]) -> None:
+        try:
+            result = self.step()
+        except NumericalError as error:  # the engine has been reset
+            client.on_failed(self.drop_all(), error)
+        else:
+            client.on_step(result)

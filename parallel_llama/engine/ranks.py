@@ -1,0 +1,237 @@
+"""The ranks of one LLM: their start, what they must agree on, their steps, and their end.
+
+If no other program has started ranks, this process is rank 0 and starts the others on this host.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+
+import torch
+
+import parallel_llama
+from parallel_llama.checkpoint.prefetch import started_thread
+from parallel_llama.engine import rank_rpc
+from parallel_llama.engine.engine import Engine
+from parallel_llama.engine.free_memory import give_back_memory
+from parallel_llama.engine.kv_capacity import MemoryFor, memory_of
+from parallel_llama.engine.machine import peak_cuda_bytes
+from parallel_llama.engine.model_runner import ModelRunner
+from parallel_llama.engine.outputs import StepOutput
+from parallel_llama.engine.setup import ModelSetup
+from parallel_llama.errors import UsageError
+from parallel_llama.files.model_files import fingerprint
+from parallel_llama.parallel.collectives import Communicator, Slice
+from parallel_llama.parallel.current_device import use_device
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.parallel.groups import join
+from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
+from parallel_llama.parallel.place import is_started_as_rank
+
+_LAST_WORDS_S = 1.0
+
+
+class Ranks:
+    """The ranks of one LLM from their start to their end.
+
+    The constructor starts the processes of the other ranks, unless another program has started
+    them; `start` joins them and loads the model.
+    """
+
+    def __init__(self, setup: ModelSetup) -> None:
+        self.setup, self._facts = setup, shared_facts(setup)
+        self.cuda_bytes: tuple[int, ...] = ()  # taken of each rank's card once the model is ready
+        self._engine: Engine | None = None
+        self._comm: Communicator | None = None
+        self._local_ranks: LocalRanks | None = None
+        self._n_threads = torch.get_num_threads()
+        if is_started_as_rank():
+            return
+        threads = threads_per_rank(setup.size)
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(min(threads, self._n_threads))
+        if setup.size > 1:
+            module, settings = "parallel_llama.engine.rank_process", setup.config.to_json()
+            self._local_ranks = LocalRanks(module, settings, setup.size, threads)
+
+    def start(
+        self,
+        facts: Mapping[str, str] | None = None,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        on_wait: Callable[[Sequence[int]], None] = lambda _: None,
+        on_graph: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Join the other ranks, load the model, and make the engine; arguments as of LLM.
+
+        Raises: RankError for a rank that does not arrive, fails, or has other facts; UsageError for
+        memory that does not suffice; DamagedWeights for weights that cannot be read.
+        Collective: all ranks call it.
+        """
+        setup = self.setup
+        with self.explaining():
+            self._join({**(facts or {}), **self._facts}, on_wait)
+            if setup.kind == "cuda":
+                memory = memory_of(setup.device)
+                setup.cache_size.require_room(self.comm, memory, setup.weight_bytes)
+            runner = self._load(on_bytes)
+            self._engine = self._make_engine(runner)
+            if setup.device.type == "cuda":
+                _record(runner, on_graph)
+            own = peak_cuda_bytes(setup.device)
+            if own is not None:
+                self.cuda_bytes = tuple(self.comm.all_gather(torch.tensor(own)).tolist())
+        capacity, inputs = self._engine.capacity, setup.inputs
+        inputs.n_cache_tokens = capacity.longest(inputs.max_seq_len)
+
+    @property
+    def engine(self) -> Engine:
+        """Raises: UsageError after `end`."""
+        if self._engine is None:
+            raise UsageError("this LLM is closed; make another one")
+        return self._engine
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that run; a slice's engine has another communicator."""
+        assert self._comm is not None
+        return self._comm
+
+    def step(self) -> list[StepOutput]:
+        """Run one step of the engine.
+
+        Raises: as `Engine.step`; RankError with the message of a rank that has ended.
+        Collective: all ranks take part.
+        """
+        use_device(self.setup.device)  # whichever thread this is
+        with self.explaining():
+            return self.engine.step()
+
+    def pids(self) -> dict[int, int]:
+        """The processes of this rank and of the ranks that it has started, by rank."""
+        own = {} if self._comm is None else {self._comm.rank: os.getpid()}
+        return own | (self._local_ranks.pids() if self._local_ranks else {})
+
+    def require_alive(self) -> None:
+        """Check that the other ranks are alive, while no step runs.
+
+        Raises: RankError naming a rank that has died, with its own message if it left one.
+        """
+        if self._local_ranks is not None:
+            self._local_ranks.require_alive()
+        if self._comm is not None:
+            with self.explaining():
+                self._comm.require_alive()
+
+    def end(self) -> None:
+        """End the other ranks. Errors of ranks are suppressed: the LLM is not used any more."""
+        with suppress(RankError):
+            if self._engine is not None and self._engine.comm.rank == 0:
+                rank_rpc.close(self._engine)
+        if self._engine is not None:
+            self._engine.runner.close()
+        self._engine = None
+        if self._comm is not None:
+            self._comm.close()
+        if self._local_ranks is not None:
+            self._local_ranks.end()
+        torch.set_num_threads(self._n_threads)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Replaces a RankError by the message of the rank that has ended, if it left one."""
+        try:
+            yield
+        except RankError:
+            if self._local_ranks is not None:
+                self._local_ranks.require_alive(_LAST_WORDS_S)
+            raise
+
+    def _join(self, facts: Mapping[str, str], on_wait: Callable[[Sequence[int]], None]) -> None:
+        ranks = self._local_ranks
+
+        def look(missing: Sequence[int]) -> None:
+            if ranks is not None:
+                ranks.require_alive()
+            on_wait(missing)
+
+        setup, place = self.setup, None if ranks is None else ranks.place
+        timeout_s = setup.config.timeout_s
+        self._comm = join(setup.device, place=place, facts=facts, timeout_s=timeout_s, look=look)
+
+    def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
+        """Read this rank's weights, then wait for all ranks, without a timeout."""
+        setup, inputs = self.setup, self.setup.inputs
+        slice_of = setup.config.slice_of
+        comm = self.comm if slice_of is None else Slice(slice_of[1])
+
+        def note(n_bytes: int) -> None:
+            comm.keepalive()
+            on_bytes(n_bytes)
+
+        with closing(setup.checkpoint), started_thread() as thread:
+            # Beside the weights: most of it runs in another process.
+            tokenizer = thread.submit(lambda: comm.rank == 0 and inputs.has_tokenizer)
+            with MemoryFor("the weights", "use more ranks, or a smaller dtype"):
+                runner = ModelRunner.load(
+                    setup.args,
+                    setup.checkpoint,
+                    setup.plan,
+                    comm,
+                    precision=setup.precision,
+                    device=setup.device,
+                    kv_format=setup.kv_format,
+                    on_bytes=note,
+                )
+            tokenizer.result()
+        del setup.checkpoint  # its headers may be large
+        give_back_memory()
+        comm.barrier()
+        return runner
+
+    def _make_engine(self, runner: ModelRunner) -> Engine:
+        """Allocate the KV cache, then wait for all ranks."""
+        inputs = self.setup.inputs
+        capacity = self.setup.cache_size.agree(self.comm, memory_of(runner.device))
+        has_text = runner.comm.rank == 0 and inputs.has_tokenizer
+        with MemoryFor("the KV cache", "lower kv_cache_bytes"):
+            engine = Engine(
+                runner,
+                capacity,
+                inputs.tokenizer if has_text else None,
+                inputs.grammars if has_text else None,
+                max_drafts=self.setup.config.max_drafts,
+            )
+        runner.comm.barrier()
+        return engine
+
+
+def _record(runner: ModelRunner, on_graph: Callable[[int], None]) -> None:
+    """Record the decode steps as CUDA graphs."""
+
+    def note(n_rows: int) -> None:
+        runner.comm.keepalive()
+        on_graph(n_rows)
+
+    with MemoryFor("recorded decode steps", "lower kv_cache_bytes, or use more ranks"):
+        runner.record(on_graph=note)
+    runner.comm.barrier()
+
+
+def shared_facts(setup: ModelSetup) -> dict[str, str]:
+    """What must be the same on all ranks, by name."""
+    files, config = setup.inputs.files, setup.config
+    contents = {} if config.random_weights is not None else fingerprint(files)
+    return {
+        "version of parallel_llama": parallel_llama.__version__,
+        "version of torch": torch.__version__,
+        "device": setup.kind,
+        **config.facts(),
+        "model's arguments": _digest(setup.args),
+        "plan": _digest(setup.plan),
+        **{f"file {name}": digest for name, digest in contents.items()},
+    }
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=32).hexdigest()

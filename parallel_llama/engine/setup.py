@@ -1,0 +1,147 @@
+"""What an LLM's settings mean for a model: checked before ranks start or weights are read."""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from parallel_llama.checkpoint import (
+    Checkpoint,
+    meta_vocab_size,
+    open_checkpoint,
+    random_checkpoint,
+    require_whole,
+)
+from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
+from parallel_llama.dtypes import default_dtype, kv_format, make_precision
+from parallel_llama.engine.block_group import STEP_TOKENS
+from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.engine.kv_capacity import CacheSize
+from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.engine.scheduler import MAX_RUNNING
+from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
+from parallel_llama.files.model_files import ModelFiles, find_model
+from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
+from parallel_llama.parallel.current_device import own_device, visible_cards
+from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
+from parallel_llama.parallel.launch import MAX_RANKS
+from parallel_llama.parallel.place import is_started_as_rank, local_world, world
+from parallel_llama.plan import make_plan
+
+logger = logging.getLogger(__name__)
+
+
+class ModelSetup:
+    """The plan, precision, device and checkpoint of a model on this rank.
+
+    `inputs` is the text side of the model, if the caller has made it.
+
+    Raises: UsageError for settings that cannot run; CheckpointError for files that cannot be used;
+    DamagedWeights for files that differ from their manifest.
+    """
+
+    def __init__(self, config: LLMConfig, inputs: InputProcessor | None = None) -> None:
+        self.size = resolve_size(config.tp_size)
+        slice_of, has_files = config.slice_of, config.random_weights is None
+        _require_alone(slice_of, self.size)
+        if config.verify:
+            where = config.model if inputs is None else str(inputs.files.path)
+            require_whole(where, part=slice(world()[0], None, self.size))
+        self.inputs = inputs or _input_processor(config)
+        self.args, files = self.inputs.args, self.inputs.files
+        # What the other ranks are sent: `inputs` may have been made with another context length.
+        self.config = replace(config, tp_size=self.size, max_seq_len=self.inputs.max_seq_len)
+        local_rank, n_local_ranks = local_world(self.size)
+        self.kind = _device_kind(config.device, n_local_ranks)
+        self.device = own_device(self.kind, local_rank)
+        self.dtype = config.dtype or default_dtype(self.args, self.kind)
+        self.quant = config.quant or (default_quant(files, self.args) if has_files else "none")
+        is_stored = has_files and self.quant == "stored"
+        stored = stored_formats(files, self.args) if is_stored else None
+        self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
+        played, n_shares = slice_of or (0, self.size)
+        quant_group = self.precision.group_size
+        plan = make_plan(self.args, n_shares, quant_group=quant_group, kv_split=config.kv_split)
+        self.plan = plan if slice_of is None else plan.alone(played)
+        self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
+        step_tokens = STEP_TOKENS[self.kind]
+        self.cache_size = CacheSize(
+            self.args,
+            self.plan,
+            self.kv_format,
+            config.block_size,
+            config.kv_cache_bytes,
+            self.inputs.max_seq_len,
+            [
+                working_bytes(self.args, share, self.precision, step_tokens, MAX_RUNNING, self.kind)
+                for share in self.plan.shares
+                if self.kind == "cuda"
+            ],
+            step_tokens,
+        )
+        values = values_by_form(self.args, self.precision)
+        self.weight_bytes = tuple(weight_bytes(share, values) for share in self.plan.shares)
+        drawn_on = torch.device("cpu") if slice_of is None else self.device
+        self.checkpoint = _open_weights(files, self.args, config, drawn_on)
+
+
+def resolve_size(wanted: int | None) -> int:
+    """The number of ranks: the one asked for, or that of the ranks that torchrun has started.
+
+    Raises: UsageError if both are given and differ, or for a number that is out of range.
+    """
+    _, size = world()
+    if wanted is None or wanted == size:
+        return size
+    if type(wanted) is not int or not 1 <= wanted <= MAX_RANKS:
+        raise UsageError(f"tp_size={wanted!r}: use a whole number from 1 to {MAX_RANKS}")
+    if size > 1 or is_started_as_rank():
+        raise UsageError(
+            f"tp_size={wanted} and there are {size} ranks, which torchrun or another program has "
+            "started; leave tp_size out"
+        )
+    return wanted
+
+
+def _require_alone(slice_of: tuple[int, int] | None, size: int) -> None:
+    if slice_of is not None and (size > 1 or is_started_as_rank()):
+        raise UsageError(
+            f"slice_of={slice_of} with {size} ranks: a slice runs alone; leave tp_size out"
+        )
+
+
+def _input_processor(config: LLMConfig) -> InputProcessor:
+    files = find_model(config.model)
+    return InputProcessor(
+        files,
+        load_model_args(files, meta_vocab_size),
+        max_seq_len=config.max_seq_len,
+        seed=config.seed,
+        attention_sinks=config.attention_sinks,
+    )
+
+
+def _open_weights(
+    files: ModelFiles, args: ModelArgs, config: LLMConfig, drawn_on: torch.device
+) -> Checkpoint:
+    """The model's checkpoint, its structure checked, before any weight is read."""
+    if config.random_weights is not None:
+        return random_checkpoint(args, config.random_weights, drawn_on)
+    files.require_weights()
+    try:
+        checkpoint = open_checkpoint(files, args)
+        checkpoint.check(args)
+    except CheckpointError as error:
+        if config.verify:  # in a file that another rank verifies
+            raise DamagedWeights(str(error)) from error
+        raise
+    return checkpoint
+
+
+def _device_kind(asked: str, n_ranks: int) -> DeviceKind:
+    """The kind of device for this host's ranks; warns if auto leaves CUDA cards unused."""
+    n_cards = visible_cards()
+    kind = choose_device(asked, n_ranks, n_cards)
+    if n_cards and asked == "auto" and kind == "cpu" and world()[0] == 0:
+        logger.warning("running on the CPU: %s", too_few(n_ranks, n_cards))
+    return kind

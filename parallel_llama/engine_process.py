@@ -1,0 +1,192 @@
+"""The engine's process of a server: runs the engine's loop for the front, over a socket.
+
+The loop never waits for the front while requests run. Grammars are compiled in a thread beside it.
+"""
+
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from itertools import zip_longest
+
+from parallel_llama.engine.loop import EngineLoop, StepResult
+from parallel_llama.engine.outputs import StepOutput
+from parallel_llama.engine.ranks import Ranks
+from parallel_llama.errors import NumericalError, UsageError
+from parallel_llama.parallel.failures import RankError
+from parallel_llama.request import Request, SamplingParams, TokenLogprob
+from parallel_llama.serve.fair_threads import yield_cores
+from parallel_llama.serve.wire import (
+    Cancel,
+    Failed,
+    FrameSocket,
+    Loaded,
+    Output,
+    RankFacts,
+    Refused,
+    Scored,
+    Stepped,
+    Submit,
+    to_engine,
+)
+
+_LOOK_MS = 200  # while idle, between checks that the other ranks are alive
+_SCORED_ROWS = 256  # most prompt log-probabilities of one frame
+_WARM_TOKENS = 15  # less than a block, so that the prefix cache keeps nothing of it
+
+
+class EngineProcess:
+    """The client of an engine's loop whose commands come from the front, through a socket.
+
+    For rank 0; the other ranks run `rank_rpc.serve_rank`.
+    """
+
+    def __init__(self, ranks: Ranks, frames: FrameSocket) -> None:
+        self._ranks, self._frames, self._inputs = ranks, frames, ranks.setup.inputs
+        self._loop: EngineLoop[int] = EngineLoop(ranks)
+        self._grammar_thread = ThreadPoolExecutor(1, "grammars", yield_cores)
+        self._compiling: set[int] = set()  # keys
+        self._compiled: deque[Submit] = deque()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def run(self) -> None:
+        """Serve the front until it closes the socket.
+
+        Raises: RankError, and whatever else a step raises except NumericalError.
+        """
+        self._warm_up()
+        with suppress(BrokenPipeError, ConnectionError):  # the front has gone
+            try:
+                self._frames.send(self._loaded())
+                self._loop.run(self)
+            except RankError:
+                # Tell the front now rather than after the other ranks have been ended.
+                self._frames.socket.shutdown(socket.SHUT_RDWR)
+                raise
+
+    def _warm_up(self) -> None:
+        """Run one request, so that the first client does not wait for one-time work.
+
+        Raises: NumericalError for a model that produces NaN or Inf.
+        """
+        longest = self._ranks.engine.capacity.longest(self._inputs.max_seq_len)
+        if n_prompt := min(_WARM_TOKENS, longest // 2):
+            params = SamplingParams(max_tokens=min(3, longest - n_prompt), ignore_eos=True)
+            self._loop.submit(0, self._inputs.request(0, [0] * n_prompt, params))
+            while len(self._loop):
+                self._loop.step()
+
+    def _loaded(self) -> Loaded:
+        setup, capacity, pids = self._ranks.setup, self._ranks.engine.capacity, self._ranks.pids()
+        return Loaded(
+            dtype=setup.dtype,
+            quant=setup.quant,
+            kv_bytes=capacity.n_bytes,
+            kv_tokens=capacity.n_tokens,
+            block_size=capacity.block_size,
+            longest=capacity.longest(self._inputs.max_seq_len),
+            ranks=tuple(
+                RankFacts(rank, n_bytes, pids.get(rank), on_card)
+                for rank, (n_bytes, on_card) in enumerate(
+                    zip_longest(setup.weight_bytes, self._ranks.cuda_bytes)
+                )
+            ),
+        )
+
+    def take_commands(self, wait: bool) -> bool:
+        if wait:
+            self._wait()
+        self._frames.flush()
+        for body in self._frames.receive():
+            message = to_engine.decode(body)
+            if isinstance(message, Cancel):
+                self._cancel(message.key)
+            elif self._needs_compiling(message.request):
+                self._compiling.add(message.key)
+                self._grammar_thread.submit(self._compile, message)
+            else:
+                self._submit(message)
+        while self._compiled:
+            ready = self._compiled.popleft()
+            if ready.key in self._compiling:
+                self._compiling.remove(ready.key)
+                self._submit(ready)
+        return True
+
+    def on_step(self, result: StepResult[int]) -> None:
+        for key, output in result.outputs:
+            self._send_prompt_logprobs(key, output)
+        outputs = tuple(_wire_output(key, output) for key, output in result.outputs)
+        statistics = self._ranks.engine.statistics()
+        self._frames.send(Stepped(outputs, tuple(result.begun), result.seconds, statistics))
+
+    def on_failed(self, keys: Sequence[int], error: NumericalError) -> None:
+        self._frames.send(Failed(tuple(keys), str(error)))
+
+    def _wait(self) -> None:
+        """Wait until the front has sent something or a grammar is compiled.
+
+        Raises: RankError as soon as another rank has died.
+        """
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        poll.register(
+            self._frames.socket, select.POLLIN | (select.POLLOUT * self._frames.has_unsent)
+        )
+        while not poll.poll(_LOOK_MS):
+            self._ranks.require_alive()
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._woken)
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            self._loop.submit(message.key, message.request)
+        except UsageError as error:
+            self._frames.send(Refused(message.key, str(error)))
+
+    def _cancel(self, key: int) -> None:
+        if key in self._compiling:
+            self._compiling.remove(key)
+            self._frames.send(Refused(key, "it was cancelled"))
+        else:
+            self._loop.cancel(key)
+
+    def _needs_compiling(self, request: Request) -> bool:
+        grammar = request.params.grammar
+        return grammar is not None and not self._inputs.grammars.is_compiled(grammar)
+
+    def _compile(self, message: Submit) -> None:
+        """Compile a request's grammar, in the grammars' thread; the engine then finds it cached."""
+        grammar = message.request.params.grammar
+        assert grammar is not None
+        with suppress(UsageError):  # which `Engine.submit` raises again
+            self._inputs.grammars.matcher(grammar, is_checked=True)  # by the front
+        self._compiled.append(message)
+        os.eventfd_write(self._woken, 1)
+
+    def _send_prompt_logprobs(self, key: int, output: StepOutput) -> None:
+        """Send the log-probabilities of a prompt, once for all choices and in bounded frames."""
+        completion = output.completion
+        if completion is None or completion.choice or completion.prompt_logprobs is None:
+            return
+        _first, *scored = completion.prompt_logprobs  # nothing predicts the first token
+        for start in range(0, len(scored), _SCORED_ROWS):
+            rows = map(_unspelled, filter(None, scored[start : start + _SCORED_ROWS]))
+            self._frames.send(Scored(key, tuple(rows)))
+
+
+def _wire_output(key: int, output: StepOutput) -> Output:
+    completion = output.completion
+    if completion is not None:  # the front has these already, from outputs and from Scored
+        completion = replace(completion, logprobs=None, prompt_logprobs=None)
+    logprobs = tuple(map(_unspelled, output.logprobs))
+    return Output(key, output.choice, output.tokens, output.text, logprobs, completion)
+
+
+def _unspelled(scored: TokenLogprob) -> TokenLogprob:
+    """Without texts, which the front decodes itself."""
+    return replace(scored, text=None, top_texts=())

@@ -1,0 +1,34 @@
+import json
+from dataclasses import fields
+
+import pytest
+
+from parallel_llama.cli.model import _SETTINGS
+from parallel_llama.engine.llm_config import LLMConfig
+from parallel_llama.errors import UsageError
+
+
+def test_settings_reach_other_processes_unchanged() -> None:
+    config = LLMConfig("model", dtype="float64", seed=2**70, slice_of=(1, 3), timeout_s=200)
+    line = json.dumps(config.to_json()).encode()
+    assert LLMConfig.from_json(line) == config
+    assert LLMConfig.from_json(line).facts() == config.facts()
+
+
+@pytest.mark.parametrize("line", [b"[]", b'{"block_size": "16"}', b'{"slice_of": [1]}'])
+def test_a_line_of_other_types_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match="Expected"):
+        LLMConfig.from_json(line)
+
+
+@pytest.mark.parametrize("slice_of", [(-1, 2), (2, 2), (0, 0)])
+def test_a_slice_is_a_rank_of_its_ranks(slice_of: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match="slice_of="):
+        LLMConfig(slice_of=slice_of)
+
+
+def test_every_setting_with_a_flag_has_its_name() -> None:
+    """One without would not reach the LLM."""
+    without = {"tp_size", "slice_of", "max_drafts", "timeout_s"}
+    named = {flag.name.replace("-", "_") for flag in _SETTINGS}
+    assert named == {field.name for field in fields(LLMConfig)} - without
