@@ -95,7 +95,6 @@ EXCUSED: tuple[str, ...] = (
     "parallel_llama/reshard/*",
     "parallel_llama/sampling/*",
     "parallel_llama/serve/*",
-    "parallel_llama/structured/*",
     "parallel_llama/tokenizer/*",
     "tests/support/*",
 )
