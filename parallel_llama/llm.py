@@ -271,12 +271,12 @@ class LLM:
             try:
                 self.input_processor.check_sequence(tokens)
                 n_tokens = min(len(tokens), longest)
-                for group in self.engine.scheduler.groups:
-                    n_allocatable = group.pool.n_allocatable()
-                    if group.n_held(n_tokens) > n_allocatable:
+                for kv_group in self.engine.scheduler.kv_groups:
+                    n_allocatable = kv_group.pool.n_allocatable()
+                    if kv_group.n_held(n_tokens) > n_allocatable:
                         raise UsageError(
                             f"{n_tokens} tokens and the KV cache has room for "
-                            f"{n_allocatable * group.pool.block_size}; raise kv_cache_bytes"
+                            f"{n_allocatable * kv_group.pool.block_size}; raise kv_cache_bytes"
                         )
             except UsageError as error:
                 raise UsageError(f"sequence {index}: {error}") from error

@@ -14,7 +14,7 @@ from operator import mul
 from typing import Literal
 
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat, MatrixFormat, Precision
-from parallel_llama.families.model_args import ModelArgs, layer_groups
+from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.families.weights import Axis, layer_parameters, outer_parameters
 from parallel_llama.plan import Share
 
@@ -110,7 +110,7 @@ def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[i
     With a KV cache sharded by token this is the mean over all tokens of a sequence.
     """
     per_layer = 2 * share.n_local_kv_heads * form.n_bytes(args.head_dim)
-    layers = (len(group.layers) for group in layer_groups(args))
+    layers = (len(kv_group.layers) for kv_group in kv_groups(args))
     return tuple(-(-n * per_layer // share.kv_parts) for n in layers)
 
 
@@ -134,7 +134,7 @@ def pool_sizes(
     fit into either both groups or neither. It gets at least MIN_WINDOW_PART, because most sequences
     are a few windows long, and enough for the longest sequence that the first group can hold.
     """
-    _, *windowed = layer_groups(args)
+    _, *windowed = kv_groups(args)
     whole = blocks_held(max_seq_len, block_size, None, step_tokens)
 
     def size(window: int | None) -> int:
@@ -142,7 +142,7 @@ def pool_sizes(
         longest = blocks_held(n_blocks * block_size, block_size, window, step_tokens)
         return max(math.ceil(n_blocks * max(part, MIN_WINDOW_PART)), longest)
 
-    return (n_blocks, *(size(group.window) for group in windowed))
+    return (n_blocks, *(size(kv_group.window) for kv_group in windowed))
 
 
 def most_blocks(sizes: Callable[[int], Sequence[int]], n_bytes: Sequence[int], room: int) -> int:

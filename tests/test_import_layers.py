@@ -42,7 +42,7 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 TORCH_FREE = {
     "errors", "dtypes", "stop", "files", "families", "config", "plan", "memory", "request",
     "tokenizer", "structured", "serve", "parallel.exit_code", "reshard.target_folder",
-    "engine.block_group", "engine.block_pool", "engine.detokenizer", "engine.free_memory",
+    "engine.kv_blocks", "engine.block_pool", "engine.detokenizer", "engine.free_memory",
     "engine.input_processor", "engine.llm_config", "engine.messages", "engine.outputs",
     "engine.prompt_lookup", "engine.prompts", "engine.scheduler", "engine.statistics",
 }  # fmt: skip

@@ -393,16 +393,16 @@ def test_layers_with_a_window_never_have_less_room_for_long_sequences(
 
 @given(st.integers(0, 100_000))
 def test_the_most_blocks_fit_and_one_more_would_not(room):
-    per_group = kv_bytes_per_token(HYBRID, make_plan(HYBRID, 1).shares[0], KVFormat("int8"))
-    assert len(per_group) == 2 and per_group[1] == 5 * per_group[0]
+    per_kv_group = kv_bytes_per_token(HYBRID, make_plan(HYBRID, 1).shares[0], KVFormat("int8"))
+    assert len(per_kv_group) == 2 and per_kv_group[1] == 5 * per_kv_group[0]
 
     def sizes(n_blocks: int) -> tuple[int, ...]:
         return pool_sizes(HYBRID, n_blocks, 1, 500, 32)
 
     def taken(n_blocks: int) -> int:
-        return sum(n * each for n, each in zip(sizes(n_blocks), per_group, strict=True))
+        return sum(n * each for n, each in zip(sizes(n_blocks), per_kv_group, strict=True))
 
-    most = most_blocks(sizes, per_group, room)
+    most = most_blocks(sizes, per_kv_group, room)
     assert taken(most) <= room < taken(most + 1)
 
 

@@ -29,7 +29,7 @@ from launch.bench.plot import Chart, svg
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import Precision
-from parallel_llama.engine.block_group import STEP_TOKENS
+from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.model_runner import Chunk, ModelRunner
 from parallel_llama.model.attention import attend
 from parallel_llama.ops.formats import dtype_name
@@ -69,8 +69,8 @@ def tiles(n_tokens: int, window: int, dtype: torch.dtype) -> Way:
         for start in range(0, n_tokens, STEP_TOKENS["cpu"]):
             queries = q[:, start : start + STEP_TOKENS["cpu"]].transpose(0, 1).contiguous()
             chunk = Chunk([0] * len(queries), start, [[0]], n_tokens)
-            group = runner.batch([chunk]).groups[0]
-            part = attend(queries, 0, group, cache, runner.share.runs, runner.model.ops)
+            kv_group = runner.batch([chunk]).kv_groups[0]
+            part = attend(queries, 0, kv_group, cache, runner.share.runs, runner.model.ops)
             o[:, start : start + len(queries)] = part.view(queries.shape).transpose(0, 1)
         return o
 

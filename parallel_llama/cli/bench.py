@@ -167,7 +167,7 @@ def _slice_figures(
     """
     runner = llm.engine.runner
     kv = kv_bytes_per_token(llm.args, runner.share, llm.kv_format)
-    n_seen = [min(group.window or longest, longest) for group in runner.groups]
+    n_seen = [min(kv_group.window or longest, longest) for kv_group in runner.kv_groups]
     kv_bytes = batch * sum(n * each for n, each in zip(n_seen, kv, strict=True))
     n_collectives = _count_collectives(llm)
     compute_ms = figures["decode_ms_per_step"]

@@ -8,10 +8,10 @@ from operator import mul
 from parallel_llama.cli.model import BLOCK_SIZE
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat, MatrixFormat, Precision, kv_format, make_precision
-from parallel_llama.engine.block_group import STEP_TOKENS
+from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
-from parallel_llama.families.model_args import layer_groups
+from parallel_llama.families.model_args import kv_groups
 from parallel_llama.memory import (
     blocks_held,
     default_cache_bytes,
@@ -58,8 +58,8 @@ class Workload:
     def tokens_each(self) -> tuple[int, ...]:
         """Maximum tokens of a sequence in the cache of each KV group."""
         return tuple(
-            blocks_held(self.max_seq_len, 1, group.window, self.step_tokens)
-            for group in layer_groups(self.args)
+            blocks_held(self.max_seq_len, 1, kv_group.window, self.step_tokens)
+            for kv_group in kv_groups(self.args)
         )
 
     @property
@@ -71,13 +71,13 @@ class Workload:
         """Capacity in tokens of each KV group if the first has a capacity of `n_tokens`."""
         return pool_sizes(self.args, n_tokens, 1, self.max_seq_len, self.step_tokens)
 
-    def cache_bytes(self, per_group: Sequence[int]) -> int:
+    def cache_bytes(self, per_kv_group: Sequence[int]) -> int:
         """The --kv-cache-bytes needed, in whole blocks, for these bytes per token of a KV group."""
-        full = layer_groups(self.args)[0]
+        full = kv_groups(self.args)[0]
         each = blocks_held(self.max_seq_len, BLOCK_TOKENS, full.window, self.step_tokens)
         n_blocks = self.batch * each
         sizes = pool_sizes(self.args, n_blocks, BLOCK_TOKENS, self.max_seq_len, self.step_tokens)
-        n_bytes: int = BLOCK_TOKENS * sum(map(mul, sizes, per_group))
+        n_bytes: int = BLOCK_TOKENS * sum(map(mul, sizes, per_kv_group))
         return n_bytes
 
     @property
@@ -129,15 +129,15 @@ class PlanRequest:
 class KVEstimate:
     """Bytes of a rank's KV cache: per token of each KV group, per sequence, and in total."""
 
-    per_group: tuple[int, ...]
+    per_kv_group: tuple[int, ...]
     per_sequence: int
     needed: int
 
     @classmethod
     def of(cls, work: Workload, share: Share) -> "KVEstimate":
-        per_group = kv_bytes_per_token(work.args, share, work.kv)
-        needed = sum(map(mul, per_group, work.pools(work.n_tokens)))
-        return cls(per_group, sum(map(mul, per_group, work.tokens_each)), needed)
+        per_kv_group = kv_bytes_per_token(work.args, share, work.kv)
+        needed = sum(map(mul, per_kv_group, work.pools(work.n_tokens)))
+        return cls(per_kv_group, sum(map(mul, per_kv_group, work.tokens_each)), needed)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class RankEstimate:
     @property
     def kv_per_token(self) -> int:
         """Bytes of a token in all layers while it is inside all windows."""
-        return sum(self.kv.per_group)
+        return sum(self.kv.per_kv_group)
 
     @property
     def needed(self) -> int:
@@ -189,7 +189,7 @@ class Estimate:
         None if memory is not known.
         """
         rooms = {
-            (rank.kv.per_group, rank.memory - rank.weights - rank.working)
+            (rank.kv.per_kv_group, rank.memory - rank.weights - rank.working)
             for rank in self.ranks
             if rank.memory is not None
         }
@@ -203,7 +203,7 @@ class Estimate:
     @property
     def cache_bytes(self) -> int:
         """The --kv-cache-bytes that the workload needs."""
-        return max(self.work.cache_bytes(rank.kv.per_group) for rank in self.ranks)
+        return max(self.work.cache_bytes(rank.kv.per_kv_group) for rank in self.ranks)
 
     @property
     def default_rooms(self) -> list[int] | None:
@@ -228,7 +228,7 @@ class Estimate:
         """Whether the workload needs --kv-cache-bytes, because the default is too small."""
         rooms = self.default_rooms or []
         return any(
-            self.work.cache_bytes(rank.kv.per_group) > room
+            self.work.cache_bytes(rank.kv.per_kv_group) > room
             for rank, room in zip(self.ranks, rooms, strict=False)
         )
 

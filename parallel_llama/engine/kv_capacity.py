@@ -14,9 +14,9 @@ import torch
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
-from parallel_llama.engine.block_group import STEP_TOKENS
+from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.errors import OutOfMemory, UsageError
-from parallel_llama.families.model_args import layer_groups
+from parallel_llama.families.model_args import kv_groups
 from parallel_llama.memory import (
     CPU_SHARE,
     MAX_CPU_BYTES,
@@ -178,7 +178,7 @@ class CacheSize:
             )
         sizes = self._sizes(n_blocks[tightest])
         n_bytes = max(sum(map(mul, sizes, each)) for each in self._block_bytes)
-        windows = tuple(group.window for group in layer_groups(self.args))
+        windows = tuple(kv_group.window for kv_group in kv_groups(self.args))
         n_sinks, tokens = self.args.attention_sinks, self._step_tokens
         return Capacity(sizes, self.block_size, n_bytes, windows, n_sinks, tokens)
 

@@ -21,12 +21,12 @@ from parallel_llama.engine.decode_graphs import DecodeGraphs, Recorder, record_c
 from parallel_llama.engine.kv_capacity import MemoryFor
 from parallel_llama.engine.spread_cache import CachePart, mask_of
 from parallel_llama.engine.step_buffer import Chunk, Paging, RowNoise, StepBuffer, StepSize
-from parallel_llama.families.model_args import layer_groups
-from parallel_llama.model.batch import Batch, GroupBatch, QueryTile, SinkTile
+from parallel_llama.families.model_args import kv_groups
+from parallel_llama.model.batch import Batch, KVGroupBatch, QueryTile, SinkTile
 from parallel_llama.model.decode_program import (
     DecodePrograms,
     DecodeStep,
-    GroupRows,
+    KVGroupRows,
     Logits,
     Program,
 )
@@ -71,9 +71,9 @@ class ModelRunner:
         weight = model.norm.weight.values
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_format = kv_format or KVFormat(dtype_name(self.dtype))
-        self.groups = layer_groups(args)
+        self.kv_groups = kv_groups(args)
         self._rotary_of = self._rotary_tables()
-        self.reserve([0] * len(self.groups), 1)
+        self.reserve([0] * len(self.kv_groups), 1)
 
     @classmethod
     def load(
@@ -128,13 +128,13 @@ class ModelRunner:
             KVCache(
                 self.args,
                 self.share,
-                len(group.layers),
+                len(kv_group.layers),
                 self._part.n_blocks(n) if self._part else n + is_paged,
                 block_size,
                 form=self.kv_format,
                 device=self.device,
             )
-            for group, n in zip(self.groups, n_blocks, strict=True)
+            for kv_group, n in zip(self.kv_groups, n_blocks, strict=True)
         )
         self._steps = DecodePrograms(self.model, self.caches)
         self._no_rows = torch.empty(0, self.args.dim, dtype=self.dtype, device=self.device)
@@ -142,9 +142,9 @@ class ModelRunner:
         if is_paged:
             whole = {each: each.whole() for each in set(self._rotary_of)}
             tables = tuple(whole[each] for each in self._rotary_of)
-            self._paging = Paging(self.groups, tables, block_size, tuple(n_blocks))
+            self._paging = Paging(self.kv_groups, tables, block_size, tuple(n_blocks))
             longest = self.args.max_seq_len
-            if self.groups[0].window is None:  # the cache holds whole sequences
+            if self.kv_groups[0].window is None:  # the cache holds whole sequences
                 longest = min(longest, max(n_blocks[0], 1) * block_size)
             self._graphs = DecodeGraphs(self._paging, longest, self.device)
 
@@ -263,35 +263,35 @@ class ModelRunner:
         if not is_wanted or not all(map(self._is_decoded, chunks)):
             return None
         rotations = {each: _rotations(each, chunks) for each in set(self._rotary_of)}
-        groups = (
-            self._group_rows(number, chunks, rotations[rotary])
+        kv_groups = (
+            self._kv_group_rows(number, chunks, rotations[rotary])
             for number, rotary in enumerate(self._rotary_of)
         )
         tokens = [token for chunk in chunks for token in chunk.tokens]
-        return self._steps.run(DecodeStep(tokens, tuple(groups)))
+        return self._steps.run(DecodeStep(tokens, tuple(kv_groups)))
 
     def _is_decoded(self, chunk: Chunk) -> bool:
         """Whether its tokens are separate queries that see slots of this rank's cache alone."""
         is_here = self._paging is None and self._part is None
-        groups = range(len(self.groups) if self.args.attention_sinks else 0)
-        near = (self._before_sinks(number, chunk.positions) for number in groups)
+        kv_groups = range(len(self.kv_groups) if self.args.attention_sinks else 0)
+        near = (self._before_sinks(number, chunk.positions) for number in kv_groups)
         return is_here and chunk.is_decoded and all(each == chunk.positions for each in near)
 
-    def _group_rows(
+    def _kv_group_rows(
         self, number: int, chunks: Sequence[Chunk], rotations: HostRotations
-    ) -> GroupRows:
+    ) -> KVGroupRows:
         slots: list[int] = []
         decoded: dict[int, SeenKeys] = {}
         for chunk in chunks:
             decoded |= self._decoded(number, len(slots), chunk, chunk.positions)
             slots += slots_of(chunk.tables[number], self.block_size, chunk.positions)
-        return GroupRows(slots, rotations, DecodeRows.of(decoded))
+        return KVGroupRows(slots, rotations, DecodeRows.of(decoded))
 
     def _rotary_tables(self) -> list[RotaryTables]:
         """The rotary tables of each KV group; groups with equal tables share them."""
         args = [
-            self.args if group.window is None else rotary_of_windows(self.args)
-            for group in self.groups
+            self.args if kv_group.window is None else rotary_of_windows(self.args)
+            for kv_group in self.kv_groups
         ]
         tables = {each: RotaryTables(each, dtype=self.dtype, device=self.device) for each in args}
         return [tables[each] for each in args]
@@ -313,8 +313,8 @@ class ModelRunner:
         tokens = [token for chunk in chunks for token in chunk.tokens]
         return Batch(
             tokens=self._int64(tokens),
-            groups=tuple(
-                self._group_batch(number, chunks, rotations[rotary])
+            kv_groups=tuple(
+                self._kv_group_batch(number, chunks, rotations[rotary])
                 for number, rotary in enumerate(self._rotary_of)
             ),
             rows=None if rows is None or _is_all(rows, len(tokens)) else self._int64(rows),
@@ -334,7 +334,9 @@ class ModelRunner:
         buffer.fill(chunks, rows or (), noise, tokens)
         return buffer.batch()
 
-    def _group_batch(self, number: int, chunks: Sequence[Chunk], rotations: Tensor) -> GroupBatch:
+    def _kv_group_batch(
+        self, number: int, chunks: Sequence[Chunk], rotations: Tensor
+    ) -> KVGroupBatch:
         if self._part is not None:
             return self._spread_batch(number, chunks, rotations, self._part)
         slots: list[int] = []
@@ -352,9 +354,9 @@ class ModelRunner:
                 decoded |= self._decoded(number, row, chunk, near)
                 continue
             slices = slices_of(blocks, self.block_size, self._seen(number, near))
-            window = self.groups[number].window
+            window = self.kv_groups[number].window
             prefilled.append(QueryChunk.of(row, near, slices, window, self.device))
-        return GroupBatch(
+        return KVGroupBatch(
             slots=self._int64(slots),
             rotations=rotations,
             chunks=tuple(prefilled),
@@ -378,9 +380,9 @@ class ModelRunner:
 
     def _spread_batch(
         self, number: int, chunks: Sequence[Chunk], rotations: Tensor, part: CachePart
-    ) -> GroupBatch:
+    ) -> KVGroupBatch:
         """The batch of a KV group whose cache is sharded by sequence."""
-        cache, window = self.caches[number], self.groups[number].window
+        cache, window = self.caches[number], self.kv_groups[number].window
         slots: list[int] = []
         tiles: list[QueryTile] = []
         for chunk in chunks:
@@ -398,11 +400,11 @@ class ModelRunner:
                             mask_of(queries, held, window, self.dtype, self.device),
                         )
                     )
-        return GroupBatch(self._int64(slots), rotations, tiles=tuple(tiles))
+        return KVGroupBatch(self._int64(slots), rotations, tiles=tuple(tiles))
 
     def _before_sinks(self, number: int, positions: range) -> range:
         """The positions whose window starts at the sequence's start, or all without sinks."""
-        window = self.groups[number].window
+        window = self.kv_groups[number].window
         if not self.args.attention_sinks or window is None:
             return positions
         return range(positions.start, max(positions.start, min(positions.stop, window)))
@@ -410,7 +412,7 @@ class ModelRunner:
     def _sink_tiles(self, number: int, row: int, chunk: Chunk, first: int) -> Iterator[SinkTile]:
         """The queries of a chunk from position `first` on; `row` is that of its first token."""
         cache, blocks = self.caches[number], chunk.tables[number]
-        window, n_sinks = self.groups[number].window, self.args.attention_sinks
+        window, n_sinks = self.kv_groups[number].window, self.args.attention_sinks
 
         def tile(queries: range, keys: range, mask: Tensor) -> QueryTile:
             slots = slices_of(blocks, self.block_size, keys)
@@ -436,7 +438,7 @@ class ModelRunner:
 
     def _seen(self, number: int, queries: range) -> range:
         """The positions that any of these consecutive queries sees in a KV group."""
-        window = self.groups[number].window
+        window = self.kv_groups[number].window
         return range(0 if window is None else max(queries.start - window + 1, 0), queries.stop)
 
     def _int64(self, values: Sequence[object]) -> Tensor:

@@ -9,8 +9,8 @@ from contextlib import suppress
 import msgspec
 import torch
 
-from parallel_llama.engine.block_group import BlockTable
 from parallel_llama.engine.engine import SCORE_ROWS, Engine
+from parallel_llama.engine.kv_blocks import BlockTable
 from parallel_llama.engine.machine import Machine, measure
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import NumericalError
@@ -73,15 +73,15 @@ def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
     The chunks and the order of their rows are those of a single request with prompt_logprobs, so
     the results are bitwise equal.
     """
-    runner, groups = engine.runner, engine.scheduler.groups
-    tables = [BlockTable() for _ in groups]
+    runner, kv_groups = engine.runner, engine.scheduler.kv_groups
+    tables = [BlockTable() for _ in kv_groups]
     n_scored = len(tokens) - 1
     logprobs: list[float] = []
     try:
         for start in range(0, n_scored, engine.step_tokens):
             stop = min(start + engine.step_tokens, len(tokens))
-            for group, table in zip(groups, tables, strict=True):
-                group.extend(table, start, stop, len(tokens))
+            for kv_group, table in zip(kv_groups, tables, strict=True):
+                kv_group.extend(table, start, stop, len(tokens))
             chunk = Chunk(tokens[start:stop], start, tables, len(tokens))
             # The row that a request would sample.
             last = [n_scored - start] if stop == len(tokens) else []
@@ -92,6 +92,6 @@ def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
                 logits = runner.logits(rows)
                 logprobs += score(logits, runner.share.vocab, targets, engine.comm).tolist()
     finally:
-        for group, table in zip(groups, tables, strict=True):
-            group.release(table)
+        for kv_group, table in zip(kv_groups, tables, strict=True):
+            kv_group.release(table)
     return logprobs

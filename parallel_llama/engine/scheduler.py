@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from parallel_llama.engine.block_group import BlockGroup, BlockTable
 from parallel_llama.engine.block_pool import BlockPool, prefix_keys
+from parallel_llama.engine.kv_blocks import BlockTable, KVGroupBlocks
 from parallel_llama.errors import UsageError
 from parallel_llama.request import Request
 
@@ -138,8 +138,8 @@ class Scheduler:
         context: Callable[[Request], bytes] = lambda _: b"",
         draft: Callable[[Sequence, int], abc.Sequence[int]] = lambda _sequence, _most: (),
     ) -> None:
-        self.groups = [
-            BlockGroup(pool, window, step_tokens, n_sinks)
+        self.kv_groups = [
+            KVGroupBlocks(pool, window, step_tokens, n_sinks)
             for pool, window in zip(pools, windows, strict=True)
         ]
         self.block_size = pools[0].block_size
@@ -164,8 +164,8 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Raises: UsageError if a request does not fit into a pool, even alone."""
-        for group in self.groups:
-            needed, n_blocks = group.n_held(_most_tokens(request)), group.pool.n_blocks
+        for kv_group in self.kv_groups:
+            needed, n_blocks = kv_group.n_held(_most_tokens(request)), kv_group.pool.n_blocks
             if needed > n_blocks:
                 raise UsageError(self._too_large(request, needed, n_blocks))
 
@@ -244,12 +244,12 @@ class Scheduler:
         ):
             return False
         stops = [item.start + len(item.tokens) + 1 for item in items]
-        for number, group in enumerate(self.groups):
+        for number, kv_group in enumerate(self.kv_groups):
             n_taken = sum(
-                group.blocks_needed(item.sequence.tables[number], item.start, stop)
+                kv_group.blocks_needed(item.sequence.tables[number], item.start, stop)
                 for item, stop in zip(items, stops, strict=True)
             )
-            if n_taken > group.pool.n_allocatable():
+            if n_taken > kv_group.pool.n_allocatable():
                 return False
         for item, stop in zip(items, stops, strict=True):
             self._extend(item.sequence, stop)
@@ -334,8 +334,8 @@ class Scheduler:
         start, stop = sequence.n_cached, sequence.n_cached + n
         while sequence.tables:
             if all(
-                group.blocks_needed(table, start, stop) <= group.pool.n_allocatable()
-                for group, table in zip(self.groups, sequence.tables, strict=True)
+                kv_group.blocks_needed(table, start, stop) <= kv_group.pool.n_allocatable()
+                for kv_group, table in zip(self.kv_groups, sequence.tables, strict=True)
             ):
                 self._extend(sequence, stop)
                 return True
@@ -346,14 +346,14 @@ class Scheduler:
         return False
 
     def _release(self, sequence: Sequence) -> None:
-        for group, table in zip(self.groups, sequence.tables, strict=False):
-            group.release(table)
+        for kv_group, table in zip(self.kv_groups, sequence.tables, strict=False):
+            kv_group.release(table)
         sequence.tables, sequence.n_cached = [], 0
 
     def _extend(self, sequence: Sequence, stop: int) -> None:
         most = _most_tokens(sequence.request)
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            group.extend(table, sequence.n_cached, stop, most)
+        for kv_group, table in zip(self.kv_groups, sequence.tables, strict=True):
+            kv_group.extend(table, sequence.n_cached, stop, most)
 
     def _drafts(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """Drafts of a sequence, as many as fit without preemption."""
@@ -365,8 +365,8 @@ class Scheduler:
             return ()
         first = sequence.n_cached + 1
         stop = first + len(drafts)
-        for group, table in zip(self.groups, sequence.tables, strict=True):
-            stop = group.reach(table, sequence.n_cached, stop)
+        for kv_group, table in zip(self.kv_groups, sequence.tables, strict=True):
+            stop = kv_group.reach(table, sequence.n_cached, stop)
         self._extend(sequence, stop)
         return drafts[: stop - first]
 
@@ -453,7 +453,7 @@ class Scheduler:
                 break
             passes = sequence is not first and not first.tables
             n_passed = self._n_passed(first) + passes * self._most_blocks(sequence)
-            if passes and n_passed > self.groups[0].pool.n_blocks:
+            if passes and n_passed > self.kv_groups[0].pool.n_blocks:
                 break
             if self._admit(sequence):
                 self.waiting.remove(sequence)
@@ -470,7 +470,7 @@ class Scheduler:
         return n_blocks if arrival == first.arrival else 0
 
     def _most_blocks(self, sequence: Sequence) -> int:
-        return self.groups[0].n_held(_most_tokens(sequence.request))
+        return self.kv_groups[0].n_held(_most_tokens(sequence.request))
 
     def _n_allocated(self, sequence: Sequence) -> int:
         """The number of uncached tokens that have blocks."""
@@ -487,26 +487,26 @@ class Scheduler:
             return False
         n_shared = (sequence.n_prompt - 1) // self.block_size
         last = sequence.keys[n_shared - 1 : n_shared]
-        return not all(len(group.pool.lookup(last)) == len(last) for group in self.groups)
+        return not all(len(kv_group.pool.lookup(last)) == len(last) for kv_group in self.kv_groups)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Allocate blocks for all known tokens of a sequence, or their window, if there are any."""
         n_known, most = len(sequence.tokens), _most_tokens(sequence.request)
         n_found = self._find_prefix(sequence)
-        tables = [group.prefix(sequence.keys[:n_found]) for group in self.groups]
-        for number, (group, table) in enumerate(zip(self.groups, tables, strict=True)):
-            n_new = group.n_for_start(table, n_known)
+        tables = [kv_group.prefix(sequence.keys[:n_found]) for kv_group in self.kv_groups]
+        for number, (kv_group, table) in enumerate(zip(self.kv_groups, tables, strict=True)):
+            n_new = kv_group.n_for_start(table, n_known)
             # One more for each sequence that can grow, or this one would be preempted at once.
             n_growing = sum(
-                len(other.tables[number].blocks) < group.n_held(_most_tokens(other.request))
+                len(other.tables[number].blocks) < kv_group.n_held(_most_tokens(other.request))
                 for other in self.running
             )
-            n_growing += len(table.blocks) + n_new < group.n_held(most)
-            if n_new + n_growing > group.pool.n_allocatable(table.blocks):
+            n_growing += len(table.blocks) + n_new < kv_group.n_held(most)
+            if n_new + n_growing > kv_group.pool.n_allocatable(table.blocks):
                 return False
-        for group, table in zip(self.groups, tables, strict=True):
-            group.pool.acquire(table.blocks)
-            group.start(table, n_known, most)
+        for kv_group, table in zip(self.kv_groups, tables, strict=True):
+            kv_group.pool.acquire(table.blocks)
+            kv_group.start(table, n_known, most)
         sequence.tables = tables
         sequence.n_cached = n_found * self.block_size
         if sequence.n_found is None:
@@ -521,8 +521,8 @@ class Scheduler:
             return 0
         n = (len(sequence.tokens) - 1) // self.block_size
         # Full attention comes first: a prefix that it finds may be cut at any block.
-        for group in self.groups:
-            n = group.held_prefix(sequence.keys[:n])
+        for kv_group in self.kv_groups:
+            n = kv_group.held_prefix(sequence.keys[:n])
         return n
 
     def _publish(self, sequence: Sequence, n_full: int) -> None:
@@ -531,9 +531,9 @@ class Scheduler:
         if n_cached // size > len(sequence.keys):
             context = self._context(sequence.request)
             sequence.keys = prefix_keys(sequence.tokens[:n_cached], size, context, sequence.keys)
-        for group, table in zip(self.groups, sequence.tables, strict=True):
+        for kv_group, table in zip(self.kv_groups, sequence.tables, strict=True):
             for number in range(n_full, n_cached // size):
-                group.pool.publish(table[number], sequence.keys[number])
+                kv_group.pool.publish(table[number], sequence.keys[number])
 
 
 def _most_tokens(request: Request) -> int:

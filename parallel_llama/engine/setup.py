@@ -14,8 +14,8 @@ from parallel_llama.checkpoint import (
 )
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
 from parallel_llama.dtypes import default_dtype, kv_format, make_precision
-from parallel_llama.engine.block_group import STEP_TOKENS
 from parallel_llama.engine.input_processor import InputProcessor
+from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import CacheSize
 from parallel_llama.engine.llm_config import LLMConfig
 from parallel_llama.engine.scheduler import MAX_RUNNING

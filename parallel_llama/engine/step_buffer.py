@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_llama.families.model_args import LayerGroup
-from parallel_llama.model.batch import Batch, GroupBatch
+from parallel_llama.families.model_args import KVGroup
+from parallel_llama.model.batch import Batch, KVGroupBatch
 from parallel_llama.model.kv_cache import Blocks
 from parallel_llama.ops import Noise, PagedQueries
 
@@ -60,14 +60,14 @@ class Paging:
     Shapes: `rotations` has a table for each KV group, [n_positions, 1, head_dim / 2] complex.
     """
 
-    groups: tuple[LayerGroup, ...]
+    kv_groups: tuple[KVGroup, ...]
     rotations: tuple[Tensor, ...]
     block_size: int
     spare_blocks: tuple[int, ...]
 
     def blocks_of(self, number: int, positions: range) -> range:
         """The numbers of the blocks that these tokens see in a KV group."""
-        window = self.groups[number].window
+        window = self.kv_groups[number].window
         first = 0 if window is None else max(positions.start - window + 1, 0)
         return range(first // self.block_size, (positions.stop - 1) // self.block_size + 1)
 
@@ -75,7 +75,7 @@ class Paging:
         """The most blocks that a token of a sequence of `longest` tokens sees in all KV groups."""
         most = -(-longest // self.block_size)
         # A window may start at the last token of a block and end at the first of another.
-        windows = (group.window for group in self.groups)
+        windows = (kv_group.window for kv_group in self.kv_groups)
         return sum(
             most if w is None else min((w + 2 * self.block_size - 2) // self.block_size, most)
             for w in windows
@@ -110,7 +110,7 @@ class StepSize:
         n_blocks = sum(
             len(paging.blocks_of(number, chunk.positions))
             for chunk in chunks
-            for number in range(len(paging.groups))
+            for number in range(len(paging.kv_groups))
         )
         n_decoded = n_tokens - sum(tiled)
         return cls(n_tokens, n_rows, n_decoded, len(tiled), n_blocks, max(tiled, default=0))
@@ -129,19 +129,19 @@ class _Parts:
     blocks: Tensor
 
     @classmethod
-    def of(cls, words: Tensor, size: StepSize, n_groups: int) -> "_Parts":
+    def of(cls, words: Tensor, size: StepSize, n_kv_groups: int) -> "_Parts":
         n, n_drawn, n_ranges = size.n_tokens, size.n_results, size.n_decoded + size.n_chunks
-        ends = accumulate((n, n, size.n_rows or 0, n_drawn, n_drawn, n_groups * n))
+        ends = accumulate((n, n, size.n_rows or 0, n_drawn, n_drawn, n_kv_groups * n))
         tokens, positions, rows, keys, temperatures, slots, rest = words.tensor_split(tuple(ends))
         ints = rest.view(torch.int32)
-        n_fields = n_groups * n_ranges * _RANGE
+        n_fields = n_kv_groups * n_ranges * _RANGE
         return cls(
             tokens,
             positions,
             rows,
             Noise(keys, temperatures.view(torch.float64)),
-            slots.view(n_groups, n),
-            ints[:n_fields].view(n_groups, n_ranges, _RANGE),
+            slots.view(n_kv_groups, n),
+            ints[:n_fields].view(n_kv_groups, n_ranges, _RANGE),
             ints[n_fields:],
         )
 
@@ -154,16 +154,16 @@ class StepBuffer:
 
     def __init__(self, size: StepSize, paging: Paging, device: torch.device) -> None:
         self.size, self._paging = size, paging
-        n_groups = len(paging.groups)
-        n_ints = n_groups * (size.n_decoded + size.n_chunks) * _RANGE + size.n_blocks
+        n_kv_groups = len(paging.kv_groups)
+        n_ints = n_kv_groups * (size.n_decoded + size.n_chunks) * _RANGE + size.n_blocks
         n_rows = (size.n_rows or 0) + 2 * size.n_results
-        n_words = (2 + n_groups) * size.n_tokens + n_rows + -(-n_ints // 2)
+        n_words = (2 + n_kv_groups) * size.n_tokens + n_rows + -(-n_ints // 2)
         # Two: a copy to the device may be in flight while the next step is filled in.
         shape, is_cuda = (2, n_words), device.type == "cuda"
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
         self._device = torch.empty(n_words, dtype=torch.int64, device=device)
-        self._here = [_Parts.of(words, size, n_groups) for words in self._host]
-        self._there = _Parts.of(self._device, size, n_groups)
+        self._here = [_Parts.of(words, size, n_kv_groups) for words in self._host]
+        self._there = _Parts.of(self._device, size, n_kv_groups)
         self._turn = 0
 
     def fill(
@@ -194,8 +194,8 @@ class StepBuffer:
         here.noise.temperatures.numpy()[: len(noise)] = [temperature for _, temperature in noise]
         here.noise.temperatures[len(noise) :] = 0
         n_blocks = 0
-        for number in range(len(self._paging.groups)):
-            n_blocks = self._fill_group(here, number, chunks, n_blocks)
+        for number in range(len(self._paging.kv_groups)):
+            n_blocks = self._fill_kv_group(here, number, chunks, n_blocks)
         n_used = len(words) - (len(here.blocks) - n_blocks) // 2
         self._device[:n_used].copy_(words[:n_used], non_blocking=True)
         if tokens is not None:
@@ -205,12 +205,12 @@ class StepBuffer:
         """The batch, whose tensors are views of the device's buffer."""
         there, tables = self._there, self._paging.rotations
         rotations = {table: table.index_select(0, there.positions) for table in set(tables)}
-        groups = tuple(
-            GroupBatch(slots, rotations[table], paged=tuple(self._queries(number)))
+        kv_groups = tuple(
+            KVGroupBatch(slots, rotations[table], paged=tuple(self._queries(number)))
             for number, (slots, table) in enumerate(zip(there.slots, tables, strict=True))
         )
         rows = None if self.size.n_rows is None else there.rows
-        return Batch(there.tokens, groups, rows, there.noise)
+        return Batch(there.tokens, kv_groups, rows, there.noise)
 
     def _queries(self, number: int) -> Iterator[PagedQueries]:
         ranges, size = self._there.ranges[number], self.size
@@ -219,10 +219,12 @@ class StepBuffer:
             (ranges[size.n_decoded :], size.max_queries),
         ):
             if len(own):
-                window, block_size = self._paging.groups[number].window, self._paging.block_size
+                window, block_size = self._paging.kv_groups[number].window, self._paging.block_size
                 yield PagedQueries(own, self._there.blocks, block_size, most, window)
 
-    def _fill_group(self, here: _Parts, number: int, chunks: Sequence[Chunk], n_blocks: int) -> int:
+    def _fill_kv_group(
+        self, here: _Parts, number: int, chunks: Sequence[Chunk], n_blocks: int
+    ) -> int:
         """Returns: the number of blocks so far; `n_blocks` are those of previous KV groups."""
         block_size = self._paging.block_size
         slots, blocks = here.slots[number].numpy(), here.blocks.numpy()

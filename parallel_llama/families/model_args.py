@@ -300,16 +300,16 @@ def with_sinks(args: ModelArgs, n_sinks: int, max_seq_len: int) -> ModelArgs:
 
 
 @dataclass(frozen=True)
-class LayerGroup:
+class KVGroup:
     """A KV group: layers that attend to the same keys, all or those of the window."""
 
     layers: tuple[int, ...]
     window: int | None
 
 
-def layer_groups(args: ModelArgs) -> tuple[LayerGroup, ...]:
+def kv_groups(args: ModelArgs) -> tuple[KVGroup, ...]:
     """The KV groups of a model: layers without a window first; no group is empty."""
     full = tuple(range(args.n_layers)) if args.sliding_window is None else args.full_layers
     local = tuple(layer for layer in range(args.n_layers) if layer not in full)
-    groups = LayerGroup(full, None), LayerGroup(local, args.sliding_window)
-    return tuple(group for group in groups if group.layers)
+    kv_groups = KVGroup(full, None), KVGroup(local, args.sliding_window)
+    return tuple(kv_group for kv_group in kv_groups if kv_group.layers)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.families.model_args import layer_groups
-from parallel_llama.model.batch import Batch, GroupBatch, SinkTile
+from parallel_llama.families.model_args import kv_groups
+from parallel_llama.model.batch import Batch, KVGroupBatch, SinkTile
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.layers import (
     Backend,
@@ -41,10 +41,10 @@ class Attention:
     def __init__(self, args: ModelArgs, share: Share, layer: int, backend: Backend) -> None:
         self.share, self.comm, self.ops = share, backend.comm, backend.ops
         # The KV group of the layer, and the layer's number in it.
-        self.group, self.layer = next(
-            (number, group.layers.index(layer))
-            for number, group in enumerate(layer_groups(args))
-            if layer in group.layers
+        self.kv_group, self.layer = next(
+            (number, kv_group.layers.index(layer))
+            for number, kv_group in enumerate(kv_groups(args))
+            if layer in kv_group.layers
         )
         self.head_dim, self.n_local_heads = args.head_dim, share.n_local_heads
         self.n_local_kv_heads = share.n_local_kv_heads
@@ -74,7 +74,7 @@ class Attention:
         self, x: Tensor, batch: Batch, caches: Sequence[KVCache], rows: Tensor | None
     ) -> Tensor:
         """The output of the heads, before wo. Shapes: [T, dim] replicated -> [T, H * D] local."""
-        own, cache = batch.groups[self.group], caches[self.group]
+        own, cache = batch.kv_groups[self.kv_group], caches[self.kv_group]
         qkv = self.wqkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D] local
         if self.q_norm is not None and self.k_norm is not None:
             n_rotated = self.n_local_heads + self.n_local_kv_heads
@@ -90,7 +90,7 @@ class Attention:
 
 
 def attend(
-    q: Tensor, layer: int, batch: GroupBatch, cache: KVCache, runs: Sequence[Run], ops: TorchOps
+    q: Tensor, layer: int, batch: KVGroupBatch, cache: KVCache, runs: Sequence[Run], ops: TorchOps
 ) -> Tensor:
     """Softmax attention of every query over its own keys.
 

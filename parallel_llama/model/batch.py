@@ -50,7 +50,7 @@ class SinkTile:
 
 
 @dataclass(frozen=True)
-class GroupBatch:
+class KVGroupBatch:
     """The batch in the layers of one KV group: the slots of its tokens, and their queries.
 
     Args:
@@ -83,6 +83,6 @@ class Batch:
     """
 
     tokens: Tensor
-    groups: tuple[GroupBatch, ...]
+    kv_groups: tuple[KVGroupBatch, ...]
     rows: Tensor | None
     noise: Noise | None = None

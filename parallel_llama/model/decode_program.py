@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from parallel_llama.model.batch import Batch, GroupBatch
+from parallel_llama.model.batch import Batch, KVGroupBatch
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.model.rope import HostRotations
 from parallel_llama.model.transformer import Transformer
@@ -50,8 +50,8 @@ class Logits:
 
 
 @dataclass(frozen=True)
-class GroupRows:
-    """Decode rows in the layers of one KV group, in plain numbers, as in `GroupBatch`.
+class KVGroupRows:
+    """Decode rows in the layers of one KV group, in plain numbers, as in `KVGroupBatch`.
 
     Shapes: rotations [T, 1, head_dim / 2] complex.
     """
@@ -66,7 +66,7 @@ class DecodeStep:
     """A batch of decode rows alone, all with a wanted result, in plain numbers."""
 
     tokens: list[int]
-    groups: tuple[GroupRows, ...]
+    kv_groups: tuple[KVGroupRows, ...]
 
 
 class DecodePrograms:
@@ -131,12 +131,14 @@ class Program:
         step: DecodeStep,
     ) -> None:
         self._model, embedding = model, model.tok_embeddings
-        self._groups = [_GroupRoom(rows) for rows in step.groups]
+        self._kv_groups = [_KVGroupRoom(rows) for rows in step.kv_groups]
         self._token_ids = np.zeros(len(step.tokens), dtype=np.int64)
         self._tokens = torch.from_numpy(self._token_ids)
         shape = len(step.tokens), embedding.dim
         self._x = torch.empty(shape, dtype=embedding.weight.computed)
-        batch = Batch(self._tokens, tuple(group.batch for group in self._groups), rows=None)
+        batch = Batch(
+            self._tokens, tuple(kv_group.batch for kv_group in self._kv_groups), rows=None
+        )
         with ops.recording() as self._recording:
             x = self._x if model.has_embedding_scale else model.embedded(self._tokens)
             self.hidden = model.blocks(x, batch, caches)
@@ -157,26 +159,26 @@ class Program:
             return Logits(self._model.finish_logits(self._scores.values))
 
     def has_room_for(self, step: DecodeStep) -> bool:
-        pairs = zip(self._groups, step.groups, strict=True)
-        return all(group.decode.has_room_for(rows.decode) for group, rows in pairs)
+        pairs = zip(self._kv_groups, step.kv_groups, strict=True)
+        return all(kv_group.decode.has_room_for(rows.decode) for kv_group, rows in pairs)
 
     def run(self, step: DecodeStep) -> None:
         """Run the step through the model."""
         # With numpy, since a call of torch touches so much code and data that it takes ten times as
         # long once a step's weights have evicted them from the caches.
         self._token_ids[:] = step.tokens
-        for group, rows in zip(self._groups, step.groups, strict=True):
-            group.fill(rows)
+        for kv_group, rows in zip(self._kv_groups, step.kv_groups, strict=True):
+            kv_group.fill(rows)
         if self._model.has_embedding_scale:
             with torch.inference_mode():
                 self._x.copy_(self._model.embedded(self._tokens))
         self._recording.replay()
 
 
-class _GroupRoom:
+class _KVGroupRoom:
     """The part of a batch for one KV group at fixed addresses, with room for more keys."""
 
-    def __init__(self, rows: GroupRows) -> None:
+    def __init__(self, rows: KVGroupRows) -> None:
         n_rows, n_ranges = rows.decode.n_rows, len(rows.decode.slot_ranges)
         self.decode = DecodeRoom(
             n_rows,
@@ -186,9 +188,9 @@ class _GroupRoom:
         self._slots = np.zeros(n_rows, dtype=np.int64)
         self._rotations = np.zeros_like(rows.rotations)
         slots, rotations = torch.from_numpy(self._slots), torch.from_numpy(self._rotations)
-        self.batch = GroupBatch(slots, rotations, decode=self.decode.batch)
+        self.batch = KVGroupBatch(slots, rotations, decode=self.decode.batch)
 
-    def fill(self, rows: GroupRows) -> None:
+    def fill(self, rows: KVGroupRows) -> None:
         self._slots[:] = rows.slots
         self._rotations[:] = rows.rotations
         self.decode.fill(rows.decode)

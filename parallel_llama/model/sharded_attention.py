@@ -16,14 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_llama.model.batch import GroupBatch
+from parallel_llama.model.batch import KVGroupBatch
 from parallel_llama.ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.plan import Share
 
 
 def attend_to_all_parts(
-    q: Tensor, layer: int, batch: GroupBatch, share: Share, ops: TorchOps, comm: Communicator
+    q: Tensor, layer: int, batch: KVGroupBatch, share: Share, ops: TorchOps, comm: Communicator
 ) -> Tensor:
     """Softmax attention of this rank's queries over the keys of all ranks.
 

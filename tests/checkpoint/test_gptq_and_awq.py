@@ -81,8 +81,8 @@ def logits_of(comm: Solo, path: Path, quant: str | None = None, dtype: str = "fl
     plan = make_plan(args, comm.size, quant_group=precision.group_size)
     checkpoint = open_checkpoint(files, args)
     runner = ModelRunner.load(args, checkpoint, plan, comm, precision=precision, device=CPU)
-    runner.reserve([4] * len(runner.groups), 8)
-    tables = [range(4)] * len(runner.groups)
+    runner.reserve([4] * len(runner.kv_groups), 8)
+    tables = [range(4)] * len(runner.kv_groups)
     return runner.logits(runner.forward([Chunk(TOKENS, 0, tables, len(TOKENS))]))
 
 

@@ -17,7 +17,7 @@ from thread_ranks import run_on_threads
 
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine import kv_capacity
-from parallel_llama.engine.block_group import STEP_TOKENS
+from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.engine.kv_capacity import (
     CacheSize,
     Capacity,

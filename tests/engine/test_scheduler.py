@@ -49,11 +49,11 @@ class Model:
 
     def run(self, scheduled: abc.Sequence[ScheduledTokens]) -> None:
         """Check that each token sees its own prefix alone, as a step runs all at once."""
-        for number, group in enumerate(self.scheduler.groups):
+        for number, kv_group in enumerate(self.scheduler.kv_groups):
             written = [slot for item in scheduled for slot in self.write(item, number)]
             assert len(written) == len(set(written)), "two scheduled write one slot"
             for item in scheduled:
-                first = 0 if group.window is None else max(item.start - group.window + 1, 0)
+                first = 0 if kv_group.window is None else max(item.start - kv_group.window + 1, 0)
                 known = [*item.sequence.tokens[: item.start], *item.tokens]
                 for at in range(first, len(known)):
                     seen = self.slots[number, self.slot(item, number, at)]
@@ -181,7 +181,8 @@ class Traffic(RuleBasedStateMachine):
         request = make_request(prompt, self.n_requests, **params)
         n_tokens = len(prompt) + request.params.max_tokens - 1
         fits = all(
-            group.n_held(n_tokens) <= group.pool.n_blocks for group in self.schedulers[0].groups
+            kv_group.n_held(n_tokens) <= kv_group.pool.n_blocks
+            for kv_group in self.schedulers[0].kv_groups
         )
         for scheduler, sequences in zip(self.schedulers, self.sequences, strict=True):
             if fits:
@@ -213,8 +214,8 @@ class Traffic(RuleBasedStateMachine):
     def owners_are_the_running_sequences(self) -> None:
         for scheduler in self.schedulers:
             assert not any(sequence.tables or sequence.n_cached for sequence in scheduler.waiting)
-            for number, group in enumerate(scheduler.groups):
-                pool = group.pool
+            for number, kv_group in enumerate(scheduler.kv_groups):
+                pool = kv_group.pool
                 tables = [sequence.tables[number] for sequence in scheduler.running]
                 owned = {block for table in tables for block in table.blocks}
                 assert len(owned) == pool.n_used
@@ -222,7 +223,7 @@ class Traffic(RuleBasedStateMachine):
                 for sequence, table in zip(scheduler.running, tables, strict=True):
                     request = sequence.request
                     n_tokens = len(request.prompt) + request.params.max_tokens - 1
-                    assert 0 < len(table.blocks) <= group.n_held(n_tokens)
+                    assert 0 < len(table.blocks) <= kv_group.n_held(n_tokens)
 
     def teardown(self) -> None:
         if not hasattr(self, "schedulers"):
@@ -237,7 +238,7 @@ class Traffic(RuleBasedStateMachine):
                     break
                 step(scheduler, model)
             assert scheduler.idle
-            assert not any(group.pool.n_used for group in scheduler.groups)
+            assert not any(kv_group.pool.n_used for kv_group in scheduler.kv_groups)
 
 
 class WindowedTraffic(Traffic):

@@ -67,7 +67,7 @@ class Recorded:
 
     def __init__(self, comm: Communicator, folder: Path, n_blocks: int, max_drafts: int) -> None:
         runner = load_runner(comm, folder, 1)
-        windows = tuple(group.window for group in runner.groups)
+        windows = tuple(kv_group.window for kv_group in runner.kv_groups)
         sizes = tuple(
             n_blocks if window is None else min(n_blocks, 2 * self.ring() - 1) for window in windows
         )

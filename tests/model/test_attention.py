@@ -7,7 +7,7 @@ from torch import Tensor
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.model.attention import attend
-from parallel_llama.model.batch import GroupBatch
+from parallel_llama.model.batch import KVGroupBatch
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, TorchOps, choose_ops
 from parallel_llama.plan import Run, make_plan
@@ -45,7 +45,7 @@ def make_cache() -> KVCache:
     return cache
 
 
-def make_batch(keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> GroupBatch:
+def make_batch(keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> KVGroupBatch:
     """The last `n_rows` queries of a sequence: the last ones one by one, the others at once."""
     n_keys = sum(own.stop - own.start for own in keys)
     start, n_together = n_keys - n_rows, n_rows - n_decoded
@@ -55,7 +55,7 @@ def make_batch(keys: tuple[slice, ...], n_rows: int, n_decoded: int) -> GroupBat
         chunks.append(QueryChunk.of(0, queries, first_slots(keys, queries.stop)))
     decoded = {row: (0, first_slots(keys, start + row + 1)) for row in range(n_together, n_rows)}
     nothing = torch.empty(0)
-    return GroupBatch(
+    return KVGroupBatch(
         slots=nothing,
         rotations=nothing,
         chunks=tuple(chunks),

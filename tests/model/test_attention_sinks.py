@@ -14,8 +14,8 @@ from torch import Tensor
 from parallel_llama import LLM, SamplingParams
 from parallel_llama.checkpoint import random_checkpoint
 from parallel_llama.config import ModelArgs
-from parallel_llama.engine.block_group import BlockGroup
 from parallel_llama.engine.block_pool import BlockPool
+from parallel_llama.engine.kv_blocks import KVGroupBlocks
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
@@ -39,7 +39,7 @@ def reference(args: ModelArgs, tokens: list[int]) -> Tensor:
         param.name: checkpoint.read(param, range(param.shape[param.dim]), "interleaved")
         for param in parameters(args)
     }
-    n, group = len(tokens), args.n_heads // args.n_kv_heads
+    n, kv_group = len(tokens), args.n_heads // args.n_kv_heads
 
     def norm(x: Tensor, name: str) -> Tensor:
         rms = (x.square().mean(-1, keepdim=True) + args.norm_eps).sqrt()
@@ -64,9 +64,9 @@ def reference(args: ModelArgs, tokens: list[int]) -> Tensor:
         for at in range(n):
             seen = sorted({*range(min(N_SINKS, at + 1)), *range(max(0, at - WINDOW + 1), at + 1)})
             own_q = rotated(q[at : at + 1], torch.tensor([len(seen) - 1]))[0]
-            own_k = rotated(k[seen], torch.arange(len(seen))).repeat_interleave(group, 1)
+            own_k = rotated(k[seen], torch.arange(len(seen))).repeat_interleave(kv_group, 1)
             scores = torch.einsum("hd,shd->hs", own_q, own_k) / args.head_dim**0.5
-            values = v[seen].repeat_interleave(group, 1)
+            values = v[seen].repeat_interleave(kv_group, 1)
             heads[at] = torch.einsum("hs,shd->hd", scores.softmax(-1), values)
         x = x + heads.flatten(1) @ weights[f"{name}.attention.wo.weight"].T
         y = norm(x, f"{name}.ffn_norm.weight")
@@ -97,17 +97,17 @@ def test_logits_are_those_of_positions_in_the_cache(tp_size: int, cuts: list[int
 
 def test_sinks_are_kept_while_the_window_goes_round() -> None:
     pool = BlockPool(40, 2)
-    group = BlockGroup(pool, window=6, step_tokens=4, n_sinks=3)
-    table = group.prefix([])
-    group.start(table, 4, 1000)
+    kv_group = KVGroupBlocks(pool, window=6, step_tokens=4, n_sinks=3)
+    table = kv_group.prefix([])
+    kv_group.start(table, 4, 1000)
     sinks = table.blocks[:2]
     for start in range(0, 400, 4):
-        group.extend(table, start, start + 4, 1000)
+        kv_group.extend(table, start, start + 4, 1000)
         assert [table[0], table[1]] == sinks
-        assert len(table.blocks) <= group.n_held(1000)
+        assert len(table.blocks) <= kv_group.n_held(1000)
         seen = range(max((start - 5) // 2, 2), (start + 3) // 2 + 1)
         assert not {table[number] for number in seen} & set(sinks)
-    group.release(table)
+    kv_group.release(table)
     assert pool.n_used == 0
 
 

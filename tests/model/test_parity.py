@@ -239,7 +239,7 @@ def counts_of_a_greedy_step(
     runner = load_runner(comm, folder, len(tokens) + 1)
     counted = []
     n = len(tokens)
-    tables = [[0]] * len(runner.groups)
+    tables = [[0]] * len(runner.kv_groups)
     for piece in (Chunk(tokens, 0, tables, n + 1), Chunk(tokens[:1], n, tables, n + 1)):
         comm.counts.clear()
         hidden = runner.forward([piece])

@@ -50,8 +50,8 @@ def runner_of(comm, precision, args=ARGS, checkpoint=None):
 
 def logits_of(comm, precision, args=ARGS, checkpoint=None):
     runner = runner_of(comm, precision, args, checkpoint)
-    runner.reserve([4] * len(runner.groups), 8)
-    hidden = runner.forward([Chunk(TOKENS, 0, [range(4)] * len(runner.groups), len(TOKENS))])
+    runner.reserve([4] * len(runner.kv_groups), 8)
+    hidden = runner.forward([Chunk(TOKENS, 0, [range(4)] * len(runner.kv_groups), len(TOKENS))])
     return runner.logits(hidden)
 
 

@@ -31,14 +31,14 @@ def spread_logits(comm: Communicator, folder: Path, cuts: Sequence[Sequence[int]
     """Logits of all positions, fed in pieces that end at the cuts, on scattered blocks."""
     n_blocks = -(-len(TOKENS) // BLOCK_SIZE) + 3
     runner = load_runner(comm, folder, 1, cut={"kv_split": "sequence"})
-    runner.reserve([n_blocks] * len(runner.groups), BLOCK_SIZE)
+    runner.reserve([n_blocks] * len(runner.kv_groups), BLOCK_SIZE)
     table = [(5 * number + 2) % n_blocks for number in range(n_blocks)]
     assert len(set(table)) == n_blocks
     results = []
     for own in cuts:
         hidden = [
             runner.forward(
-                [Chunk(TOKENS[start:stop], start, [table] * len(runner.groups), len(TOKENS))]
+                [Chunk(TOKENS[start:stop], start, [table] * len(runner.kv_groups), len(TOKENS))]
             )
             for start, stop in pairwise([0, *own, len(TOKENS)])
         ]

@@ -100,8 +100,8 @@ def runner_of(comm: Solo, path: Path, quant: str | None) -> ModelRunner:
 
 def logits_of(comm: Solo, path: Path, quant: str | None = None) -> torch.Tensor:
     runner = runner_of(comm, path, quant)
-    runner.reserve([4] * len(runner.groups), 8)
-    tables = [range(4)] * len(runner.groups)
+    runner.reserve([4] * len(runner.kv_groups), 8)
+    tables = [range(4)] * len(runner.kv_groups)
     return runner.logits(runner.forward([Chunk(TOKENS, 0, tables, len(TOKENS))]))
 
 

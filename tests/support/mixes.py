@@ -156,7 +156,7 @@ def make_engine(
     max_drafts: int = 0,
 ) -> Engine:
     """An engine with `n_blocks` for full-attention layers, and as few as possible for others."""
-    windows = [group.window for group in runner.groups]
+    windows = [kv_group.window for kv_group in runner.kv_groups]
     longest = n_blocks * block_size
     n_sinks = runner.args.attention_sinks
     sizes = [blocks_held(longest, block_size, window, step_tokens, n_sinks) for window in windows]
@@ -235,7 +235,7 @@ def alone(
     history = History(prompt)
     tokens = list(prompt)
     while True:
-        tables = [range(len(tokens))] * len(runner.groups)
+        tables = [range(len(tokens))] * len(runner.kv_groups)
         hidden = runner.forward([Chunk(tuple(tokens), 0, tables, len(tokens))])
         early = len(tokens) - len(prompt) < params.min_tokens
         banned = stop_ids if early else frozenset[int]()
@@ -253,7 +253,7 @@ def alone(
 @cache
 def _oracle(args: ModelArgs, kv_format: KVFormat | None) -> ModelRunner:
     runner = make_runner(Solo(), args, kv_format)
-    runner.reserve([MAX_PROMPT + MAX_NEW] * len(runner.groups), 1)
+    runner.reserve([MAX_PROMPT + MAX_NEW] * len(runner.kv_groups), 1)
     return runner
 
 

@@ -57,7 +57,7 @@ def load_runner(
         device=torch.device("cpu"),
         ops=TorchOps(scores) if on_torch else None,
     )
-    runner.reserve([1] * len(runner.groups), n_slots)
+    runner.reserve([1] * len(runner.kv_groups), n_slots)
     return runner
 
 
@@ -71,7 +71,7 @@ def whole_chunk(
     runner: ModelRunner, tokens: Sequence[int], start: int, blocks: Sequence[int], n_prompt: int
 ) -> Chunk:
     """A chunk of a sequence that keeps all its tokens, in the same blocks of every KV group."""
-    return Chunk(tokens, start, [blocks] * len(runner.groups), n_prompt)
+    return Chunk(tokens, start, [blocks] * len(runner.kv_groups), n_prompt)
 
 
 def logits_in_pieces(
@@ -115,7 +115,7 @@ def logits_alone_and_together(
     runner = load_runner(comm, folder, max(map(len, prompts)))
     alone = [logits_in_pieces(runner, prompt) for prompt in prompts]
     tables = _block_tables([-(-len(prompt) // BLOCK_SIZE) for prompt in prompts])
-    runner.reserve([sum(map(len, tables))] * len(runner.groups), BLOCK_SIZE)
+    runner.reserve([sum(map(len, tables))] * len(runner.kv_groups), BLOCK_SIZE)
     together: list[list[Tensor]] = [[] for _ in prompts]
     waiting = [_batched(prompt) for prompt in prompts]
     n_forwards = 0

@@ -112,9 +112,9 @@ def load(
 def reserve(runner: ModelRunner, n_sequences: int, n_tokens: int) -> None:
     """Allocates a cache of zeros for `n_sequences` of `n_tokens`."""
     n_blocks = n_sequences * -(-n_tokens // BLOCK_SIZE)
-    runner.reserve([n_blocks] * len(runner.groups), BLOCK_SIZE)
-    for cache, group in zip(runner.caches, runner.groups, strict=True):
-        for layer in range(len(group.layers)):
+    runner.reserve([n_blocks] * len(runner.kv_groups), BLOCK_SIZE)
+    for cache, kv_group in zip(runner.caches, runner.kv_groups, strict=True):
+        for layer in range(len(kv_group.layers)):
             for part in cache.layer(layer):
                 part.zero_()
 
@@ -137,7 +137,7 @@ class Texts:
                 ],
                 start,
                 [range(sequence, self.n_sequences * n_blocks, self.n_sequences)]
-                * len(runner.groups),
+                * len(runner.kv_groups),
                 start,
             )
             for sequence in range(self.n_sequences)

@@ -18,7 +18,7 @@ from launch.bench.gpu_steps.clock import eager_seconds
 from launch.bench.gpu_steps.models import Texts, half, named, require_right
 from launch.bench.machine import prefill_flops
 from parallel_llama import LLM, SamplingParams
-from parallel_llama.engine.block_group import STEP_TOKENS
+from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.memory import kv_bytes_per_token
 
 _BATCHES, _CONTEXTS, _PREFILL = (1, 16, 64, 256), (512, 2048, 4096), 8192

@@ -82,7 +82,7 @@ def meta_runner(args: ModelArgs) -> ModelRunner:
                 expert.fuse()
         block.fuse()
     runner = ModelRunner(args, plan, Solo(), model)
-    runner.reserve([64] * len(runner.groups), 16)
+    runner.reserve([64] * len(runner.kv_groups), 16)
     return runner
 
 
@@ -97,7 +97,7 @@ def test_a_decode_step_is_one_copy_up_and_one_down_and_asks_nothing(args, top_k)
     runner = meta_runner(args)
     tables = [list(range(n, n + 20)) for n in range(3)]
     chunks = [
-        Chunk((7,), 30 + n, [table] * len(runner.groups), 9) for n, table in enumerate(tables)
+        Chunk((7,), 30 + n, [table] * len(runner.kv_groups), 9) for n, table in enumerate(tables)
     ]
     settings = [SamplingParams(temperature=each, top_k=top_k) for each in (0.0, 0.7, 1.5)]
     draws = [Draw(params, 0, 0, 31 + n) for n, params in enumerate(settings)]

@@ -68,6 +68,6 @@ def both(args, checkpoint, precision, device):
             device=device,
             ops=ops,
         )
-        runner.reserve([1] * len(runner.groups), N_TOKENS)
+        runner.reserve([1] * len(runner.kv_groups), N_TOKENS)
         logits.append(logits_in_pieces(runner, tokens, [N_TOKENS - 2, N_TOKENS - 1]))
     return logits

@@ -58,7 +58,7 @@ class BlockTable:
         return self.blocks[number - self.n_given_up]
 
 
-class BlockGroup:
+class KVGroupBlocks:
     """The pool of one KV group, and the rules for the tables of its sequences.
 
     `window` is the number of keys that a token sees, its own included; None for all. A step runs at
