@@ -152,7 +152,7 @@ class ShardPlan:
         return replace(self, shares=(self.shares[rank],))
 
 
-def local_kv_heads(heads: range, group_size: int) -> range:
+def local_kv_heads(heads: range, heads_per_kv: int) -> range:
     """The global numbers of the KV heads that a rank needs for its query heads.
 
     A KV head whose query heads are on two ranks is held by both, so every query head finds its KV
@@ -163,10 +163,10 @@ def local_kv_heads(heads: range, group_size: int) -> range:
 
     Source: grouped-query attention, arXiv 2305.13245.
     """
-    return range(heads.start // group_size, -(-heads.stop // group_size))
+    return range(heads.start // heads_per_kv, -(-heads.stop // heads_per_kv))
 
 
-def equal_runs(heads: range, group_size: int) -> tuple[Run, ...]:
+def equal_runs(heads: range, heads_per_kv: int) -> tuple[Run, ...]:
     """Split the query heads of a rank into at most three runs (head, body, tail).
 
     Grouped attention needs the same number of query heads for every KV head of a call. For example
@@ -175,13 +175,13 @@ def equal_runs(heads: range, group_size: int) -> tuple[Run, ...]:
     >>> [(run.heads, run.kv_heads) for run in equal_runs(range(2, 9), 3)]
     [(range(0, 1), range(0, 1)), (range(1, 7), range(1, 3))]
     """
-    first = heads.start // group_size
-    head_stop = min(heads.stop, -(-heads.start // group_size) * group_size)
-    body_stop = max(head_stop, heads.stop // group_size * group_size)
+    first = heads.start // heads_per_kv
+    head_stop = min(heads.stop, -(-heads.start // heads_per_kv) * heads_per_kv)
+    body_stop = max(head_stop, heads.stop // heads_per_kv * heads_per_kv)
     runs = []
     for start, stop in pairwise((heads.start, head_stop, body_stop, heads.stop)):
         if start < stop:
-            kv = local_kv_heads(range(start, stop), group_size)
+            kv = local_kv_heads(range(start, stop), heads_per_kv)
             own = range(start - heads.start, stop - heads.start)
             runs.append(Run(own, range(kv.start - first, kv.stop - first)))
     return tuple(runs)
@@ -313,9 +313,9 @@ def _weights(tp_size: int, memory: Sequence[float] | None) -> list[int]:
 def _cut_heads(
     args: ModelArgs, weights: list[int]
 ) -> tuple[Literal["kv_heads", "heads"], list[range], float]:
-    group_size = args.n_heads // args.n_kv_heads
+    heads_per_kv = args.n_heads // args.n_kv_heads
     if len(weights) <= args.n_kv_heads:
-        counts = [n * group_size for n in apportion(args.n_kv_heads, weights, at_least=1)]
+        counts = [n * heads_per_kv for n in apportion(args.n_kv_heads, weights, at_least=1)]
         balance = _balance(counts, weights)
         if balance <= MAX_KV_CUT_IMBALANCE:
             return "kv_heads", consecutive(counts), float(balance)

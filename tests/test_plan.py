@@ -76,7 +76,7 @@ def test_every_head_channel_and_row_has_exactly_one_owner(case):
 @given(plans())
 def test_every_local_query_head_finds_its_own_kv_head_in_its_run(case):
     args, tp_size, memory = case
-    group_size = args.n_heads // args.n_kv_heads
+    heads_per_kv = args.n_heads // args.n_kv_heads
     for share in make_plan(args, tp_size, memory).shares:
         assert 1 <= len(share.runs) <= 3
         assert [i for run in share.runs for i in run.heads] == list(range(share.n_local_heads))
@@ -85,7 +85,7 @@ def test_every_local_query_head_finds_its_own_kv_head_in_its_run(case):
             assert rest == 0
             for place, local in enumerate(run.heads):
                 kv_head = share.kv_heads[run.kv_heads[place // per_kv_head]]
-                assert kv_head == share.heads[local] // group_size
+                assert kv_head == share.heads[local] // heads_per_kv
 
 
 @given(plans())
@@ -181,12 +181,12 @@ def test_apportioned_counts_are_within_one_of_their_quota(n_units, weights):
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(1, 40))
-def test_runs_split_at_group_borders_alone(group_size, start, length):
+def test_runs_split_at_group_borders_alone(heads_per_kv, start, length):
     heads = range(start, start + length)
-    for run in equal_runs(heads, group_size):
+    for run in equal_runs(heads, heads_per_kv):
         per_kv_head = len(run.heads) // len(run.kv_heads)
         assert per_kv_head * len(run.kv_heads) == len(run.heads)
-    assert len(local_kv_heads(heads, group_size)) <= length // group_size + 2
+    assert len(local_kv_heads(heads, heads_per_kv)) <= length // heads_per_kv + 2
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), HEADS)

@@ -177,7 +177,7 @@ class MetaFolder(Checkpoint):
         heads of a KV head, two files may hold heads 0 1 and 1 2. Empty if the query heads of the
         files do not add up to those of the model.
         """
-        head_dim, group_size = self.args.head_dim, self.args.n_heads // self.args.n_kv_heads
+        head_dim, heads_per_kv = self.args.head_dim, self.args.n_heads // self.args.n_kv_heads
         queries = re.sub(r"\.w[kv]\.", ".wq.", param.name)
         if not all(queries in state for state in self._states):
             return []
@@ -185,7 +185,7 @@ class MetaFolder(Checkpoint):
         if any(count % head_dim for count in rows) or sum(rows) != self.args.n_heads * head_dim:
             return []
         needed = (
-            local_kv_heads(run, group_size) for run in consecutive([n // head_dim for n in rows])
+            local_kv_heads(run, heads_per_kv) for run in consecutive([n // head_dim for n in rows])
         )
         return [range(kv.start * head_dim, kv.stop * head_dim) for kv in needed]
 

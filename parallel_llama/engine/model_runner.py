@@ -100,11 +100,11 @@ class ModelRunner:
             settle_cuda()
         share, dtype = plan.shares[comm.rank], torch_dtype(precision.computed)
         if ops is None:
-            groups = {len(run.heads) // len(run.kv_heads) for run in share.runs}
+            heads_per_kv = {len(run.heads) // len(run.kv_heads) for run in share.runs}
             scores = Scores(args.attention_scale, args.attention_soft_cap)
             cache_dtype = dtype if kv_format is None else kv_dtype(kv_format)
             forms = matrix_forms(precision)
-            ops = choose_ops(dtype, device, args.head_dim, groups, scores, cache_dtype, forms)
+            ops = choose_ops(dtype, device, args.head_dim, heads_per_kv, scores, cache_dtype, forms)
         model = Transformer(args, share, Backend(comm, ops, dtype))
         loader = WeightLoader(model, args, share)
         own = partial(use_device, device)

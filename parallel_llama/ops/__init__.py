@@ -51,7 +51,7 @@ def choose_ops(
     dtype: torch.dtype,
     device: torch.device,
     head_dim: int,
-    groups: Collection[int],
+    heads_per_kv: Collection[int],
     scores: Scores = PLAIN,
     cache_dtype: torch.dtype | None = None,
     matrices: Collection[torch.dtype | GroupFormat] = (),
@@ -68,7 +68,7 @@ def choose_ops(
         matrices: The dtypes and formats of its matrices, beside `dtype`.
     """
     if computes(dtype, device):
-        return CPUOps(dtype, head_dim, groups, scores, cache_dtype, matrices)
+        return CPUOps(dtype, head_dim, heads_per_kv, scores, cache_dtype, matrices)
     if device.type == "cuda" and dtype in _CUDA_DTYPES and find_spec("triton") is not None:
         from parallel_llama.ops.cuda_ops import CUDAOps
 

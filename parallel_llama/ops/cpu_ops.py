@@ -56,13 +56,13 @@ class CPUOps(TorchOps):
         self,
         dtype: torch.dtype,
         head_dim: int,
-        groups: Collection[int],
+        heads_per_kv: Collection[int],
         scores: Scores = PLAIN,
         cache_dtype: torch.dtype | None = None,
         matrices: Collection[torch.dtype | GroupFormat] = (),
     ) -> None:
         super().__init__(scores)
-        self._dtype, self._head_dim, self._groups = dtype, head_dim, groups
+        self._dtype, self._head_dim, self._heads_per_kv = dtype, head_dim, heads_per_kv
         self._cache_dtype = cache_dtype or dtype
         self._matrices = {dtype, *matrices}
         self._tables: dict[tuple[int, ...], array[int]] = {}
@@ -96,8 +96,8 @@ class CPUOps(TorchOps):
         if self._cache_dtype != self._dtype:
             make_unpack(self._dtype, self._cache_dtype, self._head_dim)
         self._chunk_attention(self._cache_dtype)
-        for n_group in self._groups:
-            self._attention(self._cache_dtype, n_group)
+        for heads_per_kv in self._heads_per_kv:
+            self._attention(self._cache_dtype, heads_per_kv)
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
@@ -216,9 +216,9 @@ class CPUOps(TorchOps):
     def _rotary(self, cache_dtype: torch.dtype) -> RotaryKernel:
         return make_rotary(self._dtype, cache_dtype, self._head_dim)
 
-    def _attention(self, cache_dtype: torch.dtype, n_group: int) -> DecodeAttentionKernel:
+    def _attention(self, cache_dtype: torch.dtype, heads_per_kv: int) -> DecodeAttentionKernel:
         return make_decode_attention(
-            self._dtype, cache_dtype, self._head_dim, n_group, self._scores
+            self._dtype, cache_dtype, self._head_dim, heads_per_kv, self._scores
         )
 
     def _chunk_attention(

@@ -325,12 +325,12 @@ class TorchOps:
             q = q.view(1, n_kv_heads, -1, q.shape[2])
             return F.scaled_dot_product_attention(q, k, v, scale=scale).flatten(1, 2)
         q = q.view(n_rows, n_kv_heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [K, G, T, D]
-        n_group = q.shape[1]
+        heads_per_kv = q.shape[1]
         # Expanded keys and values are not copied, as torch's enable_gqa copies them on the CPU.
         o = F.scaled_dot_product_attention(
             q,
-            k.transpose(0, 1).expand(-1, n_group, -1, -1),
-            v.transpose(0, 1).expand(-1, n_group, -1, -1),
+            k.transpose(0, 1).expand(-1, heads_per_kv, -1, -1),
+            v.transpose(0, 1).expand(-1, heads_per_kv, -1, -1),
             attn_mask=mask,
             scale=scale,
         )

@@ -17,9 +17,9 @@ def taken(stored: Tensor, place: Place, rows: range) -> Tensor:
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(71, 1), (12, 4), (9, 3), (6, 6)])
 def test_queries_keys_and_values_lie_group_by_group(n_heads: int, n_kv_heads: int) -> None:
-    head_dim, dim, group_size = 4, 5, n_heads // n_kv_heads
+    head_dim, dim, heads_per_kv = 4, 5, n_heads // n_kv_heads
     stored = torch.arange((n_heads + 2 * n_kv_heads) * head_dim * dim).view(-1, dim)
-    groups = stored.view(n_kv_heads, group_size + 2, head_dim, dim)
+    groups = stored.view(n_kv_heads, heads_per_kv + 2, head_dim, dim)
     expected = groups[:, :-2], groups[:, -2], groups[:, -1]
     sizes = [n * head_dim for n in (n_heads, n_kv_heads, n_kv_heads)]
     weights = [Param(f"w{n}", (size, dim)) for n, size in enumerate(sizes)]

@@ -32,9 +32,11 @@ SEQUENCES = (
 
 @cache
 def kernel(
-    dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int, scores: Scores = PLAIN
+    dtype: torch.dtype, head_dim: int, heads_per_kv: int, vector_bytes: int, scores: Scores = PLAIN
 ) -> DecodeAttentionKernel:
-    return DecodeAttentionKernel(dtype, dtype, head_dim, n_group, scores, MACHINES[vector_bytes])
+    return DecodeAttentionKernel(
+        dtype, dtype, head_dim, heads_per_kv, scores, MACHINES[vector_bytes]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +59,9 @@ def make_cache(dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor]:
     return kv[0], kv[1]
 
 
-def make_queries(dtype: torch.dtype, n_group: int, head_dim: int) -> Tensor:
+def make_queries(dtype: torch.dtype, heads_per_kv: int, head_dim: int) -> Tensor:
     """The first heads of a wider tensor, so that rows are not adjacent."""
-    n_heads = N_KV_HEADS * n_group
+    n_heads = N_KV_HEADS * heads_per_kv
     return torch.randn(len(SEQUENCES), n_heads + 3, head_dim, dtype=dtype)[:, :n_heads]
 
 
@@ -88,11 +90,11 @@ def by_definition(
     """The result in float64, for one sequence and one KV head at a time."""
     q, k, v = q.double(), k.double(), v.double()
     result = torch.empty_like(q)
-    n_group = q.shape[1] // len(k)
+    heads_per_kv = q.shape[1] // len(k)
     for row, slices in enumerate(sequences):
         slots = slots_of(slices)
         for head in range(len(k)):
-            group = slice(head * n_group, (head + 1) * n_group)
+            group = slice(head * heads_per_kv, (head + 1) * heads_per_kv)
             products = q[row, group] @ k[head, slots].T * (scores.scale or q.shape[2] ** -0.5)
             if (cap := scores.soft_cap) is not None:
                 products = cap * (products / cap).tanh()
@@ -101,14 +103,14 @@ def by_definition(
 
 
 def check(
-    dtype: torch.dtype, head_dim: int, n_group: int, vector_bytes: int, scores: Scores = PLAIN
+    dtype: torch.dtype, head_dim: int, heads_per_kv: int, vector_bytes: int, scores: Scores = PLAIN
 ) -> None:
     k, v = make_cache(dtype, head_dim)
-    q = make_queries(dtype, n_group, head_dim)
+    q = make_queries(dtype, heads_per_kv, head_dim)
     expected = by_definition(q, k, v, SEQUENCES, scores)
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)
-        o = run(kernel(dtype, head_dim, n_group, vector_bytes, scores), q, k, v, SEQUENCES)
+        o = run(kernel(dtype, head_dim, heads_per_kv, vector_bytes, scores), q, k, v, SEQUENCES)
         torch.testing.assert_close(o.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
@@ -121,10 +123,10 @@ def test_heads_of_any_size_attend_by_definition_on_vectors_of_any_width(
     check(dtype, head_dim, 3, vector_bytes)
 
 
-@pytest.mark.parametrize("n_group", [1, 2, 4, 5, 9, 71])
-def test_groups_of_any_size_attend_by_definition(n_group: int) -> None:
+@pytest.mark.parametrize("heads_per_kv", [1, 2, 4, 5, 9, 71])
+def test_groups_of_any_size_attend_by_definition(heads_per_kv: int) -> None:
     """More than four queries are split into chunks, of two sizes if they do not divide evenly."""
-    check(torch.float32, 16, n_group, 32)
+    check(torch.float32, 16, heads_per_kv, 32)
 
 
 @pytest.mark.parametrize("vector_bytes", MACHINES)

@@ -23,7 +23,7 @@ from parallel_llama.ops import (
 )
 from parallel_llama.ops.noise import gumbel
 
-HEAD_DIM, N_GROUP, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
+HEAD_DIM, HEADS_PER_KV, N_KV_HEADS, N_SLOTS = 16, 3, 2, 64
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 2e-5,
@@ -43,7 +43,7 @@ def backends() -> Iterator[Backend]:
         for dtype in TOLERANCE:
             if dtype != torch.float16:
                 yield TorchOps(), dtype, device
-            best = choose_ops(dtype, device, HEAD_DIM, {N_GROUP})
+            best = choose_ops(dtype, device, HEAD_DIM, {HEADS_PER_KV})
             if type(best) is not TorchOps:
                 yield best, dtype, device
     if find_spec("triton") is not None and "cuda" not in DEVICES:
@@ -68,7 +68,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 def with_scores(backend: Backend, scores: Scores) -> TorchOps:
     """The same operators with another score function."""
     ops, dtype, device = backend
-    best = choose_ops(dtype, device, HEAD_DIM, {N_GROUP}, scores)
+    best = choose_ops(dtype, device, HEAD_DIM, {HEADS_PER_KV}, scores)
     return best if type(ops) is type(best) else TorchOps(scores)
 
 
@@ -268,7 +268,7 @@ def test_gates(backend: Backend, shape: tuple[int, int]) -> None:
 def test_rotate_and_store(backend: Backend, cache: torch.dtype | None) -> None:
     """Pair i of a head is its values 2 i and 2 i + 1; nothing else is written."""
     ops, dtype, device = backend
-    n, n_heads, stored = 4, N_KV_HEADS * N_GROUP, cache or dtype
+    n, n_heads, stored = 4, N_KV_HEADS * HEADS_PER_KV, cache or dtype
     n_all = n_heads + 2 * N_KV_HEADS
     around = torch.full((n + 1, n_all, HEAD_DIM), 7.0, dtype=dtype, device=device)
     qkv = around[:n].normal_()
@@ -316,7 +316,7 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, slots: list[int], scores: Sco
     q, k, v = q.double(), kv_rows.unpack(k, torch.float64), kv_rows.unpack(v, torch.float64)
     scale, cap = scores.scale or HEAD_DIM**-0.5, scores.soft_cap
     rows = []
-    for number, head in enumerate(q.view(N_KV_HEADS, N_GROUP, HEAD_DIM)):
+    for number, head in enumerate(q.view(N_KV_HEADS, HEADS_PER_KV, HEAD_DIM)):
         products = head @ k[number, slots].T * scale
         if cap is not None:
             products = cap * (products / cap).tanh()
@@ -331,7 +331,7 @@ def test_prefill_attention(backend: Backend, scores: Scores, cache: torch.dtype 
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, 9) for _ in range(2))
-    q = torch.randn(5, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
+    q = torch.randn(5, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
     mask = torch.full((5, 9), -torch.inf, dtype=dtype, device=device).triu(5)
     o = ops.prefill_attention(q, k[None], v[None], mask)
     for row in range(5):
@@ -352,7 +352,7 @@ def test_chunk_attention(
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
-    q = torch.randn(20, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
+    q = torch.randn(20, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
     for start, n in ((0, 17), (40, 11), (9, 1)):
         first = 0 if window is None else max(start - window + 1, 0)
         keys = [slice(60, 61), slice(1, start + n - first)]
@@ -374,7 +374,7 @@ def test_decode_attention(backend: Backend, scores: Scores, cache: torch.dtype |
     _, dtype, device = backend
     ops = with_scores(backend, scores)
     k, v = (some_rows(dtype, device, cache, N_SLOTS) for _ in range(2))
-    q = torch.randn(4, N_KV_HEADS * N_GROUP, HEAD_DIM, device=device).to(dtype)
+    q = torch.randn(4, N_KV_HEADS * HEADS_PER_KV, HEAD_DIM, device=device).to(dtype)
     out = torch.full_like(q, -7.0)
     slots = {0: [slice(3, 4)], 1: [slice(40, 64), slice(0, 9)], 3: [slice(5, 30)]}
     seen = {row: (0, own) for row, own in slots.items()}

@@ -18,16 +18,16 @@ def seed() -> None:
 
 
 @pytest.mark.parametrize("ranges", [DECODED, CHUNKS], ids=["decoded", "chunks"])
-@pytest.mark.parametrize("groups", [(1,), (2, 2), (3, 2), (1, 3, 3, 2), (7,)], ids=str)
+@pytest.mark.parametrize("heads_per_kv", [(1,), (2, 2), (3, 2), (1, 3, 3, 2), (7,)], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 def test_every_query_sees_its_window_of_its_own_keys(
     ranges: tuple[tuple[int, int], ...],
-    groups: tuple[int, ...],
+    heads_per_kv: tuple[int, ...],
     window: int | None,
     scores: Scores,
 ) -> None:
-    sample = make_sample(ranges, groups, 6, dtype=torch.float64, window=window)
+    sample = make_sample(ranges, heads_per_kv, 6, dtype=torch.float64, window=window)
     torch.testing.assert_close(
         sample.run(TorchOps(scores)), sample.expected(scores), rtol=0, atol=1e-10
     )

@@ -74,9 +74,9 @@ def make_cache(dtype: torch.dtype, head_dim: int, chunk: QueryChunk) -> tuple[Te
     return kv[0], kv[1]
 
 
-def make_queries(dtype: torch.dtype, n: int, n_group: int, head_dim: int) -> Tensor:
+def make_queries(dtype: torch.dtype, n: int, heads_per_kv: int, head_dim: int) -> Tensor:
     """The first heads of a wider tensor, so that rows are not adjacent."""
-    n_heads = N_KV_HEADS * n_group
+    n_heads = N_KV_HEADS * heads_per_kv
     return torch.randn(n + 3, n_heads + 3, head_dim, dtype=dtype)[:, :n_heads]
 
 
@@ -105,20 +105,20 @@ def by_definition(
     at = torch.arange(chunk.positions.start, chunk.positions.stop)[:, None]
     behind = at - torch.arange(chunk.first_key, chunk.positions.stop)
     hidden = (behind < 0) | (behind >= (chunk.window or N_SLOTS))
-    result, n_group = torch.empty_like(q), q.shape[1] // len(k)
+    result, heads_per_kv = torch.empty_like(q), q.shape[1] // len(k)
     for head in range(q.shape[1]):
-        products = q[:, head] @ k[head // n_group].T * (scores.scale or q.shape[2] ** -0.5)
+        products = q[:, head] @ k[head // heads_per_kv].T * (scores.scale or q.shape[2] ** -0.5)
         if (cap := scores.soft_cap) is not None:
             products = cap * (products / cap).tanh()
         weights = products.masked_fill(hidden, -torch.inf).softmax(-1)
-        result[:, head] = weights @ v[head // n_group]
+        result[:, head] = weights @ v[head // heads_per_kv]
     return result
 
 
 def check(
     dtype: torch.dtype,
     head_dim: int,
-    n_group: int,
+    heads_per_kv: int,
     vector_bytes: int = 64,
     scores: Scores = PLAIN,
     chunks: list[tuple[int, int, int | None]] = CHUNKS,
@@ -127,7 +127,7 @@ def check(
     for n, start, window in chunks:
         chunk = make_chunk(n, start, window)
         k, v = make_cache(dtype, head_dim, chunk)
-        q = make_queries(dtype, n, n_group, head_dim)
+        q = make_queries(dtype, n, heads_per_kv, head_dim)
         o = run(attention, q, k, v, chunk).double()
         expected = by_definition(q, k, v, chunk, scores)
         torch.testing.assert_close(o, expected, rtol=0, atol=TOLERANCE[dtype])
@@ -142,9 +142,9 @@ def test_heads_of_any_size_attend_by_definition_on_vectors_of_any_width(
     check(dtype, head_dim, 3, vector_bytes)
 
 
-@pytest.mark.parametrize("n_group", [1, 2, 5, 71])
-def test_groups_of_any_size_attend_by_definition(n_group: int) -> None:
-    check(torch.float32, 16, n_group)
+@pytest.mark.parametrize("heads_per_kv", [1, 2, 5, 71])
+def test_groups_of_any_size_attend_by_definition(heads_per_kv: int) -> None:
+    check(torch.float32, 16, heads_per_kv)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -222,19 +222,19 @@ def test_a_query_gets_the_same_to_the_last_bit_alone_and_in_a_chunk(
     cache_dtype: torch.dtype,
     vector_bytes: int,
     head_dim: int,
-    n_group: int,
+    heads_per_kv: int,
     scores: Scores,
 ) -> None:
     """Up to nine tokens of a prompt used the decode kernel, which summed in another order."""
     rng, machine = random.Random(0), MACHINES[vector_bytes]
-    decode = DecodeAttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, machine)
+    decode = DecodeAttentionKernel(dtype, cache_dtype, head_dim, heads_per_kv, scores, machine)
     attention = kernel(dtype, head_dim, vector_bytes, scores, cache_dtype)
     for _ in range(10):
         n, start = rng.randint(1, 60), rng.choice([0, 1, 100, 127, 128, 255, 400])
         chunk = make_chunk(n, start, rng.choice([None, None, 1, 7, 100, 128, 300]))
         wide = torch.randn(2, N_KV_HEADS, N_SLOTS, head_dim, dtype=dtype)
         k, v = wide if cache_dtype == dtype else kv_rows.pack(wide, cache_dtype)
-        q = make_queries(dtype, n, n_group, head_dim)
+        q = make_queries(dtype, n, heads_per_kv, head_dim)
         torch.set_num_threads(rng.randint(1, 3))
         alone = torch.empty_like(q)
         decode(q, k, v, DecodeBatch.of(rows_of(chunk, rng)), alone)
@@ -288,12 +288,12 @@ def tiles(head_dim: int, scores: Scores = PLAIN) -> PrefillAttentionAMXKernel:
 @has_tiles
 @pytest.mark.parametrize("scores", [PLAIN, CAPPED], ids=str)
 @pytest.mark.parametrize(("head_dim", "n_group"), [(32, 1), (64, 3), (96, 71)])
-def test_tiles_attend_by_definition(head_dim: int, n_group: int, scores: Scores) -> None:
+def test_tiles_attend_by_definition(head_dim: int, heads_per_kv: int, scores: Scores) -> None:
     """With queries and weights in one part alone, the error would be a hundred times as large."""
     for n, start, window in [*CHUNKS, *WINDOWS]:
         chunk = make_chunk(n, start, window)
         k, v = make_cache(torch.bfloat16, head_dim, chunk)
-        q = make_queries(torch.float32, n, n_group, head_dim)
+        q = make_queries(torch.float32, n, heads_per_kv, head_dim)
         o = run(tiles(head_dim, scores), q, k, v, chunk).double()
         expected = by_definition(q, k, v, chunk, scores)
         torch.testing.assert_close(o, expected, rtol=0, atol=HALF)

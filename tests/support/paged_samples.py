@@ -14,12 +14,12 @@ from parallel_llama.plan import Run
 POISON = -7.0  # marks results that were not written
 
 
-def runs_of(groups: Sequence[int]) -> tuple[Run, ...]:
+def runs_of(heads_per_kv: Sequence[int]) -> tuple[Run, ...]:
     """A run for each KV head, with the given numbers of query heads."""
-    ends = [sum(groups[: i + 1]) for i in range(len(groups))]
+    ends = [sum(heads_per_kv[: i + 1]) for i in range(len(heads_per_kv))]
     return tuple(
         Run(range(end - n, end), range(i, i + 1))
-        for i, (n, end) in enumerate(zip(groups, ends, strict=True))
+        for i, (n, end) in enumerate(zip(heads_per_kv, ends, strict=True))
     )
 
 
@@ -31,7 +31,7 @@ class Sample:
     `values` of a range [K, S, D], as read from the cache.
     """
 
-    groups: Sequence[int]
+    heads_per_kv: Sequence[int]
     q: Tensor
     k: Tensor
     v: Tensor
@@ -41,7 +41,7 @@ class Sample:
 
     @property
     def heads(self) -> HeadMap:
-        return HeadMap.of(runs_of(self.groups), self.q.device)
+        return HeadMap.of(runs_of(self.heads_per_kv), self.q.device)
 
     def run(self, ops: TorchOps) -> Tensor:
         """The result, with POISON in rows without a query; asserts that nothing else is written."""
@@ -60,14 +60,14 @@ class Sample:
         ):
             row, n_queries, start, *_ = range_
             own, first = slice(row, row + n_queries), 0
-            for head, n_group in enumerate(self.groups):
-                group = slice(first, first + n_group)
+            for head, heads_per_kv in enumerate(self.heads_per_kv):
+                group = slice(first, first + heads_per_kv)
                 q = self.q[own, group].transpose(0, 1).double()  # [G, n_queries, D]
                 seen = slice(start + n_queries)
                 k, v = keys[head, seen].double(), values[head, seen].double()
                 mask = _visible(start, n_queries, self.queries.window).to(q.device)
                 result[own, group] = _attention(q, k, v, mask, scores).transpose(0, 1)
-                first += n_group
+                first += heads_per_kv
         return result
 
 
@@ -87,7 +87,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores: Scores) ->
 
 def make_sample(
     ranges: Sequence[tuple[int, int]],
-    groups: Sequence[int],
+    heads_per_kv: Sequence[int],
     head_dim: int,
     *,
     dtype: torch.dtype,
@@ -102,7 +102,7 @@ def make_sample(
     that no query may see is NaN: free blocks, slots after the last query, blocks before a window.
     """
     stored = cache_dtype or dtype
-    n_kv_heads = len(groups)
+    n_kv_heads = len(heads_per_kv)
     n_blocks = sum(-(-(n + start) // block_size) for n, start in ranges) + 3
     width = kv_rows.row_width(head_dim, stored)
     nothing = torch.full((2, n_kv_heads, n_blocks * block_size, head_dim), torch.nan)
@@ -127,7 +127,7 @@ def make_sample(
             slot = own[(at - first_key) // block_size] * block_size + at % block_size
             cache[:, :, slot] = packed[:, :, at]
         blocks += own
-    n_rows, n_heads = sum(n for n, _ in ranges), sum(groups)
+    n_rows, n_heads = sum(n for n, _ in ranges), sum(heads_per_kv)
     q = torch.randn(n_rows, n_heads + 2, head_dim).to(device=device, dtype=dtype)[:, 1:-1]
     queries = PagedQueries(
         torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 5),
@@ -136,7 +136,7 @@ def make_sample(
         max((n for n, _ in ranges), default=1) or 1,
         window,
     )
-    return Sample(groups, q, cache[0], cache[1], queries, keys, values)
+    return Sample(heads_per_kv, q, cache[0], cache[1], queries, keys, values)
 
 
 def _rows_of(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -176,11 +176,11 @@ def _samples(setting: Setting) -> Iterator[tuple[str, dict[str, Any]]]:
     decoded, chunks = ((1, 0), (1, 37), (0, 5), (1, 100)), ((5, 0), (40, 19), (0, 0), (17, 64))
     if setting.is_rehearsal:
         decoded, chunks = ((1, 0), (1, 6)), ((3, 2),)
-    groups = ((3, 2),) if setting.is_rehearsal else ((4,) * 8, (3, 2), (1, 3, 3, 2), (7,))
+    heads_per_kv = ((3, 2),) if setting.is_rehearsal else ((4,) * 8, (3, 2), (1, 3, 3, 2), (7,))
     caches = (None,) if setting.is_rehearsal else (None, torch.int8, torch.float8_e4m3fn)
     for kind, ranges in (("decode", decoded), ("prefill", chunks)):
         for dtype in dtypes(setting):
-            for group in groups:
+            for group in heads_per_kv:
                 for head_dim in (16,) if setting.is_rehearsal else (64, 80, 128):
                     for cache in caches:
                         stored = f", cache in {_name(cache)}" if cache else ""
@@ -212,9 +212,9 @@ def _attention_is_right(name: str, of_sample: dict[str, Any]) -> Rows:
 
 def _attention(name: str, ranges: list[tuple[int, int]], target: str, setting: Setting) -> Rows:
     dtype = torch.float32 if setting.is_rehearsal else torch.bfloat16
-    groups, head_dim = ((2,), 16) if setting.is_rehearsal else ((4,) * 8, 128)
+    heads_per_kv, head_dim = ((2,), 16) if setting.is_rehearsal else ((4,) * 8, 128)
     sample = make_sample(
-        ranges, groups, head_dim, dtype=dtype, block_size=16, device=setting.device
+        ranges, heads_per_kv, head_dim, dtype=dtype, block_size=16, device=setting.device
     )
     ops, heads = CUDAOps(), sample.heads  # created before a graph is recorded
     out = _hold_sample(sample, ops)
@@ -223,7 +223,7 @@ def _attention(name: str, ranges: list[tuple[int, int]], target: str, setting: S
         ops.paged_attention(sample.q, sample.k, sample.v, sample.queries, heads, out)
 
     n_keys = sum(n + start for n, start in ranges)
-    n_bytes = 2 * n_keys * len(groups) * head_dim * dtype.itemsize
+    n_bytes = 2 * n_keys * len(heads_per_kv) * head_dim * dtype.itemsize
     seconds = device_seconds([attend] * setting.pick(10, 1), setting)
     yield _moved(name, n_bytes, seconds, setting, target)
 
@@ -236,12 +236,12 @@ def prompts(setting: Setting) -> Rows:
     """
     n, head_dim = setting.pick(4096, 24), setting.pick(128, 16)
     dtype = torch.float32 if setting.is_rehearsal else torch.bfloat16
-    for groups in ((4,) * setting.pick(8, 2), (3, 2)):
+    for heads_per_kv in ((4,) * setting.pick(8, 2), (3, 2)):
         own = {"dtype": dtype, "block_size": 16, "device": setting.device}
-        sample = make_sample([(n, 0)], groups, head_dim, **own)
-        n_flops = 2 * n * n * sum(groups) * head_dim
+        sample = make_sample([(n, 0)], heads_per_kv, head_dim, **own)
+        n_flops = 2 * n * n * sum(heads_per_kv) * head_dim
         for way, attend in _ways(sample, setting).items():
-            name = f"prompt of {n} tokens, groups {groups}, {way}"
+            name = f"prompt of {n} tokens, groups {heads_per_kv}, {way}"
             yield from attempt(name, lambda a=(name, attend, sample, n_flops): _prompt(*a, setting))
 
 

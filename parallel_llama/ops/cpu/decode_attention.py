@@ -60,7 +60,7 @@ class _Shape:
 
     lanes: Lanes
     head_dim: int
-    n_group: int
+    heads_per_kv: int
     scores: Scores
     rows: KVRows
     n_registers: int
@@ -77,12 +77,12 @@ class _Shape:
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
         """Yields start, stop and step of chunks of queries, whose sizes differ by at most one."""
-        n_chunks = -(-self.n_group // _MAX_CHUNK)
-        size, n_larger = divmod(self.n_group, n_chunks)
+        n_chunks = -(-self.heads_per_kv // _MAX_CHUNK)
+        size, n_larger = divmod(self.heads_per_kv, n_chunks)
         middle = n_larger * (size + 1)
         if n_larger:
             yield 0, middle, size + 1
-        yield middle, self.n_group, size
+        yield middle, self.heads_per_kv, size
 
     def vectors_at_once(self, n_rows: int) -> int:
         """Vectors of a value whose sums for each row fit the registers, with the rows' weights."""
@@ -127,14 +127,14 @@ class DecodeAttentionKernel:
         dtype: torch.dtype,
         cache_dtype: torch.dtype,
         head_dim: int,
-        n_group: int,
+        heads_per_kv: int,
         scores: Scores,
         machine: Machine,
     ) -> None:
-        self.dtype, self.head_dim, self.n_group = dtype, head_dim, n_group
+        self.dtype, self.head_dim, self.heads_per_kv = dtype, head_dim, heads_per_kv
         lanes = machine.lanes(dtype, head_dim)
         self._width, self._rows = lanes.width, KVRows(cache_dtype, lanes, head_dim)
-        shape = _Shape(lanes, head_dim, n_group, scores, self._rows, machine.n_vectors)
+        shape = _Shape(lanes, head_dim, heads_per_kv, scores, self._rows, machine.n_vectors)
         self._program = Program(
             _Arguments[float],
             partial(_attention, shape),
@@ -152,7 +152,7 @@ class DecodeAttentionKernel:
         run: Run = at_once,
     ) -> None:
         n_kv_heads = len(k)
-        assert q.shape == out.shape == (len(q), n_kv_heads * self.n_group, self.head_dim)
+        assert q.shape == out.shape == (len(q), n_kv_heads * self.heads_per_kv, self.head_dim)
         assert q.stride()[1:] == out.stride()[1:] == (self.head_dim, 1)
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert q.dtype == out.dtype == self.dtype and k.dtype == v.dtype == self._rows.stored
@@ -162,8 +162,8 @@ class DecodeAttentionKernel:
         stride = -(-n_keys // self._width) * self._width + 2 * self._width
         n_items = len(batch.parts) * n_kv_heads
         n_threads = min(torch.get_num_threads(), n_items)
-        scores = torch.empty(n_threads * self.n_group * stride, dtype=self.dtype)
-        n_results = n_items * self.n_group
+        scores = torch.empty(n_threads * self.heads_per_kv * stride, dtype=self.dtype)
+        n_results = n_items * self.heads_per_kv
         results = torch.empty(n_results, self.head_dim, dtype=self.dtype)
         shares = torch.empty(n_results, _SHARE_FIELDS, dtype=self.dtype)
         arguments = _Arguments(
@@ -179,9 +179,9 @@ class DecodeAttentionKernel:
 
 @cache
 def make_decode_attention(
-    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, n_group: int, scores: Scores
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, heads_per_kv: int, scores: Scores
 ) -> DecodeAttentionKernel:
-    return DecodeAttentionKernel(dtype, cache_dtype, head_dim, n_group, scores, this_machine())
+    return DecodeAttentionKernel(dtype, cache_dtype, head_dim, heads_per_kv, scores, this_machine())
 
 
 def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
@@ -197,8 +197,12 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
     """
     n_kv_heads, stride = args.n_kv_heads, args.scores_stride
     results, shares = args.results, args.shares
-    lanes, n_group, group_size = shape.lanes, shape.n_group, shape.n_group * shape.head_dim
-    own = args.scores + thread.number * stride * n_group
+    lanes, heads_per_kv, group_size = (
+        shape.lanes,
+        shape.heads_per_kv,
+        shape.heads_per_kv * shape.head_dim,
+    )
+    own = args.scores + thread.number * stride * heads_per_kv
     spare = Value(b, b.alloca(lanes.vector.element, shape.n_spare * shape.head_dim))
     scaled = Value(b, b.alloca(lanes.vector.element, group_size))
     with loop(b, 0, shape.n_spare * shape.head_dim, lanes.width) as i:
@@ -215,12 +219,12 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
         with loop(b, 0, group_size, lanes.width) as i:
             query = lanes.load(args.q + row * args.q_stride + group + i)
             lanes.store(scaled + i, query * shape.scores.factor_of(shape.head_dim))
-        with loop(b, 0, n_group) as query:
+        with loop(b, 0, heads_per_kv) as query:
             lanes.store(own + query * stride, lanes.constant(b, -math.inf))
         with _blocks(*seen, lanes.width, start) as block:
             _score(shape, scaled, args.k + head * args.k_stride, own, stride, block, spare)
-        with loop(b, 0, n_group) as query:
-            share = shares + (item * n_group + query) * _SHARE_FIELDS
+        with loop(b, 0, heads_per_kv) as query:
+            share = shares + (item * heads_per_kv + query) * _SHARE_FIELDS
             _weigh(lanes, own + query * stride, start + n_keys, share)
         own_out = args.out + row * args.out_stride
         result = where(count > 1, results + item * group_size, own_out + group)
@@ -229,11 +233,11 @@ def _attention(shape: _Shape, b: ir.IRBuilder, thread: Thread, args: _Arguments[
         with _blocks(*seen, shape.block, start) as block:
             values = args.v + head * args.v_stride
             _add_values(shape, result, values, own, stride, block, spare)
-        with when(count < 2), loop(b, 0, n_group) as query:
-            total = shares[(item * n_group + query) * _SHARE_FIELDS + 1]
+        with when(count < 2), loop(b, 0, heads_per_kv) as query:
+            total = shares[(item * heads_per_kv + query) * _SHARE_FIELDS + 1]
             _divide(shape, result + query * shape.head_dim, total)
         with when(count > 1):
-            first_part, n_queries = part - number, n_kv_heads * n_group
+            first_part, n_queries = part - number, n_kv_heads * heads_per_kv
             n_done = (args.done + first_part).add_atomically(1)
             with when(n_done > count * n_kv_heads - 2):
                 args.done[first_part] = count.like(0)
@@ -289,7 +293,7 @@ def _score(
         keys = _readable(shape, own, block.n_left, spare)
     else:
         keys = _wide(shape, own, smaller(block.n_left, lanes.width), following, spare)
-    with loop(q.b, 0, shape.n_group) as query:
+    with loop(q.b, 0, shape.heads_per_kv) as query:
         dots = _dots(shape, q + query * head_dim, keys)
         lanes.store(scores + query * stride + block.t, _capped(shape, dots))
 

@@ -147,7 +147,7 @@ class ChunkArguments(Generic[T]):
     taken: Integers[T]
     n_blocks: Integer[T]
     n_kv_heads: Integer[T]
-    n_group: Integer[T]
+    heads_per_kv: Integer[T]
     n: Integer[T]
     start: Integer[T]
     slots: Integers[T]
@@ -168,10 +168,10 @@ def chunk_arguments(
     assert q.shape == out.shape and head_dim == shape.head_dim and n_heads % n_kv_heads == 0
     assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
     assert q.dtype == out.dtype == shape.lanes.computed
-    n_group = n_heads // n_kv_heads
+    heads_per_kv = n_heads // n_kv_heads
     return ChunkArguments(
-        taken=chunk.taken.data_ptr(), n_blocks=-(-n * n_group // shape.n_columns),
-        n_kv_heads=n_kv_heads, n_group=n_group, n=n, start=chunk.positions.start,
+        taken=chunk.taken.data_ptr(), n_blocks=-(-n * heads_per_kv // shape.n_columns),
+        n_kv_heads=n_kv_heads, heads_per_kv=heads_per_kv, n=n, start=chunk.positions.start,
         slots=chunk.slots.data_ptr(), n_keys=len(chunk.slots),
         window=NO_WINDOW if chunk.window is None else chunk.window, q=q.data_ptr(),
         q_stride=q.stride(0), out=out.data_ptr(), out_stride=out.stride(0),
@@ -225,7 +225,7 @@ def attend(
         columns = _Columns(number * shape.n_columns, chunk)
         head = item % chunk.n_kv_heads
         first, last = columns.position(0), columns.position(shape.n_columns - 1)
-        own = head * chunk.n_group * shape.head_dim
+        own = head * chunk.heads_per_kv * shape.head_dim
         _load(shape, chunk.q + own, columns, block)
         products.prepare()
         softmax = _Softmax(shape, b)
@@ -255,16 +255,16 @@ class _Columns:
     chunk: ChunkArguments[Value]
 
     def _column(self, number: Operand) -> Value:
-        return smaller(self.first + number, self.chunk.n * self.chunk.n_group - 1)
+        return smaller(self.first + number, self.chunk.n * self.chunk.heads_per_kv - 1)
 
     def position(self, number: Operand) -> Value:
         """The position of the column's query in its sequence."""
-        return self._column(number) // self.chunk.n_group + self.chunk.start
+        return self._column(number) // self.chunk.heads_per_kv + self.chunk.start
 
     def row(self, array: Value, stride: Value, number: Operand, head_dim: int) -> Value:
         """The address of a column's numbers in the array of a KV head's queries or results."""
-        column, n_group = self._column(number), self.chunk.n_group
-        return array + column // n_group * stride + column % n_group * head_dim
+        column, heads_per_kv = self._column(number), self.chunk.heads_per_kv
+        return array + column // heads_per_kv * stride + column % heads_per_kv * head_dim
 
 
 def _load(shape: BlockShape, q: Value, columns: _Columns, block: Block) -> None:

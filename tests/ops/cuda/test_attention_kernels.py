@@ -44,17 +44,17 @@ def check(sample, ops, scores=PLAIN):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", HEAD_MAPS, ids=str)
-def test_decoded_queries_of_any_head_map_see_their_keys(device, groups):
-    sample = make_sample(DECODED, groups, 16, dtype=torch.float32, device=device)
+@pytest.mark.parametrize("heads_per_kv", HEAD_MAPS, ids=str)
+def test_decoded_queries_of_any_head_map_see_their_keys(device, heads_per_kv):
+    sample = make_sample(DECODED, heads_per_kv, 16, dtype=torch.float32, device=device)
     # Two programs share a query's keys; but the interpreter takes long to merge many heads'.
-    check(sample, Decode(1 if groups == (71,) else 2))
+    check(sample, Decode(1 if heads_per_kv == (71,) else 2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("groups", HEAD_MAPS, ids=str)
-def test_chunks_of_any_head_map_see_their_keys(device, groups):
-    sample = make_sample(CHUNKS, groups, 16, dtype=torch.float32, device=device)
+@pytest.mark.parametrize("heads_per_kv", HEAD_MAPS, ids=str)
+def test_chunks_of_any_head_map_see_their_keys(device, heads_per_kv):
+    sample = make_sample(CHUNKS, heads_per_kv, 16, dtype=torch.float32, device=device)
     check(sample, CUDAOps())
 
 
@@ -172,7 +172,7 @@ def test_few_queries_are_shared_by_as_many_programs_as_fill_a_gpu(n_pairs, n_byt
 
 def launches():
     """Heads of models that there are: Llama's, Gemma's with its cap, Falcon's 71 over one."""
-    for dtype, head_dim, n_group, cap, cache_dtype in (
+    for dtype, head_dim, heads_per_kv, cap, cache_dtype in (
         (torch.bfloat16, 128, 4, None, None),
         (torch.bfloat16, 256, 2, 50.0, None),
         (torch.float16, 64, 71, None, None),
@@ -181,9 +181,9 @@ def launches():
     ):
         stored = cache_dtype or dtype
         cache = torch.empty(2, 64, kv_rows.row_width(head_dim, stored), dtype=stored)
-        q = torch.empty(4, 2 * n_group, head_dim, dtype=dtype)
+        q = torch.empty(4, 2 * heads_per_kv, head_dim, dtype=dtype)
         rows, numbers = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-        heads = HeadMap(numbers[:3], n_group)
+        heads = HeadMap(numbers[:3], heads_per_kv)
         for max_queries in (1, 99):
             queries = PagedQueries(rows, numbers, 16, max_queries, None)
             CUDAOps(Scores(soft_cap=cap)).paged_attention(q, cache, cache, queries, heads, q)
