@@ -39,7 +39,7 @@ KV_SCALE_BYTES = 4
 QUANTS = "none", "int8", "int4", "fp8", "stored"
 
 # Consecutive inputs of a matrix that products quantise together; they stay on one rank.
-GROUP_SIZE = 32
+QUANT_GROUP_SIZE = 32
 _SCALE_BYTES = 2  # a float16
 
 
@@ -59,7 +59,7 @@ class DenseFormat:
 
 
 @dataclass(frozen=True)
-class GroupFormat:
+class QuantFormat:
     """Quantised weights: integers of `n_bits` with a scale for every `block` inputs of an output.
 
     Asymmetric formats store unsigned integers and a minimum per block; symmetric ones store signed
@@ -77,7 +77,7 @@ class GroupFormat:
 
     n_bits: Literal[2, 3, 4, 5, 6, 8]
     has_min: bool = False
-    block: int = GROUP_SIZE
+    block: int = QUANT_GROUP_SIZE
     n_parts: int = 1
     scale_factors: bool = False
     min_factors: bool = False
@@ -99,12 +99,12 @@ class GroupFormat:
     @property
     def n_shared(self) -> int:
         """Number of groups that share a scale."""
-        return self.block // GROUP_SIZE
+        return self.block // QUANT_GROUP_SIZE
 
     @property
     def one_scale(self) -> int:
         """Number of consecutive inputs that are multiplied by one number, at least a group."""
-        return GROUP_SIZE if self.scale_factors else self.block
+        return QUANT_GROUP_SIZE if self.scale_factors else self.block
 
     @property
     def n_factors(self) -> int:
@@ -116,29 +116,29 @@ class GroupFormat:
 
         A block that is cut between ranks counts a fraction of its scale on each rank.
         """
-        n_groups = n_values // GROUP_SIZE
+        n_groups = n_values // QUANT_GROUP_SIZE
         halves = n_groups * _SCALE_BYTES * (1 + self.has_min) // self.n_shared
         return n_values * self.n_bits // 8 + n_groups * self.n_factors + halves
 
 
-def _in_256(n_bits: Literal[2, 3, 4, 5, 6], n_parts: int, *, has_min: bool) -> GroupFormat:
-    return GroupFormat(n_bits, has_min, 256, n_parts, scale_factors=True, min_factors=has_min)
+def _in_256(n_bits: Literal[2, 3, 4, 5, 6], n_parts: int, *, has_min: bool) -> QuantFormat:
+    return QuantFormat(n_bits, has_min, 256, n_parts, scale_factors=True, min_factors=has_min)
 
 
 # The formats of the values of `quant`.
 ASKED = {
-    "int8": GroupFormat(8),
-    "int4": GroupFormat(4, has_min=True),
-    "fp8": GroupFormat(8, is_float=True),
+    "int8": QuantFormat(8),
+    "int4": QuantFormat(4, has_min=True),
+    "fp8": QuantFormat(8, is_float=True),
 }
 
 # The GGUF types that are kept in groups without decoding.
-GGUF_GROUPS = {
-    "Q8_0": GroupFormat(8),
-    "Q5_0": GroupFormat(5),
-    "Q5_1": GroupFormat(5, has_min=True),
-    "Q4_0": GroupFormat(4),
-    "Q4_1": GroupFormat(4, has_min=True),
+GGUF_QUANTS = {
+    "Q8_0": QuantFormat(8),
+    "Q5_0": QuantFormat(5),
+    "Q5_1": QuantFormat(5, has_min=True),
+    "Q4_0": QuantFormat(4),
+    "Q4_1": QuantFormat(4, has_min=True),
     "Q6_K": _in_256(6, 2, has_min=False),
     "Q5_K": _in_256(5, 1, has_min=True),
     "Q4_K": _in_256(4, 1, has_min=True),
@@ -146,7 +146,7 @@ GGUF_GROUPS = {
     "Q2_K": _in_256(2, 2, has_min=True),
 }
 
-MatrixFormat = DenseFormat | GroupFormat
+MatrixFormat = DenseFormat | QuantFormat
 
 
 @dataclass(frozen=True)
@@ -197,13 +197,13 @@ class Precision:
         return next((name for name, form in ASKED.items() if form == self.matrices), "none")
 
     @property
-    def group_size(self) -> int:
+    def quant_group_size(self) -> int:
         """Number of consecutive channels that must stay on one rank; 1 for unquantised weights."""
         if self.quant == "none":
             return 1
         stored = (self.stored or {}).values()
-        groups = (form.one_scale for form in stored if isinstance(form, GroupFormat))
-        return max(groups, default=GROUP_SIZE)
+        groups = (form.one_scale for form in stored if isinstance(form, QuantFormat))
+        return max(groups, default=QUANT_GROUP_SIZE)
 
     def form_of(self, kind: Kind, name: str) -> MatrixFormat:
         """The format of the weight of this kind and name.
@@ -275,7 +275,7 @@ def make_precision(
                 "float32; use dtype='float32'"
             )
     if quant == "stored" and not stored:
-        known = ", ".join(GGUF_GROUPS)
+        known = ", ".join(GGUF_QUANTS)
         raise UsageError(
             f"quant='stored': the model has no quantised weights ({known} in a GGUF file, GPTQ, "
             "AWQ, or a quantised native folder); use int8, int4 or fp8"
@@ -285,9 +285,9 @@ def make_precision(
 
 def _require_groups(args: ModelSizes, quant: str) -> None:
     for name, size in (("dim", args.dim), ("head_dim", args.head_dim), ("ffn_dim", args.ffn_dim)):
-        if size % GROUP_SIZE:
+        if size % QUANT_GROUP_SIZE:
             raise UsageError(
-                f"quant={quant!r}: {name}={size} is not a multiple of the {GROUP_SIZE} values that "
+                f"quant={quant!r}: {name}={size} is not a multiple of the {QUANT_GROUP_SIZE} values that "
                 "share a scale; use dtype='bfloat16'"
             )
 

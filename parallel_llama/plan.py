@@ -187,7 +187,7 @@ def equal_runs(heads: range, heads_per_kv: int) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def unit_size(size: int, n_heads: int, quant_group: int = 1) -> int:
+def unit_size(size: int, n_heads: int, quant_group_size: int = 1) -> int:
     """Channels or rows in one unit of an axis of `size`; independent of the number of ranks.
 
     The quantisation group if there is one, else the largest power of two up to 128 that gives at
@@ -196,8 +196,8 @@ def unit_size(size: int, n_heads: int, quant_group: int = 1) -> int:
     >>> unit_size(1536, n_heads=9), unit_size(49152, n_heads=9), unit_size(30, n_heads=9)
     (32, 128, 1)
     """
-    if quant_group > 1:
-        return quant_group
+    if quant_group_size > 1:
+        return quant_group_size
     for unit in (128, 64, 32, 16, 8, 4, 2):
         if -(-size // unit) >= 4 * n_heads:
             return unit
@@ -232,7 +232,7 @@ def make_plan(
     args: ModelArgs,
     tp_size: int,
     memory: Sequence[float] | None = None,
-    quant_group: int = 1,
+    quant_group_size: int = 1,
     ranks_per_expert: int | None = None,
     kv_split: KVSplit = "heads",
 ) -> ShardPlan:
@@ -258,7 +258,7 @@ def make_plan(
     cut, heads, balance = _cut_heads(args, weights)
     groups = _expert_groups(args, tp_size, ranks_per_expert)
     experts = _cut_experts(args, groups, weights)
-    unit = unit_size(args.ffn_dim, args.n_heads, quant_group)
+    unit = unit_size(args.ffn_dim, args.n_heads, quant_group_size)
     ffn = [
         channels
         for group in groups

@@ -167,8 +167,8 @@ def test_the_unit_is_the_largest_power_of_two_that_leaves_four_per_head(size, n_
 
 
 def test_a_quantisation_group_is_the_unit():
-    assert unit_size(29568, 64, quant_group=128) == 128
-    plan = make_plan(shape(64, 8, ffn_dim=29568), 2, quant_group=128)
+    assert unit_size(29568, 64, quant_group_size=128) == 128
+    plan = make_plan(shape(64, 8, ffn_dim=29568), 2, quant_group_size=128)
     assert [len(share.ffn) // 128 for share in plan.shares] == [116, 115]
 
 

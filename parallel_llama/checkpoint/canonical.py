@@ -14,11 +14,11 @@ from torch import Tensor
 from parallel_llama.checkpoint.checkpoint import Checkpoint
 from parallel_llama.checkpoint.manifest import TensorEntry, tensor_bytes
 from parallel_llama.checkpoint.reading import pieces_of, quantised
-from parallel_llama.dtypes import GroupFormat
+from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import DamagedWeights
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
-from parallel_llama.ops.groups import Groups
+from parallel_llama.ops.quant import QuantMatrix
 
 # Small enough for memory to be reused for the next piece, and for hashing from the CPU cache.
 ROW_PIECE_VALUES = 1 << 22
@@ -57,14 +57,14 @@ class CanonicalTensor:
         return value
 
 
-class CanonicalGroups(CanonicalTensor):
+class CanonicalQuant(CanonicalTensor):
     """A quantised weight, whose canonical form is its dequantised values in float32."""
 
-    def __init__(self, param: Param, form: GroupFormat) -> None:
+    def __init__(self, param: Param, form: QuantFormat) -> None:
         super().__init__(param, torch.float32)
         self.form = form
 
-    def read_rows(self, checkpoint: Checkpoint, rows: range) -> Groups:
+    def read_rows(self, checkpoint: Checkpoint, rows: range) -> QuantMatrix:
         """Read and hash the next rows, and quantise them unless they are stored in this format.
 
         Raises: DamagedWeights if they cannot be read, or are NaN or Inf.
@@ -90,7 +90,7 @@ def canonical_pieces(
     checkpoint: Checkpoint,
     params: Sequence[Param],
     dtypes: Mapping[str, torch.dtype],
-    formats: Mapping[str, GroupFormat],
+    formats: Mapping[str, QuantFormat],
 ) -> Generator[tuple[CanonicalTensor, Piece], None, None]:
     """Yields the rows of each tensor in turn, in pieces; `formats` are those of quantised weights.
 
@@ -103,7 +103,7 @@ def canonical_pieces(
             for rows in _row_pieces(param):
                 yield tensor, (tensor.update(checkpoint.read(param, rows)),)
         else:
-            quantised_tensor = CanonicalGroups(param, form)
+            quantised_tensor = CanonicalQuant(param, form)
             for rows in _row_pieces(param):
                 yield quantised_tensor, quantised_tensor.read_rows(checkpoint, rows).tensors
 

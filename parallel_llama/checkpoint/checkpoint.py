@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GroupFormat
+from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families.names import RotaryOrder
 from parallel_llama.families.weights import Param
-from parallel_llama.ops.groups import Groups
+from parallel_llama.ops.quant import QuantMatrix
 
 
 class Checkpoint(ABC):
@@ -52,16 +52,16 @@ class Checkpoint(ABC):
         return self._reordered(self._stored(param, heads), heads, rows, order)
 
     def groups(
-        self, param: Param, rows: range, form: GroupFormat, order: RotaryOrder = "half"
-    ) -> Groups | None:
+        self, param: Param, rows: range, form: QuantFormat, order: RotaryOrder = "half"
+    ) -> QuantMatrix | None:
         """Reads a slice as quantised groups, or returns None if it is not stored in this format.
 
         Raises: as `read`.
         """
         if order == self._stored_order or not is_rotary(param.name):
-            return self._stored_groups(param, rows, form)
+            return self._stored_quant(param, rows, form)
         heads = self._whole_heads(rows)
-        whole = self._stored_groups(param, heads, form)
+        whole = self._stored_quant(param, heads, form)
         if whole is None:
             return None
         return whole.each(lambda part: self._reordered(part, heads, rows, order))
@@ -75,7 +75,7 @@ class Checkpoint(ABC):
         value = reordered(stored, self.args.head_dim, order, self.args.rotary_dim)
         return value[rows.start - heads.start :][: len(rows)]
 
-    def _stored_groups(self, _: Param, __: range, ___: GroupFormat) -> Groups | None:
+    def _stored_quant(self, _: Param, __: range, ___: QuantFormat) -> QuantMatrix | None:
         """As `groups`, in the stored rotary order."""
         return None
 

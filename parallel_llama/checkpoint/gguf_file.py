@@ -27,12 +27,12 @@ from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.checkpoint.quantised import decode_gguf
 from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GGUF_GROUPS, STORED, GroupFormat
+from parallel_llama.dtypes import GGUF_QUANTS, STORED, QuantFormat
 from parallel_llama.families.places import Place
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
-from parallel_llama.ops.groups import Groups, joined
+from parallel_llama.ops.quant import QuantMatrix, joined
 
 # Values that a thread decodes at once, which take about 10 MB on top of the result. With twice as
 # many the system often takes the memory back after each piece and zeroes it again; with half as
@@ -68,9 +68,9 @@ class GGUFFile(TensorFiles):
             values -= self.args.norm_offset  # llama.cpp stores the sum
         return values
 
-    def _stored_groups(self, param: Param, rows: range, form: GroupFormat) -> Groups | None:
+    def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
         file, tensor = self._held(param)
-        if GGUF_GROUPS.get(tensor.dtype) != form:
+        if GGUF_QUANTS.get(tensor.dtype) != form:
             return None
         size, n_bytes = _sizes(tensor)
         parts = []

@@ -12,7 +12,7 @@ from parallel_llama.checkpoint.quantised import PACKED_DTYPES, PackedMatrix, rea
 from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded, merged, read_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.config.quantised import hf_packing, packed_weights
-from parallel_llama.dtypes import STORED, GroupFormat
+from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, listed
 from parallel_llama.families import family_of, stored_places
 from parallel_llama.families.names import hf_full_name
@@ -25,7 +25,7 @@ from parallel_llama.files.safetensors_header import (
     FileTensor,
 )
 from parallel_llama.ops.formats import torch_dtype
-from parallel_llama.ops.groups import Groups, joined
+from parallel_llama.ops.quant import QuantMatrix, joined
 
 # Suffixes of tensors of GPTQ, AWQ, bitsandbytes and fp8 checkpoints.
 _QUANTISED = (".qweight", ".qzeros", ".absmax", ".weight_scale", ".weight_scale_inv")
@@ -85,12 +85,12 @@ class HFFolder(TensorFiles):
             return decoded(param, rows, partial(self._groups, param))
         return super()._stored(param, rows)
 
-    def _stored_groups(self, param: Param, rows: range, form: GroupFormat) -> Groups | None:
+    def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
         matrix = self._packed.get(param.name)
         is_so = matrix is not None and matrix.packing.form == form
         return self._groups(param, rows) if is_so else None
 
-    def _groups(self, param: Param, rows: range) -> Groups:
+    def _groups(self, param: Param, rows: range) -> QuantMatrix:
         """A slice of a quantised weight; slices of columns must be whole groups of 32."""
         matrix = self._packed[param.name]
         read, blocks = partial(self._part, matrix), as_blocks(param, matrix.place, rows)

@@ -12,7 +12,7 @@ from parallel_llama.checkpoint.manifest import Manifest, TensorEntry, hash_file
 from parallel_llama.checkpoint.native_folder import axis_units, unit_spans, weight_of
 from parallel_llama.checkpoint.tensor_files import read_header
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GROUP_SIZE, ITEM_BYTES
+from parallel_llama.dtypes import ITEM_BYTES, QUANT_GROUP_SIZE
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import FAMILIES, family_of, parameters, stored_places
 from parallel_llama.families.names import Layout, hf_full_name, renamed
@@ -95,7 +95,7 @@ class Damage:
                 continue  # not a weight, so the manifest has no hash of it
             units = self.manifest.units.get(tensor)
             if self.args and param and units:
-                spans = unit_spans(held, param, axis_units(self.args, self._quant_group))
+                spans = unit_spans(held, param, axis_units(self.args, self._quant_group_size))
                 spots += [
                     f"{tensor}, bytes {span.start} to {span.stop} (unit {number})"
                     for number, (span, unit) in enumerate(zip(spans, units, strict=False))
@@ -106,9 +106,9 @@ class Damage:
         return spots
 
     @property
-    def _quant_group(self) -> int:
+    def _quant_group_size(self) -> int:
         is_quantised = any(weight_of(tensor) != tensor for tensor in self.manifest.units)
-        return GROUP_SIZE if is_quantised else 1
+        return QUANT_GROUP_SIZE if is_quantised else 1
 
     def _is_damaged(self, path: Path, tensor: str, held: range, entry: TensorEntry) -> bool:
         n_bytes = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]

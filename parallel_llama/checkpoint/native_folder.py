@@ -26,7 +26,7 @@ from parallel_llama.checkpoint.tensor_files import TensorFiles, decoded
 from parallel_llama.config import ModelArgs
 from parallel_llama.config.native import native_units
 from parallel_llama.config.quantised import native_formats
-from parallel_llama.dtypes import GROUP_SIZE, STORED, GroupFormat
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.families.places import Place, whole
@@ -35,7 +35,7 @@ from parallel_llama.files.fields import naming
 from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import torch_dtype
-from parallel_llama.ops.groups import Groups
+from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.plan import unit_size
 
 # Bytes of one block of units when writing: large writes, and memory that is reused.
@@ -94,7 +94,7 @@ class NativeFolder(TensorFiles):
         with naming(files.config, CheckpointError):
             self._units, self._formats = native_units(values), native_formats(values, args)
             if self._formats:
-                _require_whole_groups(self._units)
+                _require_whole_quant_groups(self._units)
         super().__init__(files, args, empty)
 
     def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
@@ -107,29 +107,29 @@ class NativeFolder(TensorFiles):
         return STORED if dtype is None else (dtype,)
 
     def _parts(self, param: Param) -> list[Part]:
-        return parts_of(param, self._units, self._group_format(param))
+        return parts_of(param, self._units, self._quant_format(param))
 
-    def _group_format(self, param: Param) -> GroupFormat | None:
+    def _quant_format(self, param: Param) -> QuantFormat | None:
         form = self._formats.get(param.name)
-        return form if isinstance(form, GroupFormat) else None
+        return form if isinstance(form, QuantFormat) else None
 
     def _stored(self, param: Param, rows: range) -> Tensor:
-        form = self._group_format(param)
+        form = self._quant_format(param)
         if form is None:
             (part,) = self._parts(param)
             return self._values(part, rows)
         return decoded(param, rows, partial(self._groups, param, form=form))
 
-    def _stored_groups(self, param: Param, rows: range, form: GroupFormat) -> Groups | None:
-        return self._groups(param, rows, form) if self._group_format(param) == form else None
+    def _stored_quant(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix | None:
+        return self._groups(param, rows, form) if self._quant_format(param) == form else None
 
-    def _groups(self, param: Param, rows: range, form: GroupFormat) -> Groups:
+    def _groups(self, param: Param, rows: range, form: QuantFormat) -> QuantMatrix:
         """A slice of a quantised weight; slices of columns must be whole groups."""
         parts = (self._values(part, part.rows(rows)) for part in self._parts(param))
         integers, scales, *mins = parts
         if form.n_bits == 4:
             integers = unpacked(integers, form)
-        return Groups(form, integers.view(torch.int8), scales, mins[0] if mins else None)
+        return QuantMatrix(form, integers.view(torch.int8), scales, mins[0] if mins else None)
 
     def _values(self, part: Part, rows: range) -> Tensor:
         """Rows or columns of a tensor."""
@@ -154,15 +154,15 @@ class NativeFolder(TensorFiles):
         return columns[:, rows.start - held.start : rows.stop - held.start].contiguous()
 
 
-def axis_units(args: ModelArgs, quant_group: int = 1) -> dict[str, int]:
+def axis_units(args: ModelArgs, quant_group_size: int = 1) -> dict[str, int]:
     """The rows or columns in one unit of each axis; independent of the number of ranks.
 
-    Units are multiples of `quant_group` inputs.
+    Units are multiples of `quant_group_size` inputs.
     """
     return {
         "heads": args.head_dim,
         "kv_heads": args.head_dim,
-        "ffn": unit_size(args.ffn_dim, args.n_heads, quant_group),
+        "ffn": unit_size(args.ffn_dim, args.n_heads, quant_group_size),
         "vocab": unit_size(args.vocab_size, args.n_heads),
     }
 
@@ -172,7 +172,7 @@ def unit_of(param: Param, units: Mapping[str, int]) -> int:
     return param.shape[param.dim] if param.axis is None else units[param.axis]
 
 
-def parts_of(param: Param, units: Mapping[str, int], form: GroupFormat | None = None) -> list[Part]:
+def parts_of(param: Param, units: Mapping[str, int], form: QuantFormat | None = None) -> list[Part]:
     """The tensors of a weight; if quantised: integers or floats, scales, and perhaps minima."""
     unit = unit_of(param, units)
     if form is None:
@@ -183,7 +183,7 @@ def parts_of(param: Param, units: Mapping[str, int], form: GroupFormat | None = 
     halves = [scales, mins] if form.has_min else [scales]
     return [
         Part.of(param, unit, *first),
-        *(Part.of(param, unit, half, GROUP_SIZE, _HALF) for half in halves),
+        *(Part.of(param, unit, half, QUANT_GROUP_SIZE, _HALF) for half in halves),
     ]
 
 
@@ -199,14 +199,14 @@ def weight_of(tensor: str) -> str:
     return tensor
 
 
-def packed(integers: Tensor, form: GroupFormat) -> Tensor:
+def packed(integers: Tensor, form: QuantFormat) -> Tensor:
     """Pack 4-bit integers in pairs. Shapes: [out, in] int8 -> [out, in / 2] uint8."""
     pairs = (integers + form.zero).view(torch.uint8)
     pairs = pairs.view(len(pairs), pairs.shape[1] // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
-def unpacked(pairs: Tensor, form: GroupFormat) -> Tensor:
+def unpacked(pairs: Tensor, form: QuantFormat) -> Tensor:
     """The inverse of `packed`."""
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1).view(torch.int8) - form.zero
 
@@ -264,11 +264,11 @@ def from_unit_major(data: Tensor, n_rows: int, unit: int) -> Tensor:
     return out
 
 
-def _require_whole_groups(units: Mapping[str, int]) -> None:
+def _require_whole_quant_groups(units: Mapping[str, int]) -> None:
     """Raises: UsageError if a group of inputs would be in two units."""
     for axis in ("heads", "ffn"):
-        if units[axis] % GROUP_SIZE:
+        if units[axis] % QUANT_GROUP_SIZE:
             raise UsageError(
-                f"units of {axis} have size {units[axis]}, not a multiple of the {GROUP_SIZE} "
+                f"units of {axis} have size {units[axis]}, not a multiple of the {QUANT_GROUP_SIZE} "
                 "inputs that share a scale"
             )

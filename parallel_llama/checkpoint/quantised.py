@@ -1,4 +1,4 @@
-"""Decodes quantised weights of GPTQ, AWQ and GGUF files into `Groups`, without rounding anything.
+"""Decodes quantised weights of GPTQ, AWQ and GGUF files into `QuantMatrix`, without rounding anything.
 
 GPTQ and AWQ store a matrix [out, in] as several tensors:
 
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
 from parallel_llama.config.quantised import PER_WORD, Packing
-from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat
+from parallel_llama.dtypes import GGUF_QUANTS, QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.families.places import Place
-from parallel_llama.ops.groups import Groups
+from parallel_llama.ops.quant import QuantMatrix
 
 # Reads some rows and columns of the tensor with a name suffix: uint8 [rows, columns * itemsize].
 Read = Callable[[str, range, range], Tensor]
@@ -66,7 +66,7 @@ class PackedMatrix:
         return {"g_idx": (n_inputs,), "bias": (n_outputs,)}
 
 
-def read_packed(packing: Packing, block: MatrixBlock, read: Read) -> Groups:
+def read_packed(packing: Packing, block: MatrixBlock, read: Read) -> QuantMatrix:
     """Decodes a block of a GPTQ or AWQ matrix; its columns must be whole groups of 32 inputs."""
     form, outputs, inputs = packing.form, block.rows, block.columns
     groups = range(inputs.start // form.block, -(-inputs.stop // form.block))
@@ -80,12 +80,12 @@ def read_packed(packing: Packing, block: MatrixBlock, read: Read) -> Groups:
         integers = _words_of_outputs(read("qweight", inputs, words), order)[own]
     zeros = _words_of_outputs(read("qzeros", groups, words), order)[own]
     zeros = (zeros + packing.lowered) & 15  # a lowered 0 is stored as 15
-    n_before = inputs.start % form.block // GROUP_SIZE
+    n_before = inputs.start % form.block // QUANT_GROUP_SIZE
     factors = zeros.repeat_interleave(form.n_shared, 1)
-    factors = factors[:, n_before:][:, : len(inputs) // GROUP_SIZE]
+    factors = factors[:, n_before:][:, : len(inputs) // QUANT_GROUP_SIZE]
     halves = read("scales", groups, outputs).view(-1).view(torch.float16)
     scales = halves.view(len(groups), len(outputs)).transpose(0, 1).contiguous()
-    return Groups(
+    return QuantMatrix(
         form,
         integers.view(torch.int8),
         scales,
@@ -160,12 +160,12 @@ _BLOCKS = {
 }
 
 
-def decode_gguf(type_name: str, blocks: Tensor) -> Groups:
-    """Decodes rows of GGUF blocks of a type in `GGUF_GROUPS`.
+def decode_gguf(type_name: str, blocks: Tensor) -> QuantMatrix:
+    """Decodes rows of GGUF blocks of a type in `GGUF_QUANTS`.
 
     Shapes: blocks [out, n_blocks, bytes of a block] uint8.
     """
-    form, block = GGUF_GROUPS[type_name], _BLOCKS[type_name]
+    form, block = GGUF_QUANTS[type_name], _BLOCKS[type_name]
     integers, n_bits = torch.zeros((), dtype=torch.uint8), 0
     for bits in block.bits:
         integers = integers | (bits.of(blocks) << n_bits)
@@ -177,7 +177,7 @@ def decode_gguf(type_name: str, blocks: Tensor) -> Groups:
         mins = _float16(blocks, block.scale + 2)
         mins = -mins if form.min_factors else mins  # minima with factors are subtracted
     factors = _factors(type_name, form, blocks).flatten(1) if form.n_factors else None
-    return Groups(form, integers.view(torch.int8).flatten(1), scales, mins, factors)
+    return QuantMatrix(form, integers.view(torch.int8).flatten(1), scales, mins, factors)
 
 
 def _float16(blocks: Tensor, at: int) -> Tensor:
@@ -191,7 +191,7 @@ def _in_runs(values: Tensor, *run: int) -> Tensor:
     return values.reshape(*others, n // math.prod(run), *run)
 
 
-def _factors(type_name: str, form: GroupFormat, blocks: Tensor) -> Tensor:
+def _factors(type_name: str, form: QuantFormat, blocks: Tensor) -> Tensor:
     """Shapes: [..., bytes of a block] -> [..., groups, n_factors] int8."""
     if type_name == "Q6_K":
         parts = [blocks[..., 192:208]]

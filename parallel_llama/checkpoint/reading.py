@@ -17,13 +17,13 @@ from parallel_llama.checkpoint.meta_folder import MetaFolder, MistralFolder
 from parallel_llama.checkpoint.native_folder import NativeFolder
 from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GroupFormat, Precision
+from parallel_llama.dtypes import Precision, QuantFormat
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import torch_dtype
-from parallel_llama.ops.groups import Groups, joined, quantise
+from parallel_llama.ops.quant import QuantMatrix, joined, quantise
 from parallel_llama.plan import Share
 
 # Values read at once: at most 256 MB (in float64), and more than most ranks hold of one weight. A
@@ -75,7 +75,7 @@ def load(
     precision: Precision,
     device: torch.device,
     on_bytes: Callable[[int], None] = lambda _: None,
-) -> Generator[tuple[str, Tensor | Groups], None, None]:
+) -> Generator[tuple[str, Tensor | QuantMatrix], None, None]:
     """Yields name and shard of every weight of a rank, in the order of the forward pass.
 
     Args:
@@ -87,7 +87,7 @@ def load(
     checkpoint.check(args)
     for param in filter(share.holds, parameters(args)):
         form = precision.form_of(param.kind, param.name)
-        if isinstance(form, GroupFormat):
+        if isinstance(form, QuantFormat):
             whole = _quantised(checkpoint, param, share, form, on_bytes)
             yield param.name, whole.to(device)
         else:
@@ -95,7 +95,7 @@ def load(
             yield param.name, _converted(checkpoint, param, share, dtype, device, on_bytes)
 
 
-def quantised(param: Param, values: Tensor, form: GroupFormat) -> Groups:
+def quantised(param: Param, values: Tensor, form: QuantFormat) -> QuantMatrix:
     """Quantises rows of a matrix; each thread works on a bounded piece.
 
     Raises: DamagedWeights if a value is NaN or Inf.
@@ -103,7 +103,7 @@ def quantised(param: Param, values: Tensor, form: GroupFormat) -> Groups:
     at_once = QUANTISED_AT_ONCE if values.device.type == "cpu" else PIECE_VALUES
     n_rows = max(1, at_once // max(1, values.shape[1]))
 
-    def part(start: int) -> Groups:
+    def part(start: int) -> QuantMatrix:
         return quantise(_finite(param, values[start : start + n_rows], torch.float32), form)
 
     starts = range(0, max(1, len(values)), n_rows)
@@ -117,9 +117,9 @@ def _quantised(
     checkpoint: Checkpoint,
     param: Param,
     share: Share,
-    form: GroupFormat,
+    form: QuantFormat,
     on_bytes: Callable[[int], None],
-) -> Groups:
+) -> QuantMatrix:
     parts = []
     for piece in pieces_of(param, share.rows_of(param), PIECE_VALUES):
         part = checkpoint.groups(param, piece, form, "interleaved")

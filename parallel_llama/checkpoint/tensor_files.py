@@ -9,7 +9,7 @@ from parallel_llama.checkpoint.byte_ranges import ByteRanges, Empty, new_memory
 from parallel_llama.checkpoint.checkpoint import Checkpoint, refuse_difference
 from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GROUP_SIZE, STORED
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED
 from parallel_llama.errors import CheckpointError
 from parallel_llama.families import family_of, stored_places
 from parallel_llama.families.names import Layout
@@ -19,7 +19,7 @@ from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor, read_safetensors_header
 from parallel_llama.ops.formats import torch_dtype
-from parallel_llama.ops.groups import Groups
+from parallel_llama.ops.quant import QuantMatrix
 
 HeldTensors = Mapping[str, tuple[Path, FileTensor]]
 
@@ -116,11 +116,14 @@ def read_header(path: Path) -> Mapping[str, FileTensor]:
     return read(path)
 
 
-def decoded(param: Param, rows: range, groups: Callable[[range], Groups]) -> Tensor:
+def decoded(param: Param, rows: range, groups: Callable[[range], QuantMatrix]) -> Tensor:
     """Dequantised rows or columns of a matrix; `groups` reads whole groups."""
     if param.dim == 0:
         return groups(rows).values()
-    held = range(rows.start // GROUP_SIZE * GROUP_SIZE, -(-rows.stop // GROUP_SIZE) * GROUP_SIZE)
+    held = range(
+        rows.start // QUANT_GROUP_SIZE * QUANT_GROUP_SIZE,
+        -(-rows.stop // QUANT_GROUP_SIZE) * QUANT_GROUP_SIZE,
+    )
     columns = groups(held).values()
     return columns[:, rows.start - held.start :][:, : len(rows)].contiguous()
 

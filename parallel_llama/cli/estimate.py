@@ -268,8 +268,10 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
     Raises: UsageError if there is no plan for `tp_size` ranks, or `memory` has another length.
     """
     each = [memory] * tp_size if isinstance(memory, int) else memory
-    group_size = work.precision.group_size
-    plan = make_plan(work.args, tp_size, each, quant_group=group_size, kv_split=work.kv_split)
+    quant_group_size = work.precision.quant_group_size
+    plan = make_plan(
+        work.args, tp_size, each, quant_group_size=quant_group_size, kv_split=work.kv_split
+    )
     values = values_by_form(work.args, work.precision)
     kv: dict[int, KVEstimate] = {}  # by the number of KV heads
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from parallel_llama.dtypes import GroupFormat
+from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.families import FAMILIES
 from parallel_llama.families.model_args import ModelArgs, RopeScaling, features_of
@@ -20,11 +20,11 @@ _SCALING = {field.name for field in fields(RopeScaling)}
 
 
 def native_config(
-    args: ModelArgs, units: Mapping[str, int], formats: Mapping[str, GroupFormat] | None = None
+    args: ModelArgs, units: Mapping[str, int], formats: Mapping[str, QuantFormat] | None = None
 ) -> dict[str, Any]:
     """The content of native.json, with rows or columns per unit of each axis.
 
-    `formats` are those of the quantised weights, each one of `quantised.NATIVE_GROUPS`.
+    `formats` are those of the quantised weights, each one of `quantised.NATIVE_QUANTS`.
     """
     features = features_of(args)
     common = list(_ARGS)[: list(_ARGS).index("family")]  # in every file

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel_llama.dtypes import ASKED, GGUF_GROUPS, GROUP_SIZE, GroupFormat, MatrixFormat
+from parallel_llama.dtypes import ASKED, GGUF_QUANTS, QUANT_GROUP_SIZE, MatrixFormat, QuantFormat
 from parallel_llama.errors import CheckpointError, UsageError, listed
 from parallel_llama.families import family_of, parameters, stored_places
 from parallel_llama.families.model_args import ModelArgs
@@ -23,17 +23,17 @@ from parallel_llama.files.safetensors_header import read_safetensors_header
 
 # GPTQ and AWQ: a weight is scale * (integer - zero point). The zero points are stored as the
 # factors of a minimum.
-HF_GROUPS = {
-    size: GroupFormat(4, has_min=True, block=size, min_factors=True) for size in (32, 64, 128)
+HF_QUANTS = {
+    size: QuantFormat(4, has_min=True, block=size, min_factors=True) for size in (32, 64, 128)
 }
 
 # 4-bit integers in a 32-bit word.
 PER_WORD = 8
 
 # Formats of a native folder, by the names that native.json gives them.
-NATIVE_GROUPS = {
+NATIVE_QUANTS = {
     form.name: form
-    for form in (*(GroupFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
+    for form in (*(QuantFormat(n, m) for n in (8, 5, 4) for m in (False, True)), ASKED["fp8"])
 }
 
 # The formats of each method, and how much lower than their value the files store zero points. The
@@ -59,7 +59,7 @@ class Packing:
     """
 
     method: str  # gptq or awq
-    form: GroupFormat
+    form: QuantFormat
     lowered: int
 
 
@@ -75,7 +75,7 @@ def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
     }
     places = stored_places(args, "gguf")
     kinds = {param.name: types.get(places[param.name].name) for param in parameters(args)}
-    return {name: GGUF_GROUPS[kind] for name, kind in kinds.items() if kind in GGUF_GROUPS}
+    return {name: GGUF_QUANTS[kind] for name, kind in kinds.items() if kind in GGUF_QUANTS}
 
 
 def native_folder_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
@@ -97,20 +97,20 @@ def native_formats(values: Mapping[str, Any], args: ModelArgs) -> dict[str, Matr
     matrices = {
         param.name
         for param in parameters(args)
-        if param.kind != "vector" and param.shape[1] % GROUP_SIZE == 0
+        if param.kind != "vector" and param.shape[1] % QUANT_GROUP_SIZE == 0
     }
     if strange := [repr(name[:80]) for name in stated if name not in matrices]:
         raise UsageError(
             f"quantised: {listed(strange)}: not a matrix of the model with a multiple of "
-            f"{GROUP_SIZE} inputs"
+            f"{QUANT_GROUP_SIZE} inputs"
         )
-    unknown = {str(form)[:80] for form in stated.values() if form not in [*NATIVE_GROUPS]}
+    unknown = {str(form)[:80] for form in stated.values() if form not in [*NATIVE_QUANTS]}
     if unknown:
         raise UsageError(
             f"quantised: the format {listed(sorted(unknown))} is not supported; "
-            f"{', '.join(NATIVE_GROUPS)} are"
+            f"{', '.join(NATIVE_QUANTS)} are"
         )
-    return {name: NATIVE_GROUPS[form] for name, form in stated.items()}
+    return {name: NATIVE_QUANTS[form] for name, form in stated.items()}
 
 
 def hf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
@@ -186,10 +186,10 @@ def packed_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
         if param.kind == "vector" or len(place.shape) != 2 or base + "qweight" not in held:
             continue
         n_outputs, n_inputs = place.shape
-        if n_inputs % GROUP_SIZE or n_outputs % PER_WORD:
+        if n_inputs % QUANT_GROUP_SIZE or n_outputs % PER_WORD:
             raise CheckpointError(
                 f"{base}qweight: has {n_outputs} outputs and {n_inputs} inputs; they must be "
-                f"multiples of {PER_WORD} and {GROUP_SIZE}; {_INSTEAD}"
+                f"multiples of {PER_WORD} and {QUANT_GROUP_SIZE}; {_INSTEAD}"
             )
         packed.append(param.name)
     return packed
@@ -198,8 +198,8 @@ def packed_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
 def _packing(method: str, stated: Fields) -> Packing:
     if (bits := stated.integer("bits")) != 4:
         raise UsageError(f"bits={bits} is not supported; 4 is")
-    if (size := stated.integer("group_size", 128)) not in HF_GROUPS:
-        sizes = ", ".join(map(str, HF_GROUPS))
+    if (size := stated.integer("group_size", 128)) not in HF_QUANTS:
+        sizes = ", ".join(map(str, HF_QUANTS))
         raise UsageError(f"group_size={size} is not supported; {sizes} are")
     if stated.flag("desc_act", False):
         raise UsageError("desc_act=true: the inputs of a group must be consecutive")
@@ -209,7 +209,7 @@ def _packing(method: str, stated: Fields) -> Packing:
     form = _form(method, stated) or next(iter(lowered))
     if form not in lowered:
         raise UsageError(f"the format {form[:80]!r} is not supported; {', '.join(lowered)} is")
-    return Packing(method, HF_GROUPS[size], lowered[form])
+    return Packing(method, HF_QUANTS[size], lowered[form])
 
 
 def _form(method: str, stated: Fields) -> str:

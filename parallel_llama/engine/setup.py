@@ -60,8 +60,10 @@ class ModelSetup:
         stored = stored_formats(files, self.args) if is_stored else None
         self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
         played, n_shares = slice_of or (0, self.size)
-        quant_group = self.precision.group_size
-        plan = make_plan(self.args, n_shares, quant_group=quant_group, kv_split=config.kv_split)
+        quant_group_size = self.precision.quant_group_size
+        plan = make_plan(
+            self.args, n_shares, quant_group_size=quant_group_size, kv_split=config.kv_split
+        )
         self.plan = plan if slice_of is None else plan.alone(played)
         self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
         step_tokens = STEP_TOKENS[self.kind]

@@ -18,8 +18,8 @@ from parallel_llama.model.layers import (
 )
 from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts
 from parallel_llama.model.transformer import FeedForward, Transformer, TransformerBlock
-from parallel_llama.ops.formats import GroupWeight, Weight
-from parallel_llama.ops.groups import Groups
+from parallel_llama.ops.formats import QuantWeight, Weight
+from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.plan import Share
 
 _Layer = (
@@ -52,7 +52,7 @@ class WeightLoader:
         self._weights: dict[str, Weight] = {name: getattr(*self._place(name)) for name in names}
         self._n_missing = Counter(part for name in names for part in _parts_of(name))
 
-    def assign(self, name: str, values: Tensor | Groups) -> None:
+    def assign(self, name: str, values: Tensor | QuantMatrix) -> None:
         """Set the values of one weight, which are this rank's shard of it.
 
         Raises: KeyError for a name the model does not have, ValueError for another shape or for a
@@ -85,12 +85,12 @@ class WeightLoader:
         part, _, leaf = name.rpartition(".")
         return _part_at(self._model, part), leaf
 
-    def _load(self, name: str, values: Tensor | Groups) -> None:
+    def _load(self, name: str, values: Tensor | QuantMatrix) -> None:
         empty = self._weights[name]
         if isinstance(values, Tensor):
             empty.load(values)
             return
-        self._weights[name] = GroupWeight.in_place_of(empty, values, self._model.ops.panel_rows)
+        self._weights[name] = QuantWeight.in_place_of(empty, values, self._model.ops.panel_rows)
         setattr(*self._place(name), self._weights[name])
 
     def _finalise(self, part: Any) -> None:

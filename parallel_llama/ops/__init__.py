@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from parallel_llama.dtypes import GroupFormat
+from parallel_llama.dtypes import QuantFormat
 from parallel_llama.ops.attention import (
     PLAIN,
     DecodeBatch,
@@ -54,7 +54,7 @@ def choose_ops(
     heads_per_kv: Collection[int],
     scores: Scores = PLAIN,
     cache_dtype: torch.dtype | None = None,
-    matrices: Collection[torch.dtype | GroupFormat] = (),
+    matrices: Collection[torch.dtype | QuantFormat] = (),
 ) -> TorchOps:
     """The fastest operators for a model.
 

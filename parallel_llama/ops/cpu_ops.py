@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from parallel_llama.dtypes import GroupFormat
+from parallel_llama.dtypes import QuantFormat
 from parallel_llama.ops.attention import PLAIN, DecodeBatch, QueryChunk, Scores
 from parallel_llama.ops.cpu.all_reduce import make_all_reduce
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel, make_decode_attention
@@ -18,7 +18,7 @@ from parallel_llama.ops.cpu.elementwise import (
     make_silu_and_mul,
     make_weighted_sum,
 )
-from parallel_llama.ops.cpu.embedding import make_group_lookup, make_lookup
+from parallel_llama.ops.cpu.embedding import make_lookup, make_quant_embedding
 from parallel_llama.ops.cpu.gemm import make_gemm
 from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, make_gemm_amx
 from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
@@ -33,7 +33,7 @@ from parallel_llama.ops.cpu.quant_gemm import make_quant_gemm
 from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, Recording, make_executor
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
-from parallel_llama.ops.groups import PanelShape
+from parallel_llama.ops.quant import PanelShape
 from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.torch_ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
@@ -59,7 +59,7 @@ class CPUOps(TorchOps):
         heads_per_kv: Collection[int],
         scores: Scores = PLAIN,
         cache_dtype: torch.dtype | None = None,
-        matrices: Collection[torch.dtype | GroupFormat] = (),
+        matrices: Collection[torch.dtype | QuantFormat] = (),
     ) -> None:
         super().__init__(scores)
         self._dtype, self._head_dim, self._heads_per_kv = dtype, head_dim, heads_per_kv
@@ -74,9 +74,9 @@ class CPUOps(TorchOps):
     def compile(self, *, has_experts: bool = False) -> None:
         """Compile the kernels, which are kept for all models."""
         for form in self._matrices:
-            if isinstance(form, GroupFormat):
+            if isinstance(form, QuantFormat):
                 make_quant_gemm(form)
-                make_group_lookup(form)
+                make_quant_embedding(form)
                 continue
             make_gemv(self._dtype, form)
             make_gemm(self._dtype, form)
@@ -132,13 +132,13 @@ class CPUOps(TorchOps):
             return tiles(x, weight, self._run)
         return make_gemm(self._dtype, weight.dtype)(x, weight, self._run)
 
-    def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
+    def quant_gemm(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
         make_quant_gemm(shape.form)(x, panels, shape, out, self._run)
 
-    def group_lookup(
+    def quant_embedding(
         self, tokens: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int, first: int = 0
     ) -> Tensor:
-        return make_group_lookup(shape.form)(tokens, panels, shape, first, n_outputs, self._run)
+        return make_quant_embedding(shape.form)(tokens, panels, shape, first, n_outputs, self._run)
 
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool

@@ -23,13 +23,13 @@ from parallel_llama.ops.cuda.linear import (
     takes,
     takes_routed,
 )
-from parallel_llama.ops.cuda.quant_linear import PANEL_ROWS, fp8_linear, group_linear
+from parallel_llama.ops.cuda.quant_linear import PANEL_ROWS, fp8_linear, quant_gemm
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
 from parallel_llama.ops.cuda.route import MAX_PAIRS, route, routes_of
 from parallel_llama.ops.cuda.sampling import candidates, draw, draw_filtered, takes_candidates
 from parallel_llama.ops.filters import Filters
-from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.noise import Noise
+from parallel_llama.ops.quant import PanelShape
 from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.torch_ops import TorchOps
 
@@ -60,9 +60,9 @@ class CUDAOps(TorchOps):
         """
         return linear(x, weight, bias) if takes(x, weight) else super().linear(x, weight, bias)
 
-    def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
+    def quant_gemm(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
         """As in `TorchOps`. A row's bits do not depend on the batch (fp8: for up to 16 rows)."""
-        multiply = fp8_linear if shape.form.is_float else group_linear
+        multiply = fp8_linear if shape.form.is_float else quant_gemm
         multiply(x, panels, shape, out)
 
     def route(

@@ -12,12 +12,12 @@ from parallel_llama.dtypes import (
     DTYPES,
     DenseFormat,
     DTypeName,
-    GroupFormat,
     Kind,
     KVFormat,
     Precision,
+    QuantFormat,
 )
-from parallel_llama.ops.groups import Groups, PanelShape, joined
+from parallel_llama.ops.quant import PanelShape, QuantMatrix, joined
 from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.torch_ops import TorchOps
 
@@ -88,7 +88,7 @@ class DenseWeight:
         return whole
 
 
-class GroupWeight:
+class QuantWeight:
     """A rank's shard of a quantised matrix, in the panel layout of the operators.
 
     Args:
@@ -96,13 +96,13 @@ class GroupWeight:
         panel_rows: Rows per panel.
         computed: The dtype of lookups.
 
-    Shapes: `values` [n_panels, n_bytes] uint8, as in `ops.groups`.
+    Shapes: `values` [n_panels, n_bytes] uint8, as in `ops.quant`.
     """
 
     is_loaded = True
 
     def __init__(
-        self, groups: Groups, panel_rows: int, computed: torch.dtype = torch.float32
+        self, groups: QuantMatrix, panel_rows: int, computed: torch.dtype = torch.float32
     ) -> None:
         self.computed = computed
         self.n_outputs, n_inputs = groups.shape
@@ -110,7 +110,7 @@ class GroupWeight:
         self.values = self.panels.pack(groups)
 
     @classmethod
-    def in_place_of(cls, empty: "Weight", groups: Groups, panel_rows: int) -> "GroupWeight":
+    def in_place_of(cls, empty: "Weight", groups: QuantMatrix, panel_rows: int) -> "QuantWeight":
         """The quantised weight that replaces an empty one.
 
         Raises: ValueError for another shape, or if the weight is loaded already.
@@ -127,7 +127,7 @@ class GroupWeight:
         """Raises: ValueError, since the weight is loaded from the start."""
         raise ValueError("is loaded twice")
 
-    def groups(self) -> Groups:
+    def groups(self) -> QuantMatrix:
         """The matrix outside of panels."""
         return self.panels.unpack(self.values, self.n_outputs)
 
@@ -139,23 +139,23 @@ class GroupWeight:
 
     def apply_to(self, x: Tensor, ops: TorchOps, out: Tensor) -> None:
         """out = X A. Shapes: [T, in], [T, out]; out may be some columns of more."""
-        ops.group_linear(x, self.values, self.panels, out)
+        ops.quant_gemm(x, self.values, self.panels, out)
 
     def lookup(self, tokens: Tensor, first: int, ops: TorchOps) -> Tensor:
         """As `DenseWeight.lookup`. Shapes: int64 [T] -> [T, in]."""
-        rows = ops.group_lookup(tokens, self.values, self.panels, self.n_outputs, first)
+        rows = ops.quant_embedding(tokens, self.values, self.panels, self.n_outputs, first)
         return rows if rows.dtype == self.computed else rows.to(self.computed)
 
     @staticmethod
-    def concat_outputs(weights: Sequence["GroupWeight"]) -> "GroupWeight":
+    def concat_outputs(weights: Sequence["QuantWeight"]) -> "QuantWeight":
         """One weight with the outputs of several weights, whose own memory is freed."""
         whole = joined([weight.groups() for weight in weights], dim=0)
         for weight in weights:
             weight.values = weight.values.new_empty(0)
-        return GroupWeight(whole, weights[0].panels.n_rows, weights[0].computed)
+        return QuantWeight(whole, weights[0].panels.n_rows, weights[0].computed)
 
 
-Weight = DenseWeight | GroupWeight
+Weight = DenseWeight | QuantWeight
 
 
 class MixedWeight:
@@ -189,11 +189,11 @@ def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWei
     Weights of one format are concatenated and hold no memory of their own afterwards.
     """
     dense = [weight for weight in weights if isinstance(weight, DenseWeight)]
-    groups = [weight for weight in weights if isinstance(weight, GroupWeight)]
+    groups = [weight for weight in weights if isinstance(weight, QuantWeight)]
     forms = {weight.panels for weight in groups} | {weight.values.dtype for weight in dense}
     if len(forms) > 1:
         return MixedWeight(weights)
-    return DenseWeight.concat_outputs(dense) if dense else GroupWeight.concat_outputs(groups)
+    return DenseWeight.concat_outputs(dense) if dense else QuantWeight.concat_outputs(groups)
 
 
 def apply_routed(
@@ -214,7 +214,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def matrix_forms(precision: Precision) -> set[torch.dtype | GroupFormat]:
+def matrix_forms(precision: Precision) -> set[torch.dtype | QuantFormat]:
     """The dtypes and formats of the matrices of a model of this precision."""
     kinds: tuple[Kind, ...] = ("matrix", "outer")
     forms = {precision.form_of(kind, "") for kind in kinds} | {*(precision.stored or {}).values()}

@@ -19,8 +19,8 @@ from parallel_llama.ops.attention import (
     Scores,
 )
 from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
-from parallel_llama.ops.groups import PanelShape, group_linear
 from parallel_llama.ops.noise import Noise, gumbel
+from parallel_llama.ops.quant import PanelShape, quant_gemm
 from parallel_llama.ops.routes import Routes
 from parallel_llama.parallel.collectives import Communicator
 
@@ -67,15 +67,15 @@ class TorchOps:
         """
         return F.linear(x, weight.to(x.dtype), bias)
 
-    def group_linear(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
+    def quant_gemm(self, x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
         """out = X A with a quantised A, as `groups` defines it.
 
         Shapes: x [T, in]; panels [n_panels, n_bytes] uint8; out [T, n_outputs], perhaps a view of
         some columns.
         """
-        out.copy_(group_linear(x, shape.unpack(panels, out.shape[1])))
+        out.copy_(quant_gemm(x, shape.unpack(panels, out.shape[1])))
 
-    def group_lookup(
+    def quant_embedding(
         self, tokens: Tensor, panels: Tensor, shape: PanelShape, n_outputs: int, first: int = 0
     ) -> Tensor:
         """`lookup` in a quantised matrix of `n_outputs` rows.

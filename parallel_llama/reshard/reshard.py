@@ -36,7 +36,7 @@ from parallel_llama.config import (
     load_generation_defaults,
     load_model_args,
 )
-from parallel_llama.dtypes import GroupFormat
+from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import UsageError, WriteError
 from parallel_llama.families import parameters
 from parallel_llama.files.bounded_files import is_file
@@ -143,7 +143,7 @@ class ReshardJob:
     layout: Layout
     target: Path
     dtypes: Mapping[str, torch.dtype]
-    formats: Mapping[str, GroupFormat]
+    formats: Mapping[str, QuantFormat]
     small: Mapping[str, bytes]
 
     @property

@@ -26,7 +26,7 @@ from parallel_llama.checkpoint.native_folder import (
 from parallel_llama.config import GenerationDefaults, ModelArgs
 from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config
-from parallel_llama.dtypes import GROUP_SIZE, STORED_NAMES, GroupFormat
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED_NAMES, QuantFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.families import family_of, parameters, stored_places
 from parallel_llama.families.places import Place, whole
@@ -150,10 +150,10 @@ class NativeLayout(SafetensorsLayout):
         args: ModelArgs,
         dtypes: Mapping[str, torch.dtype],
         n_parts: int,
-        formats: Mapping[str, GroupFormat] | None = None,
+        formats: Mapping[str, QuantFormat] | None = None,
     ) -> None:
         self._formats = formats or {}
-        self._units = axis_units(args, GROUP_SIZE if self._formats else 1)
+        self._units = axis_units(args, QUANT_GROUP_SIZE if self._formats else 1)
         names = [f"weights-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         places: dict[str, Place] = {}
         held: dict[str, torch.dtype] = {}

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from parallel_llama.config import ModelArgs, default_quant, stored_formats
-from parallel_llama.config.quantised import NATIVE_GROUPS
-from parallel_llama.dtypes import GroupFormat, make_precision
+from parallel_llama.config.quantised import NATIVE_QUANTS
+from parallel_llama.dtypes import QuantFormat, make_precision
 from parallel_llama.errors import UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.bounded_files import has_short_name, is_folder, is_there, resolved
@@ -58,7 +58,7 @@ def check_parts(kind: TargetKind, args: ModelArgs, n_parts: int) -> None:
 
 def target_formats(
     source: ModelFiles, args: ModelArgs, kind: TargetKind, quant: str | None, dtype: str | None
-) -> dict[str, GroupFormat]:
+) -> dict[str, QuantFormat]:
     """The formats of the weights that are written quantised, by Meta's names.
 
     Without `quant`, a quantised folder stays quantised in a native folder.
@@ -71,7 +71,7 @@ def target_formats(
         quant = found if kind == "native" else "none"
     if quant == "none":
         if found != "none" and dtype is None:
-            can_stay = all(form in NATIVE_GROUPS.values() for form in stored.values())
+            can_stay = all(form in NATIVE_QUANTS.values() for form in stored.values())
             raise UsageError(
                 f"{source.path}: its weights are quantised; choose the dtype of the decoded values "
                 "with --dtype" + (", or keep them with --format native" if can_stay else "")
@@ -86,11 +86,11 @@ def target_formats(
     formats = {}
     for param in parameters(args):
         form = precision.form_of(param.kind, param.name)
-        if isinstance(form, GroupFormat):
-            if NATIVE_GROUPS.get(form.name) != form:
+        if isinstance(form, QuantFormat):
+            if NATIVE_QUANTS.get(form.name) != form:
                 raise UsageError(
                     f"{param.name}: is in {form.name}, and native folders support "
-                    f"{', '.join(NATIVE_GROUPS)}; use --quant int8, int4 or fp8, or --quant none "
+                    f"{', '.join(NATIVE_QUANTS)}; use --quant int8, int4 or fp8, or --quant none "
                     "with a --dtype"
                 )
             formats[param.name] = form

@@ -31,7 +31,7 @@ from parallel_llama.config import (
     load_model_args,
     stored_formats,
 )
-from parallel_llama.dtypes import GGUF_GROUPS, Precision, make_precision
+from parallel_llama.dtypes import GGUF_QUANTS, Precision, make_precision
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
 from parallel_llama.files import gguf_header
@@ -210,7 +210,7 @@ def test_a_real_model_is_read_as_by_transformers(smollm2, decoded_folder):
     assert_reads(smollm2, params, {p.name: wholes[hf_name(p.name)] for p in params})
 
 
-@pytest.mark.parametrize("type_name", GGUF_GROUPS)
+@pytest.mark.parametrize("type_name", GGUF_QUANTS)
 def test_blocks_that_are_kept_mean_what_the_gguf_package_decodes(type_name):
     kind = GGMLQuantizationType[type_name]
     size, n_bytes = GGML_QUANT_SIZES[kind]
@@ -219,20 +219,20 @@ def test_blocks_that_are_kept_mean_what_the_gguf_package_decodes(type_name):
         blocks[:, 3] = 0xAC  # the minimum, -0.0625 to -0.125
     expected = torch.from_numpy(dequantize(blocks.view(5, -1).numpy(), kind))
     kept = decode_gguf(type_name, blocks.view(5, 3, n_bytes))
-    assert kept.form == GGUF_GROUPS[type_name] and kept.shape == (5, 3 * size)
+    assert kept.form == GGUF_QUANTS[type_name] and kept.shape == (5, 3 * size)
     assert torch.equal(kept.values(), expected)
 
 
-@pytest.mark.parametrize("type_name", GGUF_GROUPS)
+@pytest.mark.parametrize("type_name", GGUF_QUANTS)
 def test_a_share_of_blocks_that_are_kept_is_cut_inside_of_them(tmp_path, type_name):
     """wo is cut between heads and w2 at groups of 32, inside of blocks of 256."""
     types = dict.fromkeys(MATRICES, type_name)
     files = write_gguf(tmp_path / "wide.gguf", WIDE, weights_of(WIDE), types)
     checkpoint, stored = opened(files, WIDE), stored_formats(files, WIDE)
-    assert set(stored.values()) == {GGUF_GROUPS[type_name]} and len(stored) == 9
+    assert set(stored.values()) == {GGUF_QUANTS[type_name]} and len(stored) == 9
     precision = make_precision(WIDE, "float32", "cpu", "stored", stored)
     for tp_size in (1, 3, 5, 7):
-        for share in make_plan(WIDE, tp_size, quant_group=precision.group_size).shares:
+        for share in make_plan(WIDE, tp_size, quant_group_size=precision.quant_group_size).shares:
             counts = []
             for name, part in load(checkpoint, WIDE, share, precision, CPU, counts.append):
                 if name in stored:
@@ -249,7 +249,7 @@ def test_a_rank_without_channels_has_none_of_the_blocks_that_are_kept(tmp_path):
     files = write_gguf(tmp_path / "narrow.gguf", args, weights_of(args), types)
     checkpoint, stored = opened(files, args), stored_formats(files, args)
     precision = make_precision(args, "float32", "cpu", "stored", stored)
-    for share in make_plan(args, 5, quant_group=precision.group_size).shares:
+    for share in make_plan(args, 5, quant_group_size=precision.quant_group_size).shares:
         parts = dict(load(checkpoint, args, share, precision, CPU))
         n_channels = len(share.ffn)
         assert parts["layers.0.feed_forward.w1.weight"].shape == (n_channels, args.dim)
@@ -257,7 +257,7 @@ def test_a_rank_without_channels_has_none_of_the_blocks_that_are_kept(tmp_path):
 
 
 def test_kept_blocks_take_about_as_many_bytes_as_in_the_file():
-    for type_name, form in GGUF_GROUPS.items():
+    for type_name, form in GGUF_QUANTS.items():
         size, n_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
         most = 1.2 if type_name == "Q2_K" else 1.04  # factors of 4 or 6 bits become bytes
         assert n_bytes <= form.n_bytes(size) <= most * n_bytes

@@ -21,7 +21,7 @@ from parallel_llama.checkpoint.quantised import read_packed
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
-from parallel_llama.config.quantised import HF_GROUPS, packing_of
+from parallel_llama.config.quantised import HF_QUANTS, packing_of
 from parallel_llama.dtypes import Precision, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
@@ -29,7 +29,7 @@ from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError
 from parallel_llama.families import parameters
 from parallel_llama.files.model_files import find_model
 from parallel_llama.memory import values_by_form, weight_bytes
-from parallel_llama.ops.groups import Groups
+from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 
@@ -64,13 +64,13 @@ def loaded(path: Path, tp_size: int, quant: str | None = None) -> list[list[torc
     files, precision = find_model(str(path)), precision_of(path, quant)
     args = load_model_args(files)
     checkpoint = open_checkpoint(files, args)
-    shares = make_plan(args, tp_size, quant_group=precision.group_size).shares
+    shares = make_plan(args, tp_size, quant_group_size=precision.quant_group_size).shares
     ranks = []
     for share in shares:
         counts: list[int] = []
         parts = list(load(checkpoint, args, share, precision, CPU, counts.append))
         assert sum(counts) == weight_bytes(share, values_by_form(args, precision))
-        ranks.append([p.values() if isinstance(p, Groups) else p.float() for _, p in parts])
+        ranks.append([p.values() if isinstance(p, QuantMatrix) else p.float() for _, p in parts])
     checkpoint.close()
     return ranks
 
@@ -78,7 +78,7 @@ def loaded(path: Path, tp_size: int, quant: str | None = None) -> list[list[torc
 def logits_of(comm: Solo, path: Path, quant: str | None = None, dtype: str = "float32"):
     files, precision = find_model(str(path)), precision_of(path, quant, dtype)
     args = load_model_args(files)
-    plan = make_plan(args, comm.size, quant_group=precision.group_size)
+    plan = make_plan(args, comm.size, quant_group_size=precision.quant_group_size)
     checkpoint = open_checkpoint(files, args)
     runner = ModelRunner.load(args, checkpoint, plan, comm, precision=precision, device=CPU)
     runner.reserve([4] * len(runner.kv_groups), 8)
@@ -89,7 +89,7 @@ def logits_of(comm: Solo, path: Path, quant: str | None = None, dtype: str = "fl
 # Where each integer is
 
 
-@pytest.mark.parametrize("size", HF_GROUPS)
+@pytest.mark.parametrize("size", HF_QUANTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_part_of_a_matrix_means_what_its_integers_zeros_and_scales_say(kind, size):
     matrix = random_matrix(40, 384, size)
@@ -103,7 +103,7 @@ def test_any_part_of_a_matrix_means_what_its_integers_zeros_and_scales_say(kind,
     for rows in (range(40), range(8, 24), range(3, 9), range(17, 18), range(5, 5)):
         for columns in (range(384), range(32, 64), range(96, 320), range(160, 160)):
             groups = read_packed(packing, MatrixBlock(384, rows, columns), read)
-            assert groups.form == HF_GROUPS[size]
+            assert groups.form == HF_QUANTS[size]
             expected = matrix.values[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(groups.values().double(), expected)
 
@@ -114,7 +114,7 @@ def test_every_rank_has_its_part_of_what_is_meant_exactly(kind, made):
     (wholes,) = loaded(meant_by(made[kind]), 1)
     for tp_size in TP_SIZES:
         for quant, group in (("stored", 128), ("none", 1)):
-            shares = make_plan(args, tp_size, quant_group=group).shares
+            shares = make_plan(args, tp_size, quant_group_size=group).shares
             for share, ours in zip(shares, loaded(made[kind], tp_size, quant), strict=True):
                 for param, part, whole in zip(parameters(args), ours, wholes, strict=True):
                     rows = share.rows_of(param)
@@ -124,15 +124,15 @@ def test_every_rank_has_its_part_of_what_is_meant_exactly(kind, made):
 def test_ranks_cut_channels_between_groups(made):
     """Also where some ranks get none; Qwen 2.5 72B has 231 groups."""
     precision = precision_of(made["awq"])
-    assert precision.group_size == 128
+    assert precision.quant_group_size == 128
     args = load_model_args(find_model(str(made["awq"])))
-    shares = make_plan(args, 8, quant_group=precision.group_size).shares
+    shares = make_plan(args, 8, quant_group_size=precision.quant_group_size).shares
     assert sorted(len(share.ffn) for share in shares) == [0, 0, 0, *[128] * 5]
     large = ModelArgs(
         dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, ffn_dim=29568,
         vocab_size=152064,
     )  # fmt: skip
-    shares = make_plan(large, 2, quant_group=precision.group_size).shares
+    shares = make_plan(large, 2, quant_group_size=precision.quant_group_size).shares
     assert [len(share.ffn) // 128 for share in shares] == [116, 115]
 
 
@@ -278,12 +278,12 @@ def test_plan_shows_the_bytes_that_are_loaded(made, capsys):
     answer = json.loads(capsys.readouterr().out)
     precision = precision_of(made["awq"])
     args = load_model_args(find_model(str(made["awq"])))
-    shares = make_plan(args, 3, quant_group=128).shares
+    shares = make_plan(args, 3, quant_group_size=128).shares
     expected = [weight_bytes(share, values_by_form(args, precision)) for share in shares]
     assert answer["quant"] == "stored"
     assert [rank["weight_bytes"] for rank in answer["ranks"]] == expected
     # 4 bits, a zero for every 32 inputs, and 4 bytes for every 128.
-    assert HF_GROUPS[128].n_bytes(1024) == 512 + 32 + 32
+    assert HF_QUANTS[128].n_bytes(1024) == 512 + 32 + 32
 
 
 # What is not read

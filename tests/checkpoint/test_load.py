@@ -13,7 +13,7 @@ from parallel_llama.checkpoint import load, open_checkpoint, random_checkpoint
 from parallel_llama.checkpoint.prefetch import workers
 from parallel_llama.checkpoint.reading import PIECE_VALUES, pieces_of, quantised
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GroupFormat, Precision
+from parallel_llama.dtypes import Precision, QuantFormat
 from parallel_llama.errors import CheckpointError, DamagedWeights
 from parallel_llama.families import parameters
 from parallel_llama.families.weights import Param
@@ -21,7 +21,7 @@ from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.memory import values_by_form, weight_bytes
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.ops.formats import dtype_name
-from parallel_llama.ops.groups import quantise
+from parallel_llama.ops.quant import quantise
 from parallel_llama.plan import make_plan
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_torch_computes_alone_in_threads_that_share_work_and_nowhere_else():
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("form", [GroupFormat(8), GroupFormat(4, has_min=True)])
+@pytest.mark.parametrize("form", [QuantFormat(8), QuantFormat(4, has_min=True)])
 def test_a_matrix_is_quantised_the_same_in_pieces_by_threads(monkeypatch, form):
     monkeypatch.setattr("parallel_llama.checkpoint.reading.QUANTISED_AT_ONCE", 7 * 64)
     param = Param("layers.0.feed_forward.w2.weight", (100, 64), "ffn")

@@ -80,7 +80,7 @@ def make_runner(
     return ModelRunner.load(
         args,
         random_checkpoint(args, seed=1),
-        make_plan(args, comm.size, quant_group=precision.group_size),
+        make_plan(args, comm.size, quant_group_size=precision.quant_group_size),
         comm,
         precision=precision,
         device=torch.device("cpu"),

@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers_oracle import reference_logits
 
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GroupFormat
+from parallel_llama.dtypes import QuantFormat
 from parallel_llama.errors import UsageError
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.ops import CPUOps, TorchOps
-from parallel_llama.ops.formats import DenseWeight, GroupWeight, apply_routed
-from parallel_llama.ops.groups import quantise
+from parallel_llama.ops.formats import DenseWeight, QuantWeight, apply_routed
+from parallel_llama.ops.quant import quantise
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
 
@@ -250,10 +250,10 @@ def test_each_pair_gets_the_products_of_its_token_with_its_experts_weights(
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_experts_may_be_kept_each_in_a_format_of_its_own(rows: int) -> None:
-    ops = CPUOps(torch.float32, 4, {1}, matrices=[torch.bfloat16, GroupFormat(8)])
+    ops = CPUOps(torch.float32, 4, {1}, matrices=[torch.bfloat16, QuantFormat(8)])
     dense = [DenseWeight((8, 64), dtype=torch.float32, device=torch.device("cpu")) for _ in "ab"]
     dense[0].values, dense[1].values = torch.randn(8, 64), torch.randn(8, 64).to(torch.bfloat16)
-    small = GroupWeight(quantise(torch.randn(8, 64), GroupFormat(8)), ops.panel_rows)
+    small = QuantWeight(quantise(torch.randn(8, 64), QuantFormat(8)), ops.panel_rows)
     x = torch.randn(rows, 64)
     for weights in (dense, [*dense, small]):
         experts = torch.arange(rows)[:, None] % len(weights)

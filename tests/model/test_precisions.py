@@ -7,7 +7,13 @@ import torch
 
 from parallel_llama.checkpoint import load, random_checkpoint
 from parallel_llama.config import ModelArgs
-from parallel_llama.dtypes import GGUF_GROUPS, GROUP_SIZE, GroupFormat, Precision, make_precision
+from parallel_llama.dtypes import (
+    GGUF_QUANTS,
+    QUANT_GROUP_SIZE,
+    Precision,
+    QuantFormat,
+    make_precision,
+)
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import UsageError
@@ -17,7 +23,7 @@ from parallel_llama.model.layers import Backend
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import WeightLoader
 from parallel_llama.ops import TorchOps
-from parallel_llama.ops.groups import Groups, quantise
+from parallel_llama.ops.quant import QuantMatrix, quantise
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 from tests.support.thread_ranks import run_on_threads
@@ -41,7 +47,7 @@ def runner_of(comm, precision, args=ARGS, checkpoint=None):
     return ModelRunner.load(
         args,
         checkpoint or random_checkpoint(args, seed=1),
-        make_plan(args, comm.size, quant_group=precision.group_size),
+        make_plan(args, comm.size, quant_group_size=precision.quant_group_size),
         comm,
         precision=precision,
         device=CPU,
@@ -72,7 +78,7 @@ class Kept:
     def read(self, param, rows, order="half"):
         values = self._source.read(param, rows, order)
         form = self._precision.form_of(param.kind, param.name)
-        if isinstance(form, GroupFormat):
+        if isinstance(form, QuantFormat):
             return quantise(values, form).values().double()
         return values.to(getattr(torch, form.dtype)).double()
 
@@ -122,7 +128,7 @@ def test_a_decoded_row_is_the_same_in_any_company(precision):
 @EACH
 def test_what_is_read_has_the_bytes_that_the_plan_promises(precision):
     for tp_size in (1, 2, 5, 9):
-        for share in make_plan(ARGS, tp_size, quant_group=precision.group_size).shares:
+        for share in make_plan(ARGS, tp_size, quant_group_size=precision.quant_group_size).shares:
             counts = []
             list(load(random_checkpoint(ARGS, 1), ARGS, share, precision, CPU, counts.append))
             assert sum(counts) == weight_bytes(share, values_by_form(ARGS, precision))
@@ -134,7 +140,7 @@ WIDE = ModelArgs(
 )
 IN_Q6_K = ("wv.weight", "w2.weight", "embeddings.weight", "output.weight")
 STORED = {
-    param.name: GGUF_GROUPS["Q6_K" if param.name.endswith(IN_Q6_K) else "Q4_K"]
+    param.name: GGUF_QUANTS["Q6_K" if param.name.endswith(IN_Q6_K) else "Q4_K"]
     for param in parameters(WIDE)
     if param.kind != "vector"
 }
@@ -143,7 +149,7 @@ STORED = {
 def in_blocks(values, form):
     """A matrix in blocks of 256, each part of a group scaled to its extremes."""
     parts = values.float().view(
-        len(values), -1, 256 // GROUP_SIZE * form.n_parts, GROUP_SIZE // form.n_parts
+        len(values), -1, 256 // QUANT_GROUP_SIZE * form.n_parts, QUANT_GROUP_SIZE // form.n_parts
     )
     least = -parts.amin(-1).clamp(max=0) if form.has_min else torch.zeros(parts.shape[:-1])
     steps = (parts.amax(-1) + least) / 15 if form.has_min else parts.abs().amax(-1) / 31
@@ -159,7 +165,7 @@ def in_blocks(values, form):
     rounded = ((parts + whole[1][..., None]) / whole[0][..., None]).round()
     integers = rounded.clamp(-form.zero, (1 << form.n_bits) - 1 - form.zero)
     own = torch.stack(factors, -1) if form.has_min else factors[0]
-    return Groups(
+    return QuantMatrix(
         form,
         integers.to(torch.int8).view(values.shape),
         scales,
@@ -214,7 +220,7 @@ def test_quantised_weights_stay_on_their_device_in_what_it_computes(name):
     """On the meta device, which refuses to meet another."""
     meta, precision = torch.device("meta"), make_precision(ARGS, "bfloat16", "cuda", name)
     assert precision.computed == "bfloat16"
-    comm, plan = Solo(), make_plan(ARGS, 1, quant_group=precision.group_size)
+    comm, plan = Solo(), make_plan(ARGS, 1, quant_group_size=precision.quant_group_size)
     model = Transformer(ARGS, plan.shares[0], Backend(comm, TorchOps(), torch.bfloat16))
     loader = WeightLoader(model, ARGS, plan.shares[0])
     for weight, values in load(random_checkpoint(ARGS, 1), ARGS, plan.shares[0], precision, meta):

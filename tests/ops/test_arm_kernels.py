@@ -3,13 +3,13 @@
 import llvmlite.binding as llvm
 import pytest
 import torch
-from group_samples import BLOCKS, INT4_MIN, INT8
+from quant_samples import BLOCKS, INT4_MIN, INT8
 
 from parallel_llama.ops.attention import PLAIN
 from parallel_llama.ops.cpu import jit, quant_gemm
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.elementwise import NormKernel
-from parallel_llama.ops.cpu.embedding import GroupLookupKernel
+from parallel_llama.ops.cpu.embedding import QuantEmbeddingKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import GemvKernel
 from parallel_llama.ops.cpu.jit import Machine
@@ -68,7 +68,7 @@ def test_groups_are_multiplied_without_it_too(assembly, form):
         lambda: GemmKernel(torch.float32, torch.float32, PLAIN_ARM),
         lambda: DecodeAttentionKernel(torch.float32, torch.float32, 64, 3, PLAIN, PLAIN_ARM),
         lambda: NormKernel(torch.float32, PLAIN_ARM),
-        lambda: GroupLookupKernel(INT8, PLAIN_ARM),
+        lambda: QuantEmbeddingKernel(INT8, PLAIN_ARM),
     ],
     ids=["gemv", "gemv of bfloat16", "gemm", "attention", "norm", "lookup"],
 )

@@ -21,14 +21,14 @@ from parallel_llama.checkpoint.native_folder import packed, unpacked
 from parallel_llama.checkpoint.verify import verify
 from parallel_llama.cli.main import main
 from parallel_llama.config import ModelArgs, default_quant, load_model_args, stored_formats
-from parallel_llama.dtypes import GroupFormat, Precision, make_precision
+from parallel_llama.dtypes import Precision, QuantFormat, make_precision
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
 from parallel_llama.errors import CheckpointError, DamagedWeights, UsageError, WriteError
 from parallel_llama.files.model_files import find_model
 from parallel_llama.files.safetensors_header import read_safetensors_header
 from parallel_llama.memory import values_by_form, weight_bytes
-from parallel_llama.ops.groups import Groups
+from parallel_llama.ops.quant import QuantMatrix
 from parallel_llama.parallel.collectives import Solo
 from parallel_llama.plan import make_plan
 from parallel_llama.reshard import target_folder, tensor_writer
@@ -93,7 +93,7 @@ def precision_of(path: Path, quant: str | None = None) -> Precision:
 def runner_of(comm: Solo, path: Path, quant: str | None) -> ModelRunner:
     files, precision = find_model(str(path)), precision_of(path, quant)
     args = load_model_args(files)
-    plan = make_plan(args, comm.size, quant_group=precision.group_size)
+    plan = make_plan(args, comm.size, quant_group_size=precision.quant_group_size)
     checkpoint = open_checkpoint(files, args)
     return ModelRunner.load(args, checkpoint, plan, comm, precision=precision, device=CPU)
 
@@ -111,9 +111,9 @@ def loaded(path: Path, tp_size: int, quant: str | None = None) -> list[torch.Ten
     args = load_model_args(files)
     checkpoint = open_checkpoint(files, args)
     tensors: list[torch.Tensor] = []
-    for share in make_plan(args, tp_size, quant_group=precision.group_size).shares:
+    for share in make_plan(args, tp_size, quant_group_size=precision.quant_group_size).shares:
         for _, value in load(checkpoint, args, share, precision, CPU):
-            tensors += value.tensors if isinstance(value, Groups) else [value]
+            tensors += value.tensors if isinstance(value, QuantMatrix) else [value]
     checkpoint.close()
     return tensors
 
@@ -188,9 +188,9 @@ def test_weights_that_are_not_quantised_are_what_they_were(sources, made):
 
 def test_the_first_of_two_integers_is_the_lower_half_of_a_byte():
     integers = torch.tensor([[-8, 7, 0, -1]], dtype=torch.int8)
-    assert packed(integers, GroupFormat(4)).tolist() == [[0xF0, 0x78]]
+    assert packed(integers, QuantFormat(4)).tolist() == [[0xF0, 0x78]]
     rising = torch.arange(16, dtype=torch.int8)[None]
-    for form, values in ((GroupFormat(4), rising - 8), (GroupFormat(4, has_min=True), rising)):
+    for form, values in ((QuantFormat(4), rising - 8), (QuantFormat(4, has_min=True), rising)):
         assert torch.equal(unpacked(packed(values, form), form), values)
 
 
@@ -235,7 +235,7 @@ def test_plan_shows_the_bytes_that_are_loaded(quant, made, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert answer["quant"] == "stored"
     precision = precision_of(made[quant])
-    plan = make_plan(ARGS, 3, quant_group=32)
+    plan = make_plan(ARGS, 3, quant_group_size=32)
     expected = [weight_bytes(share, values_by_form(ARGS, precision)) for share in plan.shares]
     assert [rank["weight_bytes"] for rank in answer["ranks"]] == expected
     assert sum(expected) < sum(tensor.nbytes for tensor in loaded(made[quant], 3, "none"))
@@ -268,7 +268,7 @@ def load_whole(path: Path):
     (share,) = make_plan(ARGS, 1).shares
     values = load(checkpoint, ARGS, share, precision, CPU)
     return [
-        (param, value.values() if isinstance(value, Groups) else value.float())
+        (param, value.values() if isinstance(value, QuantMatrix) else value.float())
         for param, (_, value) in zip(parameters(ARGS), values, strict=True)
     ]
 
@@ -449,7 +449,7 @@ def test_what_cannot_be_done_is_said_and_nothing_is_written(
 
 def test_a_format_that_no_native_folder_has_is_refused_by_name(sources, monkeypatch):
     files = find_model(str(sources["stored"]))
-    other = {"layers.0.attention.wq.weight": GroupFormat(6)}
+    other = {"layers.0.attention.wq.weight": QuantFormat(6)}
     monkeypatch.setattr(target_folder, "stored_formats", lambda *_: other)
     with pytest.raises(UsageError, match=r"wq\.weight: is in int6, .*--quant int8, int4 or fp8"):
         target_formats(files, ARGS, "native", "stored", None)

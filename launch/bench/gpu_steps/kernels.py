@@ -16,12 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from launch.bench.gpu_steps import Row, Rows, Setting, attempt
 from launch.bench.gpu_steps.clock import device_seconds
-from parallel_llama.dtypes import ASKED, GroupFormat
+from parallel_llama.dtypes import ASKED, QuantFormat
 from parallel_llama.ops import Noise, TorchOps, kv_rows
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.filters import Filters
-from parallel_llama.ops.groups import PanelShape, quantise
-from parallel_llama.ops.groups import group_linear as torch_group_linear
+from parallel_llama.ops.quant import PanelShape, quantise
+from parallel_llama.ops.quant import quant_gemm as torch_quant_gemm
 
 # Relative to the largest expected number.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -85,7 +85,7 @@ def group_products(setting: Setting) -> Rows:
 
 
 def _group(
-    name: str, form: GroupFormat, n_rows: int, n_inputs: int, n_outputs: int, setting: Setting
+    name: str, form: QuantFormat, n_rows: int, n_inputs: int, n_outputs: int, setting: Setting
 ) -> Rows:
     # Integer weights are multiplied as integers, and floats in the dtype of the inputs.
     ops, dtype = CUDAOps(), dtypes(setting)[-1] if form.is_float else torch.float32
@@ -96,11 +96,11 @@ def _group(
 
     def multiply(x: Tensor, panels: Tensor) -> Tensor:
         out = x.new_empty(len(x), n_outputs)
-        ops.group_linear(x, panels, shape, out)
+        ops.quant_gemm(x, panels, shape, out)
         return out
 
     y = multiply(x, panels)
-    _hold(y, torch_group_linear(x, weight).double(), dtype)
+    _hold(y, torch_quant_gemm(x, weight).double(), dtype)
     _alike(y, torch.cat([multiply(row[None], panels) for row in x]))
     n = 1 if setting.is_rehearsal else max(2, _CACHED // panels.nbytes)
     copies = [panels, *(panels.clone() for _ in range(n - 1))]

@@ -97,7 +97,7 @@ def load(
     """A rank's shard with random weights, without a cache."""
     comm = comm or Solo()
     precision = make_precision(args, dtype or half(setting), setting.device.type, quant)
-    plan = make_plan(args, comm.size, quant_group=precision.group_size)
+    plan = make_plan(args, comm.size, quant_group_size=precision.quant_group_size)
     return ModelRunner.load(
         args,
         random_checkpoint(args, 0, setting.device),

@@ -8,7 +8,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, Integers, Numbers, T, Weights
 from parallel_llama.ops.cpu.ir import I8, I32, Lanes, Thread, Value, loop, when
 from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
@@ -21,7 +21,7 @@ from parallel_llama.ops.cpu.panels import (
     panel_at,
 )
 from parallel_llama.ops.cpu.vector_math import from_e4m3
-from parallel_llama.ops.groups import PanelShape
+from parallel_llama.ops.quant import PanelShape
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,16 +107,16 @@ class _GroupLookupArguments(Generic[T]):
     shape: PanelArguments[T]
 
 
-class GroupLookupKernel:
+class QuantEmbeddingKernel:
     """y[t] = A[tokens[t] - first], or zeros if A has no such row, with A quantised and in panels.
 
     Shapes: tokens [n] int64; panels [n_panels, n_bytes] uint8 with `n_outputs` rows; the result
     [n, in] float32.
     """
 
-    def __init__(self, form: GroupFormat, machine: Machine) -> None:
+    def __init__(self, form: QuantFormat, machine: Machine) -> None:
         reader = PanelReader(machine.lanes(torch.float32), form)
-        self._program = Program(_GroupLookupArguments[float], partial(_group_lookup, reader))
+        self._program = Program(_GroupLookupArguments[float], partial(_quant_embedding, reader))
 
     def __call__(
         self,
@@ -140,11 +140,11 @@ class GroupLookupKernel:
 
 
 @cache
-def make_group_lookup(form: GroupFormat) -> GroupLookupKernel:
-    return GroupLookupKernel(form, this_machine())
+def make_quant_embedding(form: QuantFormat) -> QuantEmbeddingKernel:
+    return QuantEmbeddingKernel(form, this_machine())
 
 
-def _group_lookup(
+def _quant_embedding(
     reader: PanelReader, b: ir.IRBuilder, thread: Thread, args: _GroupLookupArguments[Value]
 ) -> None:
     """
@@ -152,14 +152,14 @@ def _group_lookup(
         y[t] = integers * scale + minimum of A[tokens[t] - first], part by part, if that row exists
     """
     width, n_groups = reader.lanes.width, args.shape.n_groups
-    whole = Lanes(torch.float32, torch.float32, GROUP_SIZE)
+    whole = Lanes(torch.float32, torch.float32, QUANT_GROUP_SIZE)
     with loop(b, *thread.part_of(args.n)) as t:
-        row, y = args.tokens[t] - args.first, args.y + t * n_groups * GROUP_SIZE
+        row, y = args.tokens[t] - args.first, args.y + t * n_groups * QUANT_GROUP_SIZE
         is_there = (row > -1) & (row < args.m)
         panel = panel_at(args.panels, row // width, args.shape)
         lane = (row % width).resized(I32)
         with loop(b, 0, n_groups) as index:
-            target = y + index * GROUP_SIZE
+            target = y + index * QUANT_GROUP_SIZE
             whole.store(target, whole.constant(b, 0))
             with when(is_there):
                 group = reader.group_at(index, args.shape.n_before)

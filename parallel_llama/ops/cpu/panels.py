@@ -1,4 +1,4 @@
-"""Access to quantised matrices in panels, whose layout `ops.groups` describes."""
+"""Access to quantised matrices in panels, whose layout `ops.quant` describes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from typing import Generic
 
 from llvmlite import ir
 
-from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.ops.cpu.arguments import Integer, T
 from parallel_llama.ops.cpu.ir import F16, I8, I32, LINE_BYTES, Lanes, Value, shuffle
 from parallel_llama.ops.cpu.vector_math import from_e4m3
-from parallel_llama.ops.groups import PanelShape, Plane, planes_of
+from parallel_llama.ops.quant import PanelShape, Plane, planes_of
 
 _ALL_FOUR = 0x01010101  # multiplied by a byte: the byte in all four bytes of a word
 
@@ -65,7 +65,7 @@ class PanelReader:
     """Loads from panels of a format, as vectors with one lane for each row of a panel."""
 
     lanes: Lanes
-    form: GroupFormat
+    form: QuantFormat
 
     def group_at(self, number: Value, n_before: Value) -> Group:
         """A group of a matrix whose first block began `n_before` groups before the matrix."""
@@ -122,7 +122,7 @@ class PanelReader:
     @property
     def _group_bytes(self) -> int:
         """The bytes of a group's integers, for all rows of a panel."""
-        return GROUP_SIZE * self.form.n_bits // 8 * self.lanes.width
+        return QUANT_GROUP_SIZE * self.form.n_bits // 8 * self.lanes.width
 
     def _bits(self, panel: Panel, group: Group, plane: Plane, column: int) -> Value:
         """The bits of a column in a plane, each at its position in the byte."""

@@ -1,4 +1,4 @@
-"""Products of rows with a quantised matrix in panels, whose layout `ops.groups` describes.
+"""Products of rows with a quantised matrix in panels, whose layout `ops.quant` describes.
 
 For integer formats the rows are rounded to bytes. Within a group, integers are summed exactly; the
 sum over groups is in float32, in their order. For 8-bit floats the rows are not rounded, and
@@ -17,7 +17,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, T, Words
 from parallel_llama.ops.cpu.ir import (
     I8,
@@ -51,7 +51,7 @@ from parallel_llama.ops.cpu.panels import (
     panel_at,
 )
 from parallel_llama.ops.cpu.vector_math import ByteDots, add_byte_dots
-from parallel_llama.ops.groups import LEAST_INPUT, PanelShape
+from parallel_llama.ops.quant import LEAST_INPUT, PanelShape
 
 # Panels that are multiplied with the same inputs, and rows that are multiplied with the same panel:
 # their integer and float32 sums fill the registers.
@@ -120,7 +120,7 @@ class QuantGemmKernel:
     uint8.
     """
 
-    def __init__(self, form: GroupFormat, machine: Machine) -> None:
+    def __init__(self, form: QuantFormat, machine: Machine) -> None:
         lanes = machine.lanes(torch.float32)
         self.n_rows, reader = lanes.width, PanelReader(lanes, form)
         self._of_floats: Program[_FloatArguments[float]] | None = None
@@ -170,7 +170,7 @@ class QuantGemmKernel:
 
 
 @cache
-def make_quant_gemm(form: GroupFormat) -> QuantGemmKernel:
+def make_quant_gemm(form: QuantFormat) -> QuantGemmKernel:
     return QuantGemmKernel(form, this_machine())
 
 
@@ -191,8 +191,8 @@ def _round(
     """
     to, n_groups = args.rounded, args.n_groups
     with loop(b, *thread.part_of(args.n * n_groups)) as number:
-        own = args.x + number // n_groups * args.x_stride + number % n_groups * GROUP_SIZE
-        vectors = [lanes.load(own + i) for i in range(0, GROUP_SIZE, lanes.width)]
+        own = args.x + number // n_groups * args.x_stride + number % n_groups * QUANT_GROUP_SIZE
+        vectors = [lanes.load(own + i) for i in range(0, QUANT_GROUP_SIZE, lanes.width)]
         largest = lanes.constant(b, 0)
         for vector in vectors:
             largest = larger(abs(vector), largest)
@@ -207,7 +207,7 @@ def _round(
             rounded = (rounded << 24).signed_shift(24)
             totals[place * n_parts // len(vectors)] -= rounded
             narrow = rounded.resized(ir.VectorType(I8, lanes.width))
-            target = to.integers + number * GROUP_SIZE + place * lanes.width
+            target = to.integers + number * QUANT_GROUP_SIZE + place * lanes.width
             b.store(narrow.raw, target.bits_as(narrow.raw.type.as_pointer()).raw, align=1)
         for part, total in enumerate(totals):
             to.sums[number * n_parts + part] = lanes.reduce(add, total)
@@ -254,7 +254,9 @@ class _IntegerProducts(_Products[_Row]):
 
     def row_at(self, args: _IntegerArguments[Value], number: Value) -> _Row:
         x, first, n_parts = args.inputs, number * args.n_groups, self.panels.form.n_parts
-        return _Row(x.integers + first * GROUP_SIZE, x.scales + first, x.sums + first * n_parts)
+        return _Row(
+            x.integers + first * QUANT_GROUP_SIZE, x.scales + first, x.sums + first * n_parts
+        )
 
     def add_group(
         self,
@@ -280,7 +282,7 @@ class _IntegerProducts(_Products[_Row]):
         for number, panel in enumerate(panels):
             for column, unsigned in self.panels.unsigned(panel, group, part):
                 for row, of_row in zip(rows, sums, strict=True):
-                    place = row.integers + group.number * GROUP_SIZE + 4 * column
+                    place = row.integers + group.number * QUANT_GROUP_SIZE + 4 * column
                     signed = lanes.splat(place.bits_as(_WORD)[0])
                     of_row[number] = add_byte_dots(self.byte_dots, of_row[number], unsigned, signed)
         for number, panel in enumerate(panels):
@@ -315,7 +317,7 @@ class _FloatProducts(_Products[Value]):
         for number, panel in enumerate(panels):
             for place, weights in self.panels.floats(panel, group):
                 for row, of_row in zip(rows, sums, strict=True):
-                    x = lanes.splat(row[group.number * GROUP_SIZE + place])
+                    x = lanes.splat(row[group.number * QUANT_GROUP_SIZE + place])
                     of_row[number] = fma(weights, x, of_row[number])
         for number, panel in enumerate(panels):
             scale = self.panels.scale(panel, group, 0)

@@ -9,7 +9,7 @@ float32. The matrix's shape alone decides how the groups are split into parts, w
 order, in the same program or by a second launch. So a row's result does not depend on the number of
 rows: for any number with integers, for up to MAX_ROWS with fp8.
 
-Source: `ops.groups` defines the products and the panel layout.
+Source: `ops.quant` defines the products and the panel layout.
 """
 
 import torch
@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.ops.cuda.e4m3 import from_e4m3
 from parallel_llama.ops.cuda.launch import launch
 from parallel_llama.ops.cuda.linear import MAX_ROWS, add_parts, parts_of
-from parallel_llama.ops.groups import LEAST_INPUT, PanelShape, planes_of
+from parallel_llama.ops.quant import LEAST_INPUT, PanelShape, planes_of
 
 PANEL_ROWS = 1
 
@@ -30,12 +30,12 @@ _MANY_ROWS = 32  # per program, for more than MAX_ROWS rows
 _MANY_FP8_ROWS = 64
 _ROUNDED_GROUPS = 8  # per program that rounds inputs
 
-_GROUP = tl.constexpr(GROUP_SIZE)
+_GROUP = tl.constexpr(QUANT_GROUP_SIZE)
 _LEAST = tl.constexpr(LEAST_INPUT)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds to integers
 
 
-def group_linear(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
+def quant_gemm(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
     """out = X A with inputs rounded to int8, summed in float32.
 
     Shapes: x [T, in]; panels [n_outputs, n_bytes] uint8; out [T, n_outputs], perhaps a view of some
@@ -68,7 +68,7 @@ def group_linear(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> N
 
 
 def fp8_linear(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> None:
-    """out = X A with A in fp8, summed in float32. Shapes: as in `group_linear`."""
+    """out = X A with A in fp8, summed in float32. Shapes: as in `quant_gemm`."""
     n, n_outputs = out.shape
     assert shape.form.is_float and shape.n_rows == PANEL_ROWS and panels.is_contiguous()
     assert x.shape == (n, shape.n_inputs) and x.stride(1) == out.stride(1) == 1
@@ -92,12 +92,12 @@ def fp8_linear(x: Tensor, panels: Tensor, shape: PanelShape, out: Tensor) -> Non
         add_parts(y, None, out)
 
 
-def _rounded(x: Tensor, form: GroupFormat) -> tuple[Tensor, Tensor, Tensor]:
+def _rounded(x: Tensor, form: QuantFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs in int8, their scales, and the sum of each part of a group.
 
     Shapes: [T, in] -> [T, in] int8, [T, n_groups] and [T, n_groups * n_parts] float32.
     """
-    n, n_groups = len(x), x.shape[1] // GROUP_SIZE
+    n, n_groups = len(x), x.shape[1] // QUANT_GROUP_SIZE
     integers = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = x.new_empty(n, n_groups, dtype=torch.float32)
     sums = x.new_empty(n, n_groups * form.n_parts, dtype=torch.float32)
@@ -109,7 +109,7 @@ def _rounded(x: Tensor, form: GroupFormat) -> tuple[Tensor, Tensor, Tensor]:
     return integers, scales, sums
 
 
-def _constants(form: GroupFormat) -> dict[str, int | bool]:
+def _constants(form: QuantFormat) -> dict[str, int | bool]:
     """A kernel's constants. A format has one plane, or two, the wider one first."""
     wide, narrow = [*planes_of(form.n_bits), None][:2]
     assert wide is not None

@@ -4,15 +4,15 @@ from collections import Counter
 
 import pytest
 import torch
-from group_samples import BLOCKS, FP8, INT4_MIN, INT8
+from quant_samples import BLOCKS, FP8, INT4_MIN, INT8
 from triton_compile import TARGETS, compiled
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
 from parallel_llama.ops.cuda_ops import CUDAOps
 from parallel_llama.ops.filters import Filters
-from parallel_llama.ops.groups import PanelShape
 from parallel_llama.ops.noise import Noise
+from parallel_llama.ops.quant import PanelShape
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +56,7 @@ def launches():
             shape = PanelShape(form, 4096, ops.panel_rows)
             panels = torch.empty(4096, shape.n_bytes, dtype=torch.uint8)
             x, y = torch.empty(2, n, 4096, dtype=dtype)
-            ops.group_linear(x, panels, shape, y)
+            ops.quant_gemm(x, panels, shape, y)
 
 
 def mixture(ops, x):

@@ -62,7 +62,7 @@ def both(args, checkpoint, precision, device):
         runner = ModelRunner.load(
             args,
             checkpoint,
-            make_plan(args, 1, quant_group=precision.group_size),
+            make_plan(args, 1, quant_group_size=precision.quant_group_size),
             Solo(),
             precision=precision,
             device=device,

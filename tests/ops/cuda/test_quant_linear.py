@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from group_samples import (
+from quant_samples import (
     BLOCKS,
     FP8,
     INT4_MIN,
@@ -19,8 +19,8 @@ pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
 from parallel_llama.ops.cuda import quant_linear as kernels
 from parallel_llama.ops.cuda_ops import CUDAOps
-from parallel_llama.ops.groups import Groups, PanelShape, group_linear
-from parallel_llama.ops.groups import rounded_inputs as rounded_by_torch
+from parallel_llama.ops.quant import PanelShape, QuantMatrix, quant_gemm
+from parallel_llama.ops.quant import rounded_inputs as rounded_by_torch
 
 SOME = pytest.mark.parametrize("form", [INT8, INT4_MIN, BLOCKS["Q6_K"]], ids=lambda f: f.name)
 PARTS = pytest.mark.parametrize("n_parts", [1, 2])
@@ -36,7 +36,7 @@ def multiplied(x, weight):
     ops = CUDAOps()
     shape = PanelShape(weight.form, weight.shape[1], ops.panel_rows, weight.n_before)
     whole = torch.full((len(x), weight.shape[0] + 7), 5.0, dtype=x.dtype, device=x.device)
-    ops.group_linear(x, shape.pack(weight), shape, whole[:, 3:-4])
+    ops.quant_gemm(x, shape.pack(weight), shape, whole[:, 3:-4])
     assert (whole[:, :3] == 5).all() and (whole[:, -4:] == 5).all()
     return whole[:, 3:-4]
 
@@ -46,7 +46,7 @@ def test_a_product_is_the_exact_integer_where_scales_are_one(device, form):
     """Inputs with a largest value of 127 in every group are quantised exactly."""
     ones = torch.ones(9, -(-3 // form.n_shared), dtype=torch.float16)
     mins = -5 * ones if form.has_min else None
-    weight = Groups(form, integers(form, 9, 96), ones, mins, factors_of(form, 9, 96))
+    weight = QuantMatrix(form, integers(form, 9, 96), ones, mins, factors_of(form, 9, 96))
     x = integers(INT8, 3, 96)
     x[:, ::32] = 127
     exact = x.long() @ weight.values().long().T
@@ -72,7 +72,7 @@ def test_an_integer_product_is_that_of_torch_for_any_shape(device, monkeypatch, 
         weight = a_matrix(form, m, k, n_before=n + k // 32).to(device)
         longest = weight.values().norm(dim=1).max().item() if m else 0
         atol = 1e-5 * x.norm(dim=1).max().item() * longest if n else 0
-        expected = group_linear(x, weight)
+        expected = quant_gemm(x, weight)
         torch.testing.assert_close(multiplied(x, weight), expected, rtol=0, atol=atol)
 
 
@@ -103,7 +103,7 @@ def test_a_product_does_not_depend_on_the_batch(device, monkeypatch, form, n_par
 
 def test_inputs_and_results_may_be_in_half_precision(device):
     x, weight = torch.randn(2, 64, device=device).half(), a_matrix(INT8, 9, 64).to(device)
-    expected = group_linear(x, weight)
+    expected = quant_gemm(x, weight)
     torch.testing.assert_close(multiplied(x, weight), expected, rtol=2e-3, atol=2e-3)
 
 

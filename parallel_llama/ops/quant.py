@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_llama.dtypes import GROUP_SIZE, GroupFormat
+from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 
 _COMPUTED = torch.float32  # the dtype of sums over groups
 _LINE_BYTES = 64  # of a CPU cache, the alignment of a panel
@@ -48,7 +48,7 @@ _LARGEST_E4M3 = torch.finfo(_E4M3).max
 
 
 @dataclass(frozen=True)
-class Groups:
+class QuantMatrix:
     """A quantised matrix [out, in].
 
     Args:
@@ -60,7 +60,7 @@ class Groups:
         n_before: How many groups of the first block come before the matrix, which may be a slice.
     """
 
-    form: GroupFormat
+    form: QuantFormat
     integers: Tensor
     scales: Tensor
     mins: Tensor | None = None
@@ -81,23 +81,23 @@ class Groups:
         held = self.integers, self.scales, *self._optional
         return tuple(each for each in held if each is not None)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Groups":
+    def each(self, change: Callable[[Tensor], Tensor]) -> "QuantMatrix":
         """The matrix with a function applied to all its tensors, whose first dimension is rows."""
         mins, factors = (None if part is None else change(part) for part in self._optional)
         integers, scales = change(self.integers), change(self.scales)
-        return Groups(self.form, integers, scales, mins, factors, self.n_before)
+        return QuantMatrix(self.form, integers, scales, mins, factors, self.n_before)
 
-    def to(self, device: torch.device) -> "Groups":
+    def to(self, device: torch.device) -> "QuantMatrix":
         """The matrix on a device."""
         return self.each(lambda part: part.to(device))
 
-    def columns(self, inputs: range) -> "Groups":
+    def columns(self, inputs: range) -> "QuantMatrix":
         """The columns of some inputs, in whole groups."""
-        start, stop = (at // GROUP_SIZE for at in (inputs.start, inputs.stop))
+        start, stop = (at // QUANT_GROUP_SIZE for at in (inputs.start, inputs.stop))
         first, n_shared = self.n_before + start, self.form.n_shared
         blocks = slice(first // n_shared, -(-(self.n_before + stop) // n_shared))
         n_factors, (mins, factors) = self.form.n_factors, self._optional
-        return Groups(
+        return QuantMatrix(
             self.form,
             self.integers[:, inputs.start : inputs.stop],
             self.scales[:, blocks],
@@ -106,7 +106,7 @@ class Groups:
             first % n_shared,
         )
 
-    def some(self, rows: slice) -> "Groups":
+    def some(self, rows: slice) -> "QuantMatrix":
         """The rows of some outputs."""
         return self.each(lambda of_rows: of_rows[rows])
 
@@ -119,7 +119,7 @@ class Groups:
     def part_numbers(self) -> Tensor:
         """Integers, or floats. Shapes: [out, n_parts of all groups, inputs of a part] float32."""
         stored = self.integers.view(_E4M3) if self.form.is_float else self.integers
-        return _in_runs(stored.to(_COMPUTED), GROUP_SIZE // self.form.n_parts)
+        return _in_runs(stored.to(_COMPUTED), QUANT_GROUP_SIZE // self.form.n_parts)
 
     def part_scales(self) -> Tensor:
         """The scale of every part of a group. Shapes: [out, n_parts of all groups] float32."""
@@ -134,7 +134,7 @@ class Groups:
 
     def _of_parts(self, of_blocks: Tensor, first_factor: int | None) -> Tensor:
         """Exact in float32: the product of a float16 and an int8 factor has at most 24 bits."""
-        n_groups, n_parts = self.shape[1] // GROUP_SIZE, self.form.n_parts
+        n_groups, n_parts = self.shape[1] // QUANT_GROUP_SIZE, self.form.n_parts
         of_groups = of_blocks.to(_COMPUTED).repeat_interleave(self.form.n_shared, 1)
         of_groups = of_groups[:, self.n_before :][:, :n_groups]
         of_parts = of_groups[..., None].expand(-1, -1, n_parts)
@@ -149,7 +149,7 @@ class Groups:
         return self.mins, self.factors
 
 
-def quantise(values: Tensor, form: GroupFormat) -> Groups:
+def quantise(values: Tensor, form: QuantFormat) -> QuantMatrix:
     """Quantise a matrix to int8, fp8, or int4 with minima, each group on its own.
 
     Shapes: [out, in], in whole groups of inputs.
@@ -161,13 +161,13 @@ def quantise(values: Tensor, form: GroupFormat) -> Groups:
     largest = groups.abs().amax(-1)
     if form.is_float:
         scales = _rounded(largest / _LARGEST_E4M3)
-        return Groups(form, _e4m3_bits(groups, scales).flatten(1), scales.to(torch.float16))
+        return QuantMatrix(form, _e4m3_bits(groups, scales).flatten(1), scales.to(torch.float16))
     scales = _rounded(largest / 127)
     integers = _integers(groups, scales, -127, 127)
-    return Groups(form, integers.to(torch.int8).flatten(1), scales.to(torch.float16))
+    return QuantMatrix(form, integers.to(torch.int8).flatten(1), scales.to(torch.float16))
 
 
-def joined(parts: Sequence[Groups], dim: int) -> Groups:
+def joined(parts: Sequence[QuantMatrix], dim: int) -> QuantMatrix:
     """Concatenate matrices along their outputs (dim 0) or their inputs (dim 1).
 
     Along inputs, each matrix but the first must begin with a block.
@@ -179,7 +179,7 @@ def joined(parts: Sequence[Groups], dim: int) -> Groups:
         there = [tensor for tensor in tensors if tensor is not None]
         return torch.cat(there, dim) if there else None
 
-    return Groups(
+    return QuantMatrix(
         first.form,
         torch.cat([part.integers for part in parts], dim),
         torch.cat([part.scales for part in parts], dim),
@@ -189,12 +189,12 @@ def joined(parts: Sequence[Groups], dim: int) -> Groups:
     )
 
 
-def _in_runs(rows: Tensor, size: int = GROUP_SIZE) -> Tensor:
+def _in_runs(rows: Tensor, size: int = QUANT_GROUP_SIZE) -> Tensor:
     """Shapes: [n, in] -> [n, in / size, size]."""
     return rows.reshape(len(rows), rows.shape[1] // size, size)
 
 
-def _with_minima(groups: Tensor, form: GroupFormat) -> Groups:
+def _with_minima(groups: Tensor, form: QuantFormat) -> QuantMatrix:
     """For each group, the scale and minimum among those tried with the least squared error."""
     # Not aminmax, which takes several times as long for short rows.
     low, high, mean = groups.amin(-1), groups.amax(-1), groups.mean(-1)
@@ -210,7 +210,7 @@ def _with_minima(groups: Tensor, form: GroupFormat) -> Groups:
         least = torch.where(better, error, least)
     integers = _integers(groups - mins[..., None], scales, 0, 15)
     halves = scales.to(torch.float16), mins.to(torch.float16)
-    return Groups(form, integers.to(torch.int8).flatten(1), *halves)
+    return QuantMatrix(form, integers.to(torch.int8).flatten(1), *halves)
 
 
 def _line(
@@ -264,7 +264,7 @@ def rounded_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     return (groups * inverse[..., None]).round_().nan_to_num_(0).to(torch.int8), scales
 
 
-def group_linear(x: Tensor, weight: Groups) -> Tensor:
+def quant_gemm(x: Tensor, weight: QuantMatrix) -> Tensor:
     """Y = X A, with int8 inputs if A is in integers. Shapes: [T, in], [out, in] -> [T, out]."""
     if weight.form.is_float:
         wide = torch.promote_types(x.dtype, _COMPUTED)
@@ -345,17 +345,17 @@ class PanelShape:
         form: The format.
         n_inputs: The number of inputs.
         n_rows: Rows per panel.
-        n_before: As in `Groups`.
+        n_before: As in `QuantMatrix`.
     """
 
-    form: GroupFormat
+    form: QuantFormat
     n_inputs: int
     n_rows: int
     n_before: int = 0
 
     @property
     def n_groups(self) -> int:
-        return self.n_inputs // GROUP_SIZE
+        return self.n_inputs // QUANT_GROUP_SIZE
 
     @property
     def n_blocks(self) -> int:
@@ -364,7 +364,7 @@ class PanelShape:
     @property
     def group_bytes(self) -> int:
         """Bytes of the integers of a group, for all rows of a panel."""
-        return GROUP_SIZE * self.form.n_bits // 8 * self.n_rows
+        return QUANT_GROUP_SIZE * self.form.n_bits // 8 * self.n_rows
 
     @property
     def n_halves(self) -> int:
@@ -393,7 +393,7 @@ class PanelShape:
         end = self.integers_at + self.n_groups * self.group_bytes
         return -(-end // _LINE_BYTES) * _LINE_BYTES
 
-    def pack(self, weight: Groups) -> Tensor:
+    def pack(self, weight: QuantMatrix) -> Tensor:
         """Shapes: [out, in] -> [n_panels, n_bytes] uint8."""
         assert weight.n_before == self.n_before
         n_panels = -(-weight.shape[0] // self.n_rows)
@@ -412,7 +412,7 @@ class PanelShape:
         panels[:, self.integers_at :][:, : self.n_groups * self.group_bytes] = words.flatten(1)
         return panels
 
-    def unpack(self, panels: Tensor, n_outputs: int) -> Groups:
+    def unpack(self, panels: Tensor, n_outputs: int) -> QuantMatrix:
         """The inverse of `pack`, for panels with `n_outputs` rows."""
         form, n_panels, n = self.form, len(panels), self.n_groups
         words = panels[:, self.integers_at :][:, : n * self.group_bytes]
@@ -423,7 +423,7 @@ class PanelShape:
         halves = panels[:, : self.factors_at].contiguous().view(torch.float16)
         scales, *mins = map(self._by_output, halves.chunk(self.n_halves, 1))
         factors = panels[:, self.factors_at :][:, : self.factor_bytes].view(torch.int8)
-        whole = Groups(
+        whole = QuantMatrix(
             form,
             integers,
             scales,
@@ -433,7 +433,7 @@ class PanelShape:
         )
         return whole.some(slice(n_outputs))
 
-    def unpack_rows(self, panels: Tensor, outputs: Tensor) -> Groups:
+    def unpack_rows(self, panels: Tensor, outputs: Tensor) -> QuantMatrix:
         """Unpack the rows of some outputs, in any order, without reading the others.
 
         Shapes: panels [n_panels, n_bytes], outputs [n] int64 -> a matrix [n, in].

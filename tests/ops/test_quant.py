@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from group_samples import (
+from quant_samples import (
     BLOCKS,
     EVERY,
     FORMS,
@@ -19,18 +19,18 @@ from group_samples import (
     integers,
 )
 
-from parallel_llama.dtypes import GROUP_SIZE
-from parallel_llama.ops.cpu.embedding import GroupLookupKernel
+from parallel_llama.dtypes import QUANT_GROUP_SIZE
+from parallel_llama.ops.cpu.embedding import QuantEmbeddingKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import GemvKernel
 from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
 from parallel_llama.ops.cpu.quant_gemm import QuantGemmKernel
-from parallel_llama.ops.formats import DenseWeight, GroupWeight, concat_outputs
-from parallel_llama.ops.groups import (
-    Groups,
+from parallel_llama.ops.formats import DenseWeight, QuantWeight, concat_outputs
+from parallel_llama.ops.quant import (
     PanelShape,
-    group_linear,
+    QuantMatrix,
     joined,
+    quant_gemm,
     quantise,
     rounded_inputs,
 )
@@ -85,13 +85,13 @@ def multiplied(kernel, x, weight):
 def test_int8_is_off_by_half_a_step_at_the_most():
     values = torch.randn(40, 96) * torch.rand(40, 1)
     kept = quantise(values, INT8)
-    steps = kept.scales.float().repeat_interleave(GROUP_SIZE, 1)
+    steps = kept.scales.float().repeat_interleave(QUANT_GROUP_SIZE, 1)
     assert ((kept.values() - values).abs() <= steps / 2 * 1.01).all()
 
 
 def test_int4_leaves_less_error_than_steps_over_the_whole_range():
     values = torch.randn(200, 320, generator=torch.Generator().manual_seed(0))
-    groups = values.view(200, -1, GROUP_SIZE)
+    groups = values.view(200, -1, QUANT_GROUP_SIZE)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     steps = (high - low) / 15
     plain = (((groups - low) / steps).round() * steps + low).view(200, 320)
@@ -109,8 +109,8 @@ def test_int4_keeps_what_lies_on_sixteen_steps_already():
 def test_fp8_is_what_torch_rounds_to_with_the_largest_of_a_group_at_the_end():
     values = torch.randn(40, 96) * torch.logspace(-4, 4, 40)[:, None]
     kept = quantise(values, FP8)
-    scales = kept.scales.float().repeat_interleave(GROUP_SIZE, 1)
-    largest = values.view(40, 3, GROUP_SIZE).abs().amax(-1)
+    scales = kept.scales.float().repeat_interleave(QUANT_GROUP_SIZE, 1)
+    largest = values.view(40, 3, QUANT_GROUP_SIZE).abs().amax(-1)
     torch.testing.assert_close(kept.scales.float(), largest / 448, rtol=1e-3, atol=2**-25)
     rounded = (values / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
     assert torch.equal(kept.values(), rounded.float() * scales)
@@ -131,7 +131,7 @@ def test_every_float_of_8_bits_is_decoded_exactly(machine):
     expected = weight.values().T
     assert expected.abs().max() == 448 and len(expected.unique()) == 253  # 0 has two
     assert torch.equal(multiplied(kernel_for(FP8, machine), x, weight), expected)
-    assert torch.equal(group_linear(x, weight), expected)
+    assert torch.equal(quant_gemm(x, weight), expected)
 
 
 @needs_kernels
@@ -141,9 +141,9 @@ def test_inputs_of_fp8_are_not_rounded(machine):
     x, weight = torch.randn(9, 320), a_matrix(FP8, 33, 320)
     exact = x.double() @ weight.values().double().T
     atol = 1e-6 * x.norm(dim=1).max().item() * weight.values().norm(dim=1).max().item()
-    for ours in (multiplied(kernel_for(FP8, machine), x, weight), group_linear(x, weight)):
+    for ours in (multiplied(kernel_for(FP8, machine), x, weight), quant_gemm(x, weight)):
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=atol)
-    wide = group_linear(x.double(), weight)
+    wide = quant_gemm(x.double(), weight)
     torch.testing.assert_close(wide, exact, rtol=0, atol=1e-10)
 
 
@@ -193,7 +193,7 @@ def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
     """Inputs with a largest value of 127 in every group are quantised exactly."""
     ones = torch.ones(37, blocks_of(form, 96, 0), dtype=torch.float16)
     mins = -5 * ones if form.has_min else None
-    weight = Groups(form, integers(form, 37, 96), ones, mins, factors_of(form, 37, 96))
+    weight = QuantMatrix(form, integers(form, 37, 96), ones, mins, factors_of(form, 37, 96))
     for n in (1, 2, 3, 6, 13, 40):
         x = integers(INT8, n, 96)
         x[:, ::32] = 127
@@ -206,7 +206,7 @@ def test_a_product_is_the_exact_integer_where_scales_are_one(form, machine):
 def test_a_product_is_that_of_torch_for_any_shape(form, machine):
     for n, k, m in [(1, 32, 1), (2, 64, 48), (7, 96, 33), (9, 32, 100), (33, 320, 17), (5, 64, 0)]:
         x, weight = torch.randn(n, k), a_matrix(form, m, k, n_before=n + k // 32)
-        expected = group_linear(x, weight)
+        expected = quant_gemm(x, weight)
         result = multiplied(kernel_for(form, machine), x, weight)
         # A sum may be close to 0, so the tolerance is relative to its terms.
         longest = weight.values().norm(dim=1).max().item() if m else 0
@@ -241,7 +241,7 @@ def test_a_number_that_is_none_spoils_its_own_row_alone(form, wrong):
     x[1, 40] = wrong
     for result in (
         multiplied(kernel_for(form, this_machine()), x, weight),
-        group_linear(x, weight),
+        quant_gemm(x, weight),
     ):
         assert not result[1].isfinite().any() and result[[0, 2]].isfinite().all()
 
@@ -249,7 +249,7 @@ def test_a_number_that_is_none_spoils_its_own_row_alone(form, wrong):
 @needs_kernels
 def test_inputs_are_rounded_alike_by_kernels_and_torch():
     x = torch.randn(5, 64) * torch.tensor([1e-38, 1e-31, 1e-20, 1.0, 1e30])[:, None]
-    weight = Groups(INT8, torch.eye(64).to(torch.int8), torch.ones(64, 2, dtype=torch.float16))
+    weight = QuantMatrix(INT8, torch.eye(64).to(torch.int8), torch.ones(64, 2, dtype=torch.float16))
     rounded, scales = rounded_inputs(x)
     expected = (rounded.float() * scales[..., None]).flatten(1)
     assert torch.equal(multiplied(kernel_for(INT8, this_machine()), x, weight), expected)
@@ -259,19 +259,19 @@ def test_inputs_are_rounded_alike_by_kernels_and_torch():
 def test_a_token_is_looked_up_in_any_order(form):
     weight = a_matrix(form, 37, 64)
     rows = torch.tensor([36, 0, 17, 0, 5])
-    assert torch.equal(GroupWeight(weight, 16).lookup(rows, 0, TorchOps()), weight.values()[rows])
+    assert torch.equal(QuantWeight(weight, 16).lookup(rows, 0, TorchOps()), weight.values()[rows])
 
 
 @needs_kernels
 @on_machines(EVERY)
 def test_a_kernel_looks_up_what_torch_does(form, machine):
-    kernel = GroupLookupKernel(form, machine)
+    kernel = QuantEmbeddingKernel(form, machine)
     for n_outputs, n_before in ((37, 0), (33, 3), (1, 1)):
         weight = a_matrix(form, n_outputs, 96, n_before)
         shape = PanelShape(form, 96, machine.lanes(torch.float32).width, weight.n_before)
         tokens = torch.tensor([7 + n_outputs - 1, 7, 6, 7 + n_outputs, 7 + n_outputs // 2, 0])
         given = tokens, shape.pack(weight), shape
-        expected = TorchOps().group_lookup(*given, n_outputs, 7)
+        expected = TorchOps().quant_embedding(*given, n_outputs, 7)
         assert expected[:2].any() and not expected[2:4].any()
         assert torch.equal(kernel(*given, 7, n_outputs), expected)
 
@@ -279,20 +279,20 @@ def test_a_kernel_looks_up_what_torch_does(form, machine):
 @FORMS
 def test_tokens_of_other_ranks_are_looked_up_as_zeros(form):
     weight, tokens = a_matrix(form, 37, 64), torch.tensor([50, 8, 51, 14, 7, 0])
-    found = GroupWeight(weight, 16).lookup(tokens, 14, TorchOps())
+    found = QuantWeight(weight, 16).lookup(tokens, 14, TorchOps())
     zeros = torch.zeros(64)
     expected = [weight.values()[36], zeros, zeros, weight.values()[0], zeros, zeros]
     assert torch.equal(found, torch.stack(expected))
-    none = GroupWeight(weight.some(slice(0)), 16).lookup(tokens, 14, TorchOps())
+    none = QuantWeight(weight.some(slice(0)), 16).lookup(tokens, 14, TorchOps())
     assert torch.equal(none, torch.zeros(6, 64))
 
 
 @FORMS
 def test_matrices_concat_outputs_give_each_its_outputs(form):
     parts = [a_matrix(form, n, 64) for n in (24, 8, 3)]
-    whole = GroupWeight.concat_outputs([GroupWeight(part, 16) for part in parts])
+    whole = QuantWeight.concat_outputs([QuantWeight(part, 16) for part in parts])
     x = torch.randn(3, 64)
-    expected = torch.cat([group_linear(x, part) for part in parts], 1)
+    expected = torch.cat([quant_gemm(x, part) for part in parts], 1)
     torch.testing.assert_close(whole.apply(x, TorchOps()), expected)
 
 
@@ -300,10 +300,10 @@ def test_matrices_of_several_formats_give_their_outputs_side_by_side():
     groups = [a_matrix(form, n, 256) for form, n in ((INT8, 24), (BLOCKS["Q6_K"], 8))]
     dense = DenseWeight((5, 256), dtype=torch.float32, device=torch.device("meta"))
     dense.load(torch.randn(5, 256))
-    whole = concat_outputs([*(GroupWeight(part, 16) for part in groups), dense])
+    whole = concat_outputs([*(QuantWeight(part, 16) for part in groups), dense])
     x, bias = torch.randn(3, 256), DenseWeight((37,), dtype=torch.float32, device=CPU)
     bias.values.copy_(torch.randn(37))
-    parts = [*(group_linear(x, part) for part in groups), x @ dense.values.T]
+    parts = [*(quant_gemm(x, part) for part in groups), x @ dense.values.T]
     assert torch.equal(whole.apply(x, TorchOps(), bias), torch.cat(parts, 1) + bias.values)
 
 
