@@ -256,13 +256,13 @@ def make_plan(
         )
     weights = _weights(tp_size, memory)
     cut, heads, balance = _cut_heads(args, weights)
-    groups = _expert_groups(args, tp_size, ranks_per_expert)
-    experts = _cut_experts(args, groups, weights)
+    expert_ranks = _expert_ranks(args, tp_size, ranks_per_expert)
+    experts = _cut_experts(args, expert_ranks, weights)
     unit = unit_size(args.ffn_dim, args.n_heads, quant_group_size)
     ffn = [
         channels
-        for group in groups
-        for channels in _cut_units(args.ffn_dim, unit, weights[group.start : group.stop])
+        for ranks in expert_ranks
+        for channels in _cut_units(args.ffn_dim, unit, weights[ranks.start : ranks.stop])
     ]
     vocab = _cut_units(args.vocab_size, unit_size(args.vocab_size, args.n_heads), weights)
     group_size = args.n_heads // args.n_kv_heads
@@ -280,7 +280,7 @@ def make_plan(
     )
     if kv_split == "sequence":
         shares = _spread(args, shares)
-    placement = _placement(args, groups, ranks_per_expert) if args.n_experts else None
+    placement = _placement(args, expert_ranks, ranks_per_expert) if args.n_experts else None
     return ShardPlan(shares, cut, balance, placement)
 
 
@@ -323,32 +323,32 @@ def _cut_heads(
     return "heads", consecutive(counts), float(_balance(counts, weights))
 
 
-def _expert_groups(args: ModelArgs, tp_size: int, ranks_per_expert: int | None) -> list[range]:
+def _expert_ranks(args: ModelArgs, tp_size: int, ranks_per_expert: int | None) -> list[range]:
     """The groups of ranks that hold the same experts; one group for a model without experts."""
     if not args.n_experts:
         return [range(tp_size)]
     most = ranks_per_expert or max(1, args.ffn_dim // MIN_EXPERT_CHANNELS)
-    n_groups = min(-(-tp_size // most), args.n_experts)
-    return consecutive(apportion(tp_size, [1] * n_groups))
+    n_parts = min(-(-tp_size // most), args.n_experts)
+    return consecutive(apportion(tp_size, [1] * n_parts))
 
 
-def _cut_experts(args: ModelArgs, groups: list[range], weights: list[int]) -> list[range]:
+def _cut_experts(args: ModelArgs, expert_ranks: list[range], weights: list[int]) -> list[range]:
     """The experts of each rank, in proportion to the weight of its group."""
     if not args.n_experts:
         return [range(0)] * len(weights)
-    of_groups = [sum(weights[group.start : group.stop]) for group in groups]
-    experts = consecutive(apportion(args.n_experts, of_groups, at_least=1))
-    return [own for group, own in zip(groups, experts, strict=True) for _ in group]
+    totals = [sum(weights[ranks.start : ranks.stop]) for ranks in expert_ranks]
+    experts = consecutive(apportion(args.n_experts, totals, at_least=1))
+    return [own for ranks, own in zip(expert_ranks, experts, strict=True) for _ in ranks]
 
 
-def _placement(args: ModelArgs, groups: list[range], asked: int | None) -> Placement:
-    sizes = sorted({len(group) for group in groups})
-    n_ranks = groups[-1].stop
+def _placement(args: ModelArgs, expert_ranks: list[range], asked: int | None) -> Placement:
+    sizes = sorted({len(ranks) for ranks in expert_ranks})
+    n_ranks = expert_ranks[-1].stop
     each = args.ffn_dim // n_ranks
     if n_ranks == 1:
         return Placement("tensor", "one rank has every expert")
     compared = f"{each} of an expert's {args.ffn_dim} channels on each of {n_ranks} ranks"
-    if len(groups) == 1:
+    if len(expert_ranks) == 1:
         reason = f"every rank works on every expert: {compared}, of at least {MIN_EXPERT_CHANNELS}"
         return Placement("tensor", "as requested" if asked else reason)
     are_few = f"{compared} would be fewer than {MIN_EXPERT_CHANNELS}"

@@ -297,7 +297,7 @@ def test_every_thread_that_touches_the_model_uses_its_device(
 ) -> None:
     """A thread begins with card 0, whichever is this rank's."""
     users, readers = set(), set()
-    for name in ("llm", "engine.ranks", "engine.model_runner", "parallel.groups"):
+    for name in ("llm", "engine.ranks", "engine.model_runner", "parallel.communicators"):
         monkeypatch.setattr(
             f"parallel_llama.{name}.use_device", lambda _: users.add(threading.get_ident())
         )

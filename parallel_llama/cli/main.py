@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _give_up(reason: str) -> None:
-    from parallel_llama.parallel.groups import give_up  # torch, for this alone
+    from parallel_llama.parallel.communicators import give_up  # torch, for this alone
 
     give_up(reason)
 

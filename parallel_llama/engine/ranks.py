@@ -23,9 +23,9 @@ from parallel_llama.engine.setup import ModelSetup
 from parallel_llama.errors import UsageError
 from parallel_llama.files.model_files import fingerprint
 from parallel_llama.parallel.collectives import Communicator, Slice
+from parallel_llama.parallel.communicators import join
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError
-from parallel_llama.parallel.groups import join
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
 from parallel_llama.parallel.place import is_started_as_rank
 

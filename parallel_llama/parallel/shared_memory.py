@@ -97,45 +97,45 @@ def _never_exempt(_: int) -> bool:
     return False
 
 
-def share(group: Communicator, timeouts: Timeouts) -> Communicator:
-    """The group through shared memory if all its ranks support it, otherwise `group` itself.
+def share(comm: Communicator, timeouts: Timeouts) -> Communicator:
+    """The group through shared memory if all its ranks support it, otherwise `comm` itself.
 
     Collective: every rank calls it; all get the same kind of communicator.
     """
-    fd = _create(group.size) if group.rank == 0 else -1
+    fd = _create(comm.size) if comm.rank == 0 else -1
     token = secrets.token_hex(4)
     try:
         if fd >= 0:
             os.pwrite(fd, token.encode(), _TOKEN_OFFSET)
-        hosts = [_Host.decode(row) for row in group.all_gather(_Host.here(fd, token).encode())]
-        opened = _open(hosts, group)
-        ready = group.all_gather(torch.tensor([opened is not None]))
+        hosts = [_Host.decode(row) for row in comm.all_gather(_Host.here(fd, token).encode())]
+        opened = _open(hosts, comm)
+        ready = comm.all_gather(torch.tensor([opened is not None]))
     finally:
         if fd >= 0:
             os.close(fd)
     if opened is None:
-        return group
+        return comm
     memory, peers = opened
     if not bool(ready.all()):
         peers.close()
-        return group
+        return comm
     cores = functools.reduce(operator.or_, (int(host.cores, 16) for host in hosts))
     # Spinning helps if the other rank is on another core, and delays it on the same core.
-    spins = _SPINS if cores.bit_count() >= group.size else 0
-    return SharedMemory(group, memory, peers, spins, timeouts)
+    spins = _SPINS if cores.bit_count() >= comm.size else 0
+    return SharedMemory(comm, memory, peers, spins, timeouts)
 
 
 class SharedMemory(Communicator):
     """A group of ranks of one host; it sums in rank order, and half types in float32.
 
-    Closing it closes `group`. Ranks that wait for a rank which has died name it in their error.
+    Closing it closes `comm`. Ranks that wait for a rank which has died name it in their error.
     """
 
     def __init__(
-        self, group: Communicator, memory: mmap.mmap, peers: Peers, spins: int, timeouts: Timeouts
+        self, comm: Communicator, memory: mmap.mmap, peers: Peers, spins: int, timeouts: Timeouts
     ) -> None:
-        self.rank, self.size = group.rank, group.size
-        self._group, self._peers = group, peers
+        self.rank, self.size = comm.rank, comm.size
+        self._comm, self._peers = comm, peers
         self._spins, self._timeouts = spins, timeouts
         self._memory = memory
         self._cells = memoryview(memory).cast("q")
@@ -207,7 +207,7 @@ class SharedMemory(Communicator):
         self._peers.close()
         self._views.clear()
         self._busy = True
-        self._group.close()
+        self._comm.close()
 
     def turn_of(self, x: Tensor) -> "Turn | None":
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
@@ -476,16 +476,16 @@ def _create(size: int) -> int:
     return -1
 
 
-def _open(hosts: list[_Host], group: Communicator) -> tuple[mmap.mmap, Peers] | None:
+def _open(hosts: list[_Host], comm: Communicator) -> tuple[mmap.mmap, Peers] | None:
     """The memory of rank 0 and the peers; None if this rank cannot open them."""
     first = hosts[0]
     if not _is_supported() or first.fd < 0 or {host.host for host in hosts} != {first.host}:
         return None
-    memory = _map(first, _total_bytes(group.size))
+    memory = _map(first, _total_bytes(comm.size))
     if memory is None:
         return None
     try:
-        return memory, Peers({r: host.pid for r, host in enumerate(hosts) if r != group.rank})
+        return memory, Peers({r: host.pid for r, host in enumerate(hosts) if r != comm.rank})
     except OSError:
         return None
 

@@ -115,8 +115,8 @@ def meet(timeout_s: str, color: str = "", stopped: str = "") -> None:
     """
     import torch  # noqa: F401, so that its own time is not counted
 
+    from parallel_llama.parallel.communicators import join
     from parallel_llama.parallel.failures import RankError
-    from parallel_llama.parallel.groups import join
 
     awaited: list[list[int]] = []
 
@@ -150,7 +150,7 @@ def reduce(then: str = "") -> None:
     """Joins the group, sums the ranks' numbers, and ends or stays."""
     import torch  # the other programs start without it
 
-    from parallel_llama.parallel.groups import join
+    from parallel_llama.parallel.communicators import join
 
     comm = join(timeout_s=200)
     total = comm.all_reduce(torch.tensor([comm.rank + 1]))

@@ -17,7 +17,7 @@ from ranks import SOON_S, Ranks
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from parallel_llama.parallel import groups
+from parallel_llama.parallel import communicators
 from parallel_llama.parallel.collectives import (
     ByDevice,
     Communicator,
@@ -65,7 +65,7 @@ class Told(Solo):
 def queueing(comm: Communicator, limit_s: float, abort: Callable[[], None]) -> ProcessGroup:
     """The gloo group below shared memory, with a watchdog as for a card."""
     assert isinstance(comm, SharedMemory)
-    gloo = comm._group
+    gloo = comm._comm
     assert isinstance(gloo, ProcessGroup)
     store = PrefixStore(f"queueing {limit_s}", gloo._heartbeats._store)
     return ProcessGroup(gloo._group, store, Timeouts(limit_s, 30.0), lambda: None, abort)
@@ -280,7 +280,7 @@ def test_torchs_watchdog_is_told_only_while_a_group_is_made(monkeypatch, before)
         monkeypatch.delenv(name, raising=False)
     else:  # whoever set it knows why
         monkeypatch.setenv(name, before)
-    with groups._nccl_leaves_errors_to_us():
+    with communicators._nccl_leaves_errors_to_us():
         assert os.environ[name] == (before or "0")
     assert os.environ.get(name) == before
 

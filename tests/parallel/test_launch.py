@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 
 import parallel_llama
 from parallel_llama.errors import UsageError
-from parallel_llama.parallel import groups
+from parallel_llama.parallel import communicators
 from parallel_llama.parallel.failures import RankError, Report, read_report, report_error
 from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_rank
@@ -609,7 +609,7 @@ def test_the_secret_of_a_run_is_in_no_environment_or_command_line(start):
 def test_libraries_announce_nothing_where_answers_go(capfd):
     """With torch 2.10 gloo's lines stood between those of --json."""
     print("before")
-    with groups._silent_stdout():
+    with communicators._silent_stdout():
         print("fairscale's")
         os.write(1, b"gloo's\n")
     print("after")
@@ -718,7 +718,7 @@ def test_one_task_or_a_shell_of_slurm_starts_its_own_ranks(put, env):
 def test_without_an_address_the_launchers_own_line_is_given(put, env, line):
     put(env)
     with pytest.raises(UsageError, match=re.escape(line)):
-        groups.join()
+        communicators.join()
     put({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
     assert (place_in_environment().rank, place_in_environment().host) == (world()[0], "node1")
 
@@ -728,7 +728,7 @@ def test_joining_without_an_address_is_refused(put, host, port):
     """With port 0, as of `torchrun --master-port 0`, ranks waited for 5 minutes."""
     put({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port})
     with pytest.raises(UsageError, match=f"MASTER_ADDR='{host}', MASTER_PORT='{port}'"):
-        groups.join()
+        communicators.join()
 
 
 def test_a_report_goes_to_the_file_that_the_starter_named(monkeypatch, tmp_path, capsys):

@@ -104,10 +104,10 @@ def share_again(comm: Communicator, spoiled_rank: int, what: str) -> str:
         }
         monkeypatch.setattr(shared_memory, *spoils[what])
     with monkeypatch.context():
-        again = share(comm._group, Timeouts())
+        again = share(comm._comm, Timeouts())
     monkeypatch.undo()
     assert int(again.all_reduce(torch.tensor([comm.rank]))) == sum(range(comm.size))
-    return "same" if again is comm._group else type(again).__name__
+    return "same" if again is comm._comm else type(again).__name__
 
 
 def share_without(comm: Communicator, limit: int, room: int) -> str:
@@ -117,11 +117,11 @@ def share_without(comm: Communicator, limit: int, room: int) -> str:
     if comm.rank == 0:
         resource.setrlimit(limit, (room, hard))
     try:
-        again = share(comm._group, Timeouts())
+        again = share(comm._comm, Timeouts())
     finally:
         resource.setrlimit(limit, (soft, hard))
     assert int(again.all_reduce(torch.tensor([comm.rank]))) == sum(range(comm.size))
-    return "same" if again is comm._group else type(again).__name__
+    return "same" if again is comm._comm else type(again).__name__
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def spins(comm: Communicator, cores: list[set[int]]) -> int:
     assert isinstance(comm, SharedMemory)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores[comm.rank])
-        again = share(comm._group, Timeouts())
+        again = share(comm._comm, Timeouts())
     assert isinstance(again, SharedMemory)
     return again._spins
 
@@ -283,9 +283,9 @@ def test_the_memory_for_views_of_slots_is_bounded(ranks):
 
 def use_after_close(comm: Communicator) -> None:
     assert isinstance(comm, SharedMemory)
-    again = share(comm._group, Timeouts())
+    again = share(comm._comm, Timeouts())
     assert isinstance(again, SharedMemory)
-    again._group = Solo()  # the pool's own group stays open
+    again._comm = Solo()  # the pool's own group stays open
     again.close()
     again.close()
     with pytest.raises(RankError, match="has closed its group"):

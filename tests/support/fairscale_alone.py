@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
-from fairscale.nn.model_parallel import initialize as fairscale_groups
+from fairscale.nn.model_parallel import initialize as fs_init
 from torch.distributed import HashStore
 
 
@@ -15,9 +15,9 @@ def fairscale_alone() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        fairscale_groups.initialize_model_parallel(1)
+        fs_init.initialize_model_parallel(1)
         try:
             yield
         finally:
-            fairscale_groups.destroy_model_parallel()
+            fs_init.destroy_model_parallel()
             dist.destroy_process_group()

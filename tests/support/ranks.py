@@ -22,7 +22,7 @@ import torch
 from torch.distributed import FileStore
 
 from parallel_llama.parallel.collectives import Communicator, Solo, Timeouts
-from parallel_llama.parallel.groups import form_group
+from parallel_llama.parallel.communicators import make_communicator
 from parallel_llama.parallel.process_group import ProcessGroup
 
 SILENCE_S = 200.0  # a rank without an answer for this long fails the test
@@ -202,7 +202,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the test run, which ends the pool
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    comm: Communicator = form_group(
+    comm: Communicator = make_communicator(
         rank,
         size,
         FileStore(store, size),

@@ -22,7 +22,7 @@ from io import StringIO
 
 import torch
 import torch.distributed as dist
-from fairscale.nn.model_parallel import initialize as fairscale_groups
+from fairscale.nn.model_parallel import initialize as fs_init
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from parallel_llama.errors import CheckpointError, UsageError, listed_ranks
@@ -117,7 +117,7 @@ def join(
             how = place, timeouts.start_s, ended, heard
             threading.Thread(target=_listen, args=how, daemon=True).start()
             with _gloo_on_interface_to(place):
-                return form_group(place.rank, place.size, store, device, timeouts)
+                return make_communicator(place.rank, place.size, store, device, timeouts)
 
     def look_around() -> None:
         if heard:
@@ -160,7 +160,7 @@ def give_up(why: str) -> None:
         within(_TELL_S, tell_all)
 
 
-def form_group(
+def make_communicator(
     rank: int,
     size: int,
     store: Store,
@@ -189,7 +189,7 @@ def form_group(
                 world_size=size,
                 timeout=timeout,
             )
-            fairscale_groups.initialize_model_parallel(size)
+            fs_init.initialize_model_parallel(size)
     except RankError:
         raise
     except RuntimeError as error:
@@ -197,11 +197,11 @@ def form_group(
             f"rank {rank} of {size} cannot connect to the other ranks: {first_line(error, 300)}; "
             "where hosts have several networks, GLOO_SOCKET_IFNAME names the one to use"
         ) from error
-    group = fairscale_groups.get_model_parallel_group()
+    group = fs_init.get_model_parallel_group()
     for own in (
         group,
-        fairscale_groups.get_data_parallel_group(),
-        fairscale_groups.get_pipeline_parallel_group(),
+        fs_init.get_data_parallel_group(),
+        fs_init.get_pipeline_parallel_group(),
     ):
         # fairscale's groups start with torch's default of 30 minutes.
         own.set_timeout(timedelta(seconds=timeouts.step_s))
@@ -401,5 +401,5 @@ def _store_owner(place: Place) -> str:
 
 
 def _leave() -> None:
-    fairscale_groups.destroy_model_parallel()
+    fs_init.destroy_model_parallel()
     dist.destroy_process_group()
