@@ -43,7 +43,7 @@ KVSplit = Literal["heads", "sequence"]
 
 
 @dataclass(frozen=True)
-class Run:
+class HeadRun:
     """Consecutive query heads of one rank, with the same number of query heads per KV head.
 
     Both ranges count the rank's own heads from 0, so they index its q, k and v directly.
@@ -66,7 +66,7 @@ class Share:
     kv_heads: range
     ffn: range
     vocab: range
-    runs: tuple[Run, ...]
+    runs: tuple[HeadRun, ...]
     experts: range = range(0)
     peers: tuple[range, ...] = ()  # every rank's query heads, if sharded by token
 
@@ -166,7 +166,7 @@ def local_kv_heads(heads: range, heads_per_kv: int) -> range:
     return range(heads.start // heads_per_kv, -(-heads.stop // heads_per_kv))
 
 
-def equal_runs(heads: range, heads_per_kv: int) -> tuple[Run, ...]:
+def equal_runs(heads: range, heads_per_kv: int) -> tuple[HeadRun, ...]:
     """Split the query heads of a rank into at most three runs (head, body, tail).
 
     Grouped attention needs the same number of query heads for every KV head of a call. For example
@@ -183,7 +183,7 @@ def equal_runs(heads: range, heads_per_kv: int) -> tuple[Run, ...]:
         if start < stop:
             kv = local_kv_heads(range(start, stop), heads_per_kv)
             own = range(start - heads.start, stop - heads.start)
-            runs.append(Run(own, range(kv.start - first, kv.stop - first)))
+            runs.append(HeadRun(own, range(kv.start - first, kv.stop - first)))
     return tuple(runs)
 
 

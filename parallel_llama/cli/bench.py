@@ -55,7 +55,7 @@ WAITS_US = (5, 7, 20)
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchRun:
     """One repetition. Units: seconds; `steps_s` are decode steps that contain all requests."""
 
     first_token_s: float
@@ -116,7 +116,7 @@ def _unseen(requests: Sequence[Request], run: int) -> list[Request]:
     ]
 
 
-def _measure(llm: "LLM", requests: Sequence[Request]) -> Run:
+def _measure(llm: "LLM", requests: Sequence[Request]) -> BenchRun:
     """Runs the batch once, and records the time of each step's tokens."""
     started = time.perf_counter()
     times: dict[int, list[float]] = {request.index: [] for request in requests}
@@ -126,10 +126,12 @@ def _measure(llm: "LLM", requests: Sequence[Request]) -> Run:
     prefill_s = max(firsts)
     # Once all requests are decoding, each step generates one token of the first request.
     ticks = [tick for tick in times[0] if tick >= prefill_s]
-    return Run(min(firsts), prefill_s, tuple(b - a for a, b in pairwise(ticks)))
+    return BenchRun(min(firsts), prefill_s, tuple(b - a for a, b in pairwise(ticks)))
 
 
-def _figures(llm: "LLM", runs: Sequence[Run], n_prompt_tokens: int, batch: int) -> dict[str, Any]:
+def _figures(
+    llm: "LLM", runs: Sequence[BenchRun], n_prompt_tokens: int, batch: int
+) -> dict[str, Any]:
     machine = llm.machine()
     step_s = [statistics.median(run.steps_s) for run in runs if run.steps_s]
     n_bytes = llm.weight_bytes_per_step(batch)

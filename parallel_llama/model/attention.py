@@ -26,7 +26,7 @@ from parallel_llama.model.layers import (
 from parallel_llama.model.sharded_attention import attend_to_all_parts, merge_lse
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.torch_ops import rotate_
-from parallel_llama.plan import Run, Share
+from parallel_llama.plan import HeadRun, Share
 
 
 class Attention:
@@ -90,7 +90,12 @@ class Attention:
 
 
 def attend(
-    q: Tensor, layer: int, batch: KVGroupBatch, cache: KVCache, runs: Sequence[Run], ops: TorchOps
+    q: Tensor,
+    layer: int,
+    batch: KVGroupBatch,
+    cache: KVCache,
+    runs: Sequence[HeadRun],
+    ops: TorchOps,
 ) -> Tensor:
     """Softmax attention of every query over its own keys.
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallel_llama.plan import Run
+from parallel_llama.plan import HeadRun
 
 NO_WINDOW = 2**31 - 1  # a window that is longer than any sequence
 
@@ -70,7 +70,7 @@ class HeadMap:
     widest: int
 
     @classmethod
-    def of(cls, runs: Sequence[Run], device: torch.device) -> "HeadMap":
+    def of(cls, runs: Sequence[HeadRun], device: torch.device) -> "HeadMap":
         """The map of a rank's shard: 5 query heads on 2 KV heads may be split into 3 and 2."""
         sizes = [len(run.heads) // len(run.kv_heads) for run in runs for _ in run.kv_heads]
         bounds = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)

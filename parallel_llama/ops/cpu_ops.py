@@ -22,7 +22,7 @@ from parallel_llama.ops.cpu.embedding import make_lookup, make_quant_embedding
 from parallel_llama.ops.cpu.gemm import make_gemm
 from parallel_llama.ops.cpu.gemm_amx import GemmAMXKernel, make_gemm_amx
 from parallel_llama.ops.cpu.gemv import MAX_ROWS, make_gemv, make_routed_gemv
-from parallel_llama.ops.cpu.jit import Run, at_once, this_machine
+from parallel_llama.ops.cpu.jit import Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import make_unpack
 from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel, make_prefill_attention
 from parallel_llama.ops.cpu.prefill_attention_amx import (
@@ -67,7 +67,7 @@ class CPUOps(TorchOps):
         self._matrices = {dtype, *matrices}
         self._tables: dict[tuple[int, ...], array[int]] = {}
         self.panel_rows = this_machine().lanes(torch.float32).width
-        self._run: Run = at_once
+        self._run: Launcher = at_once
         self._recording: Recording | None = None
         self._arena = Arena()
 

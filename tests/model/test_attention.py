@@ -10,10 +10,10 @@ from parallel_llama.model.attention import attend
 from parallel_llama.model.batch import KVGroupBatch
 from parallel_llama.model.kv_cache import KVCache
 from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, TorchOps, choose_ops
-from parallel_llama.plan import Run, make_plan
+from parallel_llama.plan import HeadRun, make_plan
 
 N_SLOTS, D = 24, 4
-RUNS = (Run(range(0, 3), range(0, 1)), Run(range(3, 5), range(1, 2)))  # 3 + 2 query heads
+RUNS = (HeadRun(range(0, 3), range(0, 1)), HeadRun(range(3, 5), range(1, 2)))  # 3 + 2 query heads
 GROUP_OF = (0, 0, 0, 1, 1)
 
 

@@ -5,7 +5,7 @@ import torch
 from paged_samples import POISON, make_sample, runs_of
 
 from parallel_llama.ops import HeadMap, Scores, TorchOps
-from parallel_llama.plan import Run
+from parallel_llama.plan import HeadRun
 
 DECODED = ((1, 0), (1, 3), (0, 5), (1, 4), (1, 23))
 CHUNKS = ((5, 0), (1, 9), (3, 6), (0, 0), (9, 14))
@@ -53,8 +53,10 @@ def test_a_batch_of_nothing_but_padding_is_left_alone() -> None:
 
 def test_a_head_map_says_which_heads_see_a_kv_head() -> None:
     device = torch.device("cpu")
-    uneven = HeadMap.of((Run(range(0, 3), range(0, 1)), Run(range(3, 5), range(1, 2))), device)
+    uneven = HeadMap.of(
+        (HeadRun(range(0, 3), range(0, 1)), HeadRun(range(3, 5), range(1, 2))), device
+    )
     assert (uneven.bounds.tolist(), uneven.widest) == ([0, 3, 5], 3)
-    even = HeadMap.of((Run(range(0, 8), range(0, 4)),), device)
+    even = HeadMap.of((HeadRun(range(0, 8), range(0, 4)),), device)
     assert (even.bounds.tolist(), even.widest) == ([0, 2, 4, 6, 8], 2)
     assert HeadMap.of(runs_of((1, 3, 3, 2)), device).bounds.dtype == torch.int32

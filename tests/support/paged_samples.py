@@ -9,16 +9,16 @@ from torch import Tensor
 
 from parallel_llama.ops import HeadMap, PagedQueries, Scores, TorchOps, kv_rows
 from parallel_llama.ops.attention import PLAIN
-from parallel_llama.plan import Run
+from parallel_llama.plan import HeadRun
 
 POISON = -7.0  # marks results that were not written
 
 
-def runs_of(heads_per_kv: Sequence[int]) -> tuple[Run, ...]:
+def runs_of(heads_per_kv: Sequence[int]) -> tuple[HeadRun, ...]:
     """A run for each KV head, with the given numbers of query heads."""
     ends = [sum(heads_per_kv[: i + 1]) for i in range(len(heads_per_kv))]
     return tuple(
-        Run(range(end - n, end), range(i, i + 1))
+        HeadRun(range(end - n, end), range(i, i + 1))
         for i, (n, end) in enumerate(zip(heads_per_kv, ends, strict=True))
     )
 

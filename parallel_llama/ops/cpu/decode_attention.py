@@ -42,7 +42,7 @@ from parallel_llama.ops.cpu.ir import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.cpu.jit import Launcher, Machine, Program, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 
@@ -149,7 +149,7 @@ class DecodeAttentionKernel:
         v: Tensor,
         batch: DecodeBatch,
         out: Tensor,
-        run: Run = at_once,
+        run: Launcher = at_once,
     ) -> None:
         n_kv_heads = len(k)
         assert q.shape == out.shape == (len(q), n_kv_heads * self.heads_per_kv, self.head_dim)

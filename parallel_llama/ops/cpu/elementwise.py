@@ -27,7 +27,14 @@ from parallel_llama.ops.cpu.ir import (
     smaller,
     where,
 )
-from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.jit import (
+    Launcher,
+    Machine,
+    Program,
+    at_once,
+    this_machine,
+    threads_for,
+)
 from parallel_llama.ops.cpu.vector_math import exp
 
 
@@ -51,7 +58,7 @@ class AddKernel:
         lanes = machine.lanes(dtype)
         self._program = Program(_AddArguments[float], partial(_add, lanes), numbers=lanes.pointer)
 
-    def __call__(self, x: Tensor, y: Tensor, run: Run = at_once) -> None:
+    def __call__(self, x: Tensor, y: Tensor, run: Launcher = at_once) -> None:
         n, m = x.shape
         assert y.shape in ((n, m), (m,)) and x.dtype == y.dtype
         assert x.stride(1) == y.stride(-1) == 1
@@ -113,7 +120,7 @@ class NormKernel:
         eps: float,
         offset: float,
         y: Tensor | None = None,
-        run: Run = at_once,
+        run: Launcher = at_once,
     ) -> Tensor:
         y = x.new_empty(x.shape) if y is None else y
         n, dim = len(x), x.shape[-1]
@@ -179,7 +186,7 @@ class SiluAndMulKernel:
             _SiluAndMulArguments[float], partial(_silu_and_mul, lanes), numbers=lanes.pointer
         )
 
-    def __call__(self, both: Tensor, run: Run = at_once) -> Tensor:
+    def __call__(self, both: Tensor, run: Launcher = at_once) -> Tensor:
         n, channels = len(both), both.shape[1] // 2
         assert both.is_contiguous() and both.shape[1] % 2 == 0
         y = both.new_empty(n, channels)
@@ -240,7 +247,7 @@ class WeightedSumKernel:
             _WeightedSumArguments[float], partial(_weighted_sum, lanes), numbers=lanes.pointer
         )
 
-    def __call__(self, parts: Tensor, shares: Tensor, run: Run = at_once) -> Tensor:
+    def __call__(self, parts: Tensor, shares: Tensor, run: Launcher = at_once) -> Tensor:
         n_tokens, n = shares.shape
         assert parts.is_contiguous() and shares.is_contiguous() and parts.dtype == shares.dtype
         assert len(parts) == n_tokens * n
@@ -302,7 +309,7 @@ class LargestKernel:
             _LargestArguments[float], partial(_largest, lanes), numbers=lanes.pointer
         )
 
-    def __call__(self, x: Tensor, first: int, run: Run = at_once) -> Tensor:
+    def __call__(self, x: Tensor, first: int, run: Launcher = at_once) -> Tensor:
         n, m = x.shape
         assert x.stride(1) == 1
         y = x.new_empty((n, 2), dtype=torch.float64)

@@ -11,7 +11,14 @@ from torch import Tensor
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, Integers, Numbers, T, Weights
 from parallel_llama.ops.cpu.ir import I8, I32, Lanes, Thread, Value, loop, when
-from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.jit import (
+    Launcher,
+    Machine,
+    Program,
+    at_once,
+    this_machine,
+    threads_for,
+)
 from parallel_llama.ops.cpu.panels import (
     Group,
     Panel,
@@ -53,7 +60,9 @@ class LookupKernel:
             weights=of_weight.pointer,
         )
 
-    def __call__(self, tokens: Tensor, weight: Tensor, first: int, run: Run = at_once) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, weight: Tensor, first: int, run: Launcher = at_once
+    ) -> Tensor:
         n, (m, dim) = len(tokens), weight.shape
         assert tokens.is_contiguous() and tokens.dtype == torch.int64
         assert weight.is_contiguous() and weight.dtype == self._stored
@@ -125,7 +134,7 @@ class QuantEmbeddingKernel:
         shape: PanelShape,
         first: int,
         n_outputs: int,
-        run: Run = at_once,
+        run: Launcher = at_once,
     ) -> Tensor:
         n = len(tokens)
         assert tokens.is_contiguous() and tokens.dtype == torch.int64

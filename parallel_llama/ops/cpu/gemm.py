@@ -41,7 +41,7 @@ from parallel_llama.ops.cpu.ir import (
     transposed,
     when,
 )
-from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.cpu.jit import Launcher, Machine, Program, at_once, this_machine
 
 # Rows that are multiplied by all panels before the next rows, so that they fit a cache; fewer if
 # each thread would get fewer panels than this.
@@ -120,7 +120,7 @@ class GemmKernel:
             _GemmArguments[float], partial(_gemm, shape), numbers=numbers, weights=weights
         )
 
-    def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, run: Launcher = at_once) -> Tensor:
         (n, k), m = x.shape, len(weight)
         shape, n_threads = self._shape, torch.get_num_threads()
         assert x.stride(1) == 1 and weight.dtype == shape.of_weight.stored

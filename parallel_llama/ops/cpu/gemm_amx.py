@@ -47,7 +47,7 @@ from parallel_llama.ops.cpu.ir import (
     transposed,
     when,
 )
-from parallel_llama.ops.cpu.jit import Program, Run, at_once
+from parallel_llama.ops.cpu.jit import Launcher, Program, at_once
 from parallel_llama.ops.cpu.vector_math import to_bfloat16
 
 _SIDE = 16  # outputs, rows, and pairs of inputs of a tile
@@ -103,7 +103,7 @@ class GemmAMXKernel:
         self._program = Program(_GemmAMXArguments[float], _gemm_amx)
         self._shape = tile_shape()
 
-    def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, run: Launcher = at_once) -> Tensor:
         (n, k), m = x.shape, len(weight)
         assert self.takes(weight) and weight.is_contiguous() and weight.shape[1] == k
         assert x.dtype == torch.float32 and x.stride(1) == 1

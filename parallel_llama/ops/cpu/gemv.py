@@ -37,7 +37,7 @@ from parallel_llama.ops.cpu.ir import (
     smaller,
     when,
 )
-from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.cpu.jit import Launcher, Machine, Program, at_once, this_machine
 from parallel_llama.ops.routes import Routes
 
 # Beyond this number of rows arithmetic is slower than memory, and `gemm` is faster.
@@ -97,7 +97,7 @@ class GemvKernel:
             weights=of_weight.pointer,
         )
 
-    def __call__(self, x: Tensor, weight: Tensor, run: Run = at_once) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, run: Launcher = at_once) -> Tensor:
         (n, k), m = x.shape, len(weight)
         assert x.stride(1) == 1 and weight.dtype == self._stored
         assert weight.is_contiguous() and weight.shape[1] == k
@@ -129,7 +129,7 @@ class RoutedGemvKernel:
         )
 
     def __call__(
-        self, x: Tensor, weights: "array[int]", m: int, routes: Routes, run: Run = at_once
+        self, x: Tensor, weights: "array[int]", m: int, routes: Routes, run: Launcher = at_once
     ) -> Tensor:
         assert x.stride(1) == 1 and len(weights) == len(routes.starts) - 1
         n_rows, k = len(routes.targets), x.shape[1]

@@ -143,7 +143,7 @@ class Program(Generic[ArgumentsT]):
         self._start(self._entry, self.packed(arguments), n_threads, 0)
 
 
-class Run(Protocol):
+class Launcher(Protocol):
     """How a program is called: `at_once`, or as `Recording.run` does, which records the call."""
 
     def __call__(
@@ -151,7 +151,7 @@ class Run(Protocol):
     ) -> None: ...
 
 
-at_once: Run = Program.__call__
+at_once: Launcher = Program.__call__
 
 
 def _compiled(signature: Signature[Any], body: Body) -> bytes:

@@ -29,7 +29,14 @@ from parallel_llama.ops.cpu.ir import (
     loop,
     where,
 )
-from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.jit import (
+    Launcher,
+    Machine,
+    Program,
+    at_once,
+    this_machine,
+    threads_for,
+)
 from parallel_llama.ops.cpu.vector_math import from_e4m3, to_bfloat16, to_e4m3
 from parallel_llama.ops.kv_rows import LARGEST, LEAST_SCALE, row_width
 
@@ -180,7 +187,7 @@ class UnpackKernel:
             rows=self._rows.pointer,
         )
 
-    def __call__(self, rows: Tensor, run: Run = at_once) -> Tensor:
+    def __call__(self, rows: Tensor, run: Launcher = at_once) -> Tensor:
         _, n_heads, n_slots, width = rows.shape
         assert rows.stride()[2:] == (width, 1) and width == self._rows.width
         assert rows.dtype == self._rows.stored

@@ -53,7 +53,7 @@ from parallel_llama.ops.cpu.ir import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine
+from parallel_llama.ops.cpu.jit import Launcher, Machine, Program, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 
@@ -422,7 +422,13 @@ class PrefillAttentionKernel:
         )
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor, run: Run = at_once
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunk: QueryChunk,
+        out: Tensor,
+        run: Launcher = at_once,
     ) -> None:
         assert k.stride()[1:] == v.stride()[1:] == (self._rows.width, 1)
         assert k.dtype == v.dtype == self._rows.stored

@@ -43,7 +43,7 @@ from parallel_llama.ops.cpu.ir import (
     loop,
     transposed,
 )
-from parallel_llama.ops.cpu.jit import Program, Run, at_once
+from parallel_llama.ops.cpu.jit import Launcher, Program, at_once
 from parallel_llama.ops.cpu.prefill_attention import (
     Block,
     BlockShape,
@@ -109,7 +109,13 @@ class PrefillAttentionAMXKernel:
         )
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, chunk: QueryChunk, out: Tensor, run: Run = at_once
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chunk: QueryChunk,
+        out: Tensor,
+        run: Launcher = at_once,
     ) -> None:
         assert k.stride()[1:] == v.stride()[1:] == (self._head_dim, 1)
         assert k.dtype == v.dtype == torch.bfloat16

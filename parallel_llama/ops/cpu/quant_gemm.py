@@ -35,9 +35,9 @@ from parallel_llama.ops.cpu.ir import (
     where,
 )
 from parallel_llama.ops.cpu.jit import (
+    Launcher,
     Machine,
     Program,
-    Run,
     at_once,
     this_machine,
     threads_for,
@@ -141,7 +141,7 @@ class QuantGemmKernel:
         panels: Tensor,
         shape: PanelShape,
         out: Tensor,
-        run: Run = at_once,
+        run: Launcher = at_once,
     ) -> None:
         n, n_groups, n_threads = len(x), shape.n_groups, torch.get_num_threads()
         assert x.shape[1] == shape.n_inputs and x.stride(1) == 1 and x.dtype == torch.float32

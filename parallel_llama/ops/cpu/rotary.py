@@ -14,9 +14,9 @@ from torch import Tensor
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
 from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, fma, loop, shuffle
 from parallel_llama.ops.cpu.jit import (
+    Launcher,
     Machine,
     Program,
-    Run,
     at_once,
     this_machine,
     threads_for,
@@ -65,7 +65,7 @@ class RotaryKernel:
         slots: Tensor,
         k: Tensor,
         v: Tensor,
-        run: Run = at_once,
+        run: Launcher = at_once,
     ) -> None:
         n, n_kv_heads = len(qkv), len(k)
         assert qkv.is_contiguous() and qkv.shape[2] == self.head_dim

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, Variable, larger, loop, where
-from parallel_llama.ops.cpu.jit import Machine, Program, Run, at_once, this_machine, threads_for
+from parallel_llama.ops.cpu.jit import (
+    Launcher,
+    Machine,
+    Program,
+    at_once,
+    this_machine,
+    threads_for,
+)
 from parallel_llama.ops.cpu.vector_math import exp
 from parallel_llama.ops.routes import Routes
 
@@ -57,7 +64,7 @@ class RouteKernel:
         )
 
     def __call__(
-        self, scores: Tensor, n_active: int, *, normed: bool, run: Run = at_once
+        self, scores: Tensor, n_active: int, *, normed: bool, run: Launcher = at_once
     ) -> tuple[Tensor, Tensor]:
         n, n_experts = scores.shape
         assert scores.is_contiguous() and n_active <= n_experts
@@ -77,7 +84,9 @@ class RoutesKernel:
     def __init__(self) -> None:
         self._program = Program(_RoutesArguments[float], _routes)
 
-    def __call__(self, experts: Tensor, own: range, run: Run = at_once) -> tuple[Routes, Routes]:
+    def __call__(
+        self, experts: Tensor, own: range, run: Launcher = at_once
+    ) -> tuple[Routes, Routes]:
         n_active = experts.shape[1]
         assert experts.is_contiguous() and experts.dtype == torch.int64
         tokens, order, pairs = experts.new_empty(3, experts.numel())
