@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel_llama.engine.step_buffer import Chunk, Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.model.batch import Batch
-from parallel_llama.model.decode_program import Logits
+from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.failures import RankError, first_line
 

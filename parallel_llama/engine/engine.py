@@ -29,7 +29,7 @@ from parallel_llama.engine.scheduler import ScheduledTokens, Scheduler, Sequence
 from parallel_llama.engine.statistics import EngineStatistics, StepClock, StepTimes
 from parallel_llama.engine.step_buffer import Chunk, RowNoise
 from parallel_llama.errors import DISAGREE, NumericalError
-from parallel_llama.model.decode_program import Logits
+from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.model.rope import base_len
 from parallel_llama.parallel.collectives import broadcast_bytes
 from parallel_llama.request import FinishReason, Request, TokenLogprob

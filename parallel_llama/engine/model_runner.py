@@ -23,15 +23,15 @@ from parallel_llama.engine.spread_cache import CachePart, mask_of
 from parallel_llama.engine.step_buffer import Chunk, Paging, RowNoise, StepBuffer, StepSize
 from parallel_llama.families.model_args import kv_groups
 from parallel_llama.model.batch import Batch, KVGroupBatch, QueryTile, SinkTile
-from parallel_llama.model.decode_program import (
-    DecodePrograms,
+from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
+from parallel_llama.model.layers import Backend
+from parallel_llama.model.recorded_steps import (
     DecodeStep,
     KVGroupRows,
     Logits,
-    Program,
+    RecordedStep,
+    RecordedSteps,
 )
-from parallel_llama.model.kv_cache import KVCache, part_of, slices_of, slots_of
-from parallel_llama.model.layers import Backend
 from parallel_llama.model.rope import (
     HostRotations,
     RotaryTables,
@@ -136,7 +136,7 @@ class ModelRunner:
             )
             for kv_group, n in zip(self.kv_groups, n_blocks, strict=True)
         )
-        self._steps = DecodePrograms(self.model, self.caches)
+        self._steps = RecordedSteps(self.model, self.caches)
         self._no_rows = torch.empty(0, self.args.dim, dtype=self.dtype, device=self.device)
         self._paging = self._graphs = None
         if is_paged:
@@ -182,7 +182,7 @@ class ModelRunner:
         Collective: those of `Transformer.forward`.
         """
         with _MEMORY:
-            program = self._program(chunks, rows)
+            program = self._recorded_step(chunks, rows)
             with torch.inference_mode():
                 if program is not None:
                     return program.hidden.clone()
@@ -241,7 +241,7 @@ class ModelRunner:
         self, chunks: Sequence[Chunk], rows: Sequence[int], noise: Sequence[RowNoise]
     ) -> Logits:
         """The logits of these rows, by a recorded step if one fits."""
-        program = self._program(chunks, rows)
+        program = self._recorded_step(chunks, rows)
         if program is not None:
             return program.logits
         with torch.inference_mode():
@@ -256,7 +256,9 @@ class ModelRunner:
         drawn = self.model.ops.draw(logits, batch.noise, self.share.vocab.start)
         return Logits(logits, drawn=drawn)
 
-    def _program(self, chunks: Sequence[Chunk], rows: Sequence[int] | None) -> Program | None:
+    def _recorded_step(
+        self, chunks: Sequence[Chunk], rows: Sequence[int] | None
+    ) -> RecordedStep | None:
         """Run these chunks by a recorded step; None if they are not a decode step."""
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
         is_wanted = self._steps.may_take(n_tokens) and _is_all(rows, n_tokens)

@@ -28,7 +28,7 @@ from torch import Tensor
 from parallel_llama.config import ModelArgs
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk, RowNoise
-from parallel_llama.model.decode_program import Logits
+from parallel_llama.model.recorded_steps import Logits
 from parallel_llama.ops import Scores, TorchOps
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.request import SamplingParams

@@ -18,7 +18,7 @@ from parallel_llama.ops.cpu import jit
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.elementwise import SiluAndMulKernel
-from parallel_llama.ops.cpu.jit import Machine, Program, machine_code, openmp
+from parallel_llama.ops.cpu.jit import CompiledKernel, Machine, machine_code, openmp
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +151,7 @@ def test_a_kernel_whose_source_changed_is_made_anew(folder, tmp_path):
         body = runpy.run_path(str(path))["body"]
         jit._source_digest.cache_clear()  # a process has one version of each source
         x = torch.zeros(1, dtype=torch.int64)
-        Program(_Arguments[float], body)(1, _Arguments(x=x.data_ptr(), y=0))
+        CompiledKernel(_Arguments[float], body)(1, _Arguments(x=x.data_ptr(), y=0))
         found.append((x.item(), len(list(folder.iterdir()))))
     assert found == [(1, 1), (2, 2), (2, 2)]
 
@@ -162,7 +162,7 @@ def test_arguments_have_names_and_the_types_that_are_declared(folder):
     path = folder / "kernel.py"
     path.parent.mkdir(parents=True)
     path.write_text(ADDS.format(0))
-    program = Program(_Arguments[float], runpy.run_path(str(path))["body"])
+    program = CompiledKernel(_Arguments[float], runpy.run_path(str(path))["body"])
     x = torch.zeros(1, dtype=torch.int64)
     program(1, _Arguments(y=5, x=x.data_ptr()))
     assert x.item() == 5
@@ -180,7 +180,7 @@ def test_a_kernel_without_source_is_made_every_time(folder):
     named: dict[str, Any] = {}
     exec(compile(ADDS.format(3), "/nowhere/kernel.py", "exec"), named)
     x = torch.zeros(1, dtype=torch.int64)
-    Program(_Arguments[float], named["body"])(1, _Arguments(x=x.data_ptr(), y=0))
+    CompiledKernel(_Arguments[float], named["body"])(1, _Arguments(x=x.data_ptr(), y=0))
     assert x.item() == 3 and not folder.exists()
 
 

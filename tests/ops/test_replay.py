@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_llama.ops import CPUOps, NotRecorded
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.ir import Thread, Value, loop
-from parallel_llama.ops.cpu.jit import Program, openmp
+from parallel_llama.ops.cpu.jit import CompiledKernel, openmp
 from parallel_llama.ops.cpu.replay import Arena, Recording
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
@@ -31,8 +31,8 @@ def _next(_b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
         args.y[i] = args.x[(i + n - 1) % n] + 1
 
 
-def next_of() -> Program[_Arguments[float]]:
-    return Program(_Arguments[float], _next)
+def next_of() -> CompiledKernel[_Arguments[float]]:
+    return CompiledKernel(_Arguments[float], _next)
 
 
 def arguments(x: Tensor, y: Tensor) -> _Arguments[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from parallel_llama.model.decode_program import Logits
+from parallel_llama.model.recorded_steps import Logits
 
 
 class Recorded:

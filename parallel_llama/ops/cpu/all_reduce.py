@@ -26,7 +26,7 @@ from parallel_llama.ops.cpu.ir import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.jit import Machine, Program, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, Machine, this_machine
 from parallel_llama.ops.cpu.replay import Exit, Recording
 from parallel_llama.parallel.shared_memory import LINE, SIGNATURE, SLOT_BYTES, TURN, Turn
 
@@ -52,7 +52,7 @@ class AllReduceKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        self._program = Program(
+        self._program = CompiledKernel(
             _Arguments[float], partial(_all_reduce, lanes), numbers=lanes.pointer
         )
 

@@ -42,7 +42,7 @@ from parallel_llama.ops.cpu.ir import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.jit import Launcher, Machine, Program, at_once, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, Machine, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 
@@ -135,7 +135,7 @@ class DecodeAttentionKernel:
         lanes = machine.lanes(dtype, head_dim)
         self._width, self._rows = lanes.width, KVRows(cache_dtype, lanes, head_dim)
         shape = _Shape(lanes, head_dim, heads_per_kv, scores, self._rows, machine.n_vectors)
-        self._program = Program(
+        self._program = CompiledKernel(
             _Arguments[float],
             partial(_attention, shape),
             numbers=lanes.pointer,

@@ -28,9 +28,9 @@ from parallel_llama.ops.cpu.ir import (
     where,
 )
 from parallel_llama.ops.cpu.jit import (
+    CompiledKernel,
     Launcher,
     Machine,
-    Program,
     at_once,
     this_machine,
     threads_for,
@@ -56,7 +56,9 @@ class AddKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        self._program = Program(_AddArguments[float], partial(_add, lanes), numbers=lanes.pointer)
+        self._program = CompiledKernel(
+            _AddArguments[float], partial(_add, lanes), numbers=lanes.pointer
+        )
 
     def __call__(self, x: Tensor, y: Tensor, run: Launcher = at_once) -> None:
         n, m = x.shape
@@ -111,7 +113,9 @@ class NormKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        self._program = Program(_NormArguments[float], partial(_norm, lanes), numbers=lanes.pointer)
+        self._program = CompiledKernel(
+            _NormArguments[float], partial(_norm, lanes), numbers=lanes.pointer
+        )
 
     def __call__(
         self,
@@ -182,7 +186,7 @@ class SiluAndMulKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        self._program = Program(
+        self._program = CompiledKernel(
             _SiluAndMulArguments[float], partial(_silu_and_mul, lanes), numbers=lanes.pointer
         )
 
@@ -243,7 +247,7 @@ class WeightedSumKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        self._program = Program(
+        self._program = CompiledKernel(
             _WeightedSumArguments[float], partial(_weighted_sum, lanes), numbers=lanes.pointer
         )
 
@@ -305,7 +309,7 @@ class LargestKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        self._program = Program(
+        self._program = CompiledKernel(
             _LargestArguments[float], partial(_largest, lanes), numbers=lanes.pointer
         )
 

@@ -12,9 +12,9 @@ from parallel_llama.dtypes import QUANT_GROUP_SIZE, QuantFormat
 from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, Integers, Numbers, T, Weights
 from parallel_llama.ops.cpu.ir import I8, I32, Lanes, Thread, Value, loop, when
 from parallel_llama.ops.cpu.jit import (
+    CompiledKernel,
     Launcher,
     Machine,
-    Program,
     at_once,
     this_machine,
     threads_for,
@@ -53,7 +53,7 @@ class LookupKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes, self._dtype, self._stored = machine.lanes(dtype), dtype, stored
         of_weight = replace(lanes, stored=stored)
-        self._program = Program(
+        self._program = CompiledKernel(
             _LookupArguments[float],
             partial(_lookup, lanes, of_weight),
             numbers=lanes.pointer,
@@ -125,7 +125,9 @@ class QuantEmbeddingKernel:
 
     def __init__(self, form: QuantFormat, machine: Machine) -> None:
         reader = PanelReader(machine.lanes(torch.float32), form)
-        self._program = Program(_GroupLookupArguments[float], partial(_quant_embedding, reader))
+        self._program = CompiledKernel(
+            _GroupLookupArguments[float], partial(_quant_embedding, reader)
+        )
 
     def __call__(
         self,

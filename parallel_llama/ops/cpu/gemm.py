@@ -41,7 +41,7 @@ from parallel_llama.ops.cpu.ir import (
     transposed,
     when,
 )
-from parallel_llama.ops.cpu.jit import Launcher, Machine, Program, at_once, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, Machine, at_once, this_machine
 
 # Rows that are multiplied by all panels before the next rows, so that they fit a cache; fewer if
 # each thread would get fewer panels than this.
@@ -115,8 +115,8 @@ class GemmKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         self._shape = shape = _Shape.on(machine, dtype, stored)
         numbers, weights = shape.lanes.pointer, shape.of_weight.pointer
-        self._pack = Program(_PackArguments[float], partial(_pack, shape), numbers=numbers)
-        self._program = Program(
+        self._pack = CompiledKernel(_PackArguments[float], partial(_pack, shape), numbers=numbers)
+        self._program = CompiledKernel(
             _GemmArguments[float], partial(_gemm, shape), numbers=numbers, weights=weights
         )
 

@@ -47,7 +47,7 @@ from parallel_llama.ops.cpu.ir import (
     transposed,
     when,
 )
-from parallel_llama.ops.cpu.jit import Launcher, Program, at_once
+from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, at_once
 from parallel_llama.ops.cpu.vector_math import to_bfloat16
 
 _SIDE = 16  # outputs, rows, and pairs of inputs of a tile
@@ -99,8 +99,8 @@ class GemmAMXKernel:
 
     def __init__(self) -> None:
         assert tiles_are_allowed()  # otherwise the first instruction kills the process
-        self._split = Program(_SplitArguments[float], _split)
-        self._program = Program(_GemmAMXArguments[float], _gemm_amx)
+        self._split = CompiledKernel(_SplitArguments[float], _split)
+        self._program = CompiledKernel(_GemmAMXArguments[float], _gemm_amx)
         self._shape = tile_shape()
 
     def __call__(self, x: Tensor, weight: Tensor, run: Launcher = at_once) -> Tensor:

@@ -37,7 +37,7 @@ from parallel_llama.ops.cpu.ir import (
     smaller,
     when,
 )
-from parallel_llama.ops.cpu.jit import Launcher, Machine, Program, at_once, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, Machine, at_once, this_machine
 from parallel_llama.ops.routes import Routes
 
 # Beyond this number of rows arithmetic is slower than memory, and `gemm` is faster.
@@ -90,7 +90,7 @@ class GemvKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes, self._stored = machine.lanes(dtype), stored
         of_weight = replace(lanes, stored=stored)
-        self._program = Program(
+        self._program = CompiledKernel(
             _GemvArguments[float],
             partial(_gemv, lanes, of_weight, _tile(machine)),
             numbers=lanes.pointer,
@@ -121,7 +121,7 @@ class RoutedGemvKernel:
     def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
         of_weight = replace(lanes, stored=stored)
-        self._program = Program(
+        self._program = CompiledKernel(
             _RoutedGemvArguments[float],
             partial(_routed_gemv, lanes, of_weight, _tile(machine)),
             numbers=lanes.pointer,

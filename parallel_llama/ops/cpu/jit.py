@@ -115,7 +115,7 @@ def threads_for(n_numbers: int) -> int:
     return torch.get_num_threads() if n_numbers > 1 << 16 else 1
 
 
-class Program(Generic[ArgumentsT]):
+class CompiledKernel(Generic[ArgumentsT]):
     """A compiled kernel. Calling it runs it on torch's threads and waits for them.
 
     Args:
@@ -147,11 +147,11 @@ class Launcher(Protocol):
     """How a program is called: `at_once`, or as `Recording.run` does, which records the call."""
 
     def __call__(
-        self, program: Program[ArgumentsT], n_threads: int, arguments: ArgumentsT, /
+        self, program: CompiledKernel[ArgumentsT], n_threads: int, arguments: ArgumentsT, /
     ) -> None: ...
 
 
-at_once: Launcher = Program.__call__
+at_once: Launcher = CompiledKernel.__call__
 
 
 def _compiled(signature: Signature[Any], body: Body) -> bytes:

@@ -30,9 +30,9 @@ from parallel_llama.ops.cpu.ir import (
     where,
 )
 from parallel_llama.ops.cpu.jit import (
+    CompiledKernel,
     Launcher,
     Machine,
-    Program,
     at_once,
     this_machine,
     threads_for,
@@ -180,7 +180,7 @@ class UnpackKernel:
     ) -> None:
         lanes = machine.lanes(dtype, head_dim)
         self.dtype, self._rows = dtype, KVRows(cache_dtype, lanes, head_dim)
-        self._program = Program(
+        self._program = CompiledKernel(
             _Arguments[float],
             partial(_unpack, self._rows),
             numbers=lanes.pointer,

@@ -53,7 +53,7 @@ from parallel_llama.ops.cpu.ir import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.jit import Launcher, Machine, Program, at_once, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, Machine, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 
@@ -414,7 +414,7 @@ class PrefillAttentionKernel:
         n_at_once = 8 if machine.n_vectors > 16 else 4  # their sums fit the registers
         sizes = _VECTORS, PART_KEYS, n_at_once, of_head.width
         self._shape = BlockShape(lanes, head_dim, scores, *sizes)
-        self._program = Program(
+        self._program = CompiledKernel(
             _Arguments[float],
             partial(_attention, self._shape, self._rows),
             numbers=lanes.pointer,

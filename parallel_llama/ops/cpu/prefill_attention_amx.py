@@ -43,7 +43,7 @@ from parallel_llama.ops.cpu.ir import (
     loop,
     transposed,
 )
-from parallel_llama.ops.cpu.jit import Launcher, Program, at_once
+from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, at_once
 from parallel_llama.ops.cpu.prefill_attention import (
     Block,
     BlockShape,
@@ -103,8 +103,8 @@ class PrefillAttentionAMXKernel:
         assert tiles_are_allowed() and self.takes(head_dim)
         self._head_dim, self._tiles = head_dim, tile_shape()
         self._shape = BlockShape(_LANES, head_dim, scores, _VECTORS, _TILE, _DEPTH, 1)
-        self._pack = Program(_PackArguments[float], partial(_pack, head_dim))
-        self._program = Program(
+        self._pack = CompiledKernel(_PackArguments[float], partial(_pack, head_dim))
+        self._program = CompiledKernel(
             _Arguments[float], partial(_attention, self._shape), numbers=_LANES.pointer
         )
 

@@ -35,9 +35,9 @@ from parallel_llama.ops.cpu.ir import (
     where,
 )
 from parallel_llama.ops.cpu.jit import (
+    CompiledKernel,
     Launcher,
     Machine,
-    Program,
     at_once,
     this_machine,
     threads_for,
@@ -123,14 +123,14 @@ class QuantGemmKernel:
     def __init__(self, form: QuantFormat, machine: Machine) -> None:
         lanes = machine.lanes(torch.float32)
         self.n_rows, reader = lanes.width, PanelReader(lanes, form)
-        self._of_floats: Program[_FloatArguments[float]] | None = None
+        self._of_floats: CompiledKernel[_FloatArguments[float]] | None = None
         if form.is_float:
-            self._of_floats = Program(
+            self._of_floats = CompiledKernel(
                 _FloatArguments[float], partial(_quant_gemm, _FloatProducts(reader))
             )
             return
         self._round = _make_round(machine, form.n_parts)
-        self._of_integers = Program(
+        self._of_integers = CompiledKernel(
             _IntegerArguments[float],
             partial(_quant_gemm, _IntegerProducts(reader, machine.byte_dots)),
         )
@@ -175,8 +175,10 @@ def make_quant_gemm(form: QuantFormat) -> QuantGemmKernel:
 
 
 @cache
-def _make_round(machine: Machine, n_parts: int) -> Program[_RoundArguments[float]]:
-    return Program(_RoundArguments[float], partial(_round, machine.lanes(torch.float32), n_parts))
+def _make_round(machine: Machine, n_parts: int) -> CompiledKernel[_RoundArguments[float]]:
+    return CompiledKernel(
+        _RoundArguments[float], partial(_round, machine.lanes(torch.float32), n_parts)
+    )
 
 
 def _round(

@@ -45,7 +45,7 @@ from parallel_llama.ops.cpu.ir import (
     smaller,
     when,
 )
-from parallel_llama.ops.cpu.jit import Program
+from parallel_llama.ops.cpu.jit import CompiledKernel
 
 CALL_CELLS = 4
 _PART, _ARGUMENTS, _N_THREADS, _HAS_BARRIER = range(CALL_CELLS)
@@ -85,14 +85,14 @@ class Exit(Generic[T]):
 
 
 @cache
-def make_executor() -> Program[ExecutorArguments[float]]:
-    return Program(ExecutorArguments[float], _execute)
+def make_executor() -> CompiledKernel[ExecutorArguments[float]]:
+    return CompiledKernel(ExecutorArguments[float], _execute)
 
 
 @cache
-def make_host_call() -> Program[Exit[float]]:
+def make_host_call() -> CompiledKernel[Exit[float]]:
     """A call that only interrupts the replay."""
-    return Program(Exit[float], _host_call)
+    return CompiledKernel(Exit[float], _host_call)
 
 
 def _execute(b: ir.IRBuilder, thread: Thread, args: ExecutorArguments[Value]) -> None:
@@ -189,14 +189,16 @@ class Recording:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena  # kept alive, since the calls use its memory
-        self._calls: list[tuple[Program[Any], int, bytes]] = []  # with threads and arguments
+        self._calls: list[tuple[CompiledKernel[Any], int, bytes]] = []  # with threads and arguments
         self._arguments = ctypes.create_string_buffer(0)
         self._fallbacks: dict[int, Callable[[], None]] = {}
         self._state = (ctypes.c_int64 * STATE_CELLS)()
         self._table = (ctypes.c_int64 * 0)()
         self._n_threads = 1
 
-    def run(self, program: Program[ArgumentsT], n_threads: int, arguments: ArgumentsT, /) -> None:
+    def run(
+        self, program: CompiledKernel[ArgumentsT], n_threads: int, arguments: ArgumentsT, /
+    ) -> None:
         """Records a call; this is a `Run`."""
         self._calls.append((program, n_threads, program.packed(arguments)))
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
 from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, fma, loop, shuffle
 from parallel_llama.ops.cpu.jit import (
+    CompiledKernel,
     Launcher,
     Machine,
-    Program,
     at_once,
     this_machine,
     threads_for,
@@ -51,7 +51,7 @@ class RotaryKernel:
         self.dtype, self.head_dim = dtype, head_dim
         lanes = machine.lanes(dtype, head_dim)
         self._rows = KVRows(cache_dtype, lanes, head_dim)
-        self._program = Program(
+        self._program = CompiledKernel(
             _Arguments[float],
             partial(_rotary, self._rows),
             numbers=lanes.pointer,

@@ -13,9 +13,9 @@ from torch import Tensor
 from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, Variable, larger, loop, where
 from parallel_llama.ops.cpu.jit import (
+    CompiledKernel,
     Launcher,
     Machine,
-    Program,
     at_once,
     this_machine,
     threads_for,
@@ -59,7 +59,7 @@ class RouteKernel:
 
     def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
         lanes = machine.lanes(dtype)
-        self._program = Program(
+        self._program = CompiledKernel(
             _RouteArguments[float], partial(_route, lanes), numbers=lanes.pointer
         )
 
@@ -82,7 +82,7 @@ class RoutesKernel:
     """The rows of each expert: see `TorchOps.routes_of`."""
 
     def __init__(self) -> None:
-        self._program = Program(_RoutesArguments[float], _routes)
+        self._program = CompiledKernel(_RoutesArguments[float], _routes)
 
     def __call__(
         self, experts: Tensor, own: range, run: Launcher = at_once

@@ -25,7 +25,7 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.engine.model_runner import ModelRunner
 from parallel_llama.engine.step_buffer import Chunk
-from parallel_llama.model.decode_program import DecodeStep, Logits, Program
+from parallel_llama.model.recorded_steps import DecodeStep, Logits, RecordedStep
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.cpu.jit import openmp
 from parallel_llama.parallel.collectives import Communicator, Solo
@@ -56,17 +56,17 @@ class Both:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner, self.programs = runner, runner._steps
-        self.n_programs = 0
+        self.runner, self.recorded_steps = runner, runner._steps
+        self.n_recorded = 0
         self.refuses = False
 
     def may_take(self, n_rows: int) -> bool:
-        return not self.refuses and self.programs.may_take(n_rows)
+        return not self.refuses and self.recorded_steps.may_take(n_rows)
 
-    def run(self, step: DecodeStep) -> Program | None:
-        program = self.programs.run(step)
-        self.n_programs += program is not None
-        return program
+    def run(self, step: DecodeStep) -> RecordedStep | None:
+        recorded = self.recorded_steps.run(step)
+        self.n_recorded += recorded is not None
+        return recorded
 
     def forward(self, chunks: Sequence[Chunk], rows: Sequence[int] | None = None) -> Tensor:
         """In the place of `ModelRunner.forward`."""
@@ -119,14 +119,14 @@ def run_both_ways(
 ) -> int:
     """Mixes of requests, each step both ways. Returns: how many steps were a program."""
     runner = make_runner(comm, args, kv_format)
-    n_programs = 0
+    n_recorded = 0
     for seed in seeds:
         mix = random_mix(seed)
         engine = make_engine(runner, mix.n_blocks, mix.block_size, mix.step_tokens, mix.max_drafts)
         both = both_of(runner)
         run_mix(engine, mix)
-        n_programs += both.n_programs
-    return n_programs
+        n_recorded += both.n_recorded
+    return n_recorded
 
 
 @pytest.mark.parametrize("name", CARRIED)
@@ -143,15 +143,15 @@ def test_a_step_gives_what_its_operators_give_where_keys_and_values_are_narrow(k
 @pytest.mark.parametrize("tp_size", [2, 3, 5, 7])
 def test_ranks_leave_their_programs_to_sum_in_any_way(tp_size):
     """Threads have no memory that is shared as processes share it, so Python sums."""
-    for n_programs in run_on_threads(tp_size, run_both_ways, ARGS, range(2)):
-        assert n_programs > 20
+    for n_recorded in run_on_threads(tp_size, run_both_ways, ARGS, range(2)):
+        assert n_recorded > 20
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "biases everywhere", "mixtral"])
 def test_ranks_sum_within_their_programs(ranks, name):
     for tp_size in (2, 3):
-        for n_programs in ranks(tp_size).run(run_both_ways, CARRIED[name], range(2)):
-            assert n_programs > 20
+        for n_recorded in ranks(tp_size).run(run_both_ways, CARRIED[name], range(2)):
+            assert n_recorded > 20
 
 
 @pytest.mark.parametrize("name", NOT_CARRIED)
@@ -175,7 +175,7 @@ def decode_steps(runner: ModelRunner, n_sequences: int, n_tokens: int, block_siz
             for number in range(n_sequences)
         ]
         runner.forward(chunks)
-    return both.n_programs
+    return both.n_recorded
 
 
 @pytest.mark.parametrize("n_sequences", [1, 2, 7, 31, 32])
@@ -197,8 +197,8 @@ def test_many_rows_are_run_by_operators():
 
 def test_a_context_may_outgrow_the_room_that_a_program_has(monkeypatch):
     """Keys, and ranges of slots: each block is a range of its own here."""
-    monkeypatch.setattr("parallel_llama.model.decode_program._LEAST_KEYS", 2)
-    monkeypatch.setattr("parallel_llama.model.decode_program._LEAST_RANGES", 1)
+    monkeypatch.setattr("parallel_llama.model.recorded_steps._LEAST_KEYS", 2)
+    monkeypatch.setattr("parallel_llama.model.recorded_steps._LEAST_RANGES", 1)
     assert decode_steps(make_runner(Solo()), 3, 40, 1) == 40
 
 
@@ -210,7 +210,7 @@ def test_a_new_cache_has_new_programs():
         both = both_of(runner)
         for at in range(8):
             runner.forward([Chunk([at], at, [range(n_blocks)], 1)])
-        assert both.n_programs == 8
+        assert both.n_recorded == 8
 
 
 def test_what_a_step_gave_stays_when_the_next_is_run():

@@ -69,7 +69,7 @@ class DecodeStep:
     kv_groups: tuple[KVGroupRows, ...]
 
 
-class DecodePrograms:
+class RecordedSteps:
     """The recorded decode steps of a model, one per number of rows.
 
     Args:
@@ -81,36 +81,36 @@ class DecodePrograms:
         self._model, self._caches = model, caches
         self._ops = model.ops if isinstance(model.ops, CPUOps) else None
         # By number of rows; None if an operator is not a kernel.
-        self._programs: dict[int, Program | None] = {}
+        self._recorded_steps: dict[int, RecordedStep | None] = {}
 
     def may_take(self, n_rows: int) -> bool:
         """Whether a step with this number of rows may be recorded."""
-        is_refused = n_rows in self._programs and self._programs[n_rows] is None
+        is_refused = n_rows in self._recorded_steps and self._recorded_steps[n_rows] is None
         return self._ops is not None and n_rows <= _MAX_ROWS and not is_refused
 
-    def run(self, step: DecodeStep) -> "Program | None":
+    def run(self, step: DecodeStep) -> "RecordedStep | None":
         """Run a step. Returns: its recording, or None if the step must run operator by operator.
 
         Raises, and Collective: as `Transformer.forward`.
         """
         n_rows = len(step.tokens)
-        program = self._programs.get(n_rows)
-        if program is None or not program.has_room_for(step):
-            program = self._programs[n_rows] = self._recorded(step)
-        if program is not None:
-            program.run(step)
-        return program
+        recorded = self._recorded_steps.get(n_rows)
+        if recorded is None or not recorded.has_room_for(step):
+            recorded = self._recorded_steps[n_rows] = self._recorded(step)
+        if recorded is not None:
+            recorded.run(step)
+        return recorded
 
     @torch.inference_mode()
-    def _recorded(self, step: DecodeStep) -> "Program | None":
+    def _recorded(self, step: DecodeStep) -> "RecordedStep | None":
         assert self._ops is not None
         try:
-            return Program(self._model, self._ops, self._caches, step)
+            return RecordedStep(self._model, self._ops, self._caches, step)
         except NotRecorded:
             return None
 
 
-class Program:
+class RecordedStep:
     """A recorded decode step, for steps with as many rows and at most as many keys as it has room.
 
     Args:
