@@ -316,8 +316,8 @@ class LLM:
         For a slice, those of its one rank. `memory.bytes_passed_over` counts weights that are not
         read.
         """
-        shares = self.engine.runner.plan.shares
-        one = shares[0] if len(shares) == 1 else None
+        shards = self.engine.runner.plan.shards
+        one = shards[0] if len(shards) == 1 else None
         passed_over = bytes_passed_over(self.args, batch, self.precision, one)
         return sum(self.statistics.weight_bytes) - passed_over
 

@@ -16,7 +16,7 @@ from typing import Literal
 from parallel_llama.dtypes import ITEM_BYTES, KVFormat, MatrixFormat, Precision
 from parallel_llama.families.model_args import ModelArgs, kv_groups
 from parallel_llama.families.weights import Axis, layer_parameters, outer_parameters
-from parallel_llama.plan import Share
+from parallel_llama.plan import Shard
 
 # Sliding-window layers get at least this fraction of the blocks that full-attention layers get.
 MIN_WINDOW_PART = Fraction(1, 4)
@@ -32,7 +32,7 @@ PROCESS_BYTES = 380 << 20
 
 # Default fraction of the memory left after loading that KV caches take: on the CPU the caches of
 # all ranks of a host together, on a card before the working memory is subtracted.
-CPU_SHARE, CUDA_SHARE = 0.5, 0.9
+CPU_FRACTION, CUDA_FRACTION = 0.5, 0.9
 # Default upper bound on the CPU, where other programs need memory too.
 MAX_CPU_BYTES = 2 << 30
 
@@ -55,35 +55,35 @@ def values_by_form(args: ModelArgs, precision: Precision) -> dict[MatrixFormat, 
     return dict(values)
 
 
-def weight_bytes(share: Share, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
+def weight_bytes(shard: Shard, values: Mapping[MatrixFormat, Mapping[Counted, int]]) -> int:
     """Bytes of the weights that a rank holds; `values` comes from `values_by_form`."""
-    return sum(form.n_bytes(_n_values(share, per_unit)) for form, per_unit in values.items())
+    return sum(form.n_bytes(_n_values(shard, per_unit)) for form, per_unit in values.items())
 
 
 def bytes_passed_over(
-    args: ModelArgs, batch: int, precision: Precision, share: Share | None = None
+    args: ModelArgs, batch: int, precision: Precision, shard: Shard | None = None
 ) -> int:
     """Bytes of weights that one decode step does not need to read.
 
     These are an untied embedding, which is only looked up, and the experts that a batch of `batch`
     sequences does not select, on average over a uniform choice. The count is for one rank with a
-    `share`, and for all ranks together without.
+    `shard`, and for all ranks together without.
     """
-    n_rows = args.vocab_size if share is None else len(share.vocab)
+    n_rows = args.vocab_size if shard is None else len(shard.vocab)
     embedding = 0 if args.tied_embeddings else n_rows * args.dim
     n_bytes = precision.form_of("outer", "tok_embeddings.weight").n_bytes(embedding)
     if args.n_experts:
         unmet = (1 - args.n_active_experts / args.n_experts) ** batch
         for form, values in values_by_form(args, precision).items():
             of_experts = values["expert ffn"] * args.ffn_dim * args.n_experts
-            if share is not None:
-                of_experts = _n_values(share, {"expert ffn": values["expert ffn"]})
+            if shard is not None:
+                of_experts = _n_values(shard, {"expert ffn": values["expert ffn"]})
             n_bytes += form.n_bytes(round(of_experts * unmet))
     return n_bytes
 
 
 def working_bytes(
-    args: ModelArgs, share: Share, precision: Precision, step_tokens: int, n_drawn: int, device: str
+    args: ModelArgs, shard: Shard, precision: Precision, step_tokens: int, n_drawn: int, device: str
 ) -> int:
     """Bytes of a rank in addition to weights and KV cache, on its card or, for 'cpu', on the host.
 
@@ -91,27 +91,27 @@ def working_bytes(
     logits of `n_drawn` rows, and CUDA_ALLOWANCE on a card or PROCESS_BYTES on the CPU.
     """
     item = ITEM_BYTES[precision.computed]
-    q_and_kv = (len(share.heads) + 2 * share.n_local_kv_heads) * args.head_dim
-    attention = 2 * q_and_kv + share.n_local_heads * args.head_dim  # rotated copies, and the output
-    feed_forward = 4 * len(share.ffn)  # outputs of w1 and w3, input and output of the activation
+    q_and_kv = (len(shard.heads) + 2 * shard.n_local_kv_heads) * args.head_dim
+    attention = 2 * q_and_kv + shard.n_local_heads * args.head_dim  # rotated copies, and the output
+    feed_forward = 4 * len(shard.ffn)  # outputs of w1 and w3, input and output of the activation
     if args.n_experts:
         feed_forward = args.n_active_experts * (feed_forward + 2 * args.dim)
     per_token = 4 * args.dim + max(attention, feed_forward)  # residual stream, its norm, the sums
     # Scores in the model's dtype, as float32 logits, and two copies that sampling changes.
     per_score = item + 3 * max(item, ITEM_BYTES["float32"])
-    scores = n_drawn * len(share.vocab) * per_score
+    scores = n_drawn * len(shard.vocab) * per_score
     allowance = CUDA_ALLOWANCE if device == "cuda" else PROCESS_BYTES
     return step_tokens * per_token * item + scores + allowance
 
 
-def kv_bytes_per_token(args: ModelArgs, share: Share, form: KVFormat) -> tuple[int, ...]:
+def kv_bytes_per_token(args: ModelArgs, shard: Shard, form: KVFormat) -> tuple[int, ...]:
     """Bytes of KV cache that a rank needs for one token, for each KV group of layers.
 
     With a KV cache sharded by token this is the mean over all tokens of a sequence.
     """
-    per_layer = 2 * share.n_local_kv_heads * form.n_bytes(args.head_dim)
+    per_layer = 2 * shard.n_local_kv_heads * form.n_bytes(args.head_dim)
     layers = (len(kv_group.layers) for kv_group in kv_groups(args))
-    return tuple(-(-n * per_layer // share.kv_parts) for n in layers)
+    return tuple(-(-n * per_layer // shard.kv_parts) for n in layers)
 
 
 def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) -> int:
@@ -121,8 +121,8 @@ def default_cache_bytes(device: str, n_free: int, working: int, n_ranks: int) ->
     of `n_ranks` ranks. A card keeps `working` bytes free for the tensors of a step.
     """
     if device == "cuda":
-        return int(n_free * CUDA_SHARE) - working
-    return min(MAX_CPU_BYTES, int(n_free * CPU_SHARE) // n_ranks)
+        return int(n_free * CUDA_FRACTION) - working
+    return min(MAX_CPU_BYTES, int(n_free * CPU_FRACTION) // n_ranks)
 
 
 def pool_sizes(
@@ -180,14 +180,14 @@ def blocks_held(
     return min(n_blocks, n_kept + (n_live - 2 + block_size) // block_size + 1)
 
 
-def _n_values(share: Share, per_unit: Mapping[Counted, int]) -> int:
+def _n_values(shard: Shard, per_unit: Mapping[Counted, int]) -> int:
     """Number of weight values that a rank holds."""
     units: Mapping[Counted, int] = {
-        "heads": len(share.heads),
-        "kv_heads": len(share.kv_heads),
-        "ffn": len(share.ffn),
-        "vocab": len(share.vocab),
-        "expert ffn": len(share.experts) * len(share.ffn),
+        "heads": len(shard.heads),
+        "kv_heads": len(shard.kv_heads),
+        "ffn": len(shard.ffn),
+        "vocab": len(shard.vocab),
+        "expert ffn": len(shard.experts) * len(shard.ffn),
         "rank": 1,
     }
     return sum(n * units[counted] for counted, n in per_unit.items())

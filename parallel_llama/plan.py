@@ -54,7 +54,7 @@ class HeadRun:
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """The shard of one rank: global half-open ranges of heads, ffn channels and vocabulary rows.
 
     In a mixture of experts `ffn` are the channels of each of `experts`. With a KV cache sharded by
@@ -124,19 +124,19 @@ class ShardPlan:
         placement: None for a model without experts.
     """
 
-    shares: tuple[Share, ...]
+    shards: tuple[Shard, ...]
     cut: Literal["kv_heads", "heads"]
     balance: float
     placement: Placement | None = None
 
     @property
     def tp_size(self) -> int:
-        return len(self.shares)
+        return len(self.shards)
 
     @property
     def kv_parts(self) -> int:
         """Number of ranks over which the tokens of a KV head are sharded."""
-        return self.shares[0].kv_parts
+        return self.shards[0].kv_parts
 
     def alone(self, rank: int) -> "ShardPlan":
         """The plan with the shard of this rank only.
@@ -149,7 +149,7 @@ class ShardPlan:
                 f"rank {rank} of {self.tp_size} cannot run alone with kv_split='sequence', because "
                 "the first queries of a text would find no key; use kv_split='heads'"
             )
-        return replace(self, shares=(self.shares[rank],))
+        return replace(self, shards=(self.shards[rank],))
 
 
 def local_kv_heads(heads: range, heads_per_kv: int) -> range:
@@ -266,8 +266,8 @@ def make_plan(
     ]
     vocab = _cut_units(args.vocab_size, unit_size(args.vocab_size, args.n_heads), weights)
     group_size = args.n_heads // args.n_kv_heads
-    shares = tuple(
-        Share(
+    shards = tuple(
+        Shard(
             rank,
             own,
             local_kv_heads(own, group_size),
@@ -279,21 +279,21 @@ def make_plan(
         for rank, own in enumerate(heads)
     )
     if kv_split == "sequence":
-        shares = _spread(args, shares)
+        shards = _spread(args, shards)
     placement = _placement(args, expert_ranks, ranks_per_expert) if args.n_experts else None
-    return ShardPlan(shares, cut, balance, placement)
+    return ShardPlan(shards, cut, balance, placement)
 
 
-def _spread(args: ModelArgs, shares: tuple[Share, ...]) -> tuple[Share, ...]:
+def _spread(args: ModelArgs, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
     """The shares with a KV cache sharded by token, unless sharding by head replicates nothing."""
-    widest = max(share.n_local_kv_heads for share in shares)
-    if widest * len(shares) <= args.n_kv_heads:  # nothing to save
-        return shares
+    widest = max(shard.n_local_kv_heads for shard in shards)
+    if widest * len(shards) <= args.n_kv_heads:  # nothing to save
+        return shards
     if args.attention_sinks:
         raise UsageError("kv_split='sequence' and attention_sinks cannot be combined; drop one")
     runs = equal_runs(range(args.n_heads), args.n_heads // args.n_kv_heads)
-    every, peers = range(args.n_kv_heads), tuple(share.heads for share in shares)
-    return tuple(replace(each, kv_heads=every, runs=runs, peers=peers) for each in shares)
+    every, peers = range(args.n_kv_heads), tuple(shard.heads for shard in shards)
+    return tuple(replace(each, kv_heads=every, runs=runs, peers=peers) for each in shards)
 
 
 def _weights(tp_size: int, memory: Sequence[float] | None) -> list[int]:

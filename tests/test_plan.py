@@ -62,30 +62,30 @@ def plans(draw: st.DrawFn) -> tuple[ModelArgs, int, list[float] | None]:
 @given(plans())
 def test_every_head_channel_and_row_has_exactly_one_owner(case):
     args, tp_size, memory = case
-    shares = make_plan(args, tp_size, memory).shares
+    shards = make_plan(args, tp_size, memory).shards
     for axis, size in (
         ("heads", args.n_heads),
         ("ffn", args.ffn_dim),
         ("vocab", args.vocab_size),
     ):
-        owned = [index for share in shares for index in share.extent(axis)]
+        owned = [index for shard in shards for index in shard.extent(axis)]
         assert owned == list(range(size))
-    assert all(share.n_local_heads >= 1 for share in shares)
+    assert all(shard.n_local_heads >= 1 for shard in shards)
 
 
 @given(plans())
 def test_every_local_query_head_finds_its_own_kv_head_in_its_run(case):
     args, tp_size, memory = case
     heads_per_kv = args.n_heads // args.n_kv_heads
-    for share in make_plan(args, tp_size, memory).shares:
-        assert 1 <= len(share.runs) <= 3
-        assert [i for run in share.runs for i in run.heads] == list(range(share.n_local_heads))
-        for run in share.runs:
+    for shard in make_plan(args, tp_size, memory).shards:
+        assert 1 <= len(shard.runs) <= 3
+        assert [i for run in shard.runs for i in run.heads] == list(range(shard.n_local_heads))
+        for run in shard.runs:
             per_kv_head, rest = divmod(len(run.heads), len(run.kv_heads))
             assert rest == 0
             for place, local in enumerate(run.heads):
-                kv_head = share.kv_heads[run.kv_heads[place // per_kv_head]]
-                assert kv_head == share.heads[local] // heads_per_kv
+                kv_head = shard.kv_heads[run.kv_heads[place // per_kv_head]]
+                assert kv_head == shard.heads[local] // heads_per_kv
 
 
 @given(plans())
@@ -93,8 +93,8 @@ def test_ranges_are_cut_between_units(case):
     args, tp_size, memory = case
     for size, axis in ((args.ffn_dim, "ffn"), (args.vocab_size, "vocab")):
         unit = unit_size(size, args.n_heads)
-        for share in make_plan(args, tp_size, memory).shares:
-            extent = share.extent(axis)
+        for shard in make_plan(args, tp_size, memory).shards:
+            extent = shard.extent(axis)
             assert extent.start % unit == 0 or extent.start == size
             assert extent.stop % unit == 0 or extent.stop == size
 
@@ -104,8 +104,8 @@ def test_ranges_are_cut_between_units(case):
 def test_models_with_eight_kv_heads_stay_within_13_percent(n_heads, tp_size):
     plan = make_plan(shape(n_heads, 8), tp_size)
     mean = n_heads / tp_size
-    assert max(share.n_local_heads for share in plan.shares) / mean <= 1.13
-    assert plan.balance == pytest.approx(max(s.n_local_heads for s in plan.shares) / mean)
+    assert max(shard.n_local_heads for shard in plan.shards) / mean <= 1.13
+    assert plan.balance == pytest.approx(max(s.n_local_heads for s in plan.shards) / mean)
 
 
 def test_the_cut_goes_between_kv_heads_while_that_balances():
@@ -117,16 +117,16 @@ def test_the_cut_goes_between_kv_heads_while_that_balances():
 
 def test_more_ranks_than_kv_heads_hold_boundary_heads_twice_in_group_order():
     plan = make_plan(shape(64, 8), 16)
-    assert [share.kv_heads.start for share in plan.shares] == [r // 2 for r in range(16)]
-    assert all(share.n_local_kv_heads == 1 for share in plan.shares)
+    assert [shard.kv_heads.start for shard in plan.shards] == [r // 2 for r in range(16)]
+    assert all(shard.n_local_kv_heads == 1 for shard in plan.shards)
 
 
 def test_memory_weights_share_out_in_proportion():
     plan = make_plan(shape(64, 8, ffn_dim=28672), 3, [80, 80, 40])
-    assert [share.n_local_heads for share in plan.shares] == [26, 25, 13]
+    assert [shard.n_local_heads for shard in plan.shards] == [26, 25, 13]
     assert plan.balance == pytest.approx(26 / 64 / 0.4)
     first, second, third = (
-        weight_bytes(s, values_by_form(shape(64, 8, 28672), HALF)) for s in plan.shares
+        weight_bytes(s, values_by_form(shape(64, 8, 28672), HALF)) for s in plan.shards
     )
     assert third < 0.55 * first and abs(first - second) < 0.03 * first
 
@@ -152,8 +152,8 @@ def test_memory_that_is_not_one_positive_number_per_rank_is_refused(memory):
 
 def test_a_tiny_model_may_leave_a_rank_without_ffn_or_vocabulary():
     plan = make_plan(shape(9, 3, ffn_dim=2, vocab_size=5), 9)
-    assert sum(len(share.vocab) == 0 for share in plan.shares) == 4
-    assert sum(len(share.ffn) == 0 for share in plan.shares) == 7
+    assert sum(len(shard.vocab) == 0 for shard in plan.shards) == 4
+    assert sum(len(shard.ffn) == 0 for shard in plan.shards) == 7
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_unit_is_the_largest_power_of_two_that_leaves_four_per_head(size, n_
 def test_a_quantisation_group_is_the_unit():
     assert unit_size(29568, 64, quant_group_size=128) == 128
     plan = make_plan(shape(64, 8, ffn_dim=29568), 2, quant_group_size=128)
-    assert [len(share.ffn) // 128 for share in plan.shares] == [116, 115]
+    assert [len(shard.ffn) // 128 for shard in plan.shards] == [116, 115]
 
 
 @given(st.integers(0, 500), st.lists(st.integers(1, 50), min_size=1, max_size=12))
@@ -192,13 +192,13 @@ def test_runs_split_at_group_borders_alone(heads_per_kv, start, length):
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), HEADS)
 def test_shares_add_up_to_the_model_and_its_doubled_kv_heads(n_heads, n_kv_heads):
     args = shape(n_heads, n_kv_heads)
-    whole = weight_bytes(make_plan(args, 1).shares[0], values_by_form(args, HALF)) // 2
+    whole = weight_bytes(make_plan(args, 1).shards[0], values_by_form(args, HALF)) // 2
     for tp_size in {1, 2, 3, 5, n_heads} & set(range(1, n_heads + 1)):
-        shares = make_plan(args, tp_size).shares
-        doubled = sum(share.n_local_kv_heads for share in shares) - n_kv_heads
+        shards = make_plan(args, tp_size).shards
+        doubled = sum(shard.n_local_kv_heads for shard in shards) - n_kv_heads
         replicated = (2 * args.n_layers + 1) * args.dim * (tp_size - 1)  # the norms
         extra = doubled * 2 * args.n_layers * args.head_dim * args.dim + replicated
-        assert sum(weight_bytes(share, values_by_form(args, HALF)) for share in shares) == 2 * (
+        assert sum(weight_bytes(shard, values_by_form(args, HALF)) for shard in shards) == 2 * (
             whole + extra
         )
 
@@ -209,12 +209,12 @@ def test_weight_bytes_are_those_of_every_parameter(case, attention_bias, mlp_bia
     args = replace(
         args, attention_bias=attention_bias, mlp_bias=mlp_bias, tied_embeddings=tied, n_layers=3
     )
-    for share in make_plan(args, tp_size, memory).shares:
+    for shard in make_plan(args, tp_size, memory).shards:
         values = 0
         for param in parameters(args):
-            cut = len(share.rows_of(param))
+            cut = len(shard.rows_of(param))
             values += math.prod(param.shape) // param.shape[param.dim] * cut
-        assert weight_bytes(share, values_by_form(args, HALF)) == 2 * values
+        assert weight_bytes(shard, values_by_form(args, HALF)) == 2 * values
 
 
 def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypatch):
@@ -224,12 +224,12 @@ def test_the_weights_of_many_layers_are_counted_as_fast_as_those_of_one(monkeypa
         "parallel_llama.families.weights.Param",
         lambda *fields: made.append(fields) or Param(*fields),
     )
-    share = make_plan(shape(9, 3), 2).shares[0]
+    shard = make_plan(shape(9, 3), 2).shards[0]
     counts = []
     for n_layers in (1, 4096):
         made.clear()
         weight_bytes(
-            share,
+            shard,
             values_by_form(replace(shape(9, 3), n_layers=n_layers), HALF),
         )
         counts.append(len(made))
@@ -260,29 +260,29 @@ def expert_plans(draw: st.DrawFn) -> tuple[ModelArgs, int, list[float] | None, i
 @given(expert_plans())
 def test_every_channel_of_every_expert_has_exactly_one_owner(case):
     args, tp_size, memory, ranks_per_expert = case
-    shares = make_plan(args, tp_size, memory, ranks_per_expert=ranks_per_expert).shares
+    shards = make_plan(args, tp_size, memory, ranks_per_expert=ranks_per_expert).shards
     for expert in range(args.n_experts):
-        owned = [channel for share in shares if expert in share.experts for channel in share.ffn]
+        owned = [channel for shard in shards if expert in shard.experts for channel in shard.ffn]
         assert owned == list(range(args.ffn_dim))
-    assert all(share.experts for share in shares)
+    assert all(shard.experts for shard in shards)
 
 
 @given(expert_plans())
 def test_weight_bytes_are_those_of_every_parameter_of_every_expert(case):
     args, tp_size, memory, ranks_per_expert = case
-    for share in make_plan(args, tp_size, memory, ranks_per_expert=ranks_per_expert).shares:
+    for shard in make_plan(args, tp_size, memory, ranks_per_expert=ranks_per_expert).shards:
         values = 0
         for param in parameters(args):
-            values += math.prod(param.shape) // param.shape[param.dim] * len(share.rows_of(param))
-        assert weight_bytes(share, values_by_form(args, HALF)) == 2 * values
+            values += math.prod(param.shape) // param.shape[param.dim] * len(shard.rows_of(param))
+        assert weight_bytes(shard, values_by_form(args, HALF)) == 2 * values
 
 
 @pytest.mark.parametrize("tp_size", range(1, 33))
 def test_ranks_share_every_expert_while_that_leaves_them_enough_channels(tp_size):
     plan = make_plan(MIXTRAL, tp_size)
     assert plan.placement is not None and plan.placement.kind == "tensor"
-    assert all(share.experts == range(8) for share in plan.shares)
-    assert min(len(share.ffn) for share in plan.shares) >= 256
+    assert all(shard.experts == range(8) for shard in plan.shards)
+    assert min(len(shard.ffn) for shard in plan.shards) >= 256
 
 
 @pytest.mark.parametrize(
@@ -296,8 +296,8 @@ def test_ranks_share_every_expert_while_that_leaves_them_enough_channels(tp_size
 def test_ranks_share_out_the_experts_where_channels_would_be_few(tp_size, kind, experts, channels):
     plan = make_plan(QWEN3_30B, tp_size)
     assert plan.placement is not None and plan.placement.kind == kind
-    assert [len(share.experts) for share in plan.shares] == experts
-    assert [len(share.ffn) for share in plan.shares] == channels
+    assert [len(shard.experts) for shard in plan.shards] == experts
+    assert [len(shard.ffn) for shard in plan.shards] == channels
 
 
 def test_narrow_experts_are_whole_on_one_rank_each():
@@ -307,20 +307,20 @@ def test_narrow_experts_are_whole_on_one_rank_each():
         "every rank has whole experts: 128 of an expert's 384 channels on each of 3 ranks would "
         "be fewer than 256"
     )
-    assert [share.experts for share in plan.shares] == [range(43), range(43, 86), range(86, 128)]
+    assert [shard.experts for shard in plan.shards] == [range(43), range(43, 86), range(86, 128)]
 
 
 def test_more_ranks_than_narrow_experts_share_them_in_groups():
     plan = make_plan(replace(QWEN3_30B, ffn_dim=128, n_experts=3, n_active_experts=1), 7)
-    assert [share.experts.start for share in plan.shares] == [0, 0, 0, 1, 1, 2, 2]
-    assert all(len(share.experts) == 1 for share in plan.shares)
+    assert [shard.experts.start for shard in plan.shards] == [0, 0, 0, 1, 1, 2, 2]
+    assert all(len(shard.experts) == 1 for shard in plan.shards)
 
 
 def test_a_group_of_ranks_gets_experts_in_proportion_to_its_memory():
     plan = make_plan(QWEN3_30B, 4, [40, 20, 20, 20], ranks_per_expert=2)
-    assert [len(share.experts) for share in plan.shares] == [77, 77, 51, 51]
-    assert [len(share.ffn) for share in plan.shares] == [512, 256, 384, 384]
-    bytes_held = [weight_bytes(s, values_by_form(QWEN3_30B, HALF)) for s in plan.shares]
+    assert [len(shard.experts) for shard in plan.shards] == [77, 77, 51, 51]
+    assert [len(shard.ffn) for shard in plan.shards] == [512, 256, 384, 384]
+    bytes_held = [weight_bytes(s, values_by_form(QWEN3_30B, HALF)) for s in plan.shards]
     assert max(bytes_held[1:]) < 1.02 * min(bytes_held[1:])
     assert 1.95 < bytes_held[0] / bytes_held[1] < 2.05
 
@@ -337,18 +337,18 @@ def test_a_step_passes_over_the_experts_that_its_batch_does_not_meet():
 def test_a_dense_model_has_no_placement_of_experts():
     plan = make_plan(shape(9, 3), 2)
     assert plan.placement is None
-    assert all(share.experts == range(0) for share in plan.shares)
+    assert all(shard.experts == range(0) for shard in plan.shards)
 
 
 def test_kv_bytes_follow_the_local_kv_heads():
-    share = make_plan(shape(9, 3), 2).shares[0]
-    assert kv_bytes_per_token(shape(9, 3), share, KVFormat("bfloat16")) == (2 * 2 * 2 * 8 * 2,)
+    shard = make_plan(shape(9, 3), 2).shards[0]
+    assert kv_bytes_per_token(shape(9, 3), shard, KVFormat("bfloat16")) == (2 * 2 * 2 * 8 * 2,)
 
 
 def test_a_key_or_value_in_int8_takes_a_byte_a_number_and_a_scale():
-    share = make_plan(shape(9, 3), 2).shares[0]
+    shard = make_plan(shape(9, 3), 2).shards[0]
     for name in ("int8", "fp8"):
-        assert kv_bytes_per_token(shape(9, 3), share, KVFormat(name)) == (2 * 2 * 2 * (8 + 4),)
+        assert kv_bytes_per_token(shape(9, 3), shard, KVFormat(name)) == (2 * 2 * 2 * (8 + 4),)
 
 
 # Windows
@@ -393,7 +393,7 @@ def test_layers_with_a_window_never_have_less_room_for_long_sequences(
 
 @given(st.integers(0, 100_000))
 def test_the_most_blocks_fit_and_one_more_would_not(room):
-    per_kv_group = kv_bytes_per_token(HYBRID, make_plan(HYBRID, 1).shares[0], KVFormat("int8"))
+    per_kv_group = kv_bytes_per_token(HYBRID, make_plan(HYBRID, 1).shards[0], KVFormat("int8"))
     assert len(per_kv_group) == 2 and per_kv_group[1] == 5 * per_kv_group[0]
 
     def sizes(n_blocks: int) -> tuple[int, ...]:
@@ -423,11 +423,11 @@ def test_tokens_are_spread_where_ranks_would_hold_the_same_heads() -> None:
     for n_heads, n_kv_heads, tp_size in [(9, 3, 2), (9, 3, 5), (7, 1, 4), (10, 2, 10)]:
         args = shape(n_heads, n_kv_heads)
         plan = make_plan(args, tp_size, kv_split="sequence")
-        (one,) = kv_bytes_per_token(args, make_plan(args, 1).shares[0], form)
+        (one,) = kv_bytes_per_token(args, make_plan(args, 1).shards[0], form)
         assert plan.kv_parts == tp_size
-        for share in plan.shares:
-            assert share.kv_heads == range(n_kv_heads) and share.heads in share.peers
-            assert kv_bytes_per_token(args, share, form) == (-(-one // tp_size),)
+        for shard in plan.shards:
+            assert shard.kv_heads == range(n_kv_heads) and shard.heads in shard.peers
+            assert kv_bytes_per_token(args, shard, form) == (-(-one // tp_size),)
     for n_heads, n_kv_heads, tp_size in [(9, 3, 1), (9, 3, 3), (8, 4, 2)]:  # nothing to save
         args = shape(n_heads, n_kv_heads)
         assert make_plan(args, tp_size, kv_split="sequence") == make_plan(args, tp_size)

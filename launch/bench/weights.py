@@ -62,7 +62,7 @@ class Weights:
             return self.step_bytes(engine.shares, batch)
         precision = _precision(engine)
         whole = weight_bytes(
-            make_plan(self.args, 1).shares[0], values_by_form(self.args, precision)
+            make_plan(self.args, 1).shards[0], values_by_form(self.args, precision)
         )
         read = whole - bytes_passed_over(self.args, batch, precision)
         return round(_size(self.path(engine)) * read / whole) if engine.makes else read

@@ -70,7 +70,7 @@ def tiles(n_tokens: int, window: int, dtype: torch.dtype) -> Way:
             queries = q[:, start : start + STEP_TOKENS["cpu"]].transpose(0, 1).contiguous()
             chunk = Chunk([0] * len(queries), start, [[0]], n_tokens)
             kv_group = runner.batch([chunk]).kv_groups[0]
-            part = attend(queries, 0, kv_group, cache, runner.share.runs, runner.model.ops)
+            part = attend(queries, 0, kv_group, cache, runner.shard.runs, runner.model.ops)
             o[:, start : start + len(queries)] = part.view(queries.shape).transpose(0, 1)
         return o
 

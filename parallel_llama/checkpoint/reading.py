@@ -24,7 +24,7 @@ from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.ops.formats import torch_dtype
 from parallel_llama.ops.quant import QuantMatrix, joined, quantise
-from parallel_llama.plan import Share
+from parallel_llama.plan import Shard
 
 # Values read at once: at most 256 MB (in float64), and more than most ranks hold of one weight. A
 # larger shard is read in pieces and concatenated.
@@ -71,7 +71,7 @@ _READERS = {"hf": HFFolder, "meta": _meta, "native": NativeFolder, "gguf": _gguf
 def load(
     checkpoint: Checkpoint,
     args: ModelArgs,
-    share: Share,
+    shard: Shard,
     precision: Precision,
     device: torch.device,
     on_bytes: Callable[[int], None] = lambda _: None,
@@ -85,14 +85,14 @@ def load(
     NaN or Inf, or too large for its dtype.
     """
     checkpoint.check(args)
-    for param in filter(share.holds, parameters(args)):
+    for param in filter(shard.holds, parameters(args)):
         form = precision.form_of(param.kind, param.name)
         if isinstance(form, QuantFormat):
-            whole = _quantised(checkpoint, param, share, form, on_bytes)
+            whole = _quantised(checkpoint, param, shard, form, on_bytes)
             yield param.name, whole.to(device)
         else:
             dtype = torch_dtype(form.dtype)
-            yield param.name, _converted(checkpoint, param, share, dtype, device, on_bytes)
+            yield param.name, _converted(checkpoint, param, shard, dtype, device, on_bytes)
 
 
 def quantised(param: Param, values: Tensor, form: QuantFormat) -> QuantMatrix:
@@ -116,12 +116,12 @@ def quantised(param: Param, values: Tensor, form: QuantFormat) -> QuantMatrix:
 def _quantised(
     checkpoint: Checkpoint,
     param: Param,
-    share: Share,
+    shard: Shard,
     form: QuantFormat,
     on_bytes: Callable[[int], None],
 ) -> QuantMatrix:
     parts = []
-    for piece in pieces_of(param, share.rows_of(param), PIECE_VALUES):
+    for piece in pieces_of(param, shard.rows_of(param), PIECE_VALUES):
         part = checkpoint.groups(param, piece, form, "interleaved")
         if part is None:
             part = quantised(param, checkpoint.read(param, piece, "interleaved"), form)
@@ -136,12 +136,12 @@ def _quantised(
 def _converted(
     checkpoint: Checkpoint,
     param: Param,
-    share: Share,
+    shard: Shard,
     dtype: torch.dtype,
     device: torch.device,
     on_bytes: Callable[[int], None],
 ) -> Tensor:
-    rows = share.rows_of(param)
+    rows = shard.rows_of(param)
     pieces = pieces_of(param, rows, PIECE_VALUES)
     if len(pieces) == 1:  # the usual case: returns the read tensor without a copy
         tensor = _finite(param, checkpoint.read(param, rows, "interleaved"), dtype)

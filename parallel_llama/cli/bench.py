@@ -70,8 +70,8 @@ def prepare(flags: Flags) -> Job:
         flags = _alone(flags, "--slice {}/{}".format(*slice_of))
     inputs, n_ranks = check_model(flags)
     if slice_of is not None:
-        rank, n_shares = slice_of
-        make_plan(inputs.args, n_shares, kv_split=flags[KV_SPLIT]).alone(rank)
+        rank, n_shards = slice_of
+        make_plan(inputs.args, n_shards, kv_split=flags[KV_SPLIT]).alone(rank)
     n_tokens, batch = flags[PROMPT_TOKENS], flags[BATCH]
     # Random ids: the time of a token does not depend on its id.
     draw = random.Random(0)
@@ -168,7 +168,7 @@ def _slice_figures(
     sequences of `longest` tokens.
     """
     runner = llm.engine.runner
-    kv = kv_bytes_per_token(llm.args, runner.share, llm.kv_format)
+    kv = kv_bytes_per_token(llm.args, runner.shard, llm.kv_format)
     n_seen = [min(kv_group.window or longest, longest) for kv_group in runner.kv_groups]
     kv_bytes = batch * sum(n * each for n, each in zip(n_seen, kv, strict=True))
     n_collectives = _count_collectives(llm)

@@ -24,7 +24,7 @@ from parallel_llama.memory import (
 )
 from parallel_llama.parallel.device_choice import DeviceKind
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.plan import KVSplit, ShardPlan, Share, make_plan
+from parallel_llama.plan import KVSplit, Shard, ShardPlan, make_plan
 
 # The default of --block-size.
 BLOCK_TOKENS: int = BLOCK_SIZE.initial
@@ -46,12 +46,12 @@ class Workload:
     def step_tokens(self) -> int:
         return STEP_TOKENS[self.device]
 
-    def working(self, share: Share) -> int:
+    def working(self, shard: Shard) -> int:
         """Memory of a rank besides weights and KV cache: process or libraries, and a step."""
         # CUDA reserves memory for the largest batch; the CPU allocates what the batch needs.
         n_drawn = MAX_RUNNING if self.device == "cuda" else min(self.batch, MAX_RUNNING)
         return working_bytes(
-            self.args, share, self.precision, self.step_tokens, n_drawn, self.device
+            self.args, shard, self.precision, self.step_tokens, n_drawn, self.device
         )
 
     @property
@@ -134,8 +134,8 @@ class KVEstimate:
     needed: int
 
     @classmethod
-    def of(cls, work: Workload, share: Share) -> "KVEstimate":
-        per_kv_group = kv_bytes_per_token(work.args, share, work.kv)
+    def of(cls, work: Workload, shard: Shard) -> "KVEstimate":
+        per_kv_group = kv_bytes_per_token(work.args, shard, work.kv)
         needed = sum(map(mul, per_kv_group, work.pools(work.n_tokens)))
         return cls(per_kv_group, sum(map(mul, per_kv_group, work.tokens_each)), needed)
 
@@ -144,7 +144,7 @@ class KVEstimate:
 class RankEstimate:
     """Bytes that one rank needs for its shard of a workload; `memory` is None if not known."""
 
-    share: Share
+    shard: Shard
     weights: int
     kv: KVEstimate
     working: int
@@ -175,7 +175,7 @@ class Estimate:
     @property
     def n_kv_heads(self) -> int:
         """KV heads on all ranks, including replicas."""
-        return sum(share.n_local_kv_heads for share in self.plan.shares) // self.plan.kv_parts
+        return sum(shard.n_local_kv_heads for shard in self.plan.shards) // self.plan.kv_parts
 
     @property
     def kv_overhead(self) -> float:
@@ -275,15 +275,15 @@ def estimate(work: Workload, tp_size: int, memory: int | Sequence[int] | None = 
     values = values_by_form(work.args, work.precision)
     kv: dict[int, KVEstimate] = {}  # by the number of KV heads
 
-    def rank(share: Share) -> RankEstimate:
-        if share.n_local_kv_heads not in kv:
-            kv[share.n_local_kv_heads] = KVEstimate.of(work, share)
-        weights = weight_bytes(share, values)
-        memory = each[share.rank] if each else None
-        held = kv[share.n_local_kv_heads]
-        return RankEstimate(share, weights, held, work.working(share), memory)
+    def rank(shard: Shard) -> RankEstimate:
+        if shard.n_local_kv_heads not in kv:
+            kv[shard.n_local_kv_heads] = KVEstimate.of(work, shard)
+        weights = weight_bytes(shard, values)
+        memory = each[shard.rank] if each else None
+        held = kv[shard.n_local_kv_heads]
+        return RankEstimate(shard, weights, held, work.working(shard), memory)
 
-    return Estimate(work, plan, tuple(map(rank, plan.shares)))
+    return Estimate(work, plan, tuple(map(rank, plan.shards)))
 
 
 def compare(work: Workload, sizes: range, memory: int | None) -> Comparison:

@@ -214,12 +214,12 @@ def _object(found: Estimate) -> dict[str, Any]:
         "tp_size": found.plan.tp_size,
         "ranks": [
             {
-                "rank": rank.share.rank,
-                "heads": _pair(rank.share.heads),
-                "kv_heads": _pair(rank.share.kv_heads),
-                "ffn": _pair(rank.share.ffn),
-                "experts": _pair(rank.share.experts),
-                "vocab": _pair(rank.share.vocab),
+                "rank": rank.shard.rank,
+                "heads": _pair(rank.shard.heads),
+                "kv_heads": _pair(rank.shard.kv_heads),
+                "ffn": _pair(rank.shard.ffn),
+                "experts": _pair(rank.shard.experts),
+                "vocab": _pair(rank.shard.vocab),
                 "weight_bytes": rank.weights,
                 "kv_bytes_per_token": rank.kv_per_token,
                 "working_bytes": rank.working,
@@ -322,17 +322,17 @@ def _page(asked: PlanRequest, found: Estimate) -> list[str]:
 
 
 def _held_row(rank: RankEstimate) -> list[str]:
-    share = rank.share
-    experts = [_span(share.experts)] if share.experts else []
-    spans = [_span(share.heads), _span(share.kv_heads), *experts, _span(share.ffn)]
-    return [str(share.rank), *spans, _span(share.vocab), size(rank.kv_per_token)]
+    shard = rank.shard
+    experts = [_span(shard.experts)] if shard.experts else []
+    spans = [_span(shard.heads), _span(shard.kv_heads), *experts, _span(shard.ffn)]
+    return [str(shard.rank), *spans, _span(shard.vocab), size(rank.kv_per_token)]
 
 
 def _needs_row(rank: RankEstimate, scale: int) -> list[str]:
     parts = rank.weights, rank.kv.needed, rank.working
     limit = 1 if rank.memory is None else rank.memory / scale
     drawn = bar([part / scale for part in parts], BAR_WIDTH, sys.stdout, limit)
-    cells = [str(rank.share.rank), *map(size, parts), size(rank.needed)]
+    cells = [str(rank.shard.rank), *map(size, parts), size(rank.needed)]
     if rank.memory is None:
         return [*cells, drawn]
     color = GREEN if rank.needed <= rank.memory else RED
@@ -429,7 +429,7 @@ def _shortfall(found: Estimate) -> str:
     if room:
         left = f"room for {room:,} of {found.work.n_tokens:,} tokens of KV cache"
     has = size(rank.memory or 0)
-    return f"rank {rank.share.rank} needs {size(rank.needed)} and has {has}; {left}"
+    return f"rank {rank.shard.rank} needs {size(rank.needed)} and has {has}; {left}"
 
 
 def _advice(fits: bool | None, remedies: Sequence[Remedy]) -> list[str]:
@@ -467,7 +467,7 @@ def _answer(found: Estimate, fewer: Estimate | None) -> list[str]:
         fullest = fewer.tightest
         text = (
             f"{tp_size} ranks are enough in {dtype}; with {fewer.plan.tp_size}, "
-            f"rank {fullest.share.rank} would need {size(fullest.needed)}"
+            f"rank {fullest.shard.rank} would need {size(fullest.needed)}"
         )
     return _line("fewest", text)
 

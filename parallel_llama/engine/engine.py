@@ -345,7 +345,7 @@ class Engine:
             part = wanted[start : start + SCORE_ROWS]
             scored = score_tokens(
                 self.runner.logits(hidden[start : start + len(part)]),
-                self.runner.share.vocab,
+                self.runner.shard.vocab,
                 torch.tensor([target for _, _, target in part], device=hidden.device),
                 [output.sequence.request.params.prompt_logprobs or 0 for output, _, _ in part],
                 self.comm,
@@ -374,7 +374,7 @@ class Engine:
             ]
         is_greedy = all(draw.params.is_greedy for draw in flat)
         best = logits.largest if logits.drawn is None and is_greedy else logits.drawn
-        return draw_each(logits.values, self.runner.share.vocab, draws, self.comm, best)
+        return draw_each(logits.values, self.runner.shard.vocab, draws, self.comm, best)
 
     def _read_after_launch(
         self,
@@ -384,7 +384,7 @@ class Engine:
         drawn: Tensor,
     ) -> list[Sampled]:
         """Launch the next step, then read the tokens that this step drew."""
-        vocab, vocab_size = self.runner.share.vocab, self.runner.args.vocab_size
+        vocab, vocab_size = self.runner.shard.vocab, self.runner.args.vocab_size
         ops = self.runner.model.ops
         pending = PendingDraws(logits.values, drawn, vocab, vocab_size, draws, self.comm, ops)
         if self.scheduler.prepare_next():

@@ -18,7 +18,7 @@ from parallel_llama.engine.kv_blocks import STEP_TOKENS
 from parallel_llama.errors import OutOfMemory, UsageError
 from parallel_llama.families.model_args import kv_groups
 from parallel_llama.memory import (
-    CPU_SHARE,
+    CPU_FRACTION,
     MAX_CPU_BYTES,
     blocks_held,
     default_cache_bytes,
@@ -114,7 +114,7 @@ class CacheSize:
         self.args, self.max_seq_len = args, max_seq_len
         self.block_size, self.n_bytes = block_size, n_bytes
         self._block_bytes = [
-            [n * block_size for n in kv_bytes_per_token(args, share, form)] for share in plan.shares
+            [n * block_size for n in kv_bytes_per_token(args, shard, form)] for shard in plan.shards
         ]
         widest = max(map(sum, self._block_bytes))
         if n_bytes is not None and n_bytes < widest:
@@ -229,7 +229,7 @@ def available_memory(root: Path = Path("/")) -> int:
     """
     available = _numbers(root / "proc" / "meminfo").get("MemAvailable:")
     if available is None:
-        return int(MAX_CPU_BYTES / CPU_SHARE)
+        return int(MAX_CPU_BYTES / CPU_FRACTION)
     left = [available << 10, *_room_in_address_space(root)]
     cgroup = root / "sys" / "fs" / "cgroup"
     for folder, limit, used, prefix in (  # versions 2 and 1

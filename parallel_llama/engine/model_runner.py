@@ -67,7 +67,7 @@ class ModelRunner:
         kv_format: KVFormat | None = None,
     ) -> None:
         self.args, self.plan, self.comm, self.model = args, plan, comm, model
-        self.share = plan.shares[comm.rank]
+        self.shard = plan.shards[comm.rank]
         weight = model.norm.weight.values
         self.dtype, self.device = weight.dtype, weight.device
         self.kv_format = kv_format or KVFormat(dtype_name(self.dtype))
@@ -98,20 +98,20 @@ class ModelRunner:
         """
         if device.type == "cuda":
             settle_cuda()
-        share, dtype = plan.shares[comm.rank], torch_dtype(precision.computed)
+        shard, dtype = plan.shards[comm.rank], torch_dtype(precision.computed)
         if ops is None:
-            heads_per_kv = {len(run.heads) // len(run.kv_heads) for run in share.runs}
+            heads_per_kv = {len(run.heads) // len(run.kv_heads) for run in shard.runs}
             scores = Scores(args.attention_scale, args.attention_soft_cap)
             cache_dtype = dtype if kv_format is None else kv_dtype(kv_format)
             forms = matrix_forms(precision)
             ops = choose_ops(dtype, device, args.head_dim, heads_per_kv, scores, cache_dtype, forms)
-        model = Transformer(args, share, Backend(comm, ops, dtype))
-        loader = WeightLoader(model, args, share)
+        model = Transformer(args, shard, Backend(comm, ops, dtype))
+        loader = WeightLoader(model, args, shard)
         own = partial(use_device, device)
         with ThreadPoolExecutor(1, initializer=own) as thread:
             # Concurrently with reading the weights.
             compiled = thread.submit(ops.compile, has_experts=args.n_experts > 0)
-            weights = load(checkpoint, args, share, precision, device, on_bytes)
+            weights = load(checkpoint, args, shard, precision, device, on_bytes)
             with closing(prefetch(weights, _READ_AHEAD, own)) as read:
                 for name, value in read:
                     loader.assign(name, value)
@@ -121,13 +121,13 @@ class ModelRunner:
 
     def reserve(self, n_blocks: Sequence[int], block_size: int) -> None:
         """Replace the KV caches by empty ones of `n_blocks` blocks, one for each KV group."""
-        self.block_size, n_parts = block_size, self.share.kv_parts
+        self.block_size, n_parts = block_size, self.shard.kv_parts
         self._part = CachePart(self.comm.rank, n_parts, block_size) if n_parts > 1 else None
         is_paged = self._is_paged()
         self.caches = tuple(
             KVCache(
                 self.args,
-                self.share,
+                self.shard,
                 len(kv_group.layers),
                 self._part.n_blocks(n) if self._part else n + is_paged,
                 block_size,
@@ -253,7 +253,7 @@ class ModelRunner:
         logits = self.model.logits(self.model(batch, self.caches))
         if batch.noise is None:
             return Logits(logits)
-        drawn = self.model.ops.draw(logits, batch.noise, self.share.vocab.start)
+        drawn = self.model.ops.draw(logits, batch.noise, self.shard.vocab.start)
         return Logits(logits, drawn=drawn)
 
     def _recorded_step(
@@ -398,7 +398,7 @@ class ModelRunner:
                     tiles.append(
                         QueryTile(
                             slice(row + first, row + first + len(queries)),
-                            tuple(cache.past(run.kv_heads, slices) for run in self.share.runs),
+                            tuple(cache.past(run.kv_heads, slices) for run in self.shard.runs),
                             mask_of(queries, held, window, self.dtype, self.device),
                         )
                     )
@@ -419,7 +419,7 @@ class ModelRunner:
         def tile(queries: range, keys: range, mask: Tensor) -> QueryTile:
             slots = slices_of(blocks, self.block_size, keys)
             at = row + queries.start - chunk.start
-            pasts = tuple(cache.past(run.kv_heads, slots) for run in self.share.runs)
+            pasts = tuple(cache.past(run.kv_heads, slots) for run in self.shard.runs)
             return QueryTile(slice(at, at + len(queries)), pasts, mask)
 
         n_queries = 1 if chunk.is_decoded else MAX_QUERIES

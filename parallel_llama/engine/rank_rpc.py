@@ -90,7 +90,7 @@ def _score(engine: Engine, tokens: Sequence[int]) -> list[float]:
                 rows, first = hidden[at : at + SCORE_ROWS], 1 + len(logprobs)
                 targets = torch.tensor(tokens[first : first + len(rows)], device=runner.device)
                 logits = runner.logits(rows)
-                logprobs += score(logits, runner.share.vocab, targets, engine.comm).tolist()
+                logprobs += score(logits, runner.shard.vocab, targets, engine.comm).tolist()
     finally:
         for kv_group, table in zip(kv_groups, tables, strict=True):
             kv_group.release(table)

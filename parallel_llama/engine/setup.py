@@ -59,10 +59,10 @@ class ModelSetup:
         is_stored = has_files and self.quant == "stored"
         stored = stored_formats(files, self.args) if is_stored else None
         self.precision = make_precision(self.args, self.dtype, self.kind, self.quant, stored)
-        played, n_shares = slice_of or (0, self.size)
+        played, n_shards = slice_of or (0, self.size)
         quant_group_size = self.precision.quant_group_size
         plan = make_plan(
-            self.args, n_shares, quant_group_size=quant_group_size, kv_split=config.kv_split
+            self.args, n_shards, quant_group_size=quant_group_size, kv_split=config.kv_split
         )
         self.plan = plan if slice_of is None else plan.alone(played)
         self.kv_format = kv_format(config.kv_cache_dtype, self.dtype)
@@ -75,14 +75,14 @@ class ModelSetup:
             config.kv_cache_bytes,
             self.inputs.max_seq_len,
             [
-                working_bytes(self.args, share, self.precision, step_tokens, MAX_RUNNING, self.kind)
-                for share in self.plan.shares
+                working_bytes(self.args, shard, self.precision, step_tokens, MAX_RUNNING, self.kind)
+                for shard in self.plan.shards
                 if self.kind == "cuda"
             ],
             step_tokens,
         )
         values = values_by_form(self.args, self.precision)
-        self.weight_bytes = tuple(weight_bytes(share, values) for share in self.plan.shares)
+        self.weight_bytes = tuple(weight_bytes(shard, values) for shard in self.plan.shards)
         drawn_on = torch.device("cpu") if slice_of is None else self.device
         self.checkpoint = _open_weights(files, self.args, config, drawn_on)
 

@@ -26,7 +26,7 @@ from parallel_llama.model.layers import (
 from parallel_llama.model.sharded_attention import attend_to_all_parts, merge_lse
 from parallel_llama.ops import TorchOps
 from parallel_llama.ops.torch_ops import rotate_
-from parallel_llama.plan import HeadRun, Share
+from parallel_llama.plan import HeadRun, Shard
 
 
 class Attention:
@@ -38,18 +38,18 @@ class Attention:
     Collective: the all_reduce of wo; two all_gathers more if the cache is sharded by token.
     """
 
-    def __init__(self, args: ModelArgs, share: Share, layer: int, backend: Backend) -> None:
-        self.share, self.comm, self.ops = share, backend.comm, backend.ops
+    def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
+        self.shard, self.comm, self.ops = shard, backend.comm, backend.ops
         # The KV group of the layer, and the layer's number in it.
         self.kv_group, self.layer = next(
             (number, kv_group.layers.index(layer))
             for number, kv_group in enumerate(kv_groups(args))
             if layer in kv_group.layers
         )
-        self.head_dim, self.n_local_heads = args.head_dim, share.n_local_heads
-        self.n_local_kv_heads = share.n_local_kv_heads
-        q_rows = range(share.n_local_heads * args.head_dim)
-        kv_rows = range(share.n_local_kv_heads * args.head_dim)
+        self.head_dim, self.n_local_heads = args.head_dim, shard.n_local_heads
+        self.n_local_kv_heads = shard.n_local_kv_heads
+        q_rows = range(shard.n_local_heads * args.head_dim)
+        kv_rows = range(shard.n_local_kv_heads * args.head_dim)
         self.wq, self.wk, self.wv = (
             ColumnParallelLinear(args.dim, rows, backend, bias=args.attention_bias)
             for rows in (q_rows, kv_rows, kv_rows)
@@ -82,10 +82,10 @@ class Attention:
             self.k_norm.in_place(qkv[:, self.n_local_heads : n_rotated])
         self.ops.rotate_and_store(qkv, own.rotations, own.slots, *cache.layer(self.layer))
         q = qkv[:, : self.n_local_heads]
-        if self.share.peers:
-            o = attend_to_all_parts(q, self.layer, own, self.share, self.ops, self.comm)
+        if self.shard.peers:
+            o = attend_to_all_parts(q, self.layer, own, self.shard, self.ops, self.comm)
         else:
-            o = attend(q, self.layer, own, cache, self.share.runs, self.ops)  # [T, H * D] local
+            o = attend(q, self.layer, own, cache, self.shard.runs, self.ops)  # [T, H * D] local
         return o if rows is None else o[rows]
 
 

@@ -16,7 +16,7 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import KVFormat
 from parallel_llama.ops import HeadMap
 from parallel_llama.ops.formats import kv_dtype
-from parallel_llama.plan import Share
+from parallel_llama.plan import Shard
 
 
 class Blocks(Protocol):
@@ -48,7 +48,7 @@ class KVCache:
     def __init__(
         self,
         args: ModelArgs,
-        share: Share,
+        shard: Shard,
         n_layers: int,
         n_blocks: int,
         block_size: int,
@@ -57,8 +57,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.n_blocks, self.block_size, self.n_slots = n_blocks, block_size, n_blocks * block_size
-        self.heads = HeadMap.of(share.runs, device)
-        n_kv = share.n_local_kv_heads
+        self.heads = HeadMap.of(shard.runs, device)
+        n_kv = shard.n_local_kv_heads
         dtype = kv_dtype(form)
         width = form.n_bytes(args.head_dim) // dtype.itemsize
         shape = (n_layers, 2, n_kv, n_blocks * block_size, width)

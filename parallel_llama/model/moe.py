@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel_llama.config import ModelArgs
 from parallel_llama.model.layers import Backend, activation_of
 from parallel_llama.ops.formats import Weight, apply_routed, concat_outputs
-from parallel_llama.plan import Share
+from parallel_llama.plan import Shard
 
 
 class Matrix:
@@ -49,13 +49,13 @@ class MixtureOfExperts:
     Collective: one all_reduce.
     """
 
-    def __init__(self, args: ModelArgs, share: Share, backend: Backend) -> None:
-        self.comm, self.ops, self.numbers = backend.comm, backend.ops, share.experts
+    def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
+        self.comm, self.ops, self.numbers = backend.comm, backend.ops, shard.experts
         self.activation = activation_of(args, backend.ops)
         self.n_active, self.normed = args.n_active_experts, args.normed_experts
         self.gate = Matrix(backend, args.n_experts, args.dim)
         self.experts = {
-            number: Expert(args.dim, len(share.ffn), backend) for number in share.experts
+            number: Expert(args.dim, len(shard.ffn), backend) for number in shard.experts
         }
 
     def fuse(self) -> None:
@@ -64,11 +64,11 @@ class MixtureOfExperts:
         self.w2 = [expert.w2.weight for expert in self.experts.values()]
 
     def __call__(self, x: Tensor) -> Tensor:
-        shares, experts = self.ops.route(  # [T, n_active] replicated
+        routing_weights, experts = self.ops.route(  # [T, n_active] replicated
             x, self.gate.weight.values, self.n_active, normed=self.normed
         )
         to_experts, back = self.ops.routes_of(experts, self.numbers)
         h = apply_routed(x, self.w13, to_experts, self.ops)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
         parts = apply_routed(h, self.w2, back, self.ops)  # [T * n_active, dim] partial, by token
-        return self.ops.all_reduce(self.ops.weighted_sum(parts, shares), self.comm)
+        return self.ops.all_reduce(self.ops.weighted_sum(parts, routing_weights), self.comm)

@@ -28,7 +28,7 @@ from parallel_llama.model.layers import (
     row_parallel_sum,
 )
 from parallel_llama.model.moe import MixtureOfExperts
-from parallel_llama.plan import Share
+from parallel_llama.plan import Shard
 
 
 class FeedForward:
@@ -41,13 +41,13 @@ class FeedForward:
     Source: arXiv 2002.05202.
     """
 
-    def __init__(self, args: ModelArgs, share: Share, backend: Backend) -> None:
+    def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
         self.activation, bias = activation_of(args, backend.ops), args.mlp_bias
-        self.w1 = ColumnParallelLinear(args.dim, share.ffn, backend, bias=bias)
+        self.w1 = ColumnParallelLinear(args.dim, shard.ffn, backend, bias=bias)
         self.w3 = (
-            ColumnParallelLinear(args.dim, share.ffn, backend, bias=bias) if args.gated else None
+            ColumnParallelLinear(args.dim, shard.ffn, backend, bias=bias) if args.gated else None
         )
-        self.w2 = RowParallelLinear(share.ffn, args.dim, backend, bias=bias)
+        self.w2 = RowParallelLinear(shard.ffn, args.dim, backend, bias=bias)
 
     def fuse(self) -> None:
         self.w13 = self.w1 if self.w3 is None else concat_outputs(self.w1, self.w3)
@@ -66,12 +66,12 @@ class TransformerBlock:
     With `post_norms` the block also norms what it adds.
     """
 
-    def __init__(self, args: ModelArgs, share: Share, layer: int, backend: Backend) -> None:
+    def __init__(self, args: ModelArgs, shard: Shard, layer: int, backend: Backend) -> None:
         self.ops = backend.ops
-        self.attention = Attention(args, share, layer, backend)
+        self.attention = Attention(args, shard, layer, backend)
         feed_forward: type[FeedForward | MixtureOfExperts]
         feed_forward = MixtureOfExperts if args.n_experts else FeedForward
-        self.feed_forward = feed_forward(args, share, backend)
+        self.feed_forward = feed_forward(args, shard, backend)
         self.attention_norm = norm_of(args, backend)
         self.ffn_norm = None if args.shared_norm else norm_of(args, backend)
         self.post_attention_norm, self.post_ffn_norm = (
@@ -122,20 +122,20 @@ class Transformer:
     It takes no memory until `model.weights.WeightLoader` loads its weights.
     """
 
-    def __init__(self, args: ModelArgs, share: Share, backend: Backend) -> None:
+    def __init__(self, args: ModelArgs, shard: Shard, backend: Backend) -> None:
         self.ops = backend.ops
         # Rounded to the dtype of the residual stream; None for a factor of 1.
         scale = args.embedding_scale
         self._embedding_scale = None if scale == 1 else torch.tensor(scale, dtype=backend.dtype)
         self._logit_scale, self._logit_soft_cap = args.logit_scale, args.logit_soft_cap
         block = ParallelBlock if args.parallel_block else TransformerBlock
-        self.tok_embeddings = VocabParallelEmbedding(share.vocab, args.dim, backend)
-        self.layers = [block(args, share, layer, backend) for layer in range(args.n_layers)]
+        self.tok_embeddings = VocabParallelEmbedding(shard.vocab, args.dim, backend)
+        self.layers = [block(args, shard, layer, backend) for layer in range(args.n_layers)]
         self.norm = norm_of(args, backend)
         self.output = (
             None
             if args.tied_embeddings
-            else ColumnParallelLinear(args.dim, share.vocab, backend, bias=False)
+            else ColumnParallelLinear(args.dim, shard.vocab, backend, bias=False)
         )
 
     def __call__(self, batch: Batch, caches: Sequence[KVCache]) -> Tensor:

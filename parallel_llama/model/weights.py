@@ -20,7 +20,7 @@ from parallel_llama.model.moe import Expert, Matrix, MixtureOfExperts
 from parallel_llama.model.transformer import FeedForward, Transformer, TransformerBlock
 from parallel_llama.ops.formats import QuantWeight, Weight
 from parallel_llama.ops.quant import QuantMatrix
-from parallel_llama.plan import Share
+from parallel_llama.plan import Shard
 
 _Layer = (
     Attention
@@ -45,10 +45,10 @@ class WeightLoader:
         share: The shard that this rank holds.
     """
 
-    def __init__(self, model: Transformer, args: ModelArgs, share: Share) -> None:
+    def __init__(self, model: Transformer, args: ModelArgs, shard: Shard) -> None:
         self._model = model
         self._huge_pages: HugePages | None = None
-        names = [param.name for param in filter(share.holds, parameters(args))]
+        names = [param.name for param in filter(shard.holds, parameters(args))]
         self._weights: dict[str, Weight] = {name: getattr(*self._place(name)) for name in names}
         self._n_missing = Counter(part for name in names for part in _parts_of(name))
 

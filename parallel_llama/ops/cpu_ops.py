@@ -159,8 +159,8 @@ class CPUOps(TorchOps):
         kernel = make_routed_gemv(self._dtype, stored)
         return kernel(x, table, len(weights[0]), routes, self._run)
 
-    def weighted_sum(self, parts: Tensor, shares: Tensor) -> Tensor:
-        return make_weighted_sum(self._dtype)(parts, shares, self._run)
+    def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
+        return make_weighted_sum(self._dtype)(parts, routing_weights, self._run)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         rows = x.view(-1, x.shape[-1])

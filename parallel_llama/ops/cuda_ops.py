@@ -85,8 +85,8 @@ class CUDAOps(TorchOps):
             self._addresses[places] = Addresses.of(places, weights[0].device)
         return routed_linear(x, weights, self._addresses[places], routes)
 
-    def weighted_sum(self, parts: Tensor, shares: Tensor) -> Tensor:
-        return weighted_sum(parts, shares)
+    def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
+        return weighted_sum(parts, routing_weights)
 
     def draw(self, x: Tensor, noise: Noise, first: int = 0) -> Tensor:
         return draw(x, noise, first) if x.shape[1] else super().draw(x, noise, first)

@@ -106,17 +106,17 @@ class TorchOps:
         The weights are the softmax over all experts in at least float32; with `normed`, those of a
         token sum to 1. Of experts with equal scores the lower number comes first.
 
-        Shapes: x [T, dim], gate [n_experts, dim] -> shares [T, n_active], experts [T, n_active].
+        Shapes: x [T, dim], gate [n_experts, dim] -> routing_weights [T, n_active], experts [T, n_active].
         Source: Mixtral, arXiv 2401.04088.
         """
         scores = F.linear(x, gate)
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
         # Not topk, whose order of equal values is not defined.
         ordered, experts = wide.softmax(-1).sort(descending=True, stable=True)
-        shares = ordered[:, :n_active]
+        routing_weights = ordered[:, :n_active]
         if normed:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return shares, experts[:, :n_active]
+            routing_weights = routing_weights / routing_weights.sum(-1, keepdim=True)
+        return routing_weights, experts[:, :n_active]
 
     def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
         """The routes from tokens to rows sorted by this rank's experts, and from there to pairs.
@@ -135,15 +135,17 @@ class TorchOps:
         to_experts = Routes(pairs // experts.shape[1], order, starts, len(experts))
         return to_experts, Routes(order, pairs, starts, len(experts))
 
-    def weighted_sum(self, parts: Tensor, shares: Tensor) -> Tensor:
+    def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         """The weighted sum of each token's n parts, in the dtype of the weights.
 
-        Shapes: parts [T * n, dim], shares [T, n] -> [T, dim] partial, in the dtype of the parts.
+        Shapes: parts [T * n, dim], routing_weights [T, n] -> [T, dim] partial, in the dtype of the parts.
         """
-        each = parts.view(*shares.shape, -1)
-        total = each[:, 0] * shares[:, :1]  # in order: torch.sum may depend on the number of rows
-        for number in range(1, shares.shape[1]):
-            total += each[:, number] * shares[:, number : number + 1]
+        each = parts.view(*routing_weights.shape, -1)
+        total = (
+            each[:, 0] * routing_weights[:, :1]
+        )  # in order: torch.sum may depend on the number of rows
+        for number in range(1, routing_weights.shape[1]):
+            total += each[:, number] * routing_weights[:, number : number + 1]
         return total.to(parts.dtype)
 
     def largest(self, x: Tensor, first: int = 0) -> Tensor:

@@ -186,15 +186,15 @@ def _cuts(args: ModelArgs, n_parts: int, stored: Sequence[Param]) -> list[dict[s
 
     files = []
     # Every file has channels of all experts, so that all files have the same tensors.
-    for share in make_plan(args, n_parts, ranks_per_expert=n_parts).shares:
+    for shard in make_plan(args, n_parts, ranks_per_expert=n_parts).shards:
         # Heads need no such case: the plan cuts them into equal parts where they divide.
         if args.ffn_dim % n_parts == 0:
-            share = replace(share, ffn=equal_part(args.ffn_dim, share.rank))
+            shard = replace(shard, ffn=equal_part(args.ffn_dim, shard.rank))
         if args.vocab_size % n_parts == 0:
-            share = replace(share, vocab=equal_part(args.vocab_size, share.rank))
-        cuts = {param.name: share.rows_of(param) for param in stored}
+            shard = replace(shard, vocab=equal_part(args.vocab_size, shard.rank))
+        cuts = {param.name: shard.rows_of(param) for param in stored}
         if stored[0].dim == 1:
-            cuts[EMBEDDINGS] = equal_part(args.dim, share.rank)
+            cuts[EMBEDDINGS] = equal_part(args.dim, shard.rank)
         files.append(cuts)
     return files
 

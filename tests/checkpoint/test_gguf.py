@@ -81,7 +81,7 @@ def test_infinite_scales_are_refused_without_a_warning_of_numpy(tmp_path, kind):
             blocks = tensor.data.reshape(-1, GGML_QUANT_SIZES[tensor.tensor_type][1])
             at = 208 if kind == "Q6_K" else 0
             blocks[:, at : at + 2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
-    precision, shard = Precision.plain("float32"), make_plan(WIDE, 1).shares[0]
+    precision, shard = Precision.plain("float32"), make_plan(WIDE, 1).shards[0]
     with pytest.raises(DamagedWeights, match="values are NaN or Inf"):
         list(load(opened(files, WIDE), WIDE, shard, precision, CPU))
 
@@ -99,7 +99,7 @@ def test_every_type_is_decoded_as_by_the_gguf_package(tmp_path, kind, monkeypatc
         size = param.shape[param.dim]
         pieces = [range(1, size - 1), range(size // 3, size // 2 + 1), range(3, 3)]
         for tp_size in (1, 2, 3):
-            pieces += [share.rows_of(param) for share in make_plan(WIDE, tp_size).shares]
+            pieces += [shard.rows_of(param) for shard in make_plan(WIDE, tp_size).shards]
         for rows in pieces:
             part = checkpoint.read(param, rows)
             whole = wholes[param.name].narrow(param.dim, rows.start, len(rows))
@@ -114,9 +114,9 @@ def test_the_ranks_together_read_every_weight(tmp_path):
     weights = weights_of(TINY)
     checkpoint = opened(write_gguf(tmp_path / "tiny.gguf", TINY, weights, {}), TINY)
     for tp_size in range(1, 10):
-        for share in make_plan(TINY, tp_size).shares:
+        for shard in make_plan(TINY, tp_size).shards:
             for param in parameters(TINY):
-                rows = share.rows_of(param)
+                rows = shard.rows_of(param)
                 whole = weights[param.name].narrow(param.dim, rows.start, len(rows))
                 assert torch.equal(checkpoint.read(param, rows), whole), param.name
 
@@ -187,8 +187,8 @@ def test_a_start_parses_the_header_once_and_leaves_it_as_it_was(smollm2, monkeyp
 def assert_reads(path, params, wholes):
     checkpoint = opened(ModelFiles("gguf", path, path, (path,), None), SMOLLM2)
     for param in params:
-        for share in make_plan(SMOLLM2, 2).shares:
-            rows = share.rows_of(param)
+        for shard in make_plan(SMOLLM2, 2).shards:
+            rows = shard.rows_of(param)
             whole = wholes[param.name].narrow(param.dim, rows.start, len(rows))
             assert torch.equal(checkpoint.read(param, rows).float(), whole), param.name
 
@@ -232,14 +232,14 @@ def test_a_share_of_blocks_that_are_kept_is_cut_inside_of_them(tmp_path, type_na
     assert set(stored.values()) == {GGUF_QUANTS[type_name]} and len(stored) == 9
     precision = make_precision(WIDE, "float32", "cpu", "stored", stored)
     for tp_size in (1, 3, 5, 7):
-        for share in make_plan(WIDE, tp_size, quant_group_size=precision.quant_group_size).shares:
+        for shard in make_plan(WIDE, tp_size, quant_group_size=precision.quant_group_size).shards:
             counts = []
-            for name, part in load(checkpoint, WIDE, share, precision, CPU, counts.append):
+            for name, part in load(checkpoint, WIDE, shard, precision, CPU, counts.append):
                 if name in stored:
                     param = next(param for param in parameters(WIDE) if param.name == name)
-                    values = checkpoint.read(param, share.rows_of(param), "interleaved")
+                    values = checkpoint.read(param, shard.rows_of(param), "interleaved")
                     assert torch.equal(part.values(), values), name
-            assert sum(counts) == weight_bytes(share, values_by_form(WIDE, precision))
+            assert sum(counts) == weight_bytes(shard, values_by_form(WIDE, precision))
 
 
 def test_a_rank_without_channels_has_none_of_the_blocks_that_are_kept(tmp_path):
@@ -249,9 +249,9 @@ def test_a_rank_without_channels_has_none_of_the_blocks_that_are_kept(tmp_path):
     files = write_gguf(tmp_path / "narrow.gguf", args, weights_of(args), types)
     checkpoint, stored = opened(files, args), stored_formats(files, args)
     precision = make_precision(args, "float32", "cpu", "stored", stored)
-    for share in make_plan(args, 5, quant_group_size=precision.quant_group_size).shares:
-        parts = dict(load(checkpoint, args, share, precision, CPU))
-        n_channels = len(share.ffn)
+    for shard in make_plan(args, 5, quant_group_size=precision.quant_group_size).shards:
+        parts = dict(load(checkpoint, args, shard, precision, CPU))
+        n_channels = len(shard.ffn)
         assert parts["layers.0.feed_forward.w1.weight"].shape == (n_channels, args.dim)
         assert parts["layers.0.feed_forward.w2.weight"].shape == (args.dim, n_channels)
 

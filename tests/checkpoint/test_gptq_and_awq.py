@@ -64,12 +64,12 @@ def loaded(path: Path, tp_size: int, quant: str | None = None) -> list[list[torc
     files, precision = find_model(str(path)), precision_of(path, quant)
     args = load_model_args(files)
     checkpoint = open_checkpoint(files, args)
-    shares = make_plan(args, tp_size, quant_group_size=precision.quant_group_size).shares
+    shards = make_plan(args, tp_size, quant_group_size=precision.quant_group_size).shards
     ranks = []
-    for share in shares:
+    for shard in shards:
         counts: list[int] = []
-        parts = list(load(checkpoint, args, share, precision, CPU, counts.append))
-        assert sum(counts) == weight_bytes(share, values_by_form(args, precision))
+        parts = list(load(checkpoint, args, shard, precision, CPU, counts.append))
+        assert sum(counts) == weight_bytes(shard, values_by_form(args, precision))
         ranks.append([p.values() if isinstance(p, QuantMatrix) else p.float() for _, p in parts])
     checkpoint.close()
     return ranks
@@ -114,10 +114,10 @@ def test_every_rank_has_its_part_of_what_is_meant_exactly(kind, made):
     (wholes,) = loaded(meant_by(made[kind]), 1)
     for tp_size in TP_SIZES:
         for quant, group in (("stored", 128), ("none", 1)):
-            shares = make_plan(args, tp_size, quant_group_size=group).shares
-            for share, ours in zip(shares, loaded(made[kind], tp_size, quant), strict=True):
+            shards = make_plan(args, tp_size, quant_group_size=group).shards
+            for shard, ours in zip(shards, loaded(made[kind], tp_size, quant), strict=True):
                 for param, part, whole in zip(parameters(args), ours, wholes, strict=True):
-                    rows = share.rows_of(param)
+                    rows = shard.rows_of(param)
                     assert torch.equal(part, whole.narrow(param.dim, rows.start, len(rows)))
 
 
@@ -126,14 +126,14 @@ def test_ranks_cut_channels_between_groups(made):
     precision = precision_of(made["awq"])
     assert precision.quant_group_size == 128
     args = load_model_args(find_model(str(made["awq"])))
-    shares = make_plan(args, 8, quant_group_size=precision.quant_group_size).shares
-    assert sorted(len(share.ffn) for share in shares) == [0, 0, 0, *[128] * 5]
+    shards = make_plan(args, 8, quant_group_size=precision.quant_group_size).shards
+    assert sorted(len(shard.ffn) for shard in shards) == [0, 0, 0, *[128] * 5]
     large = ModelArgs(
         dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, head_dim=128, ffn_dim=29568,
         vocab_size=152064,
     )  # fmt: skip
-    shares = make_plan(large, 2, quant_group_size=precision.quant_group_size).shares
-    assert [len(share.ffn) // 128 for share in shares] == [116, 115]
+    shards = make_plan(large, 2, quant_group_size=precision.quant_group_size).shards
+    assert [len(shard.ffn) // 128 for shard in shards] == [116, 115]
 
 
 # What the model answers
@@ -278,8 +278,8 @@ def test_plan_shows_the_bytes_that_are_loaded(made, capsys):
     answer = json.loads(capsys.readouterr().out)
     precision = precision_of(made["awq"])
     args = load_model_args(find_model(str(made["awq"])))
-    shares = make_plan(args, 3, quant_group_size=128).shares
-    expected = [weight_bytes(share, values_by_form(args, precision)) for share in shares]
+    shards = make_plan(args, 3, quant_group_size=128).shards
+    expected = [weight_bytes(shard, values_by_form(args, precision)) for shard in shards]
     assert answer["quant"] == "stored"
     assert [rank["weight_bytes"] for rank in answer["ranks"]] == expected
     # 4 bits, a zero for every 32 inputs, and 4 bytes for every 128.

@@ -24,8 +24,8 @@ def test_the_ranks_together_read_every_weight(tmp_path, dtype):
     for tp_size in range(1, 10):
         for param in parameters(TINY):
             whole, held = weights[param.name], set()
-            for share in make_plan(TINY, tp_size).shares:
-                rows = share.rows_of(param)
+            for shard in make_plan(TINY, tp_size).shards:
+                rows = shard.rows_of(param)
                 part = checkpoint.read(param, rows)
                 assert part.dtype == dtype and part.is_contiguous()
                 assert torch.equal(part, whole.narrow(param.dim, rows.start, len(rows)))

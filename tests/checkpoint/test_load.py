@@ -27,9 +27,9 @@ from parallel_llama.plan import make_plan
 CPU = torch.device("cpu")
 
 
-def loaded(checkpoint, share, dtype=torch.float32, on_bytes=lambda _: None):
+def loaded(checkpoint, shard, dtype=torch.float32, on_bytes=lambda _: None):
     precision = Precision.plain(dtype_name(dtype))
-    return list(load(checkpoint, TINY, share, precision, CPU, on_bytes))
+    return list(load(checkpoint, TINY, shard, precision, CPU, on_bytes))
 
 
 @pytest.mark.parametrize("piece_values", [1, 1 << 25])
@@ -41,18 +41,18 @@ def test_a_rank_gets_its_share_in_order_and_counts_its_bytes(
     monkeypatch.setattr("parallel_llama.checkpoint.reading.PIECE_ALIGNMENT", 7)
     weights = weights_of(TINY)
     checkpoint = open_checkpoint(write_hf(tmp_path, weights), TINY)
-    for share in make_plan(TINY, 4).shares:
+    for shard in make_plan(TINY, 4).shards:
         counts = []
-        tensors = loaded(checkpoint, share, dtype, counts.append)
+        tensors = loaded(checkpoint, shard, dtype, counts.append)
         assert [name for name, _ in tensors] == [param.name for param in parameters(TINY)]
         for (name, tensor), param in zip(tensors, parameters(TINY), strict=True):
-            rows = share.rows_of(param)
+            rows = shard.rows_of(param)
             whole = interleaved(name, weights[name], TINY.head_dim)  # as the model wants it
             whole = whole.narrow(param.dim, rows.start, len(rows)).to(dtype)
             assert tensor.dtype == dtype and tensor.is_contiguous()
             assert torch.equal(tensor, whole)
         assert sum(counts) == weight_bytes(
-            share, values_by_form(TINY, Precision.plain(dtype_name(dtype)))
+            shard, values_by_form(TINY, Precision.plain(dtype_name(dtype)))
         )
 
 
@@ -61,8 +61,8 @@ def test_a_share_without_rows_is_an_empty_tensor(tmp_path):
     checkpoint = open_checkpoint(write_hf(tmp_path, weights_of(args)), args)
     shapes = {
         tuple(tensor.shape)
-        for share in make_plan(args, 9).shares
-        for name, tensor in load(checkpoint, args, share, Precision.plain("float32"), CPU)
+        for shard in make_plan(args, 9).shards
+        for name, tensor in load(checkpoint, args, shard, Precision.plain("float32"), CPU)
         if name == "layers.0.feed_forward.w2.weight"
     }
     assert shapes == {(36, 0), (36, 1)}
@@ -126,18 +126,18 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, name, value):
     weights[name].view(-1)[-1] = value
     checkpoint = open_checkpoint(write_hf(tmp_path, weights), TINY)
     with pytest.raises(CheckpointError, match=rf"{name}: 1 of \d+ values are NaN or Inf"):
-        for share in make_plan(TINY, 3).shares:
-            loaded(checkpoint, share)
+        for shard in make_plan(TINY, 3).shards:
+            loaded(checkpoint, shard)
 
 
 def test_a_value_too_large_for_the_wanted_dtype_is_refused(tmp_path):
     weights = weights_of(TINY)
     weights["norm.weight"][0] = 1e6
     checkpoint = open_checkpoint(write_hf(tmp_path, weights), TINY)
-    share = make_plan(TINY, 1).shares[0]
-    loaded(checkpoint, share, torch.bfloat16)
+    shard = make_plan(TINY, 1).shards[0]
+    loaded(checkpoint, shard, torch.bfloat16)
     with pytest.raises(CheckpointError, match=r"norm.weight: a value of 1e\+06 does not fit"):
-        loaded(checkpoint, share, torch.float16)
+        loaded(checkpoint, shard, torch.float16)
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_a_weight_is_read(tmp_path):
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_a_weight_is_read(tmp_pa
     other = replace(TINY, ffn_dim=51)
     with pytest.raises(CheckpointError, match="misshapen"):
         next(
-            load(checkpoint, other, make_plan(other, 1).shares[0], Precision.plain("float32"), CPU)
+            load(checkpoint, other, make_plan(other, 1).shards[0], Precision.plain("float32"), CPU)
         )
 
 
@@ -169,7 +169,7 @@ def test_a_disk_that_fails_while_reading_is_an_error_that_names_the_file(tmp_pat
 
     monkeypatch.setattr("parallel_llama.checkpoint.byte_ranges.os.preadv", failing)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read: Input/output"):
-        loaded(checkpoint, make_plan(TINY, 1).shares[0])
+        loaded(checkpoint, make_plan(TINY, 1).shards[0])
 
 
 def test_random_weights_do_not_depend_on_the_number_of_ranks():
@@ -179,10 +179,10 @@ def test_random_weights_do_not_depend_on_the_number_of_ranks():
         p.name: checkpoint.read(p, range(p.shape[p.dim]), "interleaved") for p in parameters(args)
     }
     for tp_size in range(2, 10):
-        for share in make_plan(args, tp_size).shares:
-            for name, tensor in load(checkpoint, args, share, Precision.plain("bfloat16"), CPU):
+        for shard in make_plan(args, tp_size).shards:
+            for name, tensor in load(checkpoint, args, shard, Precision.plain("bfloat16"), CPU):
                 param = next(p for p in parameters(args) if p.name == name)
-                rows = share.rows_of(param)
+                rows = shard.rows_of(param)
                 assert torch.equal(tensor, wholes[name].narrow(param.dim, rows.start, len(rows)))
 
 
@@ -212,4 +212,4 @@ def test_a_load_reads_each_byte_once_and_holds_little_beside_the_share(tmp_path)
     assert n_bytes <= sum(cost.read_bytes for cost in costs) <= 1.05 * n_bytes
     for cost in costs:
         # A tensor converted as a whole would be 32 MiB; pieces and what is imported take 8 to 13.
-        assert cost.share_bytes < cost.peak_bytes < cost.share_bytes + (20 << 20)
+        assert cost.shard_bytes < cost.peak_bytes < cost.shard_bytes + (20 << 20)

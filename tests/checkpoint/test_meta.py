@@ -22,9 +22,9 @@ EIGHT = replace(TINY, n_heads=8, n_kv_heads=4, dim=32)
 
 def assert_reads(checkpoint, args, weights, tp_sizes):
     for tp_size in tp_sizes:
-        for share in make_plan(args, tp_size).shares:
+        for shard in make_plan(args, tp_size).shards:
             for param in parameters(args):
-                rows = share.rows_of(param)
+                rows = shard.rows_of(param)
                 part = checkpoint.read(param, rows)
                 assert part.is_contiguous()
                 whole = weights[param.name].narrow(param.dim, rows.start, len(rows))

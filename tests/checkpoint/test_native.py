@@ -68,9 +68,9 @@ def test_every_share_is_the_slice_that_the_hf_folder_gives(args, n_parts, tp_siz
         one = open_checkpoint(find_model(str(hf)), args)
         other = open_checkpoint(find_model(str(native)), args)
         other.check(args)
-        for share in make_plan(args, min(tp_size, args.n_heads)).shares:
+        for shard in make_plan(args, min(tp_size, args.n_heads)).shards:
             for param in parameters(args):
-                rows = share.rows_of(param)
+                rows = shard.rows_of(param)
                 expected, read = one.read(param, rows), other.read(param, rows)
                 assert read.is_contiguous() and read.dtype == expected.dtype
                 assert read.equal(expected), (param.name, rows)
@@ -83,10 +83,10 @@ def test_a_rank_reads_its_share_of_a_weight_at_once_and_no_byte_more(small, tp_s
     """In a HF folder the columns of wo and w2 are one short read for every row."""
     checkpoint = open_checkpoint(find_model(str(small[1])), SMALL)
     reads = PlainReads(monkeypatch)
-    for share in make_plan(SMALL, tp_size).shares:
+    for shard in make_plan(SMALL, tp_size).shards:
         for param in parameters(SMALL):
             reads.sizes.clear()
-            tensor = checkpoint.read(param, share.rows_of(param))
+            tensor = checkpoint.read(param, shard.rows_of(param))
             assert reads.sizes == ([tensor.nbytes] if tensor.nbytes else []), param.name
     checkpoint.close()
 

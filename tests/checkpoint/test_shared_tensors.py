@@ -121,12 +121,12 @@ def test_every_rank_gets_its_rows_of_every_weight(family, heads, tmp_path):
     assert load_model_args(files) == args
     checkpoint = opened(files, args)
     for tp_size in (1, 2, 3, 5):
-        for share in make_plan(args, tp_size).shares:
+        for shard in make_plan(args, tp_size).shards:
             for param in parameters(args):
-                rows = share.rows_of(param)
+                rows = shard.rows_of(param)
                 expected = weights[param.name].narrow(param.dim, rows.start, len(rows))
                 assert torch.equal(checkpoint.read(param, rows), expected)
-            loaded = load(checkpoint, args, share, Precision.plain("float64"), torch.device("cpu"))
+            loaded = load(checkpoint, args, shard, Precision.plain("float64"), torch.device("cpu"))
             assert [name for name, _ in loaded] == [param.name for param in parameters(args)]
 
 

@@ -60,11 +60,11 @@ def test_slices_together_read_what_a_model_on_one_rank_reads(shape):
 def test_a_slice_holds_the_share_of_its_rank(shape):
     with LLM(shape, slice_of=(4, 7), dtype="float32") as llm:
         runner = llm.engine.runner
-        assert runner.share == make_plan(llm.args, 7).shares[4]
+        assert runner.shard == make_plan(llm.args, 7).shards[4]
         assert len(llm.statistics.weight_bytes) == 1
         assert llm.engine.capacity.n_tokens == runner.caches[0].n_slots
         with LLM(shape, random_weights=0, dtype="float32") as whole:
-            rows = slice(runner.share.ffn.start, runner.share.ffn.stop)
+            rows = slice(runner.shard.ffn.start, runner.shard.ffn.stop)
             own = runner.model.layers[1].feed_forward.w1.weight.values
             of_all = whole.engine.runner.model.layers[1].feed_forward.w1.weight.values
             assert len(own) and torch.equal(own, of_all[rows])

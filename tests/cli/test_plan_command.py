@@ -174,8 +174,8 @@ def test_a_cache_of_the_bytes_that_plan_names_holds_the_sequences(
     for n_bytes, n_requests in ((found["kv_cache_bytes"], 3), (found["kv_cache_bytes"] - 1, 2)):
         form = KVFormat("float32")
         sized = [
-            CacheSize(args, replace(cut, shares=(share,)), form, 16, n_bytes, 1001)
-            for share in cut.shares
+            CacheSize(args, replace(cut, shards=(shard,)), form, 16, n_bytes, 1001)
+            for shard in cut.shards
         ]
         held = [each.agree(Solo(), DeviceMemory(1 << 40)) for each in sized]
         assert min(each.n_full_requests(1001) for each in held) == n_requests

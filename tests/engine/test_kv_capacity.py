@@ -27,7 +27,7 @@ from parallel_llama.engine.kv_capacity import (
     memory_of,
 )
 from parallel_llama.errors import OutOfMemory, UsageError
-from parallel_llama.memory import CPU_SHARE, CUDA_SHARE, MAX_CPU_BYTES, blocks_held
+from parallel_llama.memory import CPU_FRACTION, CUDA_FRACTION, MAX_CPU_BYTES, blocks_held
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.plan import make_plan
@@ -56,7 +56,7 @@ def test_without_a_container_it_is_what_is_available(tmp_path):
 
 
 def test_where_the_system_does_not_say_the_cache_gets_its_most(tmp_path):
-    assert available_memory(tmp_path) * CPU_SHARE == MAX_CPU_BYTES
+    assert available_memory(tmp_path) * CPU_FRACTION == MAX_CPU_BYTES
 
 
 @pytest.mark.parametrize("limit", ["max\n", f"{64 * GIB}\n", "?"])
@@ -187,8 +187,8 @@ def test_a_limit_is_each_ranks(monkeypatch):
 def test_the_fullest_rank_limits_the_others(monkeypatch):
     """Four ranks of 3 KV heads: some hold one, some two."""
     monkeypatch.setattr(kv_capacity, "available_memory", lambda: 100 * BLOCK)
-    shares = make_plan(ARGS, 4).shares
-    assert {share.n_local_kv_heads for share in shares} == {1, 2}
+    shards = make_plan(ARGS, 4).shards
+    assert {shard.n_local_kv_heads for shard in shards} == {1, 2}
     assert set(run_on_threads(4, agree, 7 * BLOCK)) == {Capacity((7,), 16, 7 * BLOCK)}
 
 
@@ -280,7 +280,7 @@ def test_a_card_that_is_too_small_is_refused_by_all_ranks_before_weights_are_rea
 def test_a_cache_leaves_its_card_room_to_work():
     """It took nine tenths of what was free, and the first step found no memory."""
     n_blocks = 1000
-    free = int((n_blocks * BLOCK + WORKING[1] + 3) / CUDA_SHARE)
+    free = int((n_blocks * BLOCK + WORKING[1] + 3) / CUDA_FRACTION)
     cards = [DeviceMemory(20 * GIB, 1), DeviceMemory(free + WEIGHTS[1], 2)]
     assert run_on_threads(2, on_cards, cards) == [
         Capacity((n_blocks,), 16, n_blocks * BLOCK),
@@ -312,8 +312,8 @@ def test_ranks_of_one_card_have_a_part_of_it_each():
         return shared.agree(comm, DeviceMemory(free, cards[comm.rank])).n_bytes
 
     whole, half = (run_on_threads(2, agree, cards)[0] for cards in ((7, 8), (7, 7)))
-    assert whole == (int(free * CUDA_SHARE) - WORKING[1]) // BLOCK * BLOCK
-    assert half == (int(free // 2 * CUDA_SHARE) - WORKING[1]) // BLOCK * BLOCK
+    assert whole == (int(free * CUDA_FRACTION) - WORKING[1]) // BLOCK * BLOCK
+    assert half == (int(free // 2 * CUDA_FRACTION) - WORKING[1]) // BLOCK * BLOCK
 
 
 def test_what_torch_has_freed_counts_as_free(monkeypatch):

@@ -79,7 +79,7 @@ class Recorded:
         def recording(*arguments: Any) -> tuple[Logits, Tensor]:
             wanted = [item for item in self.engine.scheduler._scheduled.values() if item.draws]
             logits, hidden = step(*arguments)
-            vocabs = [share.vocab for share in runner.plan.shares]
+            vocabs = [shard.vocab for shard in runner.plan.shards]
             rows = iter(gather_logits(logits.values, vocabs, comm))
             for item in wanted:
                 known = [*item.sequence.tokens[: item.start], *item.tokens]

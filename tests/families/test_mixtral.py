@@ -100,13 +100,13 @@ def test_the_plan_counts_every_byte_that_a_rank_loads(folder: Path, ranks_per_ex
     checkpoint = open_checkpoint(files, args)
     for tp_size in (1, 3, 8):
         plan = make_plan(args, tp_size, ranks_per_expert=ranks_per_expert)
-        for share in plan.shares:
-            loaded = load(checkpoint, args, share, Precision.plain("float32"), torch.device("cpu"))
+        for shard in plan.shards:
+            loaded = load(checkpoint, args, shard, Precision.plain("float32"), torch.device("cpu"))
             values = dict(loaded)
-            expected = weight_bytes(share, values_by_form(args, Precision.plain("float32")))
+            expected = weight_bytes(shard, values_by_form(args, Precision.plain("float32")))
             assert sum(value.nbytes for value in values.values()) == expected
             numbers = {int(n) for name in values for n in re.findall(r"experts\.(\d+)", name)}
-            assert numbers == set(share.experts)
+            assert numbers == set(shard.experts)
 
 
 def test_a_file_without_one_expert_is_refused_by_its_name(folder: Path, tmp_path: Path) -> None:

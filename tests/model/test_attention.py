@@ -37,9 +37,9 @@ def make_cache() -> KVCache:
     args = ModelArgs(
         dim=8, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=D, ffn_dim=8, vocab_size=8
     )
-    share = make_plan(args, 1).shares[0]
+    shard = make_plan(args, 1).shards[0]
     device = torch.device("cpu")
-    cache = KVCache(args, share, 2, N_SLOTS, 1, form=KVFormat("float64"), device=device)
+    cache = KVCache(args, shard, 2, N_SLOTS, 1, form=KVFormat("float64"), device=device)
     cache.k.fill_(torch.nan)
     cache.v.fill_(torch.nan)
     return cache

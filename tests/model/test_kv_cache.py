@@ -16,8 +16,8 @@ TABLE = [7, 8, 2, 5, 6]  # three runs of consecutive blocks
 
 
 def make_cache() -> KVCache:
-    share = make_plan(ARGS, 1).shares[0]
-    return KVCache(ARGS, share, 2, 10, 4, form=KVFormat("float32"), device=torch.device("cpu"))
+    shard = make_plan(ARGS, 1).shards[0]
+    return KVCache(ARGS, shard, 2, 10, 4, form=KVFormat("float32"), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("slots", [[slice(5, 14)], [slice(20, 24), slice(2, 6)]])
@@ -45,9 +45,9 @@ def test_a_past_sees_what_is_written_later():
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_a_cache_takes_the_bytes_that_the_plan_counts(name: str, tp_size: int):
     form = kv_format(name, "float32")
-    for share in make_plan(ARGS, tp_size).shares:
-        cache = KVCache(ARGS, share, 2, 10, 4, form=form, device=torch.device("cpu"))
-        (per_token,) = kv_bytes_per_token(ARGS, share, form)
+    for shard in make_plan(ARGS, tp_size).shards:
+        cache = KVCache(ARGS, shard, 2, 10, 4, form=form, device=torch.device("cpu"))
+        (per_token,) = kv_bytes_per_token(ARGS, shard, form)
         assert cache.k.nbytes + cache.v.nbytes == 10 * 4 * per_token
 
 

@@ -132,9 +132,9 @@ def routed(ops: TorchOps, scores: Tensor, n_active: int, *, normed: bool) -> tup
 @every_ops
 def test_equally_good_experts_are_taken_by_their_number(ops: TorchOps) -> None:
     scores = torch.tensor([[1.0, 3, 2, 3, 3], [0, 0, 0, 0, 0], [2, 1, 2, 9, 2]], dtype=FLOAT64)
-    shares, experts = routed(ops, scores, 2, normed=True)
+    routing_weights, experts = routed(ops, scores, 2, normed=True)
     assert experts.tolist() == [[1, 3], [0, 1], [3, 0]]
-    assert_same(shares[:2], torch.full((2, 2), 0.5, dtype=FLOAT64))
+    assert_same(routing_weights[:2], torch.full((2, 2), 0.5, dtype=FLOAT64))
 
 
 @every_ops
@@ -144,13 +144,13 @@ def test_shares_are_the_softmax_over_all_experts(
     ops: TorchOps, normed: bool, n_experts: int
 ) -> None:
     scores = 9 * torch.randn(50, n_experts, dtype=FLOAT64) - 20
-    shares, experts = routed(ops, scores, 3, normed=normed)
+    routing_weights, experts = routed(ops, scores, 3, normed=normed)
     expected, indices = scores.softmax(-1).topk(3)
     if normed:
-        assert_same(shares.sum(-1), torch.ones(50, dtype=FLOAT64))
+        assert_same(routing_weights.sum(-1), torch.ones(50, dtype=FLOAT64))
         expected = scores.gather(1, indices).softmax(-1)
     assert torch.equal(experts, indices)
-    assert_same(shares, expected)
+    assert_same(routing_weights, expected)
 
 
 @every_ops
@@ -162,18 +162,18 @@ def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(
     """So that the step ends with an error; and its experts are such as there are."""
     scores = torch.randn(3, 5, dtype=FLOAT64)
     scores[0, 2] = scores[2] = bad
-    shares, experts = routed(ops, scores, 3, normed=normed)
-    assert shares[[0, 2]].isnan().all() and not shares[1].isnan().any()
+    routing_weights, experts = routed(ops, scores, 3, normed=normed)
+    assert routing_weights[[0, 2]].isnan().all() and not routing_weights[1].isnan().any()
     assert ((experts >= 0) & (experts < 5)).all()
 
 
 def test_what_experts_give_is_summed_in_float32_at_least() -> None:
     """In bfloat16, 256 + 1 would be 256."""
     zeros = torch.zeros(4, 4, dtype=torch.bfloat16)
-    shares, _ = TorchOps().route(zeros[:1], zeros, 3, normed=True)
-    assert shares.dtype == torch.float32
+    routing_weights, _ = TorchOps().route(zeros[:1], zeros, 3, normed=True)
+    assert routing_weights.dtype == torch.float32
     parts = torch.tensor([[768.0], [3.0], [3.0]], dtype=torch.bfloat16)
-    assert TorchOps().weighted_sum(parts, shares).tolist() == [[258.0]]
+    assert TorchOps().weighted_sum(parts, routing_weights).tolist() == [[258.0]]
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +266,7 @@ def test_experts_may_be_kept_each_in_a_format_of_its_own(rows: int) -> None:
 
 
 def a_layer(args: ModelArgs, ops: TorchOps) -> MixtureOfExperts:
-    layer = MixtureOfExperts(args, make_plan(args, 1).shares[0], Backend(Solo(), ops, FLOAT64))
+    layer = MixtureOfExperts(args, make_plan(args, 1).shards[0], Backend(Solo(), ops, FLOAT64))
     generator = torch.Generator().manual_seed(3)
     matrices = [layer.gate]
     for expert in layer.experts.values():
@@ -293,10 +293,10 @@ def test_a_token_gets_to_the_last_bit_what_it_gets_alone() -> None:
 def test_the_experts_of_a_token_do_not_depend_on_the_batch() -> None:
     gate, x = torch.randn(8, 300, dtype=FLOAT64), torch.randn(700, 300, dtype=FLOAT64)
     ops = CPUOps(FLOAT64, 4, {1})
-    shares, experts = ops.route(x, gate, 2, normed=True)
+    routing_weights, experts = ops.route(x, gate, 2, normed=True)
     for row in range(0, len(x), 50):
         alone = ops.route(x[row : row + 1], gate, 2, normed=True)
-        assert torch.equal(alone[0], shares[row : row + 1])
+        assert torch.equal(alone[0], routing_weights[row : row + 1])
         assert torch.equal(alone[1], experts[row : row + 1])
 
 

@@ -246,7 +246,7 @@ def counts_of_a_greedy_step(
         counted.append(dict(comm.counts))
         comm.counts.clear()
         draw = Draw(SamplingParams(), seed=0, choice=0, position=len(tokens))
-        sample(runner.logits(hidden[-1:]), runner.share.vocab, [draw], comm)
+        sample(runner.logits(hidden[-1:]), runner.shard.vocab, [draw], comm)
         counted.append(dict(comm.counts))
     return counted
 

@@ -128,10 +128,10 @@ def test_a_decoded_row_is_the_same_in_any_company(precision):
 @EACH
 def test_what_is_read_has_the_bytes_that_the_plan_promises(precision):
     for tp_size in (1, 2, 5, 9):
-        for share in make_plan(ARGS, tp_size, quant_group_size=precision.quant_group_size).shares:
+        for shard in make_plan(ARGS, tp_size, quant_group_size=precision.quant_group_size).shards:
             counts = []
-            list(load(random_checkpoint(ARGS, 1), ARGS, share, precision, CPU, counts.append))
-            assert sum(counts) == weight_bytes(share, values_by_form(ARGS, precision))
+            list(load(random_checkpoint(ARGS, 1), ARGS, shard, precision, CPU, counts.append))
+            assert sum(counts) == weight_bytes(shard, values_by_form(ARGS, precision))
 
 
 # Blocks of 256 that ranks cut inside, and queries, keys and values in two formats.
@@ -221,9 +221,9 @@ def test_quantised_weights_stay_on_their_device_in_what_it_computes(name):
     meta, precision = torch.device("meta"), make_precision(ARGS, "bfloat16", "cuda", name)
     assert precision.computed == "bfloat16"
     comm, plan = Solo(), make_plan(ARGS, 1, quant_group_size=precision.quant_group_size)
-    model = Transformer(ARGS, plan.shares[0], Backend(comm, TorchOps(), torch.bfloat16))
-    loader = WeightLoader(model, ARGS, plan.shares[0])
-    for weight, values in load(random_checkpoint(ARGS, 1), ARGS, plan.shares[0], precision, meta):
+    model = Transformer(ARGS, plan.shards[0], Backend(comm, TorchOps(), torch.bfloat16))
+    loader = WeightLoader(model, ARGS, plan.shards[0])
+    for weight, values in load(random_checkpoint(ARGS, 1), ARGS, plan.shards[0], precision, meta):
         loader.assign(weight, values)
     x = model.embedded(torch.zeros(3, dtype=torch.int64, device=meta))
     feed_forward = model.layers[0].feed_forward

@@ -84,7 +84,7 @@ class Both:
         (logits, hidden), (expected, others) = self._both_ways(values)
         assert torch.equal(logits.values, expected.values) and torch.equal(hidden, others)
         if logits.largest is not None:
-            first = self.runner.share.vocab.start
+            first = self.runner.shard.vocab.start
             largest = TorchOps().largest(expected.values, first)
             assert torch.equal(torch.from_numpy(logits.largest), largest)
         return logits, hidden

@@ -134,13 +134,13 @@ def test_route(backend: Backend, n_experts: int, n_active: int, normed: bool) ->
     """The router is a unit matrix, so that its scores are x itself."""
     ops, dtype, device = backend
     x = torch.stack([torch.randperm(n_experts, device=device) for _ in range(3)]).to(dtype) / 16
-    shares, experts = ops.route(
+    routing_weights, experts = ops.route(
         x, torch.eye(n_experts, dtype=dtype, device=device), n_active, normed=normed
     )
     expected, order = x.double().softmax(-1).sort(descending=True)
     expected = expected[:, :n_active]
     assert torch.equal(experts, order[:, :n_active])
-    check(shares, expected / expected.sum(-1, keepdim=True) if normed else expected)
+    check(routing_weights, expected / expected.sum(-1, keepdim=True) if normed else expected)
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [9, 2, 28, 27, 7, 0, 2**40, -(2**40)]], ids=len)
@@ -199,9 +199,9 @@ def test_the_largest_tells_of_what_is_no_number(backend: Backend) -> None:
 def test_weighted_sum(backend: Backend, n_columns: int) -> None:
     ops, dtype, device = backend
     parts = torch.randn(5 * 3, n_columns, dtype=dtype, device=device)
-    shares = torch.rand(5, 3, device=device).to(torch.promote_types(dtype, torch.float32))
-    expected = (parts.double().view(5, 3, -1) * shares.double()[..., None]).sum(1)
-    check(ops.weighted_sum(parts, shares), expected)
+    routing_weights = torch.rand(5, 3, device=device).to(torch.promote_types(dtype, torch.float32))
+    expected = (parts.double().view(5, 3, -1) * routing_weights.double()[..., None]).sum(1)
+    check(ops.weighted_sum(parts, routing_weights), expected)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])

@@ -111,8 +111,8 @@ def loaded(path: Path, tp_size: int, quant: str | None = None) -> list[torch.Ten
     args = load_model_args(files)
     checkpoint = open_checkpoint(files, args)
     tensors: list[torch.Tensor] = []
-    for share in make_plan(args, tp_size, quant_group_size=precision.quant_group_size).shares:
-        for _, value in load(checkpoint, args, share, precision, CPU):
+    for shard in make_plan(args, tp_size, quant_group_size=precision.quant_group_size).shards:
+        for _, value in load(checkpoint, args, shard, precision, CPU):
             tensors += value.tensors if isinstance(value, QuantMatrix) else [value]
     checkpoint.close()
     return tensors
@@ -236,7 +236,7 @@ def test_plan_shows_the_bytes_that_are_loaded(quant, made, capsys):
     assert answer["quant"] == "stored"
     precision = precision_of(made[quant])
     plan = make_plan(ARGS, 3, quant_group_size=32)
-    expected = [weight_bytes(share, values_by_form(ARGS, precision)) for share in plan.shares]
+    expected = [weight_bytes(shard, values_by_form(ARGS, precision)) for shard in plan.shards]
     assert [rank["weight_bytes"] for rank in answer["ranks"]] == expected
     assert sum(expected) < sum(tensor.nbytes for tensor in loaded(made[quant], 3, "none"))
 
@@ -252,9 +252,9 @@ def test_with_quant_none_every_rank_has_the_values_that_are_meant(quant, sources
     whole = load_whole(made[quant])
     for tp_size in (1, 7):
         tensors = iter(loaded(made[quant], tp_size, "none"))
-        for share in make_plan(ARGS, tp_size).shares:
+        for shard in make_plan(ARGS, tp_size).shards:
             for param, value in whole:
-                rows = share.rows_of(param)
+                rows = shard.rows_of(param)
                 expected = value.narrow(param.dim, rows.start, len(rows))
                 assert torch.equal(next(tensors), expected)
 
@@ -265,8 +265,8 @@ def load_whole(path: Path):
 
     files, precision = find_model(str(path)), precision_of(path)
     checkpoint = open_checkpoint(files, ARGS)
-    (share,) = make_plan(ARGS, 1).shares
-    values = load(checkpoint, ARGS, share, precision, CPU)
+    (shard,) = make_plan(ARGS, 1).shards
+    values = load(checkpoint, ARGS, shard, precision, CPU)
     return [
         (param, value.values() if isinstance(value, QuantMatrix) else value.float())
         for param, (_, value) in zip(parameters(ARGS), values, strict=True)

@@ -102,10 +102,10 @@ def test_all_ranks_together_read_the_folder_little_more_than_once(folders, tp_si
         return n_read[-1]
 
     monkeypatch.setattr(os, "preadv", counted)
-    shares = make_plan(args, tp_size).shares
-    for share in shares:
+    shards = make_plan(args, tp_size).shards
+    for shard in shards:
         for param in parameters(args):
-            checkpoint.read(param, share.rows_of(param))
+            checkpoint.read(param, shard.rows_of(param))
     checkpoint.close()
     n_params = len(list(parameters(args)))
     assert len(n_read) == tp_size * n_params

@@ -35,7 +35,7 @@ ONE_B = ModelArgs(
 class Cost:
     """Bytes read by system calls, peak memory beyond that at the start, and seconds."""
 
-    share_bytes: int
+    shard_bytes: int
     read_bytes: int
     peak_bytes: int
     elapsed_s: float
@@ -80,16 +80,16 @@ def _read_so_far() -> int:
 def _measure(folder: str, args: ModelArgs, tp_size: int, rank: int) -> Cost:
     path = Path(folder)
     files = ModelFiles("hf", path, path, (path / "model.safetensors",), None)
-    share = make_plan(args, tp_size).shares[rank]
+    shard = make_plan(args, tp_size).shards[rank]
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     held, read, start = _status("VmRSS"), _read_so_far(), time.monotonic()
     checkpoint = open_checkpoint(files, args)
     precision = Precision.plain("bfloat16")
-    tensors = list(load(checkpoint, args, share, precision, torch.device("cpu")))
+    tensors = list(load(checkpoint, args, shard, precision, torch.device("cpu")))
     elapsed_s = time.monotonic() - start
     read, peak = _read_so_far() - read, _status("VmHWM") - held
     assert len(tensors) == len(list(parameters(args)))
-    return Cost(weight_bytes(share, values_by_form(args, precision)), read, peak, elapsed_s)
+    return Cost(weight_bytes(shard, values_by_form(args, precision)), read, peak, elapsed_s)
 
 
 def main() -> None:
@@ -105,10 +105,10 @@ def main() -> None:
     print(f"one file of {n_bytes / 1e6:.0f} MB")
     for tp_size in (2, 3, 8):
         costs = [cost_of_rank(folder, ONE_B, tp_size, rank) for rank in range(tp_size)]
-        beside = max(cost.peak_bytes - cost.share_bytes for cost in costs)
+        beside = max(cost.peak_bytes - cost.shard_bytes for cost in costs)
         print(
             f"tp_size {tp_size}: read {sum(c.read_bytes for c in costs) / n_bytes:.4f} x the file; "
-            f"share {max(c.share_bytes for c in costs) / 1e6:.0f} MB, "
+            f"share {max(c.shard_bytes for c in costs) / 1e6:.0f} MB, "
             f"beside it at most {beside / 1e6:.0f} MB; {max(c.elapsed_s for c in costs):.2f} s"
         )
 

@@ -63,7 +63,7 @@ def load_runner(
 
 def full_logits(runner: ModelRunner, hidden: Tensor) -> Tensor:
     """Scores of the whole vocabulary. Shapes: [n, dim] replicated -> [n, vocab_size]."""
-    vocabs = [share.vocab for share in runner.plan.shares]
+    vocabs = [shard.vocab for shard in runner.plan.shards]
     return gather_logits(runner.logits(hidden), vocabs, runner.comm)
 
 

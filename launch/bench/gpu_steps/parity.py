@@ -195,7 +195,7 @@ def _logits(
     runner = load(replace(args), ops, setting, "float32", comm)
     texts = Texts(1, 40)
     reserve(runner, 1, texts.n_tokens)
-    vocabs = [share.vocab for share in runner.plan.shares]
+    vocabs = [shard.vocab for shard in runner.plan.shards]
     found = []
     n_prompt = setting.pick(20, 5)
     for start, n_new in ((0, n_prompt), (n_prompt, 1), (n_prompt + 1, 1)):

@@ -54,8 +54,8 @@ class _Model:
     label: str
 
     def floor_s(self, batch: int, context: int, setting: Setting) -> float:
-        share, form = self.llm.engine.runner.share, self.llm.kv_format
-        kv_bytes = batch * context * sum(kv_bytes_per_token(self.llm.args, share, form))
+        shard, form = self.llm.engine.runner.shard, self.llm.kv_format
+        kv_bytes = batch * context * sum(kv_bytes_per_token(self.llm.args, shard, form))
         n_bytes = self.llm.weight_bytes_per_step(batch) + kv_bytes
         return n_bytes / setting.copy_bytes_per_s
 

@@ -75,7 +75,7 @@ class Literals(TorchFunctionMode):
 def meta_runner(args: ModelArgs) -> ModelRunner:
     """A runner with a model on the meta device."""
     plan, scores = make_plan(args, 1), Scores(args.attention_scale, args.attention_soft_cap)
-    model = Transformer(args, plan.shares[0], Backend(Solo(), CUDAOps(scores), torch.bfloat16))
+    model = Transformer(args, plan.shards[0], Backend(Solo(), CUDAOps(scores), torch.bfloat16))
     for block in model.layers:
         if isinstance(block.feed_forward, MixtureOfExperts):
             for expert in block.feed_forward.experts.values():

@@ -32,8 +32,8 @@ def test_a_token_whose_scores_are_no_numbers_gets_shares_that_are_none(device, b
     scores = torch.randn(4, 5, device=device)
     scores[0, 2] = scores[2] = bad
     scores[3] = -torch.inf
-    shares, experts = kernels.route(scores, 3, normed=True)
-    assert shares[[0, 2, 3]].isnan().all() and not shares[1].isnan().any()
+    routing_weights, experts = kernels.route(scores, 3, normed=True)
+    assert routing_weights[[0, 2, 3]].isnan().all() and not routing_weights[1].isnan().any()
     assert all(len({*own} & {*range(5)}) == 3 for own in experts.tolist())
 
 
