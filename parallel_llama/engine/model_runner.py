@@ -35,9 +35,9 @@ from parallel_llama.model.recorded_steps import (
 from parallel_llama.model.rope import (
     HostRotations,
     RotaryTables,
+    back_rotations_of,
     base_len,
     rotary_of_windows,
-    turns_back,
 )
 from parallel_llama.model.transformer import Transformer
 from parallel_llama.model.weights import WeightLoader
@@ -431,11 +431,13 @@ class ModelRunner:
             sinks = range(min(n_sinks, queries.stop - window))
             # A sink inside a query's window is seen there.
             before = range(queries.start - window, queries.stop - window)
-            turns = turns_back(self.args, queries, n_sinks + window - 1)
+            back_rotations = back_rotations_of(self.args, queries, n_sinks + window - 1)
             yield SinkTile(
                 tile(queries, seen, mask_of(queries, [seen], window, self.dtype, device)),
                 tile(queries, sinks, mask_of(before, [sinks], None, self.dtype, device)),
-                turns.to(device, torch.promote_types(self.dtype, torch.float32).to_complex()),
+                back_rotations.to(
+                    device, torch.promote_types(self.dtype, torch.float32).to_complex()
+                ),
             )
 
     def _seen(self, number: int, queries: range) -> range:

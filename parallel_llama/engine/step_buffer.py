@@ -164,7 +164,7 @@ class StepBuffer:
         self._device = torch.empty(n_words, dtype=torch.int64, device=device)
         self._here = [_Parts.of(words, size, n_kv_groups) for words in self._host]
         self._there = _Parts.of(self._device, size, n_kv_groups)
-        self._turn = 0
+        self._index = 0
 
     def fill(
         self,
@@ -180,8 +180,8 @@ class StepBuffer:
 
         Shapes: tokens [T] int64, on the device.
         """
-        self._turn = 1 - self._turn
-        words, here = self._host[self._turn], self._here[self._turn]
+        self._index = 1 - self._index
+        words, here = self._host[self._index], self._here[self._index]
         n_tokens = sum(len(chunk.tokens) for chunk in chunks)
         for part, values in (
             (here.tokens, chain.from_iterable(chunk.tokens for chunk in chunks)),

@@ -125,7 +125,7 @@ def attend(
 def _with_sinks(q: Tensor, tile: SinkTile, number: int, layer: int, ops: TorchOps) -> Tensor:
     """Attention to the window and to the attention sinks. Shapes: q [T, H, D] -> [T, H, D]."""
     turned = q.clone()
-    rotate_(turned, tile.turns)
+    rotate_(turned, tile.back_rotations)
     parts = [
         torch.cat((o, lse[..., None].to(o.dtype)), -1)
         for o, lse in (

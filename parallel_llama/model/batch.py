@@ -46,7 +46,7 @@ class SinkTile:
 
     window: QueryTile
     sinks: QueryTile
-    turns: Tensor
+    back_rotations: Tensor
 
 
 @dataclass(frozen=True)

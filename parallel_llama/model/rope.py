@@ -129,7 +129,7 @@ def rotations(args: ModelArgs, positions: range, n_tokens: int) -> Tensor:
     return torch.polar(torch.full_like(angles, scale), angles)
 
 
-def turns_back(args: ModelArgs, positions: range, latest: int) -> Tensor:
+def back_rotations_of(args: ModelArgs, positions: range, latest: int) -> Tensor:
     """Rotations that move queries at later positions back to position `latest`.
 
     Shapes: [T, 1, head_dim / 2] complex128.
@@ -169,8 +169,10 @@ def _llama3(freqs: Tensor, scaling: RopeScaling) -> Tensor:
     """
     assert scaling.original_max_seq_len is not None
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_seq_len * freqs / (2 * math.pi)  # within the trained context
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    back_rotations = (
+        scaling.original_max_seq_len * freqs / (2 * math.pi)
+    )  # within the trained context
+    kept = ((back_rotations - low) / (high - low)).clamp(0, 1)
     return freqs * kept + freqs / scaling.factor * (1 - kept)
 
 

@@ -176,11 +176,11 @@ class CPUOps(TorchOps):
     def all_reduce(self, x: Tensor, comm: Communicator) -> Tensor:
         if self._recording is None or comm.size == 1:
             return super().all_reduce(x, comm)
-        turn = comm.turn_of(x) if isinstance(comm, SharedMemory) else None
-        if turn is None:
+        exchange = comm.exchange_of(x) if isinstance(comm, SharedMemory) else None
+        if exchange is None:
             self._recording.host_call(self._recording.deferred(x, comm.all_reduce))
         else:
-            make_all_reduce(self._dtype)(x, turn, self._recording)
+            make_all_reduce(self._dtype)(x, exchange, self._recording)
         return x
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ Plain loads and stores suffice: x86-64 keeps stores in order, loads in order, an
 later store (total store order), so a rank that sees the count sees the data. Other processors do
 not guarantee this order; they use the slower communicator.
 
-A kernel may run a turn of `all_reduce` as well; `Turn` holds what it needs.
+A kernel may run a turn of `all_reduce` as well; `Exchange` holds what it needs.
 """
 
 import functools
@@ -57,7 +57,7 @@ SHARED_SUM_BYTES = 1 << 16
 LINE = 16
 # Cell 0 counts published phases; cells 1 and 2 hold the signatures of the two slots' turns. TURN
 # counts finished turns, and only the rank itself reads it.
-SIGNATURE, _KEEPALIVES, TURN = 1, 3, 5
+SIGNATURE, _KEEPALIVES, EXCHANGE = 1, 3, 5
 _TOKEN_OFFSET = 32  # bytes: cell 4 of rank 0, read during set-up
 
 # Polls of a count before the core is yielded: about 0.2 ms.
@@ -150,7 +150,7 @@ class SharedMemory(Communicator):
             raise TypeError(f"all_reduce of {x.dtype}; use one of {', '.join(map(str, _SUMMED))}")
         if not x.is_contiguous():
             return x.copy_(self.all_reduce(x.contiguous()))
-        for piece, slots in self._turns(x.view(-1)):
+        for piece, slots in self._exchanges(x.view(-1)):
             slots[self.rank].copy_(piece)
             self._meet(_ALL_REDUCE, piece)
             if self.size > 2 and piece.nbytes >= SHARED_SUM_BYTES:
@@ -164,8 +164,8 @@ class SharedMemory(Communicator):
         if x.numel() == 0:
             return gathered
         parts = torch.split(_as_bytes(gathered).view(self.size, -1), SLOT_BYTES, dim=1)
-        turns = self._turns(_as_bytes(x.contiguous()))
-        for (piece, slots), part in zip(turns, parts, strict=True):
+        exchanges = self._exchanges(_as_bytes(x.contiguous()))
+        for (piece, slots), part in zip(exchanges, parts, strict=True):
             slots[self.rank].copy_(piece)
             self._meet(_ALL_GATHER, piece)
             for row, slot in zip(part, slots, strict=True):
@@ -176,7 +176,7 @@ class SharedMemory(Communicator):
         if not x.is_contiguous():
             return x.copy_(self.broadcast(x.contiguous(), src, no_timeout=no_timeout))
         is_exempt = self._is_running if no_timeout and self.rank != src else _never_exempt
-        for piece, slots in self._turns(_as_bytes(x)):
+        for piece, slots in self._exchanges(_as_bytes(x)):
             if self.rank == src:
                 slots[src].copy_(piece)
             self._meet(_BROADCAST, piece, is_exempt)
@@ -191,7 +191,7 @@ class SharedMemory(Communicator):
             before, counts[rank] = counts[rank], self._cells[rank * LINE + _KEEPALIVES]
             return counts[rank] != before
 
-        for piece, _ in self._turns(_NOTHING):
+        for piece, _ in self._exchanges(_NOTHING):
             self._meet(_BARRIER, piece, sent_keepalive, self._timeouts.start_s)
 
     def keepalive(self) -> None:
@@ -209,13 +209,13 @@ class SharedMemory(Communicator):
         self._busy = True
         self._comm.close()
 
-    def turn_of(self, x: Tensor) -> "Turn | None":
+    def exchange_of(self, x: Tensor) -> "Exchange | None":
         """What a kernel needs to reduce tensors like x; None if x is empty or too large for it."""
         if x.nbytes >= SHARED_SUM_BYTES or not x.numel():
             return None
         slots = self._address + _header_bytes(self.size)
         own = self.rank, self.size, _signature(_ALL_REDUCE, x), self._spins
-        return Turn(self._address, slots, *own, self._finish)
+        return Exchange(self._address, slots, *own, self._finish)
 
     def _finish(self, x: Tensor) -> None:
         """Completes a turn of all_reduce that a kernel has published."""
@@ -223,10 +223,10 @@ class SharedMemory(Communicator):
         signature = _signature(_ALL_REDUCE, x)
         self._await_all(signature, 0, _never_exempt, self._timeouts.step_s)
         _sum(self._slots(x), x.view(-1))
-        self._cells[self._own + TURN] += 1
+        self._cells[self._own + EXCHANGE] += 1
         self._busy = False
 
-    def _turns(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    def _exchanges(self, flat: Tensor) -> Iterator[tuple[Tensor, list[Tensor]]]:
         """Yields each piece of a tensor with a view of every rank's slot like that piece.
 
         After an exception inside a turn, this rank cannot use the group any more.
@@ -239,7 +239,7 @@ class SharedMemory(Communicator):
         self._busy = True
         for piece in torch.split(flat, SLOT_BYTES // flat.itemsize) if flat.numel() else ():
             yield piece, self._slots(piece)
-            self._cells[self._own + TURN] += 1
+            self._cells[self._own + EXCHANGE] += 1
         self._busy = False
 
     def _sum_shares(self, slots: list[Tensor], piece: Tensor) -> None:
@@ -258,7 +258,7 @@ class SharedMemory(Communicator):
                 piece[start:stop].copy_(slots[rank][start:stop])
 
     def _slots(self, piece: Tensor) -> list[Tensor]:
-        parity = self._cells[self._own + TURN] & 1
+        parity = self._cells[self._own + EXCHANGE] & 1
         key = (parity, piece.dtype, piece.numel())
         slots = self._views.get(key)
         if slots is None:
@@ -287,14 +287,14 @@ class SharedMemory(Communicator):
     ) -> None:
         """Publishes this rank's phase and waits until all ranks have published theirs."""
         signature, cells, own = _signature(kind, piece), self._cells, self._own
-        cells[own + SIGNATURE + (cells[own + TURN] & 1)] = signature
+        cells[own + SIGNATURE + (cells[own + EXCHANGE] & 1)] = signature
         cells[own] += 1
         self._await_all(signature, self._spins, is_exempt, limit_s or self._timeouts.step_s)
 
     def _await_all(self, signature: int, spins: int, is_exempt: _IsExempt, limit_s: float) -> None:
         """Waits until all ranks have published the phase that this rank has published."""
         cells, phase = self._cells, self._cells[self._own]
-        signed = SIGNATURE + (cells[self._own + TURN] & 1)
+        signed = SIGNATURE + (cells[self._own + EXCHANGE] & 1)
         for line in self._others:
             while cells[line] < phase:
                 spins -= 1
@@ -355,7 +355,7 @@ class SharedMemory(Communicator):
 
 
 @dataclass(frozen=True)
-class Turn:
+class Exchange:
     """A turn of all_reduce for a kernel in this rank's process.
 
     Args:

@@ -152,22 +152,26 @@ def test_gathered_and_broadcast_values_are_exact_beyond_a_slot(ranks):
 def race(comm: Communicator, seed: int, n_turns: int, delay_s: float) -> None:
     """Runs and checks random collectives back to back; ranks are randomly late."""
     common, own = random.Random(seed), random.Random(1000 * seed + comm.rank)
-    for turn in range(n_turns):
+    for exchange in range(n_turns):
         kind = common.choice(["all_reduce", "all_reduce", "all_gather", "broadcast", "barrier"])
         n = common.choice([1, 2, 31, 576, 2000, SHARED_SUM_BYTES // 4 + 3])
         src = common.randrange(comm.size)
         base = torch.arange(n, dtype=torch.float32) % 1000
-        mine = base + (turn + comm.rank)
+        mine = base + (exchange + comm.rank)
         if own.random() < delay_s * 50:
             time.sleep(own.random() * delay_s)
         if kind == "all_reduce":
-            expected = base * comm.size + (turn * comm.size + sum(range(comm.size)))
-            assert torch.equal(comm.all_reduce(mine), expected), (turn, kind, n)
+            expected = base * comm.size + (exchange * comm.size + sum(range(comm.size)))
+            assert torch.equal(comm.all_reduce(mine), expected), (exchange, kind, n)
         elif kind == "all_gather":
-            everybody = torch.stack([base + (turn + rank) for rank in range(comm.size)])
-            assert torch.equal(comm.all_gather(mine), everybody), (turn, kind, n)
+            everybody = torch.stack([base + (exchange + rank) for rank in range(comm.size)])
+            assert torch.equal(comm.all_gather(mine), everybody), (exchange, kind, n)
         elif kind == "broadcast":
-            assert torch.equal(comm.broadcast(mine, src), base + (turn + src)), (turn, kind, n)
+            assert torch.equal(comm.broadcast(mine, src), base + (exchange + src)), (
+                exchange,
+                kind,
+                n,
+            )
         else:
             comm.barrier()
 
@@ -355,9 +359,9 @@ def test_a_rank_that_dies_between_collectives_is_named_too(shared_memory):
 
 
 def take_turns(comm: Communicator) -> None:
-    for turn in range(50):
-        word = b"%d" % turn if comm.rank == 0 else None
-        assert broadcast_bytes(comm, word, no_timeout=True) == b"%d" % turn
+    for exchange in range(50):
+        word = b"%d" % exchange if comm.rank == 0 else None
+        assert broadcast_bytes(comm, word, no_timeout=True) == b"%d" % exchange
         assert float(comm.all_reduce(torch.ones(1))) == comm.size
 
 

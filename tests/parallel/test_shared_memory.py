@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 def fault(comm: Communicator, rank: int, number: int) -> tuple[float, str]:
     """One rank sends itself a signal during a run; returns the errors of the others."""
-    for turn in range(1000):
-        if turn == 500:
+    for exchange in range(1000):
+        if exchange == 500:
             comm.barrier()
             started = time.monotonic()
             if comm.rank == rank:

@@ -28,7 +28,7 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import CompiledKernel, Machine, this_machine
 from parallel_llama.ops.cpu.replay import Exit, Recording
-from parallel_llama.parallel.shared_memory import LINE, SIGNATURE, SLOT_BYTES, TURN, Turn
+from parallel_llama.parallel.shared_memory import EXCHANGE, LINE, SIGNATURE, SLOT_BYTES, Exchange
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class AllReduceKernel:
             _Arguments[float], partial(_all_reduce, lanes), numbers=lanes.pointer
         )
 
-    def __call__(self, x: Tensor, turn: Turn, recording: Recording) -> None:
+    def __call__(self, x: Tensor, turn: Exchange, recording: Recording) -> None:
         assert x.is_contiguous() and x.nbytes <= SLOT_BYTES
         arguments = _Arguments(
             x=x.data_ptr(), n=x.numel(), header=turn.header, slots=turn.slots, rank=turn.rank,
@@ -82,7 +82,7 @@ def _all_reduce(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _Arguments
     """
     x, n, header, rank, size = args.x, args.n, args.header, args.rank, args.size
     own, n_bytes = header + rank * LINE, lanes.stored.itemsize
-    parity = own[TURN] & 1
+    parity = own[EXCHANGE] & 1
     stride = SLOT_BYTES // n_bytes
     first = args.slots + parity * stride  # of rank 0; each rank has two slots
     copy(first + rank * (2 * stride), x, n * n_bytes)
@@ -97,7 +97,7 @@ def _all_reduce(lanes: Lanes, b: ir.IRBuilder, _thread: Thread, args: _Arguments
             with loop(b, 1, size) as other:
                 total.value += lanes.load(first + other * (2 * stride) + i, mask)
             lanes.store(x + i, total.value, mask)
-        own[TURN] += 1
+        own[EXCHANGE] += 1
     with when(n_agreeing < size):
         args.exit.take()
 
