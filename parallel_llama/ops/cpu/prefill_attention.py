@@ -108,7 +108,7 @@ def stack_array(b: ir.IRBuilder, type_: ir.Type, n: int) -> Value:
 
 
 @dataclass(frozen=True)
-class Block:
+class QueryBlock:
     """Memory for a block of C columns.
 
     Shapes: q, sums [n_padded, C]; scores [tile, C]; positions [C]; totals [n_strided, C].
@@ -121,7 +121,7 @@ class Block:
     totals: Value
 
     @classmethod
-    def of(cls, shape: BlockShape, b: ir.IRBuilder) -> "Block":
+    def of(cls, shape: BlockShape, b: ir.IRBuilder) -> "QueryBlock":
         rows = (shape.n_padded, shape.n_padded, shape.tile, 1, shape.n_strided)
         element = shape.lanes.vector.element
         return cls(*(stack_array(b, element, n * shape.n_columns) for n in rows))
@@ -201,7 +201,7 @@ class Products(Protocol):
 
 def attend(
     shape: BlockShape,
-    block: Block,
+    block: QueryBlock,
     products: Products,
     thread: Thread,
     chunk: ChunkArguments[Value],
@@ -267,7 +267,7 @@ class _Columns:
         return array + column // heads_per_kv * stride + column % heads_per_kv * head_dim
 
 
-def _load(shape: BlockShape, q: Value, columns: _Columns, block: Block) -> None:
+def _load(shape: BlockShape, q: Value, columns: _Columns, block: QueryBlock) -> None:
     """Loads a block's queries, multiplied by the scale, and their positions; sets sums to 0."""
     lanes, b, stride = shape.lanes, q.b, columns.chunk.q_stride
     scale = shape.scores.factor_of(shape.head_dim)
@@ -285,14 +285,14 @@ def _load(shape: BlockShape, q: Value, columns: _Columns, block: Block) -> None:
                 lanes.store(block.sums + place, lanes.constant(b, 0))
 
 
-def _cap(shape: BlockShape, cap: float, n: Value, block: Block) -> None:
+def _cap(shape: BlockShape, cap: float, n: Value, block: QueryBlock) -> None:
     """scores = tanh(scores) * cap for n keys of a tile."""
     lanes = shape.lanes
     with loop(n.b, 0, n * shape.n_columns, lanes.width) as i:
         lanes.store(block.scores + i, tanh(lanes, lanes.load(block.scores + i)) * cap)
 
 
-def _hide(shape: BlockShape, tile: Value, n: Value, window: Value, block: Block) -> None:
+def _hide(shape: BlockShape, tile: Value, n: Value, window: Value, block: QueryBlock) -> None:
     """scores[t] = -inf in columns that do not see key t of a tile."""
     lanes, b = shape.lanes, tile.b
     element = lanes.vector.element
@@ -317,7 +317,7 @@ class _Softmax:
         self._largest = [Variable(self._least) for _ in range(shape.n_vectors)]
         self.totals = [Variable(lanes.constant(b, 0)) for _ in range(shape.n_vectors)]
 
-    def weigh(self, n: Value, block: Block) -> tuple[list[Value], list[Value]]:
+    def weigh(self, n: Value, block: QueryBlock) -> tuple[list[Value], list[Value]]:
         """Converts the scores of n keys to weights.
 
         Returns: the factors for the sums of earlier tiles, and those for the sums of this tile.
@@ -341,7 +341,7 @@ class _Softmax:
             total.value = fma(added, factors[-1], total.value * before[-1])
         return before, factors
 
-    def _exponentiate(self, n: Value, block: Block, largest: list[Value]) -> None:
+    def _exponentiate(self, n: Value, block: QueryBlock, largest: list[Value]) -> None:
         """Converts scores to weights, and sums the weights of keys that are `n_strided` apart."""
         shape, lanes, b = self._shape, self._shape.lanes, n.b
         with loop(b, 0, shape.n_strided * shape.n_columns, lanes.width) as i:
@@ -354,7 +354,7 @@ class _Softmax:
                 lanes.store(place + at, weight)
                 lanes.store(totals + at, lanes.load(totals + at) + weight)
 
-    def _total(self, block: Block) -> list[Value]:
+    def _total(self, block: QueryBlock) -> list[Value]:
         """The sums of a tile's weights, in the order in which `Lanes.reduce` adds lanes."""
         shape = self._shape
         rows = [shape.vectors(block.totals + i * shape.n_columns) for i in range(shape.n_strided)]
@@ -366,7 +366,7 @@ class _Softmax:
 
 
 def _store(
-    shape: BlockShape, out: Value, columns: _Columns, softmax: _Softmax, block: Block
+    shape: BlockShape, out: Value, columns: _Columns, softmax: _Softmax, block: QueryBlock
 ) -> None:
     """out = sums / totals."""
     lanes, b, stride = shape.lanes, out.b, columns.chunk.out_stride
@@ -449,7 +449,7 @@ def make_prefill_attention(
 def _attention(
     shape: BlockShape, rows: KVRows, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]
 ) -> None:
-    block = Block.of(shape, b)
+    block = QueryBlock.of(shape, b)
     products = _VectorProducts(shape, rows, block, args)
     attend(shape, block, products, thread, args.chunk)
 
@@ -461,7 +461,7 @@ class _VectorProducts:
         self,
         shape: BlockShape,
         rows: KVRows,
-        block: Block,
+        block: QueryBlock,
         args: _Arguments[Value],
     ) -> None:
         self._shape, self._rows, self._block = shape, rows, block

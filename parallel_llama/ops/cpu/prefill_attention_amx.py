@@ -45,10 +45,10 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, at_once
 from parallel_llama.ops.cpu.prefill_attention import (
-    Block,
     BlockShape,
     ChunkArguments,
     Keys,
+    QueryBlock,
     attend,
     chunk_arguments,
     stack_array,
@@ -178,7 +178,7 @@ def _pack(head_dim: int, b: ir.IRBuilder, thread: Thread, args: _PackArguments[V
 
 
 def _attention(shape: BlockShape, b: ir.IRBuilder, thread: Thread, args: _Arguments[Value]) -> None:
-    block = Block.of(shape, b)
+    block = QueryBlock.of(shape, b)
     intrinsic("x86.ldtilecfg", ir.VoidType(), args.tiles)
     attend(shape, block, _TileProducts(shape, block, args), thread, args.chunk)
     release_tiles(b)
@@ -187,7 +187,7 @@ def _attention(shape: BlockShape, b: ir.IRBuilder, thread: Thread, args: _Argume
 class _TileProducts:
     """Products of two vectors of columns with two tiles of keys or values at a time."""
 
-    def __init__(self, shape: BlockShape, block: Block, args: _Arguments[Value]) -> None:
+    def __init__(self, shape: BlockShape, block: QueryBlock, args: _Arguments[Value]) -> None:
         self._shape, self._block, self._args, b = shape, block, args, args.keys.b
         self._q = _Pairs(
             shape, stack_array(b, I8, 4 * shape.head_dim * shape.n_columns), shape.head_dim
