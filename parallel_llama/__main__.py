@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 from parallel_llama.cli.main import main  # noqa: E402
 from parallel_llama.parallel.launch import hear_ctrl_c  # noqa: E402
-from parallel_llama.parallel.place import end_with_parent, is_under_torchrun  # noqa: E402
+from parallel_llama.parallel.rank_env import end_with_parent, is_under_torchrun  # noqa: E402
 
 
 def entry() -> None:

@@ -13,7 +13,7 @@ from parallel_llama.checkpoint import open_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QUANTS, Precision
 from parallel_llama.errors import UsageError
-from parallel_llama.families import family_of, parameters, stored_places
+from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import features_of
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.memory import bytes_passed_over, values_by_form, weight_bytes
@@ -112,7 +112,7 @@ def write_gguf(files: ModelFiles, args: ModelArgs, path: Path) -> None:
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_tokenizer_model("no_vocab")
     order = family_of(args).rotary_order["gguf"]
-    places = stored_places(args, "gguf")
+    places = stored_slices(args, "gguf")
     with closing(open_checkpoint(files, args)) as checkpoint:
         checkpoint.check(args)
         for param in parameters(args):

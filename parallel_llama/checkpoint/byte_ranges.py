@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_llama.errors import DamagedWeights
-from parallel_llama.families.places import Place
+from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.families.weights import Param
 from parallel_llama.files.bounded_files import open_descriptor
 
@@ -32,23 +32,23 @@ class MatrixBlock:
     columns: range
 
 
-def as_blocks(param: Param, place: Place, rows: range) -> list[MatrixBlock]:
+def as_blocks(param: Param, stored_slice: StoredSlice, rows: range) -> list[MatrixBlock]:
     """The blocks of the stored tensor that hold a slice of a parameter, in order.
 
     A stored vector counts as a matrix of one row, so it is cut along its columns. An empty slice of
     a matrix is one block without rows or columns.
 
-    >>> place = Place("ab", (6, 5), first=2, run=4, step=6)
-    >>> as_blocks(Param("b", (4, 5), None, 1), place, range(2, 5))
+    >>> stored_slice = StoredSlice("ab", (6, 5), first=2, run=4, step=6)
+    >>> as_blocks(Param("b", (4, 5), None, 1), stored_slice, range(2, 5))
     [MatrixBlock(n_columns=5, rows=range(2, 6), columns=range(2, 5))]
     """
-    n_columns = place.shape[-1]
+    n_columns = stored_slice.shape[-1]
     if len(param.shape) == 1:
-        return [MatrixBlock(n_columns, range(1), run) for run in place.runs(rows)]
+        return [MatrixBlock(n_columns, range(1), run) for run in stored_slice.runs(rows)]
     row_range, columns = (
         (rows, range(n_columns)) if param.dim == 0 else (range(param.shape[0]), rows)
     )
-    runs = list(place.runs(row_range)) or [range(0)]
+    runs = list(stored_slice.runs(row_range)) or [range(0)]
     return [MatrixBlock(n_columns, run, columns) for run in runs]
 
 
@@ -107,13 +107,13 @@ class ByteRanges:
         self._fd = -1
 
     def values(
-        self, offset: int, dtype: torch.dtype, param: Param, place: Place, rows: range
+        self, offset: int, dtype: torch.dtype, param: Param, stored_slice: StoredSlice, rows: range
     ) -> Tensor:
         """A slice of a parameter that is stored row-major at `offset`, in its stored dtype."""
         shape, width = sliced_shape(param, rows), dtype.itemsize
         out = self._empty(math.prod(shape) * width)
         buffer = out.numpy().data
-        for block in as_blocks(param, place, rows):
+        for block in as_blocks(param, stored_slice, rows):
             columns = range(block.columns.start * width, block.columns.stop * width)
             n_bytes = len(block.rows) * len(columns)
             self._read(buffer[:n_bytes], offset, block.n_columns * width, block.rows, columns)

@@ -28,7 +28,7 @@ from parallel_llama.checkpoint.quantised import decode_gguf
 from parallel_llama.checkpoint.tensor_files import TensorFiles
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import GGUF_QUANTS, STORED, QuantFormat
-from parallel_llama.families.places import Place
+from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.families.weights import Param
 from parallel_llama.files.model_files import ModelFiles
 from parallel_llama.files.safetensors_header import FileTensor
@@ -62,8 +62,8 @@ class GGUFFile(TensorFiles):
         if tensor.dtype in STORED:
             values = super()._stored(param, rows)
         else:
-            place = self._places[param.name]
-            values = _decoded(file, tensor, param, place, rows, self._decoders)
+            stored_slice = self._slices[param.name]
+            values = _decoded(file, tensor, param, stored_slice, rows, self._decoders)
         if param.name.endswith("norm.weight") and self.args.norm_offset:
             values -= self.args.norm_offset  # llama.cpp stores the sum
         return values
@@ -74,7 +74,7 @@ class GGUFFile(TensorFiles):
             return None
         size, n_bytes = _sizes(tensor)
         parts = []
-        for block in as_blocks(param, self._places[param.name], rows):
+        for block in as_blocks(param, self._slices[param.name], rows):
             columns = block.columns
             held = _touched(columns, size)
             byte_columns = range(held.start * n_bytes, held.stop * n_bytes)
@@ -87,12 +87,17 @@ class GGUFFile(TensorFiles):
 
 
 def _decoded(
-    file: ByteRanges, tensor: FileTensor, param: Param, place: Place, rows: range, threads: Executor
+    file: ByteRanges,
+    tensor: FileTensor,
+    param: Param,
+    stored_slice: StoredSlice,
+    rows: range,
+    threads: Executor,
 ) -> Tensor:
     """A slice of a quantised weight in float32, decoded in pieces of rows."""
     out = torch.empty(sliced_shape(param, rows), dtype=torch.float32)
     left = out.view(-1)
-    for block in as_blocks(param, place, rows):
+    for block in as_blocks(param, stored_slice, rows):
         shape = len(block.rows), len(block.columns)
         block_out = left[: math.prod(shape)].view(shape)
         size, _ = _sizes(tensor)

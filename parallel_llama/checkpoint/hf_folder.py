@@ -14,9 +14,9 @@ from parallel_llama.config import ModelArgs
 from parallel_llama.config.quantised import hf_packing, packed_weights
 from parallel_llama.dtypes import STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, listed
-from parallel_llama.families import family_of, stored_places
+from parallel_llama.families import family_of, stored_slices
 from parallel_llama.families.names import hf_full_name
-from parallel_llama.families.places import Place, whole
+from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.files.json_text import read_json_object
 from parallel_llama.files.model_files import MAX_INDEX_BYTES, ModelFiles
@@ -51,11 +51,11 @@ class HFFolder(TensorFiles):
         self._packed: dict[str, PackedMatrix] = {}
         if packing is not None:
             for name in packed_weights(args, tensors):
-                self._packed[name] = PackedMatrix(packing, stored_places(args, "hf")[name])
+                self._packed[name] = PackedMatrix(packing, stored_slices(args, "hf")[name])
         super().__init__(files, args, empty, tensors)
 
     def check(self, args: ModelArgs) -> None:
-        known = {place.name for place in self._placed(args).values()}
+        known = {stored_slice.name for stored_slice in self._slices_of(args).values()}
         for name, (path, _) in self._tensors.items():
             if name.endswith(_QUANTISED) and name not in known:
                 raise CheckpointError(
@@ -67,15 +67,17 @@ class HFFolder(TensorFiles):
             self._require_order(matrix)
             self._require_no_bias(matrix)
 
-    def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
-        places = {name: p for name, p in super()._placed(args).items() if name not in self._packed}
-        own = {place.name for place in places.values()}
+    def _slices_of(self, args: ModelArgs) -> Mapping[str, StoredSlice]:
+        slices = {
+            name: p for name, p in super()._slices_of(args).items() if name not in self._packed
+        }
+        own = {stored_slice.name for stored_slice in slices.values()}
         for matrix in self._packed.values():
             for end, shape in {**matrix.shapes, **matrix.optional_shapes}.items():
                 name = matrix.base + end
                 if end in matrix.shapes or (name in self._tensors and name not in own):
-                    places[name] = whole(name, shape)
-        return places
+                    slices[name] = whole(name, shape)
+        return slices
 
     def _dtypes(self, name: str) -> Collection[str]:
         return PACKED_DTYPES.get(name.rpartition(".")[2]) or super()._dtypes(name)
@@ -93,7 +95,7 @@ class HFFolder(TensorFiles):
     def _groups(self, param: Param, rows: range) -> QuantMatrix:
         """A slice of a quantised weight; slices of columns must be whole groups of 32."""
         matrix = self._packed[param.name]
-        read, blocks = partial(self._part, matrix), as_blocks(param, matrix.place, rows)
+        read, blocks = partial(self._part, matrix), as_blocks(param, matrix.stored_slice, rows)
         parts = [read_packed(matrix.packing, block, read) for block in blocks]
         return parts[0] if len(parts) == 1 else joined(parts, dim=0)
 
@@ -107,7 +109,7 @@ class HFFolder(TensorFiles):
 
     def _require_order(self, matrix: PackedMatrix) -> None:
         """Refuse a matrix whose groups are not consecutive inputs."""
-        name, n_inputs = matrix.base + "g_idx", matrix.place.shape[1]
+        name, n_inputs = matrix.base + "g_idx", matrix.stored_slice.shape[1]
         if name not in self._tensors:
             return
         groups = self._part(matrix, "g_idx", range(1), range(n_inputs)).view(torch.int32)[0]
@@ -125,10 +127,10 @@ class HFFolder(TensorFiles):
     def _require_no_bias(self, matrix: PackedMatrix) -> None:
         """Refuse a bias that the model does not have, unless it is zero, as many programs write."""
         name = matrix.base + "bias"
-        if name not in self._places:  # without an entry the file has no such bias
+        if name not in self._slices:  # without an entry the file has no such bias
             return
         path, tensor = self._tensors[name]
-        bias = self._part(matrix, "bias", range(1), range(matrix.place.shape[0]))
+        bias = self._part(matrix, "bias", range(1), range(matrix.stored_slice.shape[0]))
         if bias.view(torch_dtype(STORED[tensor.dtype])).any():
             raise CheckpointError(
                 f"{path}: {name!r:.200} is not zero, and the model that config.json describes "

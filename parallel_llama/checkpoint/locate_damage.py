@@ -14,9 +14,9 @@ from parallel_llama.checkpoint.tensor_files import read_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import ITEM_BYTES, QUANT_GROUP_SIZE
 from parallel_llama.errors import CheckpointError
-from parallel_llama.families import FAMILIES, family_of, parameters, stored_places
+from parallel_llama.families import FAMILIES, family_of, parameters, stored_slices
 from parallel_llama.families.names import Layout, hf_full_name, renamed
-from parallel_llama.families.places import Place
+from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.files.safetensors_header import FileTensor
 
 
@@ -41,14 +41,17 @@ def locations(path: Path, layout: Layout | None, args: ModelArgs | None) -> list
         return [(tensor.name, _bytes_of(tensor)) for tensor in ordered]
     if args is None:
         return [(_agreed_name(tensor.name, layout), _bytes_of(tensor)) for tensor in ordered]
-    weights: dict[str, list[tuple[str, Place]]] = {}
-    for weight, place in stored_places(args, layout).items():
-        weights.setdefault(place.name, []).append((weight, place))
+    weights: dict[str, list[tuple[str, StoredSlice]]] = {}
+    for weight, stored_slice in stored_slices(args, layout).items():
+        weights.setdefault(stored_slice.name, []).append((weight, stored_slice))
     names = family_of(args).names
     spots = []
     for tensor in ordered:
         full_name = hf_full_name(tensor.name, names) if layout == "hf" else tensor.name
-        held = [(weight, _span(tensor, place)) for weight, place in weights.get(full_name, ())]
+        held = [
+            (weight, _span(tensor, stored_slice))
+            for weight, stored_slice in weights.get(full_name, ())
+        ]
         spots += held or [(tensor.name, _bytes_of(tensor))]
     return spots
 
@@ -125,9 +128,9 @@ class Damage:
         return orders[layout] == "half" or not is_rotary(name)
 
 
-def _span(tensor: FileTensor, place: Place) -> range:
+def _span(tensor: FileTensor, stored_slice: StoredSlice) -> range:
     """The bytes from the first to the last byte of a weight in its stored tensor."""
-    row_bytes, rows = tensor.n_bytes // place.n_rows, place.extent
+    row_bytes, rows = tensor.n_bytes // stored_slice.n_rows, stored_slice.extent
     return range(tensor.offset + rows.start * row_bytes, tensor.offset + rows.stop * row_bytes)
 
 

@@ -29,7 +29,7 @@ from parallel_llama.config.quantised import native_formats
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED, QuantFormat
 from parallel_llama.errors import CheckpointError, UsageError
 from parallel_llama.families import parameters
-from parallel_llama.families.places import Place, whole
+from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.files.fields import naming
 from parallel_llama.files.json_text import read_json_object
@@ -97,7 +97,7 @@ class NativeFolder(TensorFiles):
                 _require_whole_quant_groups(self._units)
         super().__init__(files, args, empty)
 
-    def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
+    def _slices_of(self, args: ModelArgs) -> Mapping[str, StoredSlice]:
         parts = [part for param in parameters(args) for part in self._parts(param)]
         self._dtype_of = {part.param.name: part.dtype for part in parts}
         return {part.param.name: whole(part.param.name, part.shape) for part in parts}
@@ -136,8 +136,8 @@ class NativeFolder(TensorFiles):
         if is_unit_major(part.param):
             return self._columns(part, rows)
         file, tensor = self._held(part.param)
-        place = self._places[part.param.name]
-        return file.values(tensor.offset, dtype_of(tensor.dtype), part.param, place, rows)
+        stored_slice = self._slices[part.param.name]
+        return file.values(tensor.offset, dtype_of(tensor.dtype), part.param, stored_slice, rows)
 
     def _columns(self, part: Part, rows: range) -> Tensor:
         """Columns of a tensor in unit-major order; reads the units that overlap them."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from parallel_llama.checkpoint.byte_ranges import MatrixBlock
 from parallel_llama.config.quantised import PER_WORD, Packing
 from parallel_llama.dtypes import GGUF_QUANTS, QUANT_GROUP_SIZE, QuantFormat
-from parallel_llama.families.places import Place
+from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.ops.quant import QuantMatrix
 
 # Reads some rows and columns of the tensor with a name suffix: uint8 [rows, columns * itemsize].
@@ -43,17 +43,17 @@ class PackedMatrix:
     """A matrix [out, in] quantised by GPTQ or AWQ; `place` is the place of its plain values."""
 
     packing: Packing
-    place: Place
+    stored_slice: StoredSlice
 
     @property
     def base(self) -> str:
         """The common prefix of the names of its tensors."""
-        return self.place.name.removesuffix("weight")
+        return self.stored_slice.name.removesuffix("weight")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that it must have, by the suffixes of their names."""
-        n_outputs, n_inputs = self.place.shape
+        n_outputs, n_inputs = self.stored_slice.shape
         n_groups, n_words = -(-n_inputs // self.packing.form.block), n_outputs // PER_WORD
         is_gptq = self.packing.method == "gptq"
         integers = (n_inputs // PER_WORD, n_outputs) if is_gptq else (n_inputs, n_words)
@@ -62,7 +62,7 @@ class PackedMatrix:
     @property
     def optional_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that it may have: consecutive groups, a bias of zeros."""
-        n_outputs, n_inputs = self.place.shape
+        n_outputs, n_inputs = self.stored_slice.shape
         return {"g_idx": (n_inputs,), "bias": (n_outputs,)}
 
 

@@ -11,9 +11,9 @@ from parallel_llama.checkpoint.torch_file import read_torch_header
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED
 from parallel_llama.errors import CheckpointError
-from parallel_llama.families import family_of, stored_places
+from parallel_llama.families import family_of, stored_slices
 from parallel_llama.families.names import Layout
-from parallel_llama.families.places import Place
+from parallel_llama.families.stored_slices import StoredSlice
 from parallel_llama.families.weights import Param
 from parallel_llama.files.gguf_header import read_gguf_header
 from parallel_llama.files.model_files import ModelFiles
@@ -54,12 +54,14 @@ class TensorFiles(Checkpoint):
         if tensors is None:
             tensors = merged(files.path, {path: read_header(path) for path in files.weights})
         self._tensors = tensors
-        self._places = self._placed(args)
+        self._slices = self._slices_of(args)
         self._files = {path: ByteRanges(path, empty) for path in files.weights}
 
     def check(self, args: ModelArgs) -> None:
         found = {name: tensor.shape for name, (_, tensor) in self._tensors.items()}
-        wanted = {place.name: place.shape for place in self._placed(args).values()}
+        wanted = {
+            stored_slice.name: stored_slice.shape for stored_slice in self._slices_of(args).values()
+        }
         left_over = [name for name in found if name not in wanted]
         if self.layout is not None:
             left_over = [
@@ -88,17 +90,17 @@ class TensorFiles(Checkpoint):
 
     def _stored(self, param: Param, rows: range) -> Tensor:
         file, tensor = self._held(param)
-        dtype, place = torch_dtype(STORED[tensor.dtype]), self._places[param.name]
-        return file.values(tensor.offset, dtype, param, place, rows)
+        dtype, stored_slice = torch_dtype(STORED[tensor.dtype]), self._slices[param.name]
+        return file.values(tensor.offset, dtype, param, stored_slice, rows)
 
     def _held(self, param: Param) -> tuple[ByteRanges, FileTensor]:
         """The file that holds a weight, and its stored tensor."""
-        path, tensor = self._tensors[self._places[param.name].name]
+        path, tensor = self._tensors[self._slices[param.name].name]
         return self._files[path], tensor
 
-    def _placed(self, args: ModelArgs) -> Mapping[str, Place]:
+    def _slices_of(self, args: ModelArgs) -> Mapping[str, StoredSlice]:
         assert self.layout is not None, "a reader without a layout overrides this method"
-        return stored_places(args, self.layout)
+        return stored_slices(args, self.layout)
 
     def _dtypes(self, name: str) -> Collection[str]:  # noqa: ARG002 (subclasses use it)
         """The readable dtypes of a stored tensor."""

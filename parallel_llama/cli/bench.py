@@ -28,7 +28,7 @@ from parallel_llama.cli.terminal import size, table
 from parallel_llama.engine.scheduler import MAX_RUNNING
 from parallel_llama.errors import UsageError
 from parallel_llama.memory import kv_bytes_per_token
-from parallel_llama.parallel.place import is_started_as_rank
+from parallel_llama.parallel.rank_env import is_started_as_rank
 from parallel_llama.plan import make_plan
 from parallel_llama.request import MAX_TOKEN_ID, Request, SamplingParams
 

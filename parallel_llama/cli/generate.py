@@ -34,7 +34,7 @@ from parallel_llama.cli.terminal import (
 )
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import UsageError, quoted
-from parallel_llama.parallel.place import is_under_torchrun
+from parallel_llama.parallel.rank_env import is_under_torchrun
 from parallel_llama.request import Completion, Request, TokenLogprob
 from parallel_llama.tokenizer import Chat, text_of
 

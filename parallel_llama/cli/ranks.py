@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.launch import run_ranks, threads_per_rank
-from parallel_llama.parallel.place import is_started_as_rank, launcher_name, world
+from parallel_llama.parallel.rank_env import is_started_as_rank, launcher_name, world
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from parallel_llama.cli.parsers import filled_text, number, one_of, origin, whol
 from parallel_llama.cli.ranks import Job, leads
 from parallel_llama.cli.session import lead
 from parallel_llama.cli.terminal import DIM, painted
-from parallel_llama.parallel.place import is_started_as_rank
+from parallel_llama.parallel.rank_env import is_started_as_rank
 
 if TYPE_CHECKING:
     from parallel_llama.engine.input_processor import InputProcessor

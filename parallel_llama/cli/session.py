@@ -15,7 +15,7 @@ from parallel_llama.cli.ranks import leads
 from parallel_llama.cli.terminal import DIM, Activity, painted, size
 from parallel_llama.engine.input_processor import InputProcessor
 from parallel_llama.errors import listed_ranks
-from parallel_llama.parallel.place import world
+from parallel_llama.parallel.rank_env import world
 
 if TYPE_CHECKING:
     from parallel_llama.engine.kv_capacity import Capacity

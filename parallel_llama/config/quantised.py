@@ -12,7 +12,7 @@ from typing import Any
 
 from parallel_llama.dtypes import ASKED, GGUF_QUANTS, QUANT_GROUP_SIZE, MatrixFormat, QuantFormat
 from parallel_llama.errors import CheckpointError, UsageError, listed
-from parallel_llama.families import family_of, parameters, stored_places
+from parallel_llama.families import family_of, parameters, stored_slices
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import hf_full_name
 from parallel_llama.files.fields import Fields, naming
@@ -73,8 +73,8 @@ def gguf_formats(files: ModelFiles, args: ModelArgs) -> dict[str, MatrixFormat]:
         for path in files.weights
         for name, tensor in read_gguf_header(path).tensors.items()
     }
-    places = stored_places(args, "gguf")
-    kinds = {param.name: types.get(places[param.name].name) for param in parameters(args)}
+    slices = stored_slices(args, "gguf")
+    kinds = {param.name: types.get(slices[param.name].name) for param in parameters(args)}
     return {name: GGUF_QUANTS[kind] for name, kind in kinds.items() if kind in GGUF_QUANTS}
 
 
@@ -179,13 +179,13 @@ def packed_weights(args: ModelArgs, held: Collection[str]) -> list[str]:
 
     Raises: CheckpointError for a quantised matrix whose shape is not supported.
     """
-    places, packed = stored_places(args, "hf"), []
+    slices, packed = stored_slices(args, "hf"), []
     for param in parameters(args):
-        place = places[param.name]
-        base = place.name.removesuffix("weight")
-        if param.kind == "vector" or len(place.shape) != 2 or base + "qweight" not in held:
+        stored_slice = slices[param.name]
+        base = stored_slice.name.removesuffix("weight")
+        if param.kind == "vector" or len(stored_slice.shape) != 2 or base + "qweight" not in held:
             continue
-        n_outputs, n_inputs = place.shape
+        n_outputs, n_inputs = stored_slice.shape
         if n_inputs % QUANT_GROUP_SIZE or n_outputs % PER_WORD:
             raise CheckpointError(
                 f"{base}qweight: has {n_outputs} outputs and {n_inputs} inputs; they must be "

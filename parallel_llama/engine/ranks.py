@@ -27,7 +27,7 @@ from parallel_llama.parallel.communicators import join
 from parallel_llama.parallel.current_device import use_device
 from parallel_llama.parallel.failures import RankError
 from parallel_llama.parallel.launch import LocalRanks, threads_per_rank
-from parallel_llama.parallel.place import is_started_as_rank
+from parallel_llama.parallel.rank_env import is_started_as_rank
 
 _LAST_WORDS_S = 1.0
 
@@ -155,9 +155,9 @@ class Ranks:
                 ranks.require_alive()
             on_wait(missing)
 
-        setup, place = self.setup, None if ranks is None else ranks.place
+        setup, env = self.setup, None if ranks is None else ranks.env
         timeout_s = setup.config.timeout_s
-        self._comm = join(setup.device, place=place, facts=facts, timeout_s=timeout_s, look=look)
+        self._comm = join(setup.device, env=env, facts=facts, timeout_s=timeout_s, look=look)
 
     def _load(self, on_bytes: Callable[[int], None]) -> ModelRunner:
         """Read this rank's weights, then wait for all ranks, without a timeout."""

@@ -25,7 +25,7 @@ from parallel_llama.memory import values_by_form, weight_bytes, working_bytes
 from parallel_llama.parallel.current_device import own_device, visible_cards
 from parallel_llama.parallel.device_choice import DeviceKind, choose_device, too_few
 from parallel_llama.parallel.launch import MAX_RANKS
-from parallel_llama.parallel.place import is_started_as_rank, local_world, world
+from parallel_llama.parallel.rank_env import is_started_as_rank, local_world, world
 from parallel_llama.plan import make_plan
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from parallel_llama.families.glm import CHATGLM, GLM, GLM4
 from parallel_llama.families.llama import LLAMA, MISTRAL, MIXTRAL
 from parallel_llama.families.model_args import ModelArgs
 from parallel_llama.families.names import Layout
-from parallel_llama.families.places import Place, shared
 from parallel_llama.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from parallel_llama.families.stored_slices import StoredSlice, shared
 from parallel_llama.families.weights import Param, layer_parameters, outer_parameters
 
 FAMILIES = {
@@ -54,7 +54,7 @@ MISSING = {
     "t5": "it has an encoder, and only decoders are supported",
 }
 
-__all__ = ["FAMILIES", "MISSING", "Family", "family_of", "parameters", "stored_places"]
+__all__ = ["FAMILIES", "MISSING", "Family", "family_of", "parameters", "stored_slices"]
 
 
 def family_of(args: ModelArgs) -> Family:
@@ -72,13 +72,13 @@ def parameters(args: ModelArgs) -> Iterator[Param]:
 
 
 @lru_cache(maxsize=4)
-def stored_places(args: ModelArgs, layout: Layout) -> Mapping[str, Place]:
+def stored_slices(args: ModelArgs, layout: Layout) -> Mapping[str, StoredSlice]:
     """Where a layout stores each weight of the model, by the weight's name. Do not change it."""
     family = family_of(args)
     stored: dict[str, list[Param]] = {}
     for param in parameters(args):
         stored.setdefault(family.name_in(layout, param.name, args), []).append(param)
-    found: dict[str, Place] = {}
+    found: dict[str, StoredSlice] = {}
     for name, weights in stored.items():
         first, is_shared = weights[0].name, len(weights) > 1
         is_qkv = is_shared and ".attention." in first

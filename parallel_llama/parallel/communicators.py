@@ -42,15 +42,15 @@ from parallel_llama.parallel.one_shot import (
     symmetric_memory,
     with_one_shot_sums,
 )
-from parallel_llama.parallel.place import (
+from parallel_llama.parallel.process_group import ProcessGroup, within
+from parallel_llama.parallel.rank_env import (
     SECRET_FILE,
-    Place,
+    RankEnv,
     end_with_parent,
     is_under_torchrun,
     is_watched,
-    place_in_environment,
+    rank_env,
 )
-from parallel_llama.parallel.process_group import ProcessGroup, within
 from parallel_llama.parallel.sealed_store import SealedStore
 from parallel_llama.parallel.shared_memory import share
 
@@ -69,7 +69,7 @@ _has_begun = False  # whether this process has called `join`
 def join(
     device: torch.device = _CPU,
     *,
-    place: Place | None = None,
+    env: RankEnv | None = None,
     facts: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     look: Callable[[Sequence[int]], None] = lambda _: None,
@@ -89,35 +89,33 @@ def join(
     """
     global _has_begun
     _has_begun = True
-    place = place or place_in_environment()
+    env = env or rank_env()
     use_device(device)
-    if place.size == 1:
+    if env.size == 1:
         return Solo()
     if dist.is_initialized():
         raise RuntimeError("this process has joined its group already; close that one first")
     if is_under_torchrun():
         end_with_parent()
-    if place.rank > 0 and threading.current_thread() is threading.main_thread():
+    if env.rank > 0 and threading.current_thread() is threading.main_thread():
         # Ctrl-C reaches every process of the terminal, but only rank 0 handles it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     timeouts = Timeouts.of(timeout_s)
-    missing = set(range(place.size))
+    missing = set(range(env.size))
 
     heard: list[str] = []  # the reason why another rank has given up
     ended = threading.Event()
 
     def come_together() -> Communicator:
         use_device(device)  # this is another thread
-        store = _open_store(place, timeouts.start_s)
-        with telling(store, place.rank, place.size):
-            rendezvous(
-                store, RankInfo.of_this_process(place.rank, place.size, facts or {}), missing
-            )
+        store = _open_store(env, timeouts.start_s)
+        with telling(store, env.rank, env.size):
+            rendezvous(store, RankInfo.of_this_process(env.rank, env.size, facts or {}), missing)
             # gloo would wait for a rank that has given up until the timeout.
-            how = place, timeouts.start_s, ended, heard
+            how = env, timeouts.start_s, ended, heard
             threading.Thread(target=_listen, args=how, daemon=True).start()
-            with _gloo_on_interface_to(place):
-                return make_communicator(place.rank, place.size, store, device, timeouts)
+            with _gloo_on_interface_to(env):
+                return make_communicator(env.rank, env.size, store, device, timeouts)
 
     def look_around() -> None:
         if heard:
@@ -127,12 +125,11 @@ def join(
     try:
         return within(timeouts.start_s, come_together, look_around)
     except TimeoutError as error:
-        raise RankError(_never_came(place, missing, timeouts)) from error
+        raise RankError(_never_came(env, missing, timeouts)) from error
     except dist.DistNetworkError as error:
         others = f"; rank {listed_ranks(missing)} had not joined" if missing else ""
         raise RankError(
-            f"{_store_owner(place)} has died or given up, which ended the store of the ranks"
-            f"{others}"
+            f"{_store_owner(env)} has died or given up, which ended the store of the ranks{others}"
         ) from error
     finally:
         ended.set()
@@ -148,11 +145,11 @@ def give_up(why: str) -> None:
         return
 
     def tell_all() -> None:
-        place = place_in_environment()
-        if place.size > 1:
-            store = _open_store(place, _TELL_S)
-            wait_s = 0.0 if place.rank > 0 else _TELL_S
-            tell(store, place.rank, place.size, f"rank {place.rank} of {place.size}: {why}", wait_s)
+        env = rank_env()
+        if env.size > 1:
+            store = _open_store(env, _TELL_S)
+            wait_s = 0.0 if env.rank > 0 else _TELL_S
+            tell(store, env.rank, env.size, f"rank {env.rank} of {env.size}: {why}", wait_s)
 
     with suppress(
         UsageError, CheckpointError, RuntimeError, TimeoutError
@@ -243,14 +240,14 @@ def _nccl_leaves_errors_to_us() -> Iterator[None]:
 
 
 @contextmanager
-def _gloo_on_interface_to(place: Place) -> Iterator[None]:
+def _gloo_on_interface_to(env: RankEnv) -> Iterator[None]:
     """Makes gloo use the network interface by which this rank reaches the store.
 
     By default gloo uses the address of the host's name, often 127.0.1.1, which other hosts cannot
     reach. GLOO_SOCKET_IFNAME has precedence if it is set.
     """
     name = "GLOO_SOCKET_IFNAME"
-    found = None if name in os.environ else _interface_to(place)
+    found = None if name in os.environ else _interface_to(env)
     if found is None:
         yield
         return
@@ -261,11 +258,11 @@ def _gloo_on_interface_to(place: Place) -> Iterator[None]:
         del os.environ[name]
 
 
-def _interface_to(place: Place) -> str | None:
+def _interface_to(env: RankEnv) -> str | None:
     """The interface by which this rank reaches the store; None if it is not reached by IPv4."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((place.host, place.port))  # sends nothing
+            probe.connect((env.host, env.port))  # sends nothing
             own = ipaddress.IPv4Address(probe.getsockname()[0])
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", name.encode())
@@ -305,50 +302,50 @@ def _silent_stdout() -> Iterator[None]:
         os.close(kept)
 
 
-def _open_store(place: Place, limit_s: float) -> Store:
+def _open_store(env: RankEnv, limit_s: float) -> Store:
     """The store of the ranks, owned by rank 0 or by torchrun."""
-    bound = None if place.is_served or place.rank > 0 else _bound_socket(place)
-    return _connect(place, limit_s, bound)
+    bound = None if env.is_served or env.rank > 0 else _bound_socket(env)
+    return _connect(env, limit_s, bound)
 
 
-def _connect(place: Place, limit_s: float, bound: int | None = None) -> Store:
+def _connect(env: RankEnv, limit_s: float, bound: int | None = None) -> Store:
     """A connection to the store, or the store itself if a `bound` socket is given."""
     if bound is None:
-        _wait_for_store(place, limit_s)
+        _wait_for_store(env, limit_s)
     store = TCPStore(
-        place.host,
-        place.port,
+        env.host,
+        env.port,
         is_master=bound is not None,
         wait_for_workers=False,
         timeout=timedelta(seconds=limit_s),
         master_listen_fd=bound,
     )
-    return SealedStore(store, place.secret, place.run)
+    return SealedStore(store, env.secret, env.run)
 
 
-def _listen(place: Place, limit_s: float, ended: threading.Event, heard: list[str]) -> None:
+def _listen(env: RankEnv, limit_s: float, ended: threading.Event, heard: list[str]) -> None:
     """Appends to `heard` why another rank gives up, until `ended` is set.
 
     It needs its own connection, because gloo waits on the other one.
     """
     with suppress(RuntimeError, TimeoutError):  # the store has ended
-        store = _connect(place, limit_s)
+        store = _connect(env, limit_s)
         while not ended.wait(_LISTEN_S):
             if (objection := read_objection(store)) is not None:
                 heard.append(objection)
-                say_goodbye(store, place.rank)
+                say_goodbye(store, env.rank)
                 return
 
 
-def _bound_socket(place: Place) -> int | None:
+def _bound_socket(env: RankEnv) -> int | None:
     """The descriptor of a socket bound to the store's address; None if the address is in use.
 
     A socket of torch would listen on every interface.
     """
-    if place.bound is not None:
-        return place.bound
+    if env.bound is not None:
+        return env.bound
     try:
-        address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+        address = socket.getaddrinfo(env.host, env.port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(address[0], socket.SOCK_STREAM)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address[4])
@@ -356,13 +353,13 @@ def _bound_socket(place: Place) -> int | None:
         if error.errno == errno.EADDRINUSE:  # perhaps another rank 0, which the rendezvous detects
             return None
         raise RankError(
-            f"rank 0 of {place.size} cannot listen at MASTER_ADDR={place.host}, MASTER_PORT="
-            f"{place.port}: {error.strerror or error}; give an address of rank 0's own host"
+            f"rank 0 of {env.size} cannot listen at MASTER_ADDR={env.host}, MASTER_PORT="
+            f"{env.port}: {error.strerror or error}; give an address of rank 0's own host"
         ) from error
     return bound.detach()
 
 
-def _wait_for_store(place: Place, limit_s: float) -> None:
+def _wait_for_store(env: RankEnv, limit_s: float) -> None:
     """Waits until a process listens at the store's address; torch would print warnings.
 
     Raises: TimeoutError.
@@ -370,7 +367,7 @@ def _wait_for_store(place: Place, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while True:
         try:
-            socket.create_connection((place.host, place.port), timeout=limit_s).close()
+            socket.create_connection((env.host, env.port), timeout=limit_s).close()
             return
         except OSError as error:
             if time.monotonic() >= deadline:
@@ -378,17 +375,17 @@ def _wait_for_store(place: Place, limit_s: float) -> None:
             time.sleep(_CONNECT_S)
 
 
-def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
-    where = f"MASTER_ADDR={place.host}, MASTER_PORT={place.port}"
-    if len(missing) == place.size:
+def _never_came(env: RankEnv, missing: set[int], timeouts: Timeouts) -> str:
+    where = f"MASTER_ADDR={env.host}, MASTER_PORT={env.port}"
+    if len(missing) == env.size:
         who = (
-            f"rank {place.rank} of {place.size} met nobody: {_store_owner(place)} did not answer "
+            f"rank {env.rank} of {env.size} met nobody: {_store_owner(env)} did not answer "
             f"at {where}"
         )
     elif missing:
-        who = f"rank {listed_ranks(missing)} of {place.size} never joined"
+        who = f"rank {listed_ranks(missing)} of {env.size} never joined"
     else:
-        who = f"all {place.size} ranks have come, but one of them stopped answering"
+        who = f"all {env.size} ranks have come, but one of them stopped answering"
     unseen = f", or has another {SECRET_FILE}" if SECRET_FILE in os.environ else ""
     return (
         f"{who} within {timeouts.start_s:g} s; check its output, and whether it was started"
@@ -396,8 +393,8 @@ def _never_came(place: Place, missing: set[int], timeouts: Timeouts) -> str:
     )
 
 
-def _store_owner(place: Place) -> str:
-    return "torchrun's agent" if place.is_served else f"rank 0 of {place.size}"
+def _store_owner(env: RankEnv) -> str:
+    return "torchrun's agent" if env.is_served else f"rank 0 of {env.size}"
 
 
 def _leave() -> None:

@@ -20,7 +20,7 @@ from parallel_llama.errors import (
     WriteError,
 )
 from parallel_llama.parallel.failures import RankError, report_crash, report_error
-from parallel_llama.parallel.place import is_watched, world
+from parallel_llama.parallel.rank_env import is_watched, world
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
 INTERRUPTED, UNHEARD = 128 + signal.SIGINT, 128 + signal.SIGPIPE

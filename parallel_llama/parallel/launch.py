@@ -28,11 +28,11 @@ from typing import IO, Any
 
 from parallel_llama.errors import UsageError
 from parallel_llama.parallel.failures import MAX_REPORT_BYTES, RankError, Report, read_report
-from parallel_llama.parallel.place import (
+from parallel_llama.parallel.rank_env import (
     SECRET_BYTES,
     SECRET_FD,
     STORE_FD,
-    Place,
+    RankEnv,
     end_with_parent,
     run_in,
 )
@@ -156,7 +156,7 @@ class LocalRanks:
                     rank.process.stdin.write(json.dumps(settings).encode() + b"\n")
                     rank.process.stdin.flush()
                 bound = os.dup(store.fileno())
-                self.place = Place(
+                self.env = RankEnv(
                     0,
                     size,
                     "127.0.0.1",
@@ -187,9 +187,9 @@ class LocalRanks:
         reports = _reports(ended)
         silent = [rank for rank in ended if rank.number not in reports]
         if silent:
-            return f"rank {silent[0].number} of {self.place.size} {silent[0].ending()}"
+            return f"rank {silent[0].number} of {self.env.size} {silent[0].ending()}"
         first = next(iter(reports))
-        return f"rank {first} of {self.place.size}: {reports[first].message}"
+        return f"rank {first} of {self.env.size}: {reports[first].message}"
 
     def pids(self) -> dict[int, int]:
         """Process ids by rank."""

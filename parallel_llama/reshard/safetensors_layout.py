@@ -28,8 +28,8 @@ from parallel_llama.config.hf import hf_config
 from parallel_llama.config.native import native_config
 from parallel_llama.dtypes import QUANT_GROUP_SIZE, STORED_NAMES, QuantFormat
 from parallel_llama.errors import UsageError
-from parallel_llama.families import family_of, parameters, stored_places
-from parallel_llama.families.places import Place, whole
+from parallel_llama.families import family_of, parameters, stored_slices
+from parallel_llama.families.stored_slices import StoredSlice, whole
 from parallel_llama.families.weights import Param
 from parallel_llama.ops.formats import dtype_name
 from parallel_llama.reshard.layout import Layout, TargetFile, json_text
@@ -67,10 +67,10 @@ class SafetensorsLayout(Layout):
         args: ModelArgs,
         dtypes: Mapping[str, torch.dtype],
         names: Sequence[str],
-        places: Mapping[str, Place],
+        slices: Mapping[str, StoredSlice],
     ) -> None:
-        self.args, self.places = args, places
-        self.stored = _stored(places, dtypes)
+        self.args, self.slices = args, slices
+        self.stored = _stored(slices, dtypes)
         if len(names) > len(self.stored):
             raise UsageError(
                 f"{len(names)} files and {len(self.stored)} tensors: a file needs at least one; "
@@ -110,11 +110,11 @@ class HFLayout(SafetensorsLayout):
         self._config = hf_config(args, ids)
         names = [f"model-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
         names = names if n_parts > 1 else ["model.safetensors"]
-        super().__init__(args, dtypes, names, stored_places(args, "hf"))
+        super().__init__(args, dtypes, names, stored_slices(args, "hf"))
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
-        place = self.places[param.name]
-        file, offset = self.locations[place.name]
+        stored_slice = self.slices[param.name]
+        file, offset = self.locations[stored_slice.name]
         order = family_of(self.args).rotary_order["hf"]
         start = 0  # rows that are written
         for (piece,) in pieces:
@@ -122,7 +122,7 @@ class HFLayout(SafetensorsLayout):
                 piece = reordered(piece, self.args.head_dim, order, self.args.rotary_dim)
             rows = range(start, start + piece.shape[0])
             row_bytes = piece.nbytes // len(rows)
-            for run in place.runs(rows):
+            for run in stored_slice.runs(rows):
                 part = piece[start - rows.start :][: len(run)]
                 yield file, offset + run.start * row_bytes, part
                 start += len(run)
@@ -155,14 +155,14 @@ class NativeLayout(SafetensorsLayout):
         self._formats = formats or {}
         self._units = axis_units(args, QUANT_GROUP_SIZE if self._formats else 1)
         names = [f"weights-{n:05}-of-{n_parts:05}.safetensors" for n in range(1, n_parts + 1)]
-        places: dict[str, Place] = {}
+        slices: dict[str, StoredSlice] = {}
         held: dict[str, torch.dtype] = {}
         for weight in parameters(args):
             for part in self._parts_of(weight):
                 name = part.param.name
-                places[name] = whole(name, part.shape)
+                slices[name] = whole(name, part.shape)
                 held[name] = dtypes[name] if part.dtype is None else dtype_of(part.dtype)
-        super().__init__(args, held, names, places)
+        super().__init__(args, held, names, slices)
 
     def parts(self, param: Param, pieces: Iterable[Piece]) -> Iterator[tuple[str, int, Tensor]]:
         first, *others = self._parts_of(param)
@@ -204,15 +204,15 @@ class NativeLayout(SafetensorsLayout):
 
 
 def _stored(
-    places: Mapping[str, Place], dtypes: Mapping[str, torch.dtype]
+    slices: Mapping[str, StoredSlice], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, StoredTensor]:
     """The stored tensors of the weights, in the order of the model."""
     stored: dict[str, StoredTensor] = {}
-    for name, place in places.items():
-        tensor = StoredTensor(place.name, dtypes[name], place.shape)
-        if stored.setdefault(place.name, tensor) != tensor:
+    for name, stored_slice in slices.items():
+        tensor = StoredTensor(stored_slice.name, dtypes[name], stored_slice.shape)
+        if stored.setdefault(stored_slice.name, tensor) != tensor:
             raise UsageError(
-                f"{place.name}: has weights of {dtype_name(stored[place.name].dtype)} and of "
+                f"{stored_slice.name}: has weights of {dtype_name(stored[stored_slice.name].dtype)} and of "
                 f"{dtype_name(tensor.dtype)}, but a tensor has one dtype; use --dtype, or --format "
                 "native"
             )

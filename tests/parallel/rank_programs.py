@@ -12,7 +12,7 @@ import psutil
 
 from parallel_llama.parallel.failures import report_crash, report_error
 from parallel_llama.parallel.launch import hear_ctrl_c
-from parallel_llama.parallel.place import world
+from parallel_llama.parallel.rank_env import world
 
 RANK = int(os.environ.get("RANK", "0"))
 FOR_EVER_S = 600  # longer than any test waits

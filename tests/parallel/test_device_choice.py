@@ -10,7 +10,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.parallel import current_device
 from parallel_llama.parallel.current_device import own_device, use_device
 from parallel_llama.parallel.device_choice import choose_device, count_cards
-from parallel_llama.parallel.place import local_world
+from parallel_llama.parallel.rank_env import local_world
 
 pytestmark = pytest.mark.slow
 

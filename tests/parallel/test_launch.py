@@ -25,10 +25,10 @@ from parallel_llama.parallel import communicators
 from parallel_llama.parallel.failures import RankError, Report, read_report, report_error
 from parallel_llama.parallel.handshake import RankInfo, require_same
 from parallel_llama.parallel.launch import MAX_RANKS, run_ranks, threads_per_rank
-from parallel_llama.parallel.place import (
+from parallel_llama.parallel.rank_env import (
     is_started_as_rank,
     local_world,
-    place_in_environment,
+    rank_env,
     world,
 )
 
@@ -443,7 +443,7 @@ def test_a_secret_that_is_short_or_open_to_others_is_refused(put, tmp_path, secr
     env = {**PMI, "MASTER_ADDR": "h", "MASTER_PORT": "1"}
     put({**env, **secret_file(tmp_path / "secret", secret, mode)})
     with pytest.raises(UsageError, match=says):
-        place_in_environment()
+        rank_env()
 
 
 @pytest.fixture
@@ -720,7 +720,7 @@ def test_without_an_address_the_launchers_own_line_is_given(put, env, line):
     with pytest.raises(UsageError, match=re.escape(line)):
         communicators.join()
     put({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"})
-    assert (place_in_environment().rank, place_in_environment().host) == (world()[0], "node1")
+    assert (rank_env().rank, rank_env().host) == (world()[0], "node1")
 
 
 @pytest.mark.parametrize(("host", "port"), [("", "29500"), ("127.0.0.1", "0"), ("127.0.0.1", "x")])

@@ -15,7 +15,7 @@ from parallel_llama.families.weights import Param
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredSlice:
     """The rows of a weight in a stored tensor, as runs at equal distances.
 
     All dimensions of a stored tensor but the last are flattened into rows; the rows of a vector are
@@ -48,7 +48,7 @@ class Place:
     def runs(self, rows: range) -> Iterator[range]:
         """The stored rows of some rows of the weight, in order.
 
-        >>> list(Place("qkv", (8, 5), first=0, run=2, step=4).runs(range(1, 4)))
+        >>> list(StoredSlice("qkv", (8, 5), first=0, run=2, step=4).runs(range(1, 4)))
         [range(1, 2), range(4, 6)]
         """
         start = rows.start
@@ -60,14 +60,14 @@ class Place:
             start += count
 
 
-def whole(name: str, shape: tuple[int, ...]) -> Place:
+def whole(name: str, shape: tuple[int, ...]) -> StoredSlice:
     """The place of a weight that is a whole stored tensor."""
-    return Place(name, shape, 0, shape[0], shape[0])
+    return StoredSlice(name, shape, 0, shape[0], shape[0])
 
 
 def shared(
     name: str, weights: Sequence[Param], n_groups: int = 1, n_slices: int = 1
-) -> Iterator[tuple[str, Place]]:
+) -> Iterator[tuple[str, StoredSlice]]:
     """The places of weights that share a stored tensor, by the names of the weights.
 
     `n_slices` is the first dimension of a tensor with one dimension more than the weights.
@@ -80,5 +80,5 @@ def shared(
     for weight in weights:
         assert weight.shape[1:] == row and weight.shape[0] % n_groups == 0, weight.name
         run = weight.shape[0] // n_groups
-        yield weight.name, Place(name, shape, first, run, n_rows // n_groups)
+        yield weight.name, StoredSlice(name, shape, first, run, n_rows // n_groups)
         first += run

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_llama.families import stored_places
+from parallel_llama.families import stored_slices
 from parallel_llama.families.model_args import ModelArgs
-from parallel_llama.families.places import Place, shared, whole
+from parallel_llama.families.stored_slices import StoredSlice, shared, whole
 from parallel_llama.families.weights import Param
 
 
-def taken(stored: Tensor, place: Place, rows: range) -> Tensor:
+def taken(stored: Tensor, part: StoredSlice, rows: range) -> Tensor:
     """Rows of a weight from the matrix of its stored tensor."""
-    return torch.cat([stored[run.start : run.stop] for run in place.runs(rows)])
+    return torch.cat([stored[run.start : run.stop] for run in part.runs(rows)])
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(71, 1), (12, 4), (9, 3), (6, 6)])
@@ -23,25 +23,25 @@ def test_queries_keys_and_values_lie_group_by_group(n_heads: int, n_kv_heads: in
     expected = groups[:, :-2], groups[:, -2], groups[:, -1]
     sizes = [n * head_dim for n in (n_heads, n_kv_heads, n_kv_heads)]
     weights = [Param(f"w{n}", (size, dim)) for n, size in enumerate(sizes)]
-    places = dict(shared("qkv", weights, n_groups=n_kv_heads))
+    slices = dict(shared("qkv", weights, n_groups=n_kv_heads))
     for weight, rows_of_all in zip(weights, expected, strict=True):
-        place, n_rows = places[weight.name], weight.shape[0]
-        assert place.shape == stored.shape
+        part, n_rows = slices[weight.name], weight.shape[0]
+        assert part.shape == stored.shape
         for rows in (range(n_rows), range(3, n_rows), range(1, min(7, n_rows)), range(2, 2)):
             if rows:
                 expected_rows = rows_of_all.reshape(-1, dim)[rows.start : rows.stop]
-                assert torch.equal(taken(stored, place, rows), expected_rows)
-        assert place.extent.start == next(iter(place.runs(range(n_rows)))).start
-        assert place.extent.stop == list(place.runs(range(n_rows)))[-1].stop
-    assert not list(places["w0"].runs(range(2, 2)))
+                assert torch.equal(taken(stored, part, rows), expected_rows)
+        assert part.extent.start == next(iter(part.runs(range(n_rows)))).start
+        assert part.extent.stop == list(part.runs(range(n_rows)))[-1].stop
+    assert not list(slices["w0"].runs(range(2, 2)))
 
 
 def test_a_weight_of_three_dimensions_is_rows_of_its_slice() -> None:
     stored = torch.arange(4 * 6 * 5).view(4, 6, 5)
     weights = [Param(f"e{number}", (6, 5)) for number in range(4)]
-    for number, (_, place) in enumerate(shared("all", weights, n_slices=4)):
-        assert place.shape == (4, 6, 5)
-        assert torch.equal(taken(stored.view(-1, 5), place, range(6)), stored[number])
+    for number, (_, part) in enumerate(shared("all", weights, n_slices=4)):
+        assert part.shape == (4, 6, 5)
+        assert torch.equal(taken(stored.view(-1, 5), part, range(6)), stored[number])
 
 
 def test_a_weight_with_a_tensor_to_itself_is_one_run() -> None:
@@ -54,4 +54,4 @@ def test_a_familys_places_are_found_once(layout) -> None:
     args = ModelArgs(
         dim=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=6, vocab_size=5
     )
-    assert stored_places(args, layout) is stored_places(args, layout)
+    assert stored_slices(args, layout) is stored_slices(args, layout)

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnv:
     """The rank of a process, and the address of the store.
 
     Args:
@@ -138,7 +138,7 @@ def _tasks_of_node() -> int | None:
         return None
 
 
-def place_in_environment() -> Place:
+def rank_env() -> RankEnv:
     """This process's place from the variables of its launcher; a single rank without a launcher.
 
     The bound socket and the secret are consumed, so a second call does not find them.
@@ -148,7 +148,7 @@ def place_in_environment() -> Place:
     """
     rank, size = world()
     if size == 1:
-        return Place(0, 1)
+        return RankEnv(0, 1)
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         launcher = _launcher() or _TORCHRUN
@@ -157,7 +157,7 @@ def place_in_environment() -> Place:
             f"need an address to meet; {launcher.remedy}"
         )
     bound = os.environ.pop(STORE_FD, None)
-    return Place(
+    return RankEnv(
         rank,
         size,
         host,
