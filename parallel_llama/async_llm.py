@@ -22,7 +22,7 @@ from parallel_llama.llm import LLM
 from parallel_llama.request import Completion, Request, SamplingParams
 
 
-class Answer:
+class RequestHandle:
     """The outputs of one submitted request: iterate over them, or await all its completions.
 
     The outputs of all choices arrive in one stream. Cancel an answer that is no longer wanted.
@@ -73,11 +73,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Cancel:
-    answer: Answer
+    answer: RequestHandle
 
 
 # An answer starts its request, None ends the loop.
-_Commands = queue.SimpleQueue[Answer | _Cancel | None]
+_Commands = queue.SimpleQueue[RequestHandle | _Cancel | None]
 
 
 class AsyncLLM:
@@ -95,7 +95,7 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._loop: EngineLoop[Answer] = EngineLoop(llm.ranks)
+        self._loop: EngineLoop[RequestHandle] = EngineLoop(llm.ranks)
         self._client = _QueueClient(self._loop)
         # Written before the event loop learns of it, and only read there.
         self._error: Exception | None = None
@@ -116,7 +116,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
-    ) -> Answer:
+    ) -> RequestHandle:
         """Submit one prompt, which is checked before this returns.
 
         Args:
@@ -133,7 +133,7 @@ class AsyncLLM:
         )
         self._llm.engine.check(request)
         self._require_open()  # nothing is awaited between this and the queue
-        answer = Answer(request, self._client.queue, deadline_s)
+        answer = RequestHandle(request, self._client.queue, deadline_s)
         self._client.queue.put(answer)
         return answer
 
@@ -144,7 +144,7 @@ class AsyncLLM:
 
         The `index` of a completion is the index of its prompt in `prompts`.
         """
-        answers: list[Answer] = []
+        answers: list[RequestHandle] = []
         try:
             for prompt in prompts:
                 answers.append(await self.submit(prompt, params))
@@ -194,7 +194,7 @@ class AsyncLLM:
 class _QueueClient:
     """The client of the engine's loop: commands come from a queue, outputs go to the event loop."""
 
-    def __init__(self, loop: EngineLoop[Answer]) -> None:
+    def __init__(self, loop: EngineLoop[RequestHandle]) -> None:
         self.queue: _Commands = queue.SimpleQueue()
         self._loop, self._event_loop = loop, asyncio.get_running_loop()
 
@@ -209,16 +209,16 @@ class _QueueClient:
                 self._submit(command)
         return True
 
-    def _submit(self, answer: Answer) -> None:
+    def _submit(self, answer: RequestHandle) -> None:
         try:
             self._loop.submit(answer, answer.request, answer.timeout_s())
         except UsageError as error:
             self._hand_out([(answer, error)])
 
-    def on_step(self, result: StepResult[Answer]) -> None:
+    def on_step(self, result: StepResult[RequestHandle]) -> None:
         self._hand_out(result.outputs)
 
-    def on_failed(self, keys: Sequence[Answer], error: Exception) -> None:
+    def on_failed(self, keys: Sequence[RequestHandle], error: Exception) -> None:
         self._hand_out([(answer, error) for answer in keys])
 
     def refuse_commands(self, error: Exception) -> None:
@@ -227,12 +227,12 @@ class _QueueClient:
         def refuse() -> None:
             while not self.queue.empty():
                 command = self.queue.get()
-                if isinstance(command, Answer):
+                if isinstance(command, RequestHandle):
                     command.put(error)
 
         self._call(refuse)
 
-    def _hand_out(self, outputs: Sequence[tuple[Answer, StepOutput | Exception]]) -> None:
+    def _hand_out(self, outputs: Sequence[tuple[RequestHandle, StepOutput | Exception]]) -> None:
         def put() -> None:
             for answer, output in outputs:
                 answer.put(output)

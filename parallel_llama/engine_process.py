@@ -22,12 +22,12 @@ from parallel_llama.request import Request, SamplingParams, TokenLogprob
 from parallel_llama.serve.fair_threads import yield_cores
 from parallel_llama.serve.wire import (
     Cancel,
+    EngineRefused,
     Failed,
     FrameSocket,
     Loaded,
     Output,
     RankFacts,
-    Refused,
     Scored,
     Stepped,
     Submit,
@@ -146,12 +146,12 @@ class EngineProcess:
         try:
             self._loop.submit(message.key, message.request)
         except UsageError as error:
-            self._frames.send(Refused(message.key, str(error)))
+            self._frames.send(EngineRefused(message.key, str(error)))
 
     def _cancel(self, key: int) -> None:
         if key in self._compiling:
             self._compiling.remove(key)
-            self._frames.send(Refused(key, "it was cancelled"))
+            self._frames.send(EngineRefused(key, "it was cancelled"))
         else:
             self._loop.cancel(key)
 

@@ -16,7 +16,7 @@ from llm_program import Counts, soaked, until_idle
 from tiny_folder import write_chat_folder
 
 from parallel_llama import LLM, AsyncLLM, Completion, SamplingParams
-from parallel_llama.async_llm import Answer
+from parallel_llama.async_llm import RequestHandle
 from parallel_llama.errors import NumericalError, UsageError
 from parallel_llama.request import Grammar
 
@@ -403,7 +403,7 @@ def test_an_error_of_the_engine_reaches_everyone_who_waits(
             time.sleep(0.001)
         engine._thread.join(LIMIT_S)
         # What `submit` puts into the queue in the moment in which the engine ends.
-        engine._client.queue.put(late := Answer(answers[0].request, engine._client.queue))
+        engine._client.queue.put(late := RequestHandle(answers[0].request, engine._client.queue))
         tasks.append(asyncio.create_task(late.completions()))
         ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), LIMIT_S)
         assert [str(end) for end in ends] == ["something broke"] * 3

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.bench.agreement import agreements
-from launch.bench.engines import Engine, Measurement, engines
+from launch.bench.engines import Measurement, Runtime, engines
 from launch.bench.machine import Rates, prefill_flops
 from launch.bench.plot import svg
 from launch.bench.report import charts, report
@@ -53,7 +53,7 @@ def compare(
     kind: Kind,
     prompt_tokens: int,
     n_new: int,
-    chosen: Sequence[Engine],
+    chosen: Sequence[Runtime],
     n_rounds: int,
     n_streams: int = 1,
     n_starts: int = 1,
@@ -114,7 +114,7 @@ def texts_of(files: ModelFiles, length: int) -> list[list[int]]:
     return [tokens[start : start + length] for start in range(0, stop, length)]
 
 
-def engine_figures(engine: Engine, task: Task, rounds: Rounds, n_cores: int) -> dict[str, Any]:
+def engine_figures(engine: Runtime, task: Task, rounds: Rounds, n_cores: int) -> dict[str, Any]:
     """The measurements of one engine."""
     name = engine.name
     return {
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(wrong or bool(result["failed"]))
 
 
-def _located(engine: Engine, flags: argparse.Namespace) -> Engine:
+def _located(engine: Runtime, flags: argparse.Namespace) -> Runtime:
     """The engine with the path of its Python, if it is known."""
     shares = engine.shares and _located(engine.shares, flags)
     python = getattr(flags, engine.python_flag) if engine.python_flag else engine.python

@@ -8,11 +8,11 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-from launch.bench.engines import Engine, Measurement, Setup
+from launch.bench.engines import Measurement, Runtime, Setup
 from launch.bench.machine import Rates, meter
 from launch.bench.task import Task
 from launch.bench.weights import Weights
-from launch.bench.worker import EngineError, Worker
+from launch.bench.worker import RuntimeFailed, Worker
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Rounds:
     absent: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def leave_out(self, name: str, error: EngineError) -> None:
+    def leave_out(self, name: str, error: RuntimeFailed) -> None:
         _note(f"{name} failed: {error}")
         self.failed[name] = str(error)
         self.runs.pop(name, None)
@@ -48,7 +48,7 @@ class Rounds:
 def measure(
     weights: Weights,
     task: Task,
-    chosen: Sequence[Engine],
+    chosen: Sequence[Runtime],
     n_rounds: int,
     n_starts: int,
     texts: Sequence[list[int]],
@@ -63,7 +63,7 @@ def measure(
         try:
             starts[each.name] = _start(each, str(weights.path(each)), task, cores)
             rounds.step_bytes[each.name] = weights.step_bytes(each, len(task.lengths))
-        except EngineError as error:
+        except RuntimeFailed as error:
             rounds.leave_out(each.name, error)
     with ExitStack() as stack:
         for _ in range(n_starts - 1):
@@ -94,7 +94,7 @@ def start_all(
             worker = rounds.workers[name] = stack.enter_context(closing(start()))
             run = worker.answer(prompts, n_new)
             rounds.first_token_s.setdefault(name, []).append(worker.start_s + run.first_token_s)
-        except EngineError as error:
+        except RuntimeFailed as error:
             rounds.leave_out(name, error)
             del starts[name]
 
@@ -119,7 +119,7 @@ def run_rounds(
                 rounds.runs[name].append(
                     rounds.workers[name].answer(task.prompts(number), task.n_new)
                 )
-            except EngineError as error:
+            except RuntimeFailed as error:
                 rounds.leave_out(name, error)
             time.sleep(rest_s)
             after = look()
@@ -138,11 +138,11 @@ def weigh(rounds: Rounds, texts: Sequence[list[int]]) -> None:
             if n_weighed:
                 nll = sum(worker.nll(text) * (len(text) - 1) for text in texts)
                 rounds.nll[name] = nll / n_weighed
-        except EngineError as error:
+        except RuntimeFailed as error:
             rounds.leave_out(name, error)
 
 
-def _start(engine: Engine, model: str, task: Task, cores: tuple[int, ...]) -> Callable[[], Worker]:
+def _start(engine: Runtime, model: str, task: Task, cores: tuple[int, ...]) -> Callable[[], Worker]:
     """Returns a function that starts an engine with its part of the cores."""
     n_threads = engine.n_threads(len(cores))
     sizes = len(task.lengths), task.max_seq_len
@@ -150,7 +150,7 @@ def _start(engine: Engine, model: str, task: Task, cores: tuple[int, ...]) -> Ca
     return partial(Worker, _command(engine, setup), n_threads)
 
 
-def _command(engine: Engine, setup: Setup) -> list[str]:
+def _command(engine: Runtime, setup: Setup) -> list[str]:
     assert engine.python is not None
     worker = ["-m", "launch.bench.worker", engine.module, json.dumps(asdict(setup))]
     if engine.n_ranks == 1 or not engine.under_torchrun:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import gguf
 
-from launch.bench.engines import Engine, Layout
-from launch.bench.worker import ROOT, EngineError
+from launch.bench.engines import Layout, Runtime
+from launch.bench.worker import ROOT, RuntimeFailed
 from parallel_llama.checkpoint import open_checkpoint
 from parallel_llama.config import ModelArgs
 from parallel_llama.dtypes import QUANTS, Precision
@@ -32,7 +32,7 @@ class Weights:
     args: ModelArgs
     folder: Path
 
-    def path(self, engine: Engine) -> Path:
+    def path(self, engine: Runtime) -> Path:
         """The path that an engine loads; it is converted at the first call.
 
         Raises: EngineError if the conversion fails.
@@ -50,10 +50,10 @@ class Weights:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             if done.returncode:
                 lines = (done.stderr.strip() or "no message").splitlines()
-                raise EngineError(f"its weights could not be made: {lines[-1]}")
+                raise RuntimeFailed(f"its weights could not be made: {lines[-1]}")
         return target
 
-    def step_bytes(self, engine: Engine, batch: int) -> int:
+    def step_bytes(self, engine: Runtime, batch: int) -> int:
         """Bytes of weights that one decode step of `batch` sequences must read.
 
         For converted files it is the size of the file times the fraction of values that are read.
@@ -78,11 +78,11 @@ class Weights:
         try:
             write_gguf(self.files, self.args, target)
         except UsageError as error:
-            raise EngineError(str(error)) from error
+            raise RuntimeFailed(str(error)) from error
         return target
 
 
-def _precision(engine: Engine) -> Precision:
+def _precision(engine: Runtime) -> Precision:
     """The precision of the weights after an engine has loaded them."""
     if engine.makes:
         return Precision.plain("float32")

@@ -35,7 +35,7 @@ END_LIMIT_S = 5.0
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
-class EngineError(Exception):
+class RuntimeFailed(Exception):
     """An engine did not start, ended, or gave a wrong number of tokens."""
 
 
@@ -73,7 +73,7 @@ class Worker:
         run = Measurement(**self._ask("answer", prompts=prompts, n_new=n_new))
         lengths = [len(tokens) for tokens in run.tokens]
         if lengths != [n_new] * len(prompts):
-            raise EngineError(f"was asked for {n_new} tokens a prompt and gave {lengths}")
+            raise RuntimeFailed(f"was asked for {n_new} tokens a prompt and gave {lengths}")
         return run
 
     def nll(self, tokens: list[int]) -> float:
@@ -125,11 +125,11 @@ class Worker:
             raise self._failure("ended")
         return json.loads(line)
 
-    def _failure(self, what: str) -> EngineError:
+    def _failure(self, what: str) -> RuntimeFailed:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         last = [line.strip() for line in lines if line.strip()][-1:]
-        return EngineError(": ".join([what, *last])[:2000])
+        return RuntimeFailed(": ".join([what, *last])[:2000])
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

@@ -17,12 +17,12 @@ from parallel_llama.serve.engine_child import AttachedEngine, EngineChild
 from parallel_llama.serve.metrics import Metrics
 from parallel_llama.serve.wire import (
     Cancel,
+    EngineRefused,
     Failed,
     Frames,
     FromEngine,
     Loaded,
     Output,
-    Refused,
     Scored,
     Stepped,
     Submit,
@@ -257,7 +257,7 @@ class EngineClient:
                 self._answers[message.key].prompt_logprobs += message.logprobs
             case Loaded():
                 self._begin(message, writer)
-            case Refused():
+            case EngineRefused():
                 self._forget(message.key).fail(UsageError(message.reason))
             case Failed():
                 self.n_failed_steps += 1

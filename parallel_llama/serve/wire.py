@@ -96,7 +96,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
     statistics: EngineStatistics
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class EngineRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """A request that the engine cannot run, and why."""
 
     key: int
@@ -110,7 +110,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     reason: str
 
 
-FromEngine = Loaded | Scored | Stepped | Refused | Failed
+FromEngine = Loaded | Scored | Stepped | EngineRefused | Failed
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

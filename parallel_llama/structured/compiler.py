@@ -12,7 +12,7 @@ from parallel_llama.structured import grammar_check
 from parallel_llama.structured.matcher import Matcher
 from parallel_llama.structured.token_table import TokenTable
 from parallel_llama.tokenizer import Tokenizer
-from parallel_llama.tokenizer.bounded_process import BoundedProcess, OutOfTime, Request, Stopped
+from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest, OutOfTime, Stopped
 
 MAX_CACHED_GRAMMARS = 32
 MAX_CACHED_CHARS = 512 << 10
@@ -95,7 +95,7 @@ class GrammarCompiler:
     def _check(self, grammar: Grammar) -> str:
         """Compiles a grammar in the separate process; why that failed, or "" if it did not."""
         fields = {"kind": grammar.kind, "text": grammar.text}
-        request = Request(grammar_check.CPU_LIMIT_S, 0.0, fields)
+        request = JobRequest(grammar_check.CPU_LIMIT_S, 0.0, fields)
         try:
             try:
                 reply = self._checker.ask(request)

@@ -39,7 +39,7 @@ class OutOfTime(Stopped):
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """JSON fields and bytes for a job, and the CPU time that the job may take."""
 
     cpu_s: float
@@ -64,9 +64,9 @@ class BoundedProcess:
         self._max_extra_bytes = max_extra_bytes
         self._lock = threading.Lock()
         self._child: _Child | None = None
-        self._opening: Request | None = None
+        self._opening: JobRequest | None = None
 
-    def ask(self, request: Request) -> dict[str, Any]:
+    def ask(self, request: JobRequest) -> dict[str, Any]:
         """The job's reply.
 
         Raises: Stopped.
@@ -76,7 +76,7 @@ class BoundedProcess:
                 self._start()
             return self._exchange(request)
 
-    def open(self, request: Request) -> dict[str, Any]:
+    def open(self, request: JobRequest) -> dict[str, Any]:
         """Sends this request to a new process now, and to every later process first."""
         with self._lock:
             self._opening = None
@@ -95,7 +95,7 @@ class BoundedProcess:
         if self._opening is not None:
             self._exchange(self._opening)
 
-    def _exchange(self, request: Request) -> dict[str, Any]:
+    def _exchange(self, request: JobRequest) -> dict[str, Any]:
         assert self._child is not None
         body = json.dumps(request.fields).encode() + b"\n" + request.data
         cpu_s = request.cpu_s + request.cpu_s_per_byte * len(body)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from parallel_llama.errors import CheckpointError, UsageError, quoted
-from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
+from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest, Stopped
 from parallel_llama.tokenizer.chat import ROLES, Chat, Message, require_roles, text_of
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ class TemplateRenderer:
         """
         fields = {"template": template, "context": context}
         try:
-            reply = self._process.ask(Request(self._cpu_s, RENDER_CPU_S_PER_BYTE, fields))
+            reply = self._process.ask(JobRequest(self._cpu_s, RENDER_CPU_S_PER_BYTE, fields))
         except Stopped as error:
             reply = {"failure": "limit", "message": str(error)}
         failure, message = reply.get("failure"), reply.get("message")

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import processors
 
 from parallel_llama.errors import CheckpointError
-from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
+from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest, Stopped
 from parallel_llama.tokenizer.sandbox_tokenizers import Library
 from parallel_llama.tokenizer.tokenizer import Tokenizer
 from parallel_llama.tokenizer.vocabulary import MAX_PIECES, Vocabulary
@@ -100,14 +100,14 @@ class FileEncoder:
     def __init__(self, data: bytes, source: str) -> None:
         self._source = source
         self._limit_bytes = MAX_EXTRA_BYTES + MAX_EXTRA_PER_BYTE * len(data)
-        self._load = Request(CPU_S, LOAD_CPU_S_PER_BYTE, data=data)
+        self._load = JobRequest(CPU_S, LOAD_CPU_S_PER_BYTE, data=data)
         self._small = BoundedProcess("sandbox_tokenizers", self._limit_bytes)
         self.contents = Contents(**self._answer(self._small.open, self._load))
 
     def encode(self, text: str, special: bool) -> list[int]:
         data = text.encode()
         process = self._large if len(data) > LARGE_TEXT_BYTES else self._small
-        request = Request(CPU_S, ENCODE_CPU_S_PER_BYTE, {"special": special}, data)
+        request = JobRequest(CPU_S, ENCODE_CPU_S_PER_BYTE, {"special": special}, data)
         ids: list[int] = self._answer(process.ask, request)["ids"]
         return ids
 
@@ -117,7 +117,9 @@ class FileEncoder:
         self._answer(process.open, self._load)
         return process
 
-    def _answer(self, ask: Callable[[Request], dict[str, Any]], request: Request) -> dict[str, Any]:
+    def _answer(
+        self, ask: Callable[[JobRequest], dict[str, Any]], request: JobRequest
+    ) -> dict[str, Any]:
         try:
             answer = ask(request)
         except Stopped as error:

@@ -27,7 +27,7 @@ from launch.bench.machine import Rates, prefill_flops
 from launch.bench.report import charts, report
 from launch.bench.rounds import Rounds, run_rounds, start_all
 from launch.bench.task import Task, make_task, spread
-from launch.bench.worker import EngineError, Worker
+from launch.bench.worker import RuntimeFailed, Worker
 from parallel_llama.config import ModelArgs
 
 RAGGED = make_task("ragged", 512, 64, vocab_size=100)
@@ -207,16 +207,16 @@ def test_an_engine_stays_loaded_and_says_why_it_ended():
         assert worker.versions == {"fake": "1"}
         assert worker.answer([[1], [2]], 3).tokens == [[0, 0, 0]] * 2
         assert worker.answer([[1]], 2).tokens == [[1, 1]]
-        with pytest.raises(EngineError, match=r"asked for 2 tokens a prompt and gave \[1\]"):
+        with pytest.raises(RuntimeFailed, match=r"asked for 2 tokens a prompt and gave \[1\]"):
             worker.answer([[1]], 2)
-        with pytest.raises(EngineError, match="ended: out of memory"):
+        with pytest.raises(RuntimeFailed, match="ended: out of memory"):
             worker.answer([[1]], 2)
     finally:
         worker.close()
 
 
 def test_an_engine_that_does_not_start_is_an_error_with_its_last_words():
-    with pytest.raises(EngineError, match="ended: no such weights"):
+    with pytest.raises(RuntimeFailed, match="ended: no such weights"):
         Worker([sys.executable, "-c", "import sys; sys.exit('no such weights')"], n_threads=1)
 
 
@@ -240,7 +240,7 @@ class FakeWorker:
     def answer(self, prompts, n_new):
         (prompt,) = prompts
         if prompt == [self.fails_at]:
-            raise EngineError("tired")
+            raise RuntimeFailed("tired")
         self.log.append((self.name, prompt[0]))
         return Measurement([[prompt[0]] * n_new], 1.0, 2.0)
 

@@ -15,7 +15,7 @@ from tiny_models import TINY_MODELS, write_hf
 from launch.bench.compare import main
 from launch.bench.engines import engines
 from launch.bench.weights import Weights, write_gguf
-from launch.bench.worker import EngineError
+from launch.bench.worker import RuntimeFailed
 from parallel_llama.checkpoint import meta_vocab_size, open_checkpoint
 from parallel_llama.config import load_model_args
 from parallel_llama.errors import UsageError
@@ -85,7 +85,7 @@ def test_a_step_reads_an_engines_own_file_but_for_what_is_looked_up(name, share,
 def test_weights_that_an_engine_cannot_make_are_told_with_its_last_words(tmp_path):
     made = weights_of("9/3", tmp_path)
     (llama_models,) = engines("llama-models")
-    with pytest.raises(EngineError, match=r"could not be made: AttributeError.*'convert'"):
+    with pytest.raises(RuntimeFailed, match=r"could not be made: AttributeError.*'convert'"):
         made.path(replace(llama_models, makes=".bin"))
 
 

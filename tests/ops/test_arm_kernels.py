@@ -12,13 +12,13 @@ from parallel_llama.ops.cpu.elementwise import NormKernel
 from parallel_llama.ops.cpu.embedding import QuantEmbeddingKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import GemvKernel
-from parallel_llama.ops.cpu.jit import Machine
+from parallel_llama.ops.cpu.jit import CPUFeatures
 from parallel_llama.ops.cpu.quant_gemm import QuantGemmKernel
 
 FORMS = pytest.mark.parametrize(
     "form", [INT8, INT4_MIN, BLOCKS["Q6_K"]], ids=lambda each: each.name
 )
-PLAIN_ARM, WITH_USDOT = Machine(16, 32), Machine(16, 32, "usdot")
+PLAIN_ARM, WITH_USDOT = CPUFeatures(16, 32), CPUFeatures(16, 32, "usdot")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from parallel_llama.ops.cpu import jit
 from parallel_llama.ops.cpu.arguments import Integer, Integers, T
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.elementwise import SiluAndMulKernel
-from parallel_llama.ops.cpu.jit import CompiledKernel, Machine, machine_code, openmp
+from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, machine_code, openmp
 
 
 @pytest.fixture(autouse=True)
@@ -112,21 +112,21 @@ needs_openmp = pytest.mark.skipif(openmp() is None, reason="kernels need torch's
 @needs_openmp
 def test_a_kernel_from_the_cache_is_the_kernel(folder, monkeypatch):
     x = torch.randn(3, 20)
-    results = [SiluAndMulKernel(torch.float32, Machine(16, 16))(x)]
+    results = [SiluAndMulKernel(torch.float32, CPUFeatures(16, 16))(x)]
     assert len(list(folder.iterdir())) == 1
     monkeypatch.setattr(jit, "_module", None)  # nothing is built
-    results.append(SiluAndMulKernel(torch.float32, Machine(16, 16))(x))
+    results.append(SiluAndMulKernel(torch.float32, CPUFeatures(16, 16))(x))
     assert torch.equal(*results)
 
 
 @needs_openmp
 def test_kernels_that_differ_in_a_parameter_have_code_of_their_own(folder):
-    for machine in (Machine(16, 16), Machine(32, 16)):
+    for machine in (CPUFeatures(16, 16), CPUFeatures(32, 16)):
         for dtype in (torch.float32, torch.float64):
             SiluAndMulKernel(dtype, machine)
     soft = Scores(soft_cap=30.0), Scores(soft_cap=50.0), Scores(scale=0.5)
     for scores in soft:
-        DecodeAttentionKernel(torch.float32, torch.float32, 16, 1, scores, Machine(16, 16))
+        DecodeAttentionKernel(torch.float32, torch.float32, 16, 1, scores, CPUFeatures(16, 16))
     assert len(list(folder.iterdir())) == 4 + 3
 
 
@@ -204,7 +204,7 @@ def _body(*_): ...
 def test_a_kernel_whose_surroundings_changed_is_made_anew(folder, monkeypatch):
     for digest in ("now", "then", "now"):
         monkeypatch.setattr(jit, "_SOURCES", digest)
-        SiluAndMulKernel(torch.float32, Machine(16, 16))
+        SiluAndMulKernel(torch.float32, CPUFeatures(16, 16))
     assert len(list(folder.iterdir())) == 2
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from parallel_llama.ops import DecodeBatch, Scores
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
-from parallel_llama.ops.cpu.jit import Machine, openmp
+from parallel_llama.ops.cpu.jit import CPUFeatures, openmp
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
-MACHINES = {16: Machine(16, 16), 32: Machine(32, 16), 64: Machine(64, 32)}
+MACHINES = {16: CPUFeatures(16, 16), 32: CPUFeatures(32, 16), 64: CPUFeatures(64, 32)}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 PLAIN, CAPPED = Scores(), Scores(scale=0.7, soft_cap=2.0)
 N_SLOTS, N_KV_HEADS = 720, 2

@@ -9,11 +9,17 @@ import torch
 from parallel_llama.ops.cpu.elementwise import NormKernel, SiluAndMulKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import MAX_ROWS, GemvKernel, RoutedGemvKernel
-from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.jit import CPUFeatures, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
 from parallel_llama.ops.routes import Routes
 
-MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 32), Machine(16, 16)]
+MACHINES = [
+    this_machine(),
+    CPUFeatures(64, 32),
+    CPUFeatures(32, 16),
+    CPUFeatures(16, 32),
+    CPUFeatures(16, 16),
+]
 CLOSE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
     torch.float64: {"rtol": 1e-13, "atol": 1e-13},

@@ -9,13 +9,13 @@ from torch import Tensor
 from parallel_llama.dtypes import KV_DTYPES, kv_format
 from parallel_llama.ops import DecodeBatch, Scores, kv_rows
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
-from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.jit import CPUFeatures, openmp, this_machine
 from parallel_llama.ops.cpu.kv_rows import UnpackKernel
 from parallel_llama.ops.cpu.rotary import RotaryKernel
 from parallel_llama.ops.formats import kv_dtype
 
 NARROW = torch.bfloat16, torch.int8, torch.float8_e4m3fn
-MACHINES = [this_machine(), Machine(64, 32), Machine(32, 16), Machine(16, 16)]
+MACHINES = [this_machine(), CPUFeatures(64, 32), CPUFeatures(32, 16), CPUFeatures(16, 16)]
 
 needs_kernels = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 rotary_for = cache(RotaryKernel)
@@ -81,7 +81,7 @@ def test_a_row_takes_the_bytes_that_the_plan_counts(name: str, head_dim: int) ->
 @pytest.mark.parametrize("head_dim", [2, 6, 64, 80])
 @pytest.mark.parametrize("stored", NARROW, ids=str)
 def test_kernels_keep_the_same_bytes_as_torch(
-    dtype: torch.dtype, stored: torch.dtype, head_dim: int, machine: Machine
+    dtype: torch.dtype, stored: torch.dtype, head_dim: int, machine: CPUFeatures
 ) -> None:
     """For rotations by an angle of 0."""
     x = hard_rows(dtype, head_dim)
@@ -128,7 +128,7 @@ def rows_of_all_numbers(stored: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 @pytest.mark.parametrize("stored", NARROW, ids=str)
 def test_kernels_read_every_number_as_torch_does(
-    dtype: torch.dtype, stored: torch.dtype, machine: Machine
+    dtype: torch.dtype, stored: torch.dtype, machine: CPUFeatures
 ) -> None:
     """A query that sees one key returns exactly the value of that key."""
     rows = rows_of_all_numbers(stored)
@@ -145,7 +145,7 @@ def test_kernels_read_every_number_as_torch_does(
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 @pytest.mark.parametrize("stored", NARROW, ids=str)
 def test_rows_that_a_kernel_unpacks_are_torchs_to_the_last_bit(
-    dtype: torch.dtype, stored: torch.dtype, machine: Machine
+    dtype: torch.dtype, stored: torch.dtype, machine: CPUFeatures
 ) -> None:
     """For some heads and slots of a larger cache, on all threads."""
     some = rows_of_all_numbers(stored).view(torch.uint8)

@@ -12,7 +12,7 @@ from parallel_llama.ops import DecodeBatch, QueryChunk, Scores, kv_rows
 from parallel_llama.ops.cpu import prefill_attention_amx
 from parallel_llama.ops.cpu.decode_attention import DecodeAttentionKernel
 from parallel_llama.ops.cpu.gemm_amx import tiles_are_allowed
-from parallel_llama.ops.cpu.jit import Machine, openmp
+from parallel_llama.ops.cpu.jit import CPUFeatures, openmp
 from parallel_llama.ops.cpu.prefill_attention import PrefillAttentionKernel
 from parallel_llama.ops.cpu.prefill_attention_amx import (
     PrefillAttentionAMXKernel,
@@ -21,7 +21,7 @@ from parallel_llama.ops.cpu.prefill_attention_amx import (
 
 pytestmark = pytest.mark.skipif(openmp() is None, reason="kernels need torch's own GNU OpenMP")
 
-MACHINES = {16: Machine(16, 16), 32: Machine(32, 16), 64: Machine(64, 32)}
+MACHINES = {16: CPUFeatures(16, 16), 32: CPUFeatures(32, 16), 64: CPUFeatures(64, 32)}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 HALF = 1e-4  # the error of products of numbers that are split into two of bfloat16
 has_tiles = pytest.mark.skipif(

@@ -23,7 +23,7 @@ from parallel_llama.dtypes import QUANT_GROUP_SIZE
 from parallel_llama.ops.cpu.embedding import QuantEmbeddingKernel
 from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import GemvKernel
-from parallel_llama.ops.cpu.jit import Machine, openmp, this_machine
+from parallel_llama.ops.cpu.jit import CPUFeatures, openmp, this_machine
 from parallel_llama.ops.cpu.quant_gemm import QuantGemmKernel
 from parallel_llama.ops.formats import DenseWeight, QuantWeight, concat_outputs
 from parallel_llama.ops.quant import (
@@ -41,11 +41,11 @@ CPU = torch.device("cpu")
 MACHINES = [
     machine
     for machine in (
-        Machine(64, 32, "vnni"),
-        Machine(64, 32, "madd"),
-        Machine(32, 16, "vnni"),
-        Machine(32, 16, "madd"),
-        Machine(16, 16, "plain"),
+        CPUFeatures(64, 32, "vnni"),
+        CPUFeatures(64, 32, "madd"),
+        CPUFeatures(32, 16, "vnni"),
+        CPUFeatures(32, 16, "madd"),
+        CPUFeatures(16, 16, "plain"),
     )
     if machine.vector_bytes <= this_machine().vector_bytes
     and (machine.byte_dots != "vnni" or this_machine().byte_dots == "vnni")

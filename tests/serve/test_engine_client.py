@@ -13,12 +13,12 @@ from parallel_llama.serve.engine_client import Busy, EngineClient, EngineEnded, 
 from parallel_llama.serve.metrics import Metrics
 from parallel_llama.serve.wire import (
     Cancel,
+    EngineRefused,
     Failed,
     Frames,
     Loaded,
     Output,
     RankFacts,
-    Refused,
     Stepped,
     Submit,
     framed,
@@ -137,7 +137,7 @@ def test_what_an_engine_refuses_or_fails_ends_that_request_alone():
     async def story(client, engines):
         engine = await ready(client, engines)
         refused, failed, good = (client.submit(request()) for _ in range(3))
-        engine.say(Refused(refused.key, "no such grammar"))
+        engine.say(EngineRefused(refused.key, "no such grammar"))
         engine.say(Failed((failed.key,), "nan"))
         engine.say(step(good.key, 7, ends=True))
         with pytest.raises(UsageError, match="no such grammar"):

@@ -18,7 +18,7 @@ import pytest
 
 from parallel_llama.errors import CheckpointError
 from parallel_llama.tokenizer import bounded_process, sandbox_main, sandbox_templates
-from parallel_llama.tokenizer.bounded_process import BoundedProcess, Request, Stopped
+from parallel_llama.tokenizer.bounded_process import BoundedProcess, JobRequest, Stopped
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +32,8 @@ def process() -> Iterator[BoundedProcess]:
     process.close()
 
 
-def request(template: str, cpu_s: float = 0.3, cpu_s_per_byte: float = 0.0) -> Request:
-    return Request(cpu_s, cpu_s_per_byte, {"template": template, "context": {}})
+def request(template: str, cpu_s: float = 0.3, cpu_s_per_byte: float = 0.0) -> JobRequest:
+    return JobRequest(cpu_s, cpu_s_per_byte, {"template": template, "context": {}})
 
 
 def worker_of(process: BoundedProcess) -> psutil.Process:
@@ -127,9 +127,9 @@ def test_what_is_asked_first_is_asked_of_every_new_process() -> None:
     ids = {"a": 0, "b": 1}
     model = {"type": "BPE", "vocab": ids, "merges": []}
     file = json.dumps({"version": "1.0", "model": model, "added_tokens": []}).encode()
-    assert process.open(Request(1.0, 0.0, data=file))["ids"] == ids
+    assert process.open(JobRequest(1.0, 0.0, data=file))["ids"] == ids
     for _ in range(2):
-        encode = Request(1.0, 0.0, {"special": True}, b"ba")
+        encode = JobRequest(1.0, 0.0, {"special": True}, b"ba")
         assert process.ask(encode) == {"ids": [1, 0]}
         process.close()
 

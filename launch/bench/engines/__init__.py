@@ -24,7 +24,7 @@ _LOOK_LIMIT_S = 60
 
 
 @dataclass(frozen=True)
-class Engine:
+class Runtime:
     """A runtime.
 
     Args:
@@ -44,7 +44,7 @@ class Engine:
     remedy: str
     forms: tuple[str, ...] = EXACT[:1]
     makes: str = ""
-    shares: "Engine | None" = None
+    shares: "Runtime | None" = None
     n_ranks: int = 1
     takes_ranks: bool = False
     under_torchrun: bool = False
@@ -131,7 +131,7 @@ _PEERS = (
 ENGINES = {
     each.name: each
     for each in (
-        Engine(
+        Runtime(
             "ours",
             "hf",
             ("parallel_llama",),
@@ -139,7 +139,7 @@ ENGINES = {
             forms=("float32", "bfloat16", "float16", "int8", "int4", "fp8", *_STORED),
             takes_ranks=True,
         ),
-        Engine(
+        Runtime(
             "transformers",
             "hf",
             ("transformers", "accelerate"),
@@ -148,13 +148,13 @@ ENGINES = {
             takes_ranks=True,
             under_torchrun=True,
         ),
-        Engine(
+        Runtime(
             "llama-models",
             "meta",
             ("llama_models", "fairscale"),
             "pip install fairscale && pip install --no-deps llama-models==0.3.0",
         ),
-        Engine(
+        Runtime(
             "vllm",
             "hf",
             ("vllm",),
@@ -164,7 +164,7 @@ ENGINES = {
             python_flag="vllm_python",
             cooldown_s=1.5,
         ),
-        Engine(
+        Runtime(
             "llama.cpp",
             "gguf",
             ("llama_cpp",),
@@ -174,7 +174,7 @@ ENGINES = {
             python=None,
             python_flag="peers_python",
         ),
-        Engine(
+        Runtime(
             "ctranslate2",
             "gguf",
             ("ctranslate2", "gguf"),
@@ -188,7 +188,7 @@ ENGINES = {
 }
 
 
-def engines(names: str) -> list[Engine]:
+def engines(names: str) -> list[Runtime]:
     """The engines of --engines in order.
 
     Raises: ArgumentTypeError for an unknown engine or format, an invalid number of ranks, or a
@@ -200,7 +200,7 @@ def engines(names: str) -> list[Engine]:
     return found
 
 
-def _engine(name: str) -> Engine:
+def _engine(name: str) -> Runtime:
     before, at, form = name.partition("@")
     base, colon, ranks = before.partition(":")
     if base not in ENGINES:

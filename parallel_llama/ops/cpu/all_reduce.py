@@ -26,7 +26,7 @@ from parallel_llama.ops.cpu.ir import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.jit import CompiledKernel, Machine, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, this_machine
 from parallel_llama.ops.cpu.replay import Exit, Recording
 from parallel_llama.parallel.shared_memory import EXCHANGE, LINE, SIGNATURE, SLOT_BYTES, Exchange
 
@@ -50,7 +50,7 @@ class AllReduceKernel:
     Shapes: x of any shape, contiguous.
     """
 
-    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
         self._program = CompiledKernel(
             _Arguments[float], partial(_all_reduce, lanes), numbers=lanes.pointer

@@ -42,7 +42,7 @@ from parallel_llama.ops.cpu.ir import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, Machine, at_once, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 
@@ -129,7 +129,7 @@ class DecodeAttentionKernel:
         head_dim: int,
         heads_per_kv: int,
         scores: Scores,
-        machine: Machine,
+        machine: CPUFeatures,
     ) -> None:
         self.dtype, self.head_dim, self.heads_per_kv = dtype, head_dim, heads_per_kv
         lanes = machine.lanes(dtype, head_dim)

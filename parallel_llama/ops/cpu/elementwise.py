@@ -29,8 +29,8 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import (
     CompiledKernel,
+    CPUFeatures,
     Launcher,
-    Machine,
     at_once,
     this_machine,
     threads_for,
@@ -54,7 +54,7 @@ class AddKernel:
     Shapes: x [n, m], y [n, m] or [m], rows contiguous.
     """
 
-    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
         self._program = CompiledKernel(
             _AddArguments[float], partial(_add, lanes), numbers=lanes.pointer
@@ -111,7 +111,7 @@ class NormKernel:
     Source: arXiv 1910.07467.
     """
 
-    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
         self._program = CompiledKernel(
             _NormArguments[float], partial(_norm, lanes), numbers=lanes.pointer
@@ -184,7 +184,7 @@ class SiluAndMulKernel:
     Source: arXiv 2002.05202.
     """
 
-    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
         self._program = CompiledKernel(
             _SiluAndMulArguments[float], partial(_silu_and_mul, lanes), numbers=lanes.pointer
@@ -245,7 +245,7 @@ class WeightedSumKernel:
     Shapes: parts [T * n, dim] and shares [T, n], contiguous; the result [T, dim].
     """
 
-    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
         self._program = CompiledKernel(
             _WeightedSumArguments[float], partial(_weighted_sum, lanes), numbers=lanes.pointer
@@ -307,7 +307,7 @@ class LargestKernel:
     Shapes: x [n, m], rows contiguous; the result [n, 2] float64.
     """
 
-    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
         self._program = CompiledKernel(
             _LargestArguments[float], partial(_largest, lanes), numbers=lanes.pointer

@@ -13,8 +13,8 @@ from parallel_llama.ops.cpu.arguments import Bytes, Floats, Integer, Integers, N
 from parallel_llama.ops.cpu.ir import I8, I32, Lanes, Thread, Value, loop, when
 from parallel_llama.ops.cpu.jit import (
     CompiledKernel,
+    CPUFeatures,
     Launcher,
-    Machine,
     at_once,
     this_machine,
     threads_for,
@@ -50,7 +50,7 @@ class LookupKernel:
     Shapes: tokens [n] int64; weight [m, dim] contiguous; the result [n, dim].
     """
 
-    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: CPUFeatures) -> None:
         lanes, self._dtype, self._stored = machine.lanes(dtype), dtype, stored
         of_weight = replace(lanes, stored=stored)
         self._program = CompiledKernel(
@@ -123,7 +123,7 @@ class QuantEmbeddingKernel:
     [n, in] float32.
     """
 
-    def __init__(self, form: QuantFormat, machine: Machine) -> None:
+    def __init__(self, form: QuantFormat, machine: CPUFeatures) -> None:
         reader = PanelReader(machine.lanes(torch.float32), form)
         self._program = CompiledKernel(
             _GroupLookupArguments[float], partial(_quant_embedding, reader)

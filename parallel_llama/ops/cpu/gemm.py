@@ -41,7 +41,7 @@ from parallel_llama.ops.cpu.ir import (
     transposed,
     when,
 )
-from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, Machine, at_once, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 
 # Rows that are multiplied by all panels before the next rows, so that they fit a cache; fewer if
 # each thread would get fewer panels than this.
@@ -62,7 +62,7 @@ class _Shape:
     n_vectors: int = 3
 
     @classmethod
-    def on(cls, machine: Machine, dtype: torch.dtype, stored: torch.dtype) -> "_Shape":
+    def on(cls, machine: CPUFeatures, dtype: torch.dtype, stored: torch.dtype) -> "_Shape":
         lanes = machine.lanes(dtype)
         n_rows = 8 if machine.n_vectors >= 32 else 4
         return cls(lanes, replace(lanes, stored=stored), n_rows)
@@ -112,7 +112,7 @@ class GemmKernel:
     Shapes: x [n, k], rows contiguous; weight [m, k] contiguous; the result [n, m].
     """
 
-    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: CPUFeatures) -> None:
         self._shape = shape = _Shape.on(machine, dtype, stored)
         numbers, weights = shape.lanes.pointer, shape.of_weight.pointer
         self._pack = CompiledKernel(_PackArguments[float], partial(_pack, shape), numbers=numbers)

@@ -37,7 +37,7 @@ from parallel_llama.ops.cpu.ir import (
     smaller,
     when,
 )
-from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, Machine, at_once, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 from parallel_llama.ops.routes import Routes
 
 # Beyond this number of rows arithmetic is slower than memory, and `gemm` is faster.
@@ -87,7 +87,7 @@ class GemvKernel:
     Shapes: x [n, k], rows contiguous; weight [m, k] contiguous; the result [n, m].
     """
 
-    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: CPUFeatures) -> None:
         lanes, self._stored = machine.lanes(dtype), stored
         of_weight = replace(lanes, stored=stored)
         self._program = CompiledKernel(
@@ -118,7 +118,7 @@ class RoutedGemvKernel:
     [len(routes.targets), m], zeros in rows that no weight computes.
     """
 
-    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, stored: torch.dtype, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
         of_weight = replace(lanes, stored=stored)
         self._program = CompiledKernel(
@@ -154,7 +154,7 @@ def make_routed_gemv(dtype: torch.dtype, stored: torch.dtype) -> RoutedGemvKerne
     return RoutedGemvKernel(dtype, stored, this_machine())
 
 
-def _tile(machine: Machine) -> int:
+def _tile(machine: CPUFeatures) -> int:
     """Rows of the weight in a tile: with one row of x and the sums, they fill the registers."""
     return (machine.n_vectors - 1) // (_ROWS + 1)
 

@@ -47,7 +47,7 @@ _MAX_FILES = 256
 
 
 @dataclass(frozen=True)
-class Machine:
+class CPUFeatures:
     """The properties of a CPU that kernels depend on.
 
     Args:
@@ -66,16 +66,16 @@ class Machine:
 
 
 @cache
-def this_machine() -> Machine:
+def this_machine() -> CPUFeatures:
     """The CPU that this process runs on."""
     features = llvm.get_host_cpu_features()
     if features.get("avx512f") and features.get("avx512bw"):
-        return Machine(64, 32, "vnni" if features.get("avx512vnni") else "madd")
+        return CPUFeatures(64, 32, "vnni" if features.get("avx512vnni") else "madd")
     if features.get("avx2"):
-        return Machine(32, 16, "vnni" if features.get("avxvnni") else "madd")
+        return CPUFeatures(32, 16, "vnni" if features.get("avxvnni") else "madd")
     if features.get("neon"):
-        return Machine(16, 32, "usdot" if features.get("i8mm") else "plain")
-    return Machine(16, 16)
+        return CPUFeatures(16, 32, "usdot" if features.get("i8mm") else "plain")
+    return CPUFeatures(16, 16)
 
 
 @cache

@@ -31,8 +31,8 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import (
     CompiledKernel,
+    CPUFeatures,
     Launcher,
-    Machine,
     at_once,
     this_machine,
     threads_for,
@@ -176,7 +176,7 @@ class UnpackKernel:
     """
 
     def __init__(
-        self, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, machine: Machine
+        self, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, machine: CPUFeatures
     ) -> None:
         lanes = machine.lanes(dtype, head_dim)
         self.dtype, self._rows = dtype, KVRows(cache_dtype, lanes, head_dim)

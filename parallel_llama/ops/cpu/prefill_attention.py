@@ -53,7 +53,7 @@ from parallel_llama.ops.cpu.ir import (
     when,
     where,
 )
-from parallel_llama.ops.cpu.jit import CompiledKernel, Launcher, Machine, at_once, this_machine
+from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
 from parallel_llama.ops.cpu.kv_rows import KVRows
 from parallel_llama.ops.cpu.vector_math import exp, tanh
 
@@ -407,7 +407,7 @@ class PrefillAttentionKernel:
         cache_dtype: torch.dtype,
         head_dim: int,
         scores: Scores,
-        machine: Machine,
+        machine: CPUFeatures,
     ) -> None:
         of_head, lanes = machine.lanes(dtype, head_dim), machine.lanes(dtype)
         self._rows = KVRows(cache_dtype, of_head, head_dim)

@@ -36,8 +36,8 @@ from parallel_llama.ops.cpu.ir import (
 )
 from parallel_llama.ops.cpu.jit import (
     CompiledKernel,
+    CPUFeatures,
     Launcher,
-    Machine,
     at_once,
     this_machine,
     threads_for,
@@ -120,7 +120,7 @@ class QuantGemmKernel:
     uint8.
     """
 
-    def __init__(self, form: QuantFormat, machine: Machine) -> None:
+    def __init__(self, form: QuantFormat, machine: CPUFeatures) -> None:
         lanes = machine.lanes(torch.float32)
         self.n_rows, reader = lanes.width, PanelReader(lanes, form)
         self._of_floats: CompiledKernel[_FloatArguments[float]] | None = None
@@ -175,7 +175,7 @@ def make_quant_gemm(form: QuantFormat) -> QuantGemmKernel:
 
 
 @cache
-def _make_round(machine: Machine, n_parts: int) -> CompiledKernel[_RoundArguments[float]]:
+def _make_round(machine: CPUFeatures, n_parts: int) -> CompiledKernel[_RoundArguments[float]]:
     return CompiledKernel(
         _RoundArguments[float], partial(_round, machine.lanes(torch.float32), n_parts)
     )

@@ -15,8 +15,8 @@ from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, Rows, T
 from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, fma, loop, shuffle
 from parallel_llama.ops.cpu.jit import (
     CompiledKernel,
+    CPUFeatures,
     Launcher,
-    Machine,
     at_once,
     this_machine,
     threads_for,
@@ -46,7 +46,7 @@ class RotaryKernel:
     """
 
     def __init__(
-        self, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, machine: Machine
+        self, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, machine: CPUFeatures
     ) -> None:
         self.dtype, self.head_dim = dtype, head_dim
         lanes = machine.lanes(dtype, head_dim)

@@ -14,8 +14,8 @@ from parallel_llama.ops.cpu.arguments import Integer, Integers, Numbers, T
 from parallel_llama.ops.cpu.ir import Lanes, Thread, Value, Variable, larger, loop, where
 from parallel_llama.ops.cpu.jit import (
     CompiledKernel,
+    CPUFeatures,
     Launcher,
-    Machine,
     at_once,
     this_machine,
     threads_for,
@@ -57,7 +57,7 @@ class RouteKernel:
     Shapes: scores [T, n_experts], contiguous -> weights and experts [T, n_active].
     """
 
-    def __init__(self, dtype: torch.dtype, machine: Machine) -> None:
+    def __init__(self, dtype: torch.dtype, machine: CPUFeatures) -> None:
         lanes = machine.lanes(dtype)
         self._program = CompiledKernel(
             _RouteArguments[float], partial(_route, lanes), numbers=lanes.pointer
