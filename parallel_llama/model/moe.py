@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_llama.config import ModelArgs
 from parallel_llama.model.layers import Backend, activation_of
-from parallel_llama.ops.formats import Weight, apply_routed, concat_outputs
+from parallel_llama.ops.formats import Weight, concat_outputs, grouped_linear
 from parallel_llama.plan import Shard
 
 
@@ -67,8 +67,8 @@ class MixtureOfExperts:
         routing_weights, experts = self.ops.route(  # [T, n_active] replicated
             x, self.gate.weight.values, self.n_active, normed=self.normed
         )
-        to_experts, back = self.ops.routes_of(experts, self.numbers)
-        h = apply_routed(x, self.w13, to_experts, self.ops)
+        to_experts, back = self.ops.expert_dispatch(experts, self.numbers)
+        h = grouped_linear(x, self.w13, to_experts, self.ops)
         h = self.activation(h)  # [T * n_active, channels] local, by expert
-        parts = apply_routed(h, self.w2, back, self.ops)  # [T * n_active, dim] partial, by token
+        parts = grouped_linear(h, self.w2, back, self.ops)  # [T * n_active, dim] partial, by token
         return self.ops.all_reduce(self.ops.weighted_sum(parts, routing_weights), self.comm)

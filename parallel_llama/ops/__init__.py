@@ -23,8 +23,8 @@ from parallel_llama.ops.attention import (
 from parallel_llama.ops.cpu.jit import computes
 from parallel_llama.ops.cpu.replay import NotRecorded, Recording
 from parallel_llama.ops.cpu_ops import CPUOps
+from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.noise import Noise
-from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.torch_ops import TorchOps
 
 __all__ = [
@@ -32,13 +32,13 @@ __all__ = [
     "DecodeBatch",
     "DecodeRoom",
     "DecodeRows",
+    "Dispatch",
     "HeadMap",
     "Noise",
     "NotRecorded",
     "PagedQueries",
     "QueryChunk",
     "Recording",
-    "Routes",
     "Scores",
     "TorchOps",
     "choose_ops",

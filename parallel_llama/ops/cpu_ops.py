@@ -33,8 +33,8 @@ from parallel_llama.ops.cpu.quant_gemm import make_quant_gemm
 from parallel_llama.ops.cpu.replay import Arena, KernelsOnly, Recording, make_executor
 from parallel_llama.ops.cpu.rotary import RotaryKernel, make_rotary
 from parallel_llama.ops.cpu.route import make_route, make_routes
+from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.quant import PanelShape
-from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.torch_ops import TorchOps
 from parallel_llama.parallel.collectives import Communicator
 from parallel_llama.parallel.shared_memory import SharedMemory
@@ -148,16 +148,16 @@ class CPUOps(TorchOps):
         scores = make_gemv(self._dtype, self._dtype)(x, gate, self._run)
         return make_route(self._dtype)(scores, n_active, normed=normed, run=self._run)
 
-    def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
+    def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
         return make_routes()(experts, own, self._run)
 
-    def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
+    def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
         stored = weights[0].dtype
-        if not _has_few_rows(routes) or any(weight.dtype != stored for weight in weights):
-            return super().routed_linear(x, weights, routes)
+        if not _has_few_rows(dispatch) or any(weight.dtype != stored for weight in weights):
+            return super().routed_linear(x, weights, dispatch)
         table = self._table([weight.data_ptr() for weight in weights])
         kernel = make_routed_gemv(self._dtype, stored)
-        return kernel(x, table, len(weights[0]), routes, self._run)
+        return kernel(x, table, len(weights[0]), dispatch, self._run)
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         return make_weighted_sum(self._dtype)(parts, routing_weights, self._run)
@@ -231,8 +231,8 @@ class CPUOps(TorchOps):
         return make_prefill_attention(self._dtype, cache_dtype, self._head_dim, self._scores)
 
 
-def _has_few_rows(routes: Routes) -> bool:
+def _has_few_rows(dispatch: Dispatch) -> bool:
     """Whether every weight has at most MAX_ROWS rows."""
-    if routes.max_rows <= MAX_ROWS:
+    if dispatch.max_rows <= MAX_ROWS:
         return True
-    return max(stop - start for start, stop in zip(*routes.bounds(), strict=True)) <= MAX_ROWS
+    return max(stop - start for start, stop in zip(*dispatch.bounds(), strict=True)) <= MAX_ROWS

@@ -25,12 +25,12 @@ from parallel_llama.ops.cuda.linear import (
 )
 from parallel_llama.ops.cuda.quant_linear import PANEL_ROWS, fp8_linear, quant_gemm
 from parallel_llama.ops.cuda.rotary import can_store, rotate_and_store
-from parallel_llama.ops.cuda.route import MAX_PAIRS, route, routes_of
+from parallel_llama.ops.cuda.route import MAX_PAIRS, expert_dispatch, route
 from parallel_llama.ops.cuda.sampling import candidates, draw, draw_filtered, takes_candidates
+from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.filters import Filters
 from parallel_llama.ops.noise import Noise
 from parallel_llama.ops.quant import PanelShape
-from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.torch_ops import TorchOps
 
 
@@ -71,19 +71,19 @@ class CUDAOps(TorchOps):
         # For any number of rows: a token's experts must not depend on the batch.
         return route(linear(x, gate, None), n_active, normed=normed)
 
-    def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
+    def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
         if experts.numel() > MAX_PAIRS:
-            return super().routes_of(experts, own)
-        return routes_of(experts, own)
+            return super().expert_dispatch(experts, own)
+        return expert_dispatch(experts, own)
 
-    def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
+    def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
         """As in `TorchOps`. With few rows, each gives the bits of `linear`, without a host sync."""
-        if not takes_routed(x, weights, routes):
-            return super().routed_linear(x, weights, routes)
+        if not takes_routed(x, weights, dispatch):
+            return super().routed_linear(x, weights, dispatch)
         places = tuple(weight.data_ptr() for weight in weights)
         if places not in self._addresses:  # never while a CUDA graph records: the step ran before
             self._addresses[places] = Addresses.of(places, weights[0].device)
-        return routed_linear(x, weights, self._addresses[places], routes)
+        return routed_linear(x, weights, self._addresses[places], dispatch)
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         return weighted_sum(parts, routing_weights)

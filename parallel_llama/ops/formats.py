@@ -17,8 +17,8 @@ from parallel_llama.dtypes import (
     Precision,
     QuantFormat,
 )
+from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.quant import PanelShape, QuantMatrix, joined
-from parallel_llama.ops.routes import Routes
 from parallel_llama.ops.torch_ops import TorchOps
 
 HALVES = torch.bfloat16, torch.float16
@@ -196,15 +196,15 @@ def concat_outputs(weights: Sequence[Weight | MixedWeight]) -> Weight | MixedWei
     return DenseWeight.concat_outputs(dense) if dense else QuantWeight.concat_outputs(groups)
 
 
-def apply_routed(
-    x: Tensor, weights: Sequence[Weight | MixedWeight], routes: Routes, ops: TorchOps
+def grouped_linear(
+    x: Tensor, weights: Sequence[Weight | MixedWeight], dispatch: Dispatch, ops: TorchOps
 ) -> Tensor:
     """Products of rows of x, each with the weight of its route; zeros for rows without a weight."""
     dense = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
     if len(dense) == len(weights):
-        return ops.routed_linear(x, dense, routes)
+        return ops.routed_linear(x, dense, dispatch)
     products = [partial(weight.apply, ops=ops) for weight in weights]
-    return routes.through(x, products, weights[0].n_outputs)
+    return dispatch.through(x, products, weights[0].n_outputs)
 
 
 def torch_dtype(name: str) -> torch.dtype:

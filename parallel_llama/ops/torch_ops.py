@@ -18,10 +18,10 @@ from parallel_llama.ops.attention import (
     QueryChunk,
     Scores,
 )
+from parallel_llama.ops.dispatch import Dispatch
 from parallel_llama.ops.filters import Filters, mass_of, merge_top_k
 from parallel_llama.ops.noise import Noise, gumbel
 from parallel_llama.ops.quant import PanelShape, quant_gemm
-from parallel_llama.ops.routes import Routes
 from parallel_llama.parallel.collectives import Communicator
 
 # Queries per attention call: enough to be worth a call, and few enough that the first queries of a
@@ -90,13 +90,13 @@ class TorchOps:
         rows = shape.unpack_rows(panels, own.masked_fill(elsewhere, 0)).values()
         return rows.masked_fill_(elsewhere[:, None], 0)
 
-    def routed_linear(self, x: Tensor, weights: Sequence[Tensor], routes: Routes) -> Tensor:
+    def routed_linear(self, x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> Tensor:
         """Y = X A, each row with one of several A; zeros for rows that no weight computes.
 
         Shapes: x [n, in], each weight [out, in] -> [P, out].
         """
         products = [partial(self.linear, weight=weight) for weight in weights]
-        return routes.through(x, products, len(weights[0]))
+        return dispatch.through(x, products, len(weights[0]))
 
     def route(
         self, x: Tensor, gate: Tensor, n_active: int, *, normed: bool
@@ -118,7 +118,7 @@ class TorchOps:
             routing_weights = routing_weights / routing_weights.sum(-1, keepdim=True)
         return routing_weights, experts[:, :n_active]
 
-    def routes_of(self, experts: Tensor, own: range) -> tuple[Routes, Routes]:
+    def expert_dispatch(self, experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
         """The routes from tokens to rows sorted by this rank's experts, and from there to pairs.
 
         A pair is a token and one of its experts; the pairs of a token are contiguous. Between the
@@ -132,8 +132,8 @@ class TorchOps:
         order = torch.arange(len(pairs), device=device)
         # Not bincount, which synchronises with the device.
         starts = torch.searchsorted(chosen, torch.arange(len(own) + 1, device=device))
-        to_experts = Routes(pairs // experts.shape[1], order, starts, len(experts))
-        return to_experts, Routes(order, pairs, starts, len(experts))
+        to_experts = Dispatch(pairs // experts.shape[1], order, starts, len(experts))
+        return to_experts, Dispatch(order, pairs, starts, len(experts))
 
     def weighted_sum(self, parts: Tensor, routing_weights: Tensor) -> Tensor:
         """The weighted sum of each token's n parts, in the dtype of the weights.

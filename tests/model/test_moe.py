@@ -22,7 +22,7 @@ from parallel_llama.errors import UsageError
 from parallel_llama.model.layers import Backend
 from parallel_llama.model.moe import MixtureOfExperts
 from parallel_llama.ops import CPUOps, TorchOps
-from parallel_llama.ops.formats import DenseWeight, QuantWeight, apply_routed
+from parallel_llama.ops.formats import DenseWeight, QuantWeight, grouped_linear
 from parallel_llama.ops.quant import quantise
 from parallel_llama.parallel.collectives import Communicator, Solo
 from parallel_llama.plan import make_plan
@@ -237,7 +237,7 @@ def test_each_pair_gets_the_products_of_its_token_with_its_experts_weights(
     first, second = (
         [torch.randn(shape, dtype=FLOAT64) for _ in own] for shape in ((17, 13), (11, 17))
     )
-    to_experts, back = ops.routes_of(experts, own)
+    to_experts, back = ops.expert_dispatch(experts, own)
     h = ops.routed_linear(x, first, to_experts)
     actual = ops.routed_linear(h, second, back)
     expected = torch.zeros(n_tokens * n_active, 11, dtype=FLOAT64)
@@ -257,9 +257,9 @@ def test_experts_may_be_kept_each_in_a_format_of_its_own(rows: int) -> None:
     x = torch.randn(rows, 64)
     for weights in (dense, [*dense, small]):
         experts = torch.arange(rows)[:, None] % len(weights)
-        to_experts, back = ops.routes_of(experts, range(len(weights)))
-        routes = replace(back, sources=to_experts.sources)
-        y = apply_routed(x, weights, routes, ops)
+        to_experts, back = ops.expert_dispatch(experts, range(len(weights)))
+        dispatch = replace(back, sources=to_experts.sources)
+        y = grouped_linear(x, weights, dispatch, ops)
         for number, weight in enumerate(weights):
             own = slice(number, None, len(weights))
             assert torch.equal(y[own], weight.apply(x[own], ops))

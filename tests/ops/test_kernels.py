@@ -11,7 +11,7 @@ from parallel_llama.ops.cpu.gemm import GemmKernel
 from parallel_llama.ops.cpu.gemv import MAX_ROWS, GemvKernel, RoutedGemvKernel
 from parallel_llama.ops.cpu.jit import CPUFeatures, openmp, this_machine
 from parallel_llama.ops.cpu.rotary import RotaryKernel
-from parallel_llama.ops.routes import Routes
+from parallel_llama.ops.dispatch import Dispatch
 
 MACHINES = [
     this_machine(),
@@ -140,11 +140,11 @@ def test_routed_rows_get_to_the_last_bit_what_one_product_gives(machine, dtype):
     weights = [torch.randn(29, 33, dtype=dtype) for _ in counts]
     starts = torch.tensor([0, *counts]).cumsum(0)
     sources, targets = torch.randint(0, 40, (45,)), torch.randperm(45)
-    routes = Routes(sources, targets, starts, 32)
+    dispatch = Dispatch(sources, targets, starts, 32)
     addresses = array("q", (weight.data_ptr() for weight in weights))
-    actual = routed_linear_for(dtype, machine)(x, addresses, 29, routes)[targets]
+    actual = routed_linear_for(dtype, machine)(x, addresses, 29, dispatch)[targets]
     linear = linear_for(GemvKernel, dtype, machine)
-    for weight, start, stop in zip(weights, *routes.bounds(), strict=True):
+    for weight, start, stop in zip(weights, *dispatch.bounds(), strict=True):
         assert torch.equal(actual[start:stop], linear(x[sources[start:stop]], weight))
     assert not actual[starts[-1] :].any()
 

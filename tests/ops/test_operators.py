@@ -13,9 +13,9 @@ from torch import Tensor
 
 from parallel_llama.ops import (
     DecodeBatch,
+    Dispatch,
     Noise,
     QueryChunk,
-    Routes,
     Scores,
     TorchOps,
     choose_ops,
@@ -103,8 +103,8 @@ def test_routed_linear(backend: Backend, counts: list[int]) -> None:
     chosen = [weight for weight, count in zip(weights, counts, strict=True) for _ in range(count)]
     for i, weight in enumerate(chosen):
         expected[targets[i]] = weight.double() @ x[sources[i]].double()
-    routes = Routes(sources, targets, starts, max_rows=n_given)
-    check(ops.routed_linear(x, weights, routes), expected)
+    dispatch = Dispatch(sources, targets, starts, max_rows=n_given)
+    check(ops.routed_linear(x, weights, dispatch), expected)
 
 
 @pytest.mark.parametrize("own", [range(6), range(2, 5), range(3, 3)], ids=str)
@@ -113,7 +113,7 @@ def test_routes_of(backend: Backend, n_tokens: int, own: range) -> None:
     """The tokens of each expert in order, and a row for each pair; pairs of other ranks last."""
     ops, _, device = backend
     experts = torch.rand(n_tokens, 6, device=device).topk(2).indices
-    to_experts, back = ops.routes_of(experts, own)
+    to_experts, back = ops.expert_dispatch(experts, own)
     pairs = [
         [pair for pair, expert in enumerate(experts.flatten().tolist()) if expert == each]
         for each in own
@@ -122,10 +122,10 @@ def test_routes_of(backend: Backend, n_tokens: int, own: range) -> None:
         assert back.targets[start:stop].tolist() == pairs[number]
         assert to_experts.sources[start:stop].tolist() == [pair // 2 for pair in pairs[number]]
         assert torch.equal(to_experts.targets[start:stop], back.sources[start:stop])
-    for routes in (to_experts, back):
-        assert routes.starts.tolist() == [sum(map(len, pairs[:n])) for n in range(len(own) + 1)]
-        assert sorted(routes.targets.tolist()) == list(range(2 * n_tokens))
-        assert routes.max_rows >= max(map(len, pairs), default=0)
+    for dispatch in (to_experts, back):
+        assert dispatch.starts.tolist() == [sum(map(len, pairs[:n])) for n in range(len(own) + 1)]
+        assert sorted(dispatch.targets.tolist()) == list(range(2 * n_tokens))
+        assert dispatch.max_rows >= max(map(len, pairs), default=0)
 
 
 @pytest.mark.parametrize("normed", [True, False])

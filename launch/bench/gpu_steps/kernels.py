@@ -300,15 +300,16 @@ def _routed(name: str, n_rows: int, setting: Setting) -> Rows:
     x = _normal((n_rows, n_inputs), dtype, setting)
     weights = [_normal((n_outputs, n_inputs), dtype, setting) for _ in range(8)]
     experts = torch.rand(n_rows, 8, device=setting.device).topk(2).indices
-    routes, _ = ops.routes_of(experts, range(8))
-    y = ops.routed_linear(x, weights, routes)
+    dispatch, _ = ops.expert_dispatch(experts, range(8))
+    y = ops.routed_linear(x, weights, dispatch)
     chosen = sorted(experts.flatten().tolist())
     pairs = [
-        (x[row][None], weights[expert]) for row, expert in zip(routes.sources, chosen, strict=True)
+        (x[row][None], weights[expert])
+        for row, expert in zip(dispatch.sources, chosen, strict=True)
     ]
     _hold(y, torch.cat([row.double() @ weight.double().T for row, weight in pairs]), dtype)
     _alike(y, torch.cat([ops.linear(row, weight) for row, weight in pairs]))
-    calls = [lambda: ops.routed_linear(x, weights, routes)] * setting.pick(10, 1)
+    calls = [lambda: ops.routed_linear(x, weights, dispatch)] * setting.pick(10, 1)
     n_bytes = len({*chosen}) * weights[0].nbytes + x.nbytes + y.nbytes
     yield _moved(name, n_bytes, device_seconds(calls, setting), setting)
 

@@ -38,7 +38,7 @@ from parallel_llama.ops.cpu.ir import (
     when,
 )
 from parallel_llama.ops.cpu.jit import CompiledKernel, CPUFeatures, Launcher, at_once, this_machine
-from parallel_llama.ops.routes import Routes
+from parallel_llama.ops.dispatch import Dispatch
 
 # Beyond this number of rows arithmetic is slower than memory, and `gemm` is faster.
 MAX_ROWS = 32
@@ -129,14 +129,14 @@ class RoutedGemvKernel:
         )
 
     def __call__(
-        self, x: Tensor, weights: "array[int]", m: int, routes: Routes, run: Launcher = at_once
+        self, x: Tensor, weights: "array[int]", m: int, dispatch: Dispatch, run: Launcher = at_once
     ) -> Tensor:
-        assert x.stride(1) == 1 and len(weights) == len(routes.starts) - 1
-        n_rows, k = len(routes.targets), x.shape[1]
+        assert x.stride(1) == 1 and len(weights) == len(dispatch.starts) - 1
+        n_rows, k = len(dispatch.targets), x.shape[1]
         y = x.new_empty(n_rows, m)
         arguments = _RoutedGemvArguments(
-            x=x.data_ptr(), x_stride=x.stride(0), sources=routes.sources.data_ptr(),
-            targets=routes.targets.data_ptr(), starts=routes.starts.data_ptr(),
+            x=x.data_ptr(), x_stride=x.stride(0), sources=dispatch.sources.data_ptr(),
+            targets=dispatch.targets.data_ptr(), starts=dispatch.starts.data_ptr(),
             n_weights=len(weights), n_rows=n_rows, weights=weights.buffer_info()[0], y=y.data_ptr(),
             k=k, m=m,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from parallel_llama.ops.cpu.jit import (
     threads_for,
 )
 from parallel_llama.ops.cpu.vector_math import exp
-from parallel_llama.ops.routes import Routes
+from parallel_llama.ops.dispatch import Dispatch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,14 +79,14 @@ class RouteKernel:
 
 
 class RoutesKernel:
-    """The rows of each expert: see `TorchOps.routes_of`."""
+    """The rows of each expert: see `TorchOps.expert_dispatch`."""
 
     def __init__(self) -> None:
         self._program = CompiledKernel(_RoutesArguments[float], _routes)
 
     def __call__(
         self, experts: Tensor, own: range, run: Launcher = at_once
-    ) -> tuple[Routes, Routes]:
+    ) -> tuple[Dispatch, Dispatch]:
         n_active = experts.shape[1]
         assert experts.is_contiguous() and experts.dtype == torch.int64
         tokens, order, pairs = experts.new_empty(3, experts.numel())
@@ -98,7 +98,7 @@ class RoutesKernel:
         )  # fmt: skip
         run(self._program, 1, arguments)
         max_rows = len(experts)
-        return Routes(tokens, order, starts, max_rows), Routes(order, pairs, starts, max_rows)
+        return Dispatch(tokens, order, starts, max_rows), Dispatch(order, pairs, starts, max_rows)
 
 
 @cache

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from parallel_llama.ops.cuda.launch import launch, tile
-from parallel_llama.ops.routes import Routes
+from parallel_llama.ops.dispatch import Dispatch
 
 MAX_ROWS = 16
 
@@ -122,31 +122,31 @@ class Addresses:
         return cls(table, gcd(_ALIGNMENT, *addresses))
 
 
-def takes_routed(x: Tensor, weights: Sequence[Tensor], routes: Routes) -> bool:
+def takes_routed(x: Tensor, weights: Sequence[Tensor], dispatch: Dispatch) -> bool:
     """Whether `routed_linear` supports these dtypes and this number of rows."""
     stored = {weight.dtype for weight in weights}
     is_computed = x.dtype in _TYPES and len(stored) == 1 and stored <= {*_TYPES}
-    return is_computed and routes.max_rows <= MAX_ROUTED_ROWS
+    return is_computed and dispatch.max_rows <= MAX_ROUTED_ROWS
 
 
 def routed_linear(
-    x: Tensor, weights: Sequence[Tensor], addresses: Addresses, routes: Routes
+    x: Tensor, weights: Sequence[Tensor], addresses: Addresses, dispatch: Dispatch
 ) -> Tensor:
     """`TorchOps.routed_linear`, summed in float32.
 
     Shapes: x [n, in], each weight [out, in] contiguous, at its address -> [P, out].
     """
-    assert x.stride(1) == 1 and len(addresses.table) == len(weights) == len(routes.starts) - 1
+    assert x.stride(1) == 1 and len(addresses.table) == len(weights) == len(dispatch.starts) - 1
     assert all(weight.is_contiguous() for weight in weights)
     (n_outputs, n_inputs), dtype = weights[0].shape, weights[0].dtype
-    n, n_weights = len(routes.targets), len(weights)
+    n, n_weights = len(dispatch.targets), len(weights)
     cut = Cut.of(n_outputs, n_inputs, dtype.itemsize)
     y = x.new_empty(n, n_outputs)
     is_whole = cut.n_parts == 1
     sums = y if is_whole else x.new_empty(cut.n_parts, n, n_outputs, dtype=torch.float32)
     launch(
         _routed, (most_tiles(n, n_weights), cut.n_blocks, cut.n_parts),
-        x, addresses.table, sums, routes.sources, routes.targets, routes.starts,
+        x, addresses.table, sums, dispatch.sources, dispatch.targets, dispatch.starts,
         n, n_weights, n_inputs, n_outputs, x.stride(0), cut.part,
         STORED=_TYPES[dtype], ALIGNMENT=addresses.alignment, WEIGHTS=tile(n_weights + 1),
         SIZE=cut.size, **_SHAPE,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from parallel_llama.ops.cuda.launch import launch, tile, warps
 from parallel_llama.ops.cuda.sort_key import sort_key
-from parallel_llama.ops.routes import Routes
+from parallel_llama.ops.dispatch import Dispatch
 
 MAX_PAIRS = 4096  # limited, since each pair is compared with all others
 
@@ -31,8 +31,8 @@ def route(scores: Tensor, n_active: int, *, normed: bool) -> tuple[Tensor, Tenso
     return shares, experts
 
 
-def routes_of(experts: Tensor, own: range) -> tuple[Routes, Routes]:
-    """`TorchOps.routes_of` for up to MAX_PAIRS pairs. Shapes: experts [T, n_active]."""
+def expert_dispatch(experts: Tensor, own: range) -> tuple[Dispatch, Dispatch]:
+    """`TorchOps.expert_dispatch` for up to MAX_PAIRS pairs. Shapes: experts [T, n_active]."""
     n, n_active = experts.numel(), experts.shape[1]
     assert experts.is_contiguous() and n <= MAX_PAIRS
     tokens, order, pairs = experts.new_empty(3, n)
@@ -43,7 +43,7 @@ def routes_of(experts: Tensor, own: range) -> tuple[Routes, Routes]:
         TILE=_TILE,
     )  # fmt: skip
     max_rows = len(experts)
-    return Routes(tokens, order, starts, max_rows), Routes(order, pairs, starts, max_rows)
+    return Dispatch(tokens, order, starts, max_rows), Dispatch(order, pairs, starts, max_rows)
 
 
 @triton.jit

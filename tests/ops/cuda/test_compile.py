@@ -62,7 +62,7 @@ def launches():
 def mixture(ops, x):
     """What a layer with 16 of Mixtral's experts does."""
     routing_weights, experts = ops.route(x, torch.empty(16, 4096, dtype=x.dtype), 2, normed=True)
-    to_experts, back = ops.routes_of(experts, range(16))
+    to_experts, back = ops.expert_dispatch(experts, range(16))
     h = ops.routed_linear(x, [torch.empty(28672, 4096, dtype=x.dtype)] * 16, to_experts)
     down = [torch.empty(4096, 14336, dtype=x.dtype)] * 16
     ops.weighted_sum(ops.routed_linear(ops.silu_and_mul(h), down, back), routing_weights)

@@ -45,7 +45,7 @@ def test_the_experts_of_a_token_do_not_depend_on_the_batch(device):
         assert all(map(torch.equal, alone, (each[row : row + 1] for each in together)))
 
 
-def same_routes(ours, theirs):
+def same_dispatch(ours, theirs):
     for mine, their in zip(ours, theirs, strict=True):
         for name in ("sources", "targets", "starts"):
             assert torch.equal(getattr(mine, name), getattr(their, name))
@@ -55,4 +55,6 @@ def same_routes(ours, theirs):
 def test_more_pairs_are_torchs(device, monkeypatch):
     monkeypatch.setattr(kernels, "launch", None)
     experts = torch.zeros(kernels.MAX_PAIRS // 2 + 1, 2, dtype=torch.int64, device=device)
-    same_routes(CUDAOps().routes_of(experts, range(3)), TorchOps().routes_of(experts, range(3)))
+    same_dispatch(
+        CUDAOps().expert_dispatch(experts, range(3)), TorchOps().expert_dispatch(experts, range(3))
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel_llama.engine.decode_graphs import BUCKETS
-from parallel_llama.ops import Routes, TorchOps
+from parallel_llama.ops import Dispatch, TorchOps
 
 pytest.importorskip("triton", reason="kernels for CUDA devices need triton")
 
@@ -28,7 +28,7 @@ def random_routes(counts, n_sources, n_others, device):
     sources = torch.randint(n_sources, (n_rows,), device=device)
     targets = torch.randperm(n_rows, device=device)
     starts = torch.tensor([0, *counts], device=device).cumsum(0)
-    return Routes(sources, targets, starts, max_rows=n_given)
+    return Dispatch(sources, targets, starts, max_rows=n_given)
 
 
 def columns_of_more(n, n_columns, dtype, device):
@@ -58,10 +58,10 @@ def test_routed_linear(device, monkeypatch, dtype, n_parts, counts, n_others, sh
     n_inputs, n_outputs = shape
     x = columns_of_more(9, n_inputs, dtype, device)
     weights = [torch.randn(n_outputs, n_inputs, device=device).to(dtype) for _ in counts]
-    routes = random_routes(counts, len(x), n_others, device)
-    ours = CUDAOps().routed_linear(x, weights, routes)
+    dispatch = random_routes(counts, len(x), n_others, device)
+    ours = CUDAOps().routed_linear(x, weights, dispatch)
     wide = [weight.double() for weight in weights]
-    expected = TorchOps().routed_linear(x.double(), wide, routes)
+    expected = TorchOps().routed_linear(x.double(), wide, dispatch)
     assert ours.dtype == dtype
     atol = TOLERANCE[dtype] * n_inputs**0.5
     torch.testing.assert_close(ours.double(), expected, rtol=TOLERANCE[dtype], atol=atol)
@@ -76,20 +76,20 @@ def test_a_row_is_to_the_last_bit_what_its_weight_makes_of_it_alone(
     counts, ops = (20, 0, 3, 1), CUDAOps()
     x = torch.randn(9, 200, device=device).to(dtype)
     weights = [torch.randn(20, 200, device=device).to(dtype) for _ in counts]
-    routes = random_routes(counts, len(x), 1, device)
-    y = ops.routed_linear(x, weights, routes)
-    for number, (first, last) in enumerate(zip(*routes.bounds(), strict=True)):
+    dispatch = random_routes(counts, len(x), 1, device)
+    y = ops.routed_linear(x, weights, dispatch)
+    for number, (first, last) in enumerate(zip(*dispatch.bounds(), strict=True)):
         for i in range(first, last):
-            alone = ops.linear(x[routes.sources[i]][None], weights[number])
-            assert torch.equal(y[routes.targets[i]], alone[0])
+            alone = ops.linear(x[dispatch.sources[i]][None], weights[number])
+            assert torch.equal(y[dispatch.targets[i]], alone[0])
 
 
 def test_weights_may_have_fewer_bits_than_inputs(device):
     x = torch.randn(4, 50, device=device)
     weights = [torch.randn(9, 50, device=device).half() for _ in range(2)]
-    routes = random_routes((2, 1), len(x), 0, device)
-    expected = TorchOps().routed_linear(x, weights, routes)
-    torch.testing.assert_close(CUDAOps().routed_linear(x, weights, routes), expected)
+    dispatch = random_routes((2, 1), len(x), 0, device)
+    expected = TorchOps().routed_linear(x, weights, dispatch)
+    torch.testing.assert_close(CUDAOps().routed_linear(x, weights, dispatch), expected)
 
 
 def test_weights_of_several_dtypes_and_more_rows_are_torchs(device, monkeypatch):
@@ -100,9 +100,9 @@ def test_weights_of_several_dtypes_and_more_rows_are_torchs(device, monkeypatch)
         ((2, 1), [weights[0], weights[1].half()]),
         ((MAX_ROUTED_ROWS, 1), weights),
     ):
-        routes = random_routes(counts, len(x), 0, device)
-        expected = TorchOps().routed_linear(x, own, routes)
-        torch.testing.assert_close(CUDAOps().routed_linear(x, own, routes), expected)
+        dispatch = random_routes(counts, len(x), 0, device)
+        expected = TorchOps().routed_linear(x, own, dispatch)
+        torch.testing.assert_close(CUDAOps().routed_linear(x, own, dispatch), expected)
 
 
 def test_as_many_rows_as_a_graph_has_are_never_torchs():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Routes:
+class Dispatch:
     """For each of n weights, its rows of the input x and of the output y.
 
     Weight e computes row targets[i] of y from row sources[i] of x, for i from starts[e] up to
